@@ -1,7 +1,7 @@
-"""The batch norms of a model, of any dimension, and their synchronisation over all data parallel ranks.
+"""Batch norms of any dimension, with statistics that are shared by all data parallel ranks.
 
 torch.nn.SyncBatchNorm only has kernels for accelerators and works neither on CPUs nor in the simulation. Here ranks
-exchange their means and variances, by an all-gather in forward and an all-reduce in backward. torch's batch norm kernel
+exchange their means and variances. Forward needs an all-gather, backward an all-reduce. torch's batch norm kernel
 applies them.
 """
 

@@ -72,11 +72,11 @@ def build(
     stored: Stored | None = None,
     keep: set[str] | None = None,
 ) -> nn.Module:
-    """Build the model in fp32 on the current default device (also meta), for its inputs.
+    """Build the model for its inputs, in fp32 on the current default device (also meta).
 
     Parameters that are not trained (`source.partial`) are frozen, and adapters are added. Weights are random, from
-    torch's global generator, or those of a pretrained folder. `args` override the keys of a transformers config, or are
-    keyword arguments of other models. Without inputs a model has its published shape.
+    torch's global generator, or come from a pretrained folder. `args` override the keys of a transformers config, or
+    are keyword arguments of other models. If `inputs` is None, the model has its published shape.
 
     `stored`: cast and move each parameter as soon as it has its values. Extra memory is needed for one layer only. A
     user's model that cannot be deferred (see `why_whole`) is built first. `keep`: names of the parameters to store
@@ -84,7 +84,7 @@ def build(
     """
     _refuse_inputs(source, inputs)
     if inputs is not None and source.task != "custom" and gives_loss(source.task) != isinstance(inputs, NamedInputs):
-        message = f"{source.name} ({source.task}) needs other inputs than the data has"
+        message = f"{source.name} ({source.task}) needs inputs that the data does not have"
         raise ModelError("model-task", message, "use --data synthetic")
     make = partial(BUILD[source.family], source, inputs, dict(args))
     keep = keep if keep is None else {name_without_adapters(name) for name in keep}
@@ -139,11 +139,11 @@ def why_whole(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> st
 
 
 def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the logits for token ids (batch, seq_len) or images (batch, channels, size, size), and the router's loss.
+    """Return the logits of token ids (batch, seq_len) or images (batch, channels, size, size), and the routers' loss.
 
     The model may be in a wrapper with an attribute `module`, such as a DeepSpeed engine. The wrapper is called. The
-    second value is coefficient * load balancing loss of a mixture of experts in training, else None. `extra` are other
-    arguments of the model (position_ids for sequence parallelism).
+    second value is coefficient * load balancing loss of a mixture of experts in training. It is None otherwise.
+    `extra`: other arguments of the model, such as position_ids for sequence parallelism.
     """
     inner = getattr(model, "module", model)
     inner = getattr(inner, "_orig_mod", inner)  # torch.compile's wrapper has another signature
@@ -217,7 +217,10 @@ def _empty(tensor: NamedInput, count: int, make: Callable[..., Tensor]) -> Tenso
 
 
 def output_part(output: Any, name: str) -> Tensor:
-    """Return "loss" or "logits" of a user's model's output: a key, an attribute, the first of a tuple, or all of it."""
+    """Return `name` ("loss" or "logits") of the output of a user's model.
+
+    It is a key or an attribute of the output, the first element of a tuple, or the complete output.
+    """
     if isinstance(output, Mapping) and name in output:
         return output[name]
     if hasattr(output, name):
@@ -228,10 +231,10 @@ def output_part(output: Any, name: str) -> Tensor:
 # Wrong inputs show up here, before any rank starts: a forward on meta takes a second and no memory, where a failing
 # launch on many hosts takes minutes. The same forward counts the FLOPs for the utilisation that training reports.
 def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int | None:
-    """Run a forward without data on a model on meta; return the FLOPs per sample, or None if none are counted.
+    """Run a forward of a model on meta, without data; return the FLOPs per sample.
 
-    FLOPs are two per multiply-add, counted by torch's counter. Raises ModelError("model-shape") if the model does not
-    accept these inputs or returns too few logits.
+    FLOPs are two per multiply-add, counted by torch's counter. The result is None if the counter finds none. Raises
+    ModelError("model-shape") if the model does not accept these inputs or returns too few logits.
     """
     with torch.device("meta"):
         batch = {key: t.bfloat16() if t.is_floating_point() else t for key, t in empty_batch(inputs, TRIED).items()}
@@ -291,7 +294,7 @@ def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
 
 @contextmanager
 def no_value_checks() -> Iterator[None]:
-    """Turn off checks that need values: transformers' for padding ids, torch's of distributions.
+    """Turn off checks that need values: transformers' check of padding ids and torch's checks of distributions.
 
     (warn_if_padding_and_no_attention_mask in transformers/modeling_utils.py; torch/distributions/distribution.py)
     """
@@ -306,7 +309,7 @@ def no_value_checks() -> Iterator[None]:
 def fake_tensors() -> Iterator[None]:
     """Make tensors fake: nothing is computed, and transformers does not read values of masks.
 
-    torch's logging of errors is off; they are only raised.
+    torch does not log errors in the block, but raises them.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -326,9 +329,10 @@ def fake_tensors() -> Iterator[None]:
 
 
 def bincount(fake_mode: Any, func: Any, values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Return torch.bincount's output for values below `minlength`, as of a router's experts, on fake tensors.
+    """Return torch.bincount's output on fake tensors; all values must be below `minlength`.
 
-    Without values the real output has no known shape. (Used in router losses of transformers before 5.23.)
+    Without values the shape of the real output is unknown. Router losses of transformers before 5.23 call it with the
+    ids of experts.
     """
     if not minlength:
         raise DynamicOutputShapeException(func)
@@ -336,12 +340,14 @@ def bincount(fake_mode: Any, func: Any, values: Tensor, weights: Tensor | None =
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Count parameters: tied parameters once, parameters that ZeRO-3 partitions with their full size."""
+    """Count parameters: tied parameters count once, and parameters that ZeRO-3 partitions count in full."""
     return sum(map(elements, model.parameters()))
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> list[dict[str, Any]]:
-    """Group parameters into matrices (with weight decay) and vectors (norms, biases; without); one group if no decay.
+    """Group parameters into matrices, with weight decay, and vectors (norms, biases), without it.
+
+    Without `decay` there is one group.
 
     Each group needs its own buckets and collectives. DeepSpeed splits off experts by the groups' names
     (moe/utils.py:103).
@@ -352,11 +358,11 @@ def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> 
     matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1]
     vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
     groups = [{"name": "matrices", "params": matrices}, {"name": "vectors", "params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]  # DeepSpeed fails on an empty one
+    return [group for group in groups if group["params"]]  # DeepSpeed fails on an empty group
 
 
 def expert_places(model: nn.Module) -> list[int]:
-    """Return the indices in model.parameters() of spread experts' weights, by DeepSpeed's mark."""
+    """Return the indices in model.parameters() of weights that DeepSpeed marks as spread experts."""
     return [place for place, p in enumerate(model.parameters()) if getattr(p, "allreduce", True) is False]
 
 

@@ -38,7 +38,7 @@ CONFIG_HINT = "give a config.json of transformers"
 
 
 class _KeysReadHere(BaseModel, frozen=True, protected_namespaces=()):
-    """Keys of a transformers config that are read before its class, which checks the others, is known."""
+    """Keys of a transformers config that are read before its config class is known. The class checks the other keys."""
 
     model_type: str
     architectures: list[str] | None = None
@@ -55,7 +55,7 @@ class ModelSource:
     name: str  # as the user typed it
     family: Family
     origin: str  # "zerofit", "torchvision", "preset", "config.json", "pretrained folder", "package.module:callable"
-    task: Task | Literal["custom"]  # of a custom model only known once it is built
+    task: Task | Literal["custom"]  # of a custom model: only known after it is built
     path: str | None = None  # the config.json, or the pretrained folder
     partial: PartialTraining | None = None  # the trained part; None: all of it
     pretrained: str | None = None  # file or folder of initial weights, if it is not `path`
@@ -76,7 +76,7 @@ def source_of(run: Run) -> ModelSource:
 # `--task` puts a classifier's or tagger's head on a language model. transformers' tables list the models with such
 # heads; they are read without building anything.
 def with_task(source: ModelSource, task: str | None) -> ModelSource:
-    """Return the source of a model for `task` (of Run; None: the config's).
+    """Return the source of a model for `task`, a task of `Run` (None: the task of the config).
 
     Raises ModelError("model-task") if transformers has no such model.
     """
@@ -230,7 +230,7 @@ def _named_task(config: Config, architecture: str | None) -> Task | None:
 
 
 def _has_decoder(config: Config) -> bool:
-    """Return whether the model is an encoder-decoder, by its config or transformers' default for its type."""
+    """Return whether the model is an encoder-decoder, by its config or by the default for its type in transformers."""
     from transformers import CONFIG_MAPPING
 
     return bool(config.get("is_encoder_decoder", CONFIG_MAPPING[config["model_type"]]().is_encoder_decoder))

@@ -47,10 +47,10 @@ def _on_host(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def cut_into_blocks(model: nn.Module) -> Sequence[nn.Module]:
-    """Return the modules to checkpoint: the outermost ones of a class that occurs repeatedly, else the model's stages.
+    """Return the modules to checkpoint: the outermost modules of a repeated class, else the model's stages.
 
-    Stages are the children with parameters, except the last. A long sequence of torch's layers (AlexNet, VGG) is
-    grouped up to each pooling, and the groups are the stages.
+    Stages are the children with parameters, except the last child. In a long sequence of torch's layers (AlexNet, VGG),
+    each group of layers up to a pooling is a stage.
     """
     counts = Counter(type(module) for module in model.modules())
     blocks = list(_outermost_repeated(model, counts))
@@ -81,7 +81,7 @@ def checkpoint_block(block: nn.Module) -> None:
 
 
 def _forward_checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's forward without keeping activations; batch norms count the batch once, not twice."""
+    """Run the class's forward without keeping activations; batch norms count each batch once."""
     forward = types.MethodType(type(self).forward, self)
     if not (self.training and is_grad_enabled()):
         return forward(*args, **kwargs)
@@ -99,7 +99,8 @@ def _forward_checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _statistics_untouched(module: nn.Module) -> Iterator[None]:
     """Let forwards update copies of the running statistics, which are dropped.
 
-    The originals are swapped out instead of restored, since autograd has saved them and detects in-place changes.
+    The originals are replaced during the forwards. Restoring their values would be an in-place change, which autograd
+    detects because it has saved them.
     """
     norms = batch_norms(module)
     originals = [dict(norm._buffers) for norm in norms]
@@ -127,9 +128,9 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _group_by_pooling(features: nn.Sequential) -> list[nn.Sequential]:
-    """Make a long sequence run in groups up to each pooling, and return the groups.
+    """Make a long sequence run in groups that end with a pooling, and return the groups.
 
-    They are not registered with the model, so its names do not change.
+    The groups are not registered with the model, so parameter names do not change.
     """
     groups: list[list[nn.Module]] = [[]]
     for layer in features:

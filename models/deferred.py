@@ -1,8 +1,8 @@
-"""Building a model without memory for all of it: the constructor runs on fake tensors, and its ops are replayed.
+"""Building a model one tensor at a time: the constructor runs on fake tensors, and its ops are replayed.
 
 All tensor ops of the constructor are recorded and replayed in the same order. Each tensor exists only while an op needs
-it. All random numbers are drawn in the constructor's order, even if a later op overwrites them. So the weights are bit
-for bit the same.
+it. All random numbers are drawn in the constructor's order, even if a later op overwrites them. So the weights are
+bitwise identical to those of a normal build.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Stored:
     divide: Callable[[nn.Parameter], None] | None = None
 
     def store(self, tensor: Tensor, name: str = "") -> Tensor:
-        """Return the stored form of a tensor (itself if nothing changes); only floating types are cast."""
+        """Return the tensor cast, moved and cut as requested; only floating types are cast."""
         kept = self.slices[name](tensor) if name in self.slices else tensor
         return kept.to(self.device, self.dtype if kept.is_floating_point() else None)
 
@@ -99,7 +99,7 @@ def build_deferred(make: Callable[[], nn.Module], stored: Stored, keep: set[str]
 
 
 def why_not_deferrable(make: Callable[[], nn.Module]) -> str | None:
-    """Return why `build_deferred` would raise, or None. Needs no memory and draws no random numbers."""
+    """Return why `build_deferred` would fail, or None if it works. Needs no memory and draws no random numbers."""
     log = _Log()
     try:
         with _refusing():
@@ -130,7 +130,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _recorded(make: Callable[[], nn.Module], log: _Log) -> nn.Module:
-    """Return a model of fake tensors; their ops are in the log."""
+    """Return the model of `make` with fake tensors, and record their ops in the log."""
     with _disable_current_modes():
         before = torch.get_rng_state().numpy().tobytes()
         with _recording(log):
@@ -266,7 +266,7 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass(slots=True)
 class _Slot:
-    """A fake tensor of the model, and all places where the model has it."""
+    """A fake tensor of the model, and all modules and keys under which the model has it."""
 
     ref: _Ref
     tensor: Tensor
@@ -358,7 +358,7 @@ def _window(real: dict[int, Tensor], ref: _Ref) -> Tensor:
 
 
 def _give(slot: _Slot, tensor: Tensor, stored: Stored) -> None:
-    """Replace a fake tensor by a real one; parameters are stored."""
+    """Replace a fake tensor by a real tensor. Parameters are cast, moved and cut as `stored` requests."""
     new = _window({slot.ref.storage: tensor}, slot.ref)
     _put(slot, nn.Parameter(stored.store(new)) if isinstance(slot.tensor, nn.Parameter) else new)
 

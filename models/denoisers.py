@@ -60,7 +60,7 @@ def _side(size: int | list[int] | tuple[int, ...]) -> int:
 
 
 def _conditions(kind: str, config: Config) -> list[NamedInput]:
-    """Return a denoiser's inputs other than latents: the step, the prompt or class, and sizes."""
+    """Return a denoiser's inputs except the latents: the step, the prompt or class, and sizes."""
 
     def floats(name: str, *shape: int) -> NamedInput:
         return NamedInput(name=name, shape=shape)

@@ -19,7 +19,7 @@ _BOTH = ("encoder_layers", "decoder_layers", "num_layers", "num_encoder_layers",
 #     {"encoder_layers": 6, "decoder_layers": 6}       ("encoder_layers",), ("decoder_layers",)
 #     {"text_config": {"num_hidden_layers": 32}, ...}  ("text_config", "num_hidden_layers"), ...
 def depths(config: Any) -> dict[Path, int]:
-    """Return the numbers of layers in a config: of each model in it, or of encoder and decoder.
+    """Return the numbers of layers in a config: for each inner model, or for encoder and decoder.
 
     An image encoder is left out if the config refers to its layers by number. With fewer layers, the model would use
     other layers (LLaVA, Qwen3-VL), or layers with another kind of attention (Qwen2.5-VL).
@@ -54,7 +54,10 @@ def with_depths(args: Mapping[str, Any], wanted: Mapping[Path, int]) -> dict[str
 
 
 def of_all_layers(config: Any, name: str) -> Any:
-    """Return a config's value for all layers; None if it has none, or one per layer (Gemma 4's heads)."""
+    """Return a config's value `name` that holds for all layers.
+
+    None if the config lacks it or has a value per layer (Gemma 4's heads).
+    """
     try:
         return getattr(config, name, None)
     except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
@@ -62,7 +65,7 @@ def of_all_layers(config: Any, name: str) -> Any:
 
 
 def leading(config: Any) -> int:
-    """Return the number of first layers that differ from the rest: DeepSeek's have no experts."""
+    """Return the number of first layers that differ from the later ones: DeepSeek's first layers have no experts."""
     return of_all_layers(config, "first_k_dense_replace") or 0
 
 

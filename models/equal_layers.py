@@ -1,7 +1,7 @@
 """Find equal layers in a transformers model; only a few of them need to be traced.
 
-The config's number of layers is not enough, so the built model is inspected. Swin's number counts stages, which all
-differ. A hybrid's counts layers of several kinds.
+The config's number of layers is not enough, so the built model is inspected. Swin's config counts stages, which all
+differ. The config of a hybrid counts layers of several kinds.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ENOUGH = 2  # equal layers to trace: the first may create what all share, and th
 def equal_layers(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> dict[Path, int]:
     """Return the config's keys that count equal layers, with their values; {} if all layers must be traced.
 
-    Equal layers have the same modules, shapes and settings; the leading ones and the first may differ. The number of
-    parameters is checked with `few_layers`. Raises ModelError for a model that cannot be built.
+    Equal layers have the same modules, shapes and settings. The leading layers and the first equal layer may differ.
+    The number of parameters is checked with `few_layers`. Raises ModelError for a model that cannot be built.
     """
     if source.family != "transformers":
         return {}

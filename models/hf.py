@@ -1,6 +1,6 @@
 """transformers models, from a config or from a pretrained folder.
 
-A seed gives the same initial weights, whatever part of the model is kept. A model is built on the meta device and
+A seed gives the same initial weights for any kept part of the model. A model is built on the meta device and
 initialised module by module in transformers' order. Numbers for tensors that stay on meta are drawn too, and dropped.
 """
 
@@ -58,9 +58,9 @@ def transformers_model(
     memory. `keep`: see `materialise`.
 
     Initial weights are drawn on the CPU exactly as by transformers' `initialize_weights`, with no other draws. So the
-    numbers are the same for the full model and for a pipeline stage (`materialise`). They are the same if ZeRO stage 3
-    partitions the model while it is built (with an HfDeepSpeedConfig). `from_config` alone would first draw torch's
-    default weights, except under ZeRO-3.
+    weights are the same for the full model and for a pipeline stage (`materialise`). They are also the same if ZeRO
+    stage 3 partitions the model while it is built (with an HfDeepSpeedConfig). `from_config` alone would first draw
+    torch's default weights, except under ZeRO-3.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -122,7 +122,7 @@ def _from_config(source: ModelSource, config: Any) -> nn.Module:
 
 @contextmanager
 def _head_apart(config: Any) -> Iterator[None]:
-    """Give T5 1.1 and Flan-T5 a separate head, as in their files. transformers' class ties it as in T5.
+    """Give T5 1.1 and Flan-T5 a separate head, as in their files. transformers' class ties the head to the embedding.
 
     transformers keeps the config's "tie_word_embeddings" only as `scale_decoder_outputs` (transformers/models/t5).
     """
@@ -142,7 +142,7 @@ def _head_apart(config: Any) -> Iterator[None]:
 
 
 def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str] | None) -> nn.Module:
-    """Load weights from the folder. Only a classifier's head may be missing or differ; it is then initialised."""
+    """Load weights from the folder. Only a classifier's head may be missing or differ in shape; it is then random."""
     quantized = source_config(source).get(QUANTIZED)
     if quantized:  # by one of the methods in DEQUANTIZED (`source_of`)
         config.quantization_config = {**quantized, "dequantize": True}
@@ -166,12 +166,12 @@ def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str]
             raise ModelError("model-weights", message, "only the number of classes may differ; correct --model-args")
     drawn = [name for name in loaded["missing_keys"] if source.task == "image" and not _of_head(model, config, name)]
     if drawn:
-        message = f"{source.path} lacks {', '.join(sorted(drawn)[:5])}, which would be random"
+        message = f"{source.path} lacks {', '.join(sorted(drawn)[:5])}: these weights would be random"
         raise ModelError("model-weights", message, "is the download complete, and for this config?")
     if stored == IN_FP32 and keep is None:
         return model
     unread = {name: take for name, take in stored.slices.items() if name not in read}
-    return store_parameters(model, replace(stored, slices=unread), keep)  # those that are not in the folder
+    return store_parameters(model, replace(stored, slices=unread), keep)  # the tensors that are not in the folder
 
 
 def _of_head(model: nn.Module, config: Any, name: str) -> bool:
@@ -182,7 +182,7 @@ def _of_head(model: nn.Module, config: Any, name: str) -> bool:
 
 @contextmanager
 def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[set[str]]:
-    """Make transformers store each parameter as soon as it is read. Parameters not in `keep` are dropped.
+    """Make transformers store each parameter as soon as it is read. Parameters that are not in `keep` are dropped.
 
     By default transformers first reads all parameters in fp32. Yields the growing set of the names that were read.
     (transformers/core_model_loading.py: set_param_for_module)
@@ -251,8 +251,8 @@ def _initialise(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
     return model
 
 
-# transformers initialises before it ties: the numbers of both parameters are drawn, and one is dropped. With a shared
-# tensor, the second draw would overwrite the first.
+# transformers initialises before it ties: the numbers of both parameters are drawn, and one is dropped. If both shared
+# a tensor, the second draw would overwrite the first.
 def _untie(model: nn.Module, tied: dict[str, str]) -> None:
     """Give each tied parameter its own tensor, since each is drawn before tying."""
     for name in tied:
@@ -264,7 +264,7 @@ def _untie(model: nn.Module, tied: dict[str, str]) -> None:
 # transformers' `initialize_weights` visits modules in this order, and each draw depends on those before it. So every
 # module is initialised, also those whose parameters stay on meta: their numbers are drawn and dropped.
 def _apply(module: nn.Module, initialise_one: Any, real: dict[int, str], stored: Stored) -> None:
-    """Initialise children first, and inner models by their own rules, like `initialize_weights`.
+    """Initialise a module like `initialize_weights`: children first, and inner models by their own rules.
 
     `real`: the names of kept parameters, by id. Each is in fp32 on the CPU only while its module is initialised.
     """
@@ -294,7 +294,8 @@ def _apply(module: nn.Module, initialise_one: Any, real: dict[int, str], stored:
 def _drawing_in_fp32() -> Iterator[None]:
     """Make transformers' random initialisers draw on the CPU in fp32 for all tensors, including meta and stored ones.
 
-    They must really run, since the number of draws can depend on the numbers (trunc_normal_ rejects some).
+    The initialisers must really run, since the number of draws can depend on the values: trunc_normal_ draws again for
+    values outside its range.
     """
     from transformers import initialization
 
@@ -333,7 +334,7 @@ def _as_without_zero3() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(PreTrainedModel, "_initialize_weights", on_cpu))
-        if is_older("transformers", (5, 23)):  # 5.23 does both itself
+        if is_older("transformers", (5, 23)):  # transformers 5.23 does both itself
             stack.enter_context(_gathered_with_children())
             stack.enter_context(_exact_ranges())
         yield
@@ -362,8 +363,8 @@ def _exact_ranges() -> Iterator[None]:
 def _gathered_with_children() -> Iterator[None]:
     """Let a module initialise its children's parameters under ZeRO-3, as GPT-2's blocks initialise `c_proj`.
 
-    Before 5.23 transformers only gathers a module's own parameters, so it would write to empty tensors.
-    (transformers/integrations/deepspeed.py: initialize_weights_zero3)
+    Before 5.23 transformers gathers only a module's own parameters. It would then write to empty tensors of the
+    children. (transformers/integrations/deepspeed.py: initialize_weights_zero3)
     """
     from transformers import PreTrainedModel
     from transformers.initialization import guard_torch_init_functions

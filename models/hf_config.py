@@ -55,7 +55,7 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: ModelArgs):
 
 
 def traced_args(model_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's arguments on which its costs depend: fused attention kernels differ in rates alone."""
+    """Return the model's arguments that change the traced costs. Fused attention kernels differ only in their rates."""
     fused = model_args.get(ATTENTION) in ATTENTION_KERNELS and model_args[ATTENTION] != "eager"
     return {name: value for name, value in model_args.items() if name != ATTENTION or not fused}
 
@@ -94,7 +94,7 @@ def _refuse_no_layers(name: str, config: Any) -> None:
 
 
 def notes_of_config(name: str, values: Config) -> list[str]:
-    """Return a sentence for each key of a config that training ignores; it describes what training does instead."""
+    """Return a note for each key of a config that training ignores, with what training does instead."""
     return [f"{name}: {key} {text}" for key, text in _left_out(values)]
 
 
@@ -112,7 +112,10 @@ def _left_out(values: Config) -> Iterator[tuple[str, str]]:
 # A config from the hub can name attention kernels of other packages. transformers would download them; zerofit measures
 # and trains with torch's own.
 def _trained(values: Config) -> Config:
-    """Return a config without the keys that training ignores; transformers would look for kernels on the hub."""
+    """Return a config without the keys that training ignores.
+
+    With these keys, transformers would look for kernels on the hub.
+    """
     kept = {key: value for key, value in values.items() if key != QUANTIZED and not _names_kernel(key, value)}
     return {key: _trained(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
@@ -212,7 +215,7 @@ def _fit_images(source: ModelSource, config: Any, inputs: ImageInputs, args: Mod
 
 
 def _fit_classes(config: Any, inputs: LabelledTextInputs, args: ModelArgs) -> None:
-    """Set the class names, and the padding id, by which a decoder's head finds the last token of a text."""
+    """Set the class names and the padding id. A decoder's head finds the last token of a text by the padding id."""
     if "num_labels" not in args:
         config.id2label = dict(enumerate(inputs.classes))
         config.label2id = {name: number for number, name in enumerate(inputs.classes)}

@@ -1,7 +1,7 @@
 """Images as rows of patches with a grid of positions: the inputs of Qwen's vision-language models.
 
-The models read the grids' values to split attention and place tokens. All samples have one image of one size, so these
-values are known on the host. As numpy arrays, they also work with fake tensors.
+The models read the grids' values to split attention and place tokens. All samples have one image of the same size, so
+these values are known on the host. They are numpy arrays, which also work with fake tensors.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _host_values(facts: tuple[int, int, int], side: int, count: int, window: int
 
 
 def _positions(tokens: NamedInput, side: int, count: int, device: torch.device) -> Tensor:
-    """Return positions (3, count, tokens) in time, height and width: of an image, then of the text after it."""
+    """Return positions (3, count, tokens) in time, height and width. An image comes first, then the text after it."""
     assert tokens.first is not None  # the image's tokens
     text_tokens = tokens.shape[0] - tokens.first[1]
     rows = torch.arange(side, device=device).repeat_interleave(side)

@@ -87,7 +87,7 @@ class Fed:
     features: int | None = None  # columns of a table
 
     def given(self) -> list[str]:
-        """Return the names of the settings that are given."""
+        """Return the names of the settings that are not None."""
         return [name for name, value in vars(self).items() if value is not None]
 
 

@@ -9,9 +9,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class EveryLayer(TorchFunctionMode):
-    """Keeps all layers that LayerDrop could skip: a model skips a layer if torch.rand([]) is below a threshold.
+    """Keeps all layers. LayerDrop skips a layer if torch.rand([]) is below a threshold.
 
-    Before 5.23 transformers also draws if the threshold is 0. (BART, Whisper, wav2vec 2.0)
+    BART, Whisper and wav2vec 2.0 have LayerDrop. Before 5.23 transformers also draws if the threshold is 0.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -44,8 +44,8 @@ def as_layers(model: nn.Module, checkpointing: bool = False, loss: RouterLoss | 
     """Return the model as layers that compute its logits when run in order, on any device (also meta).
 
     The layers use the model's own submodules. With `checkpointing` each block recomputes its activations in backward.
-    With the `loss` of a mixture's routers they also return its sums. BERT's logits may differ in the last bit, since
-    its output bias is added after the matrix product.
+    With `loss` (of a mixture's routers) the layers also return the sums of which that loss is made. BERT's logits may
+    differ in the last bit, since its output bias is added after the matrix product.
     """
     layers = _maker(model)(model)
     if loss is not None:
@@ -69,7 +69,7 @@ def layer_facts(layers: Iterable[Layer]) -> tuple[LayerFacts, ...]:
 
 
 def _carrying(layers: list[Layer], loss: RouterLoss) -> list[Layer]:
-    """Make the layers from the first block on pass on the sums of routers."""
+    """Make the first block and all later layers pass on the sums of routers."""
     first = next(index for index, layer in enumerate(layers) if layer.block)
     carriers = [
         replace(
@@ -116,7 +116,7 @@ def _layer(name: str, module: nn.Module, paths: dict[str, str], **more: Any) -> 
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers, also on meta, by their keys in the state dict.
 
-    Left out are the scales of quantised weights, for which bitsandbytes reads values.
+    The scales of quantised weights are left out, because bitsandbytes needs values to list them.
     """
     for path, part in module.named_modules(remove_duplicate=False):
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -310,7 +310,7 @@ class GPT2Block(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """A block of BERT or ViT; hidden states (batch, length, hidden_size) in and out, all positions attend to all."""
+    """A block of BERT or ViT: hidden states (batch, length, hidden_size) in and out, without a mask."""
 
     def __init__(self, block: nn.Module, config: Any):
         super().__init__()
@@ -343,8 +343,8 @@ class BertEmbeddingSum(nn.Module):
 class Matrix(nn.Module):
     """The weight of a linear layer, without its bias.
 
-    DeepSpeed counts a tied layer's parameters in the gradient norm on one stage only. The norm would miss a bias in
-    this layer.
+    DeepSpeed counts a tied layer's parameters in the gradient norm on one stage only. If this layer had a bias, the
+    norm would not include it.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -381,5 +381,5 @@ class FirstToken(nn.Module):
 
 
 def _mask(make: Callable[..., Tensor | None], config: Any, x: Tensor, **more: Any) -> Tensor | None:
-    """Return a mask for hidden states without padding; None if the attention kernel applies it itself."""
+    """Return a mask for hidden states without padding; None if the attention kernel needs no mask tensor."""
     return make(config=config, inputs_embeds=x, attention_mask=None, past_key_values=None, **more)

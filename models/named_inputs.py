@@ -17,7 +17,7 @@ PIXELS = 448  # default side of an image, for models that accept any size
 
 
 def named_inputs(source: ModelSource, args: Mapping[str, Any], seq_len: int, fed: Fed) -> NamedInputs:
-    """Return the inputs of a model that returns its own loss, with `seq_len` tokens per sample. Raises ModelError."""
+    """Return the inputs of a model that returns its own loss. `seq_len`: tokens per sample. Raises ModelError."""
     if source.task == "denoising":
         from zerofit.models.denoisers import denoiser_inputs
 
@@ -37,7 +37,7 @@ def _text(name: str, config: Any, length: int, first: tuple[int, int] | None = N
 
 
 def _seq2seq(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
-    """Return the encoder's tokens, and labels, from which the model makes the decoder's inputs."""
+    """Return the encoder's tokens and the labels. The model makes the decoder's inputs from the labels."""
     return _text("input_ids", config, seq_len), _text("labels", config, fed.decoder or seq_len)
 
 
@@ -56,7 +56,7 @@ def _pixels(name: str, config: Any, fed: Fed) -> NamedInput:
 
 
 def _pairs(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
-    """Return an image and its text, which is the label."""
+    """Return an image and its text; the text is the label."""
     return _pixels(name, config, fed), _text("input_ids", config, seq_len)
 
 
@@ -66,14 +66,14 @@ def _image_text(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedIn
         return _patches_text(name, config, seq_len, fed)
     pixels = _pixels(name, config, fed)
     patches = (pixels.shape[1] // config.vision_config.patch_size) ** 2
-    patches += config.vision_feature_select_strategy == "full"  # the class token's too
+    patches += config.vision_feature_select_strategy == "full"  # also the class token's
     return _tokens_of_image(name, config, seq_len, patches), pixels, _text("labels", config, seq_len)
 
 
 def _tokens_of_image(name: str, config: Any, seq_len: int, patches: int) -> NamedInput:
     """Return a text that begins with `patches` placeholder tokens for an image."""
     if patches >= seq_len:
-        message = f"{name}: an image needs {patches} of the {seq_len} tokens of a sample"
+        message = f"{name}: an image needs {patches} tokens, but a sample has only {seq_len}"
         raise ModelError("model-inputs", message, f"use --seq-len above {patches}, or smaller images with --input")
     return _text("input_ids", config, seq_len, first=(config.image_token_id, patches))
 

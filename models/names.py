@@ -1,8 +1,8 @@
-"""Matching of typed model names with presets: other spellings, hub repositories, quantized files.
+"""Finding the preset for a typed model name: another spelling, a hub repository or a quantized file.
 
 A name is split into words ("Qwen/Qwen3-8B-Instruct-GGUF": qwen, 3, 8b). Words that do not affect the shape are left out
-(instruct, dates). A preset matches if the words are those of its name or of one of its repositories. It also matches if
-no other preset has all the words ("deepseek-r1:7b"). So size and generation never differ from the typed name.
+(instruct, dates). A preset matches if its name or one of its repositories has the same words. It also matches if no
+other preset has all the words ("deepseek-r1:7b"). So size and generation never differ from the typed name.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def left_out(model: str) -> str:
 
 
 def relatives(name: str) -> list[str]:
-    """Return names that a name may mean, in the table's order: names that begin alike, else the nearest spellings."""
+    """Return presets that a name may mean, in the table's order.
+
+    These are the names that begin with the same words, else the nearest spellings.
+    """
     typed = _words(QUANTIZED.sub("", name.lower()))
     common = {spelled: _common(typed, words) for spelled, _, words in reversed(_spellings())}
     most = max(common.values())
@@ -76,7 +79,9 @@ def relatives(name: str) -> list[str]:
 
 
 def model_table(words: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """Return name, kind (task), parameters and source of the models that have all words in name, kind, family or hub.
+    """Return name, kind (task), parameters and source of the models that match all `words`.
+
+    A word matches the name, kind, family or hub repository.
 
     Denoisers are left out if diffusers is not installed. Raises UserError if no model matches.
     """
@@ -93,7 +98,7 @@ def model_table(words: tuple[str, ...] = ()) -> list[dict[str, Any]]:
 
 
 def _of_words(plain: str) -> Preset | None:
-    """Return the only preset that matches these words, first with and then without dates."""
+    """Return the only preset that matches these words. Dates are compared first, and then ignored."""
     typed = _words(plain)
     for words in filter(None, (typed, _undated(typed))):
         if (key := _joined(words)) in _joins():
@@ -105,7 +110,7 @@ def _of_words(plain: str) -> Preset | None:
 
 
 def _words(name: str) -> tuple[str, ...]:
-    """Split a name without its owner into words; "base" only counts if there is no size (bert-base)."""
+    """Split a name without its owner into words. "base" is dropped if the name has a size, unlike bert-base."""
     words = WORDS.findall(name.lower().rpartition("/")[2])
     base = {"base"} if any(map(SIZE.fullmatch, words)) else set()
     return tuple(word for word in words if word not in SAME_SHAPE | base)
@@ -124,7 +129,7 @@ def _common(typed: tuple[str, ...], words: tuple[str, ...]) -> int:
 
 
 def _from_start(word: str) -> str:
-    """Return a pattern for a word; one that begins with a digit ("4b") must not be part of a longer number."""
+    """Return a pattern for a word. A word that begins with a digit ("4b") must not be part of a longer number."""
     return (r"(?<![\d.])" if word[:1].isdigit() else "") + re.escape(word.lower())
 
 
@@ -141,10 +146,10 @@ def _repositories() -> dict[str, Preset]:
 
 
 # In the order of preference, because several presets can share a spelling: "qwen3-8b" is the name of a preset, and a
-# repository Qwen3-8B-2507 without its date is the same. A spelling of two presets means neither.
+# repository Qwen3-8B-2507 without its date is the same. A spelling that two presets share matches neither.
 @cache
 def _joins() -> dict[str, Preset]:
-    """Return presets by joined words: first of their own names, then of repositories, then without dates."""
+    """Return presets by joined words: first the words of preset names, then of repositories, then without dates."""
     presets = {_joined(_words(preset.name)): preset for preset in reversed(NAMED.values())}
     dated = [(_joined(words), preset) for _, preset, words in _spellings()]
     sized = [(preset, words) for _, preset, words in _spellings() if any(map(SIZE.fullmatch, words))]

@@ -1,6 +1,6 @@
-"""Check that a model keeps documents separate that are packed into one sample.
+"""Check that a model separates the documents that are packed into one sample.
 
-transformers' attention masks separate them if position ids restart with each document.
+transformers' attention masks separate documents if position ids restart with each document.
 """
 
 from __future__ import annotations

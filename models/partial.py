@@ -31,11 +31,11 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
-    """Freeze a built model except for the trained part, and add adapters. Changes the model in place.
+    """Freeze all parameters of a built model except the trained part, and add adapters. Changes the model in place.
 
-    Adapters are initialised on the CPU in float32, in the order of modules, as by peft after `torch.manual_seed` with
-    the run's seed. So the numbers do not depend on this rank's part of the model. Weights on meta get adapters too.
-    Raises ModelError if nothing would be trained, or for names that the model does not have.
+    Adapters are initialised on the CPU in float32, in the order of modules. The values are those of peft after
+    `torch.manual_seed` with the run's seed. So the numbers do not depend on this rank's part of the model. Weights on
+    meta get adapters too. Raises ModelError if nothing would be trained, or for names that the model does not have.
     """
     if partial.lora is not None:
         torch.manual_seed(partial.seed)
@@ -59,7 +59,7 @@ def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
     return model
 
 
-# Few layers stand for many in simulations and profiles. That is wrong if only some of the layers are trained.
+# In simulations and profiles a few layers represent many. This is wrong if only some of the layers are trained.
 def differ_by_layer(partial: PartialTraining | None, layers: int) -> bool:
     """Return whether the patterns select some of a model's layers by number, and others not.
 
@@ -95,7 +95,7 @@ def lora_config(model: nn.Module, lora: LoraSettings) -> LoraConfig:
 def head_modules(model: nn.Module) -> list[str]:
     """Return the modules of a text classifier's head, or [] for other models.
 
-    The head is new or for other classes, so it is trained together with adapters, as in peft.
+    The head is new or has other classes, so it is trained together with the adapters, as in peft.
     """
     if not type(model).__name__.endswith(HEADED):
         return []
@@ -139,9 +139,10 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
 
 
 def _linear_layers(model: nn.Module) -> str | list[str]:
-    """Return peft's word for all linear layers, or their names if peft's own search does not work.
+    """Return peft's keyword for all linear layers, or their names if peft's own search does not work.
 
-    peft finds them, and the head, only in transformers models. It would include a mixture's fused experts and router.
+    peft finds linear layers and the head only in transformers models. It would include a mixture's fused experts and
+    router.
     """
     head = head_modules(model)
     if head:
@@ -165,7 +166,7 @@ def _target_names(lora: LoraSettings) -> list[str]:
 def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
     """Refuse names without an adapter, and adapters of fused experts.
 
-    For fused experts peft would add the full adapter matrix to the full tensor in every forward.
+    In every forward, peft would add the full adapter matrix to the full tensor of fused experts.
     """
     from peft.tuners.lora import ParamWrapper
 
@@ -184,7 +185,7 @@ def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
 
 # GPT-2's output matrix is its embedding. An adapter on one of them, merged, would change both.
 def _refuse_shared(model: Any) -> None:
-    """Refuse an adapter of a weight that another layer shares, since merging would change both."""
+    """Refuse an adapter of a weight that two layers share, since merging would change both layers."""
     adapted = {id(p): name for name, layer in lora_layers(model) for p in layer.get_base_layer().parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         adapter = adapted.get(id(parameter))

@@ -1,8 +1,8 @@
 """All named models, read from data/*.json (without weights). To add a model, add an entry there.
 
 Each file has the models of one family. An entry has a config of transformers or diffusers, on top of a shared template.
-It has the number of parameters, counted on the meta device, and the published figure with its source. It lists the hub
-repositories of this shape. `Preset` is the schema. Importing this module does not import torch or transformers.
+An entry also has the number of parameters (counted on the meta device), the published number with its source, and the
+hub repositories of this shape. `Preset` is the schema. Importing this module does not import torch or transformers.
 
     {"name": "llama-2-7b", "template": "llama-2", "parameters": 6738415616, "published": "6.74B",
      "config": {"hidden_size": 4096, "num_hidden_layers": 32, ...},
@@ -33,7 +33,7 @@ class Preset:
     family: str  # the file's name
     library: Library
     kind: Task
-    parameters: int  # as zerofit builds it
+    parameters: int  # of the model as zerofit builds it
     source: str  # of the config and the published figure
     published: str = ""  # the figure as published: "8.03B"
     differs: str = ""  # how the published figure is counted differently
@@ -45,7 +45,7 @@ class Preset:
 
     @property
     def origin(self) -> str:
-        """The source in tables."""
+        """The source that tables show."""
         return "preset" if self.config else self.library
 
 
@@ -65,7 +65,7 @@ def _of_family(path: Path) -> Iterator[Preset]:
 
 
 def _merged(shared: Config, config: Config) -> Config:
-    """Merge a model's own keys over the shared ones, also within the configs of its parts."""
+    """Merge a model's own keys over the shared keys, also in the inner configs."""
     parts = {key for key, value in config.items() if key.endswith("_config") and isinstance(shared.get(key), dict)}
     return {**shared, **config, **{key: {**shared[key], **config[key]} for key in parts}}
 

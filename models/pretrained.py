@@ -1,4 +1,4 @@
-"""Initial weights from a file, for zerofit's, torchvision's or a user's model. Code in the file is never run."""
+"""Initial weights from a file, for a model of zerofit, torchvision or a user. Code in the file is never run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.inputs import ImageInputs, Inputs
 
-HINT = "give a state dict of this model (.pth, .pt, .safetensors), or the folder of a trained one (RUN/model)"
+HINT = "give a state dict of this model (.pth, .pt, .safetensors), or the folder of a trained model (RUN/model)"
 FILES = ("model.safetensors", "pytorch_model.bin")  # in a folder
 WRAPPERS = ("state_dict", "model")  # keys that training scripts save a model's weights under
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "aux_classifier.")  # torchvision's heads that are only for training
@@ -37,7 +37,7 @@ class HeldWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class MatchedWeights:
-    """The mapping of a model's tensors to a file's."""
+    """The mapping of a model's tensors to the tensors of a file."""
 
     names: dict[str, str]  # the model's names -> the file's
     head: str | None  # layers (LR-ASPP has two) with another number of classes in the file, which stay random
@@ -46,7 +46,7 @@ class MatchedWeights:
 
 
 def weight_file(path: Path) -> Path:
-    """Return the file of weights: the path itself, or a file in the folder. Raises ModelError."""
+    """Return the file of weights: `path` itself, or a file in the folder `path`. Raises ModelError."""
     path = path.expanduser()
     for folder in (path, path / "model") if path.is_dir() else ():
         for name in FILES:
@@ -95,9 +95,9 @@ def _load(file: Path) -> Any:
 
 # A file fits if each tensor of the model is in it with the same shape, with three exceptions:
 #
-# - torchvision's auxiliary heads, which are only for training and which zerofit leaves out
-# - counters of batch norms, which files of older versions of torch lack
-# - a head with another number of classes: it starts at random, and the user is told
+# - torchvision's auxiliary heads, which are only for training and which zerofit leaves out - counters of batch norms,
+# which files of older versions of torch lack - a head with another number of classes: it starts at random, and a note
+# informs the user
 def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, held: HeldWeights) -> MatchedWeights:
     """Find each of the model's tensors in a file. Only a head may have another number of classes.
 

@@ -15,7 +15,7 @@ from zerofit.models.pretrained import drawn_anew, notes_on
 
 
 def notes_of_pretrained(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> list[str]:
-    """Return notes about a randomly initialised head and about weights that are not used. Raises ModelError."""
+    """Return notes about a randomly initialised head and about unused weights. Raises ModelError."""
     if source.pretrained:
         source = replace(source, partial=None)  # for the names in the file
         with torch.device("meta"):

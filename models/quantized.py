@@ -1,4 +1,4 @@
-"""Frozen weights quantised by bitsandbytes, each as soon as it has its values."""
+"""Frozen weights, which bitsandbytes quantises one by one while the model is built."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Quantizer:
 
     @torch.no_grad()
     def weight(self, name: str, tensor: Tensor) -> Tensor:
-        """Quantise a layer's weight on its final device. Return its bytes (empty if they are partitioned)."""
+        """Quantise a layer's weight on its final device. Return the quantised data (empty if ZeRO-3 partitions it)."""
         device = tensor.device if tensor.is_meta else self._plain.device
         full = tensor.detach().to(device, self._plain.dtype)
         real = not full.is_meta and not isinstance(full, FakeTensor)
@@ -98,7 +98,8 @@ def library() -> Any:
     kinds = importlib.import_module(f"{PACKAGE}.nn.modules")
     functional: Any = importlib.import_module(f"{PACKAGE}.functional")
     if "dynamic" not in functional.name2qmap:
-        # bitsandbytes makes this table on first use and keeps it. On meta or with fake tensors it would have no values.
+        # bitsandbytes makes this table on first use and keeps it. If it were made on meta or with fake tensors, it
+        # would have no values.
         with _disable_current_modes(), torch.device("cpu"):
             functional.name2qmap["dynamic"] = functional.create_dynamic_map()
     return kinds
@@ -119,7 +120,7 @@ def without_bits(source: ModelSource) -> ModelSource:
 
 
 def quantized_share(model: nn.Module) -> tuple[int, int]:
-    """Return the number of quantised parameters of a model, and their bytes with scales."""
+    """Return the number of quantised parameters of a model, and their bytes including scales."""
     quantised = [p for p in model.parameters() if source_of_bits(p) is not None]
     return sum(map(elements, quantised)), sum(p.nbytes + statistics_bytes(p) for p in quantised)
 
@@ -145,7 +146,7 @@ def statistics_bytes(parameter: Any) -> int:
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make quantised layers of a model on meta dequantise to this dtype."""
+    """Make the quantised layers of a model on meta dequantise their weights to `dtype`."""
     for module in model.modules():
         state = getattr(getattr(module, "weight", None), "quant_state", None)
         if state is not None:
@@ -194,7 +195,7 @@ def _linear_4bit() -> type[nn.Module]:
 
 
 def _layer(linear: nn.Linear, weight: Any, dtype: torch.dtype, quantization: Quantization) -> nn.Module:
-    """Return bitsandbytes' layer with this weight, computing in `dtype`."""
+    """Return bitsandbytes' layer with this weight; it computes in `dtype`."""
     kinds, biased = library(), linear.bias is not None
     with torch.device("meta"):
         if quantization.kind == "nf4":

@@ -46,7 +46,7 @@ def router_loss(model: Any) -> RouterLoss | None:
 
 
 class Carrier(nn.Module):
-    """A layer that also passes on the sums over routers, with its own router's added.
+    """A layer that also passes on the sums over routers, after adding its own router's values.
 
     Sums are float32 (2, experts): each expert's number of tokens, and the sum of its probabilities.
     """
@@ -71,7 +71,7 @@ class Carrier(nn.Module):
             self._logits = []  # also after an exception: checkpointing ends a recomputation with one
 
     def _note(self, gate: nn.Module, args: Any, out: Any) -> None:
-        """Keep a router's logits: the first output of transformers' routers, the only one of AutoEP's."""
+        """Keep a router's logits, the first output of transformers' routers and the only output of AutoEP's routers."""
         self._logits.append(out[0] if isinstance(out, tuple) else out)
 
     def _sums(self, logits: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Carrier(nn.Module):
 
 
 def ends(output: Tensor, sums: Tensor) -> Carried:
-    """Detach both tensors; the graph's backward runs once, when the second one gets its gradient.
+    """Detach both tensors. The graph's backward runs once, when the second tensor gets its gradient.
 
     DeepSpeed runs a backward from each tensor that it sends, in order (runtime/pipe/engine.py, `_exec_backward_pass`).
     """

@@ -19,7 +19,7 @@ ROUGE = {"rouge1": "rouge1", "rouge2": "rouge2", "rougeL": "rouge_l"}  # the lib
 
 
 def tabled_classes(inputs: Inputs | None) -> int:
-    """Return the number of classes of `class_table` for these inputs; 0 without such a table."""
+    """Return the number of classes in `class_table` for these inputs; 0 if they have no table."""
     if isinstance(inputs, SegmentationInputs):
         return inputs.classes
     return len(inputs.classes) if isinstance(inputs, LabelledTextInputs) else 0
@@ -28,7 +28,8 @@ def tabled_classes(inputs: Inputs | None) -> int:
 def class_table(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
     """Return a confusion matrix, float64 (classes * classes,): counts of label i predicted as j (label -100: ignored).
 
-    Its shape does not depend on values, so it can be simulated. Pixels' logits have their classes in dimension 1.
+    Its shape does not depend on values, so it can be simulated. If each pixel has a label, dimension 1 of the logits is
+    the class.
     """
     spread = logits.movedim(1, -1) if are_dense(logits, labels) else logits
     best, labels = spread[..., :classes].float().argmax(-1).reshape(-1), labels.reshape(-1)
@@ -38,7 +39,7 @@ def class_table(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
 
 
 def class_scores(table: Sequence[float], classes: Sequence[str], tags: bool) -> dict[str, float]:
-    """Return accuracy and macro F1 from a confusion matrix; for tags also the micro F1 of all tags except O."""
+    """Return accuracy and macro F1 from a confusion matrix; with `tags` also the micro F1 of all tags except O."""
     from sklearn.metrics import accuracy_score, f1_score
 
     counted = np.asarray(table).reshape(len(classes), len(classes))
@@ -75,7 +76,7 @@ def rouge_scores(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
 
 
 def takes_cache(config: Any) -> bool:
-    """Return whether transformers creates a large enough cache: for T5 it counts the encoder's layers."""
+    """Return whether transformers creates a large enough cache. For T5 it counts the encoder's layers."""
     return (getattr(config, "num_decoder_layers", None) or 0) <= config.get_text_config(decoder=True).num_hidden_layers
 
 

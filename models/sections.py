@@ -31,7 +31,7 @@ Mark = Callable[[int, Any], None]  # called with a section's index and its input
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """A part of the forward with separate costs; it begins when `start` is called, or (`after`) has returned."""
+    """A part of the forward with separate costs. It begins when `start` is called (`after`: when it has returned)."""
 
     name: str
     start: nn.Module | None  # None: begins with the model
@@ -78,9 +78,9 @@ def watched(sections: list[ModelSection], begin: Mark) -> Iterator[None]:
 # transformers' blocks checkpoint themselves in __call__: the hooks run inside of the checkpoint. The input that the
 # checkpoint saves would then count for the section before the block.
 def _around_hooks(module: nn.Module) -> Any:
-    """Return the function with which a block checkpoints itself including its hooks, as in transformers before 5.23.
+    """Return the function that checkpoints a block together with its hooks (transformers before 5.23); None without it.
 
-    The saved input must count for the block that begins. (transformers/modeling_layers.py)
+    The input that the checkpoint saves must count for this block (transformers/modeling_layers.py).
     """
     within = type(module).__call__ is not nn.Module.__call__ and getattr(module, "gradient_checkpointing", False)
     return vars(module).get(_CHECKPOINT) if within else None
@@ -186,7 +186,7 @@ def block_sections(lists: list[tuple[nn.ModuleList, int | None]]) -> list[ModelS
 def _counts(blocks: nn.ModuleList, count: int) -> list[int]:
     """Return the number of blocks that each block represents. The last block represents all blocks of its size.
 
-    T5's first block also has the positions, DeepSeek's first ones have no experts.
+    T5's first block also has the positions. DeepSeek's first blocks have no experts.
     """
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
     alone = [int(size != sizes[-1]) for size in sizes[:-1]]
@@ -194,7 +194,7 @@ def _counts(blocks: nn.ModuleList, count: int) -> list[int]:
 
 
 def stage_sections(model: nn.Module) -> list[ModelSection]:
-    """Return a pipeline's layers, else the model's children; each section begins at its first module."""
+    """Return a section for each pipeline layer, else for each child of the model; it begins at its first module."""
     if is_denoiser(model):
         return _denoiser_sections(model)
     try:

@@ -17,7 +17,7 @@ def are_dense(logits: Tensor, labels: Tensor) -> bool:
 
 
 def mean_of_images(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Return the sum over images of the mean cross entropy over labelled pixels, float32.
+    """Return the sum over all images of each image's mean cross entropy over its labelled pixels, float32.
 
     Each image has the same weight, so the loss does not depend on the layout.
     """

@@ -1,4 +1,4 @@
-"""Profiles of named models that ship with zerofit (profiles/*.xz), so a plan for one of them needs no torch.
+"""Profiles of named models that ship with zerofit (profiles/*.xz). A plan for such a model needs no torch.
 
 A file has the models of one family on one kind of device, in one precision, at one length. The name is
 FAMILY-DEVICE-PRECISION.xz at the default length (without --seq-len), else FAMILY-DEVICE-PRECISION-TOKENS.xz. A line has
@@ -49,7 +49,7 @@ def profile_file(family: str, device: str, precision: str, seq_len: int | None =
 
 
 def read_lines(file: Path) -> dict[str, tuple[str, str]]:
-    """Return the digest of the config and the profile's JSON by the model's name; nothing without the file."""
+    """Return the digest of the config and the profile's JSON by the model's name; {} if there is no file."""
     if not file.is_file():
         return {}
     lines = lzma.decompress(file.read_bytes()).decode().splitlines()

@@ -1,7 +1,7 @@
 """Stand-ins for Mamba's kernels, which allocate and keep the same tensors as mamba_ssm and causal_conv1d.
 
-Without these packages transformers runs Mamba token by token, which is not how it is trained on GPUs. The stand-ins
-create the same tensors in the same order as mamba_ssm/ops/selective_scan_interface.py (2.2) and csrc/selective_scan.
+Without these packages transformers runs Mamba token by token. Training on GPUs uses the kernels. The stand-ins create
+the same tensors in the same order as mamba_ssm/ops/selective_scan_interface.py (2.2) and csrc/selective_scan.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def _places() -> list[tuple[Any, str, Any]]:
 
 
 def inner(xz: Tensor, *weights: Any, delta_bias: Tensor | None = None, **_: Any) -> Tensor:
-    """Replace mamba_inner_fn: convolution, scan, gate and output as one node.
+    """Replace mamba_inner_fn: convolution, scan, gate and output are one node of the graph.
 
-    From (batch, 2 x dim, length) to (batch, length, hidden_size). `weights`: those of the convolution and of three
-    projections, and A, B, C and D. B and C are None, since they depend on the input.
+    Maps (batch, 2 x dim, length) to (batch, length, hidden_size). `weights`: the weights of the convolution and of
+    three projections, and A, B, C and D. B and C are None, since they depend on the input.
     """
     *projections, A, _B, _C, D = weights
     return _Inner.apply(xz, *projections, A, D, delta_bias)
@@ -83,7 +83,7 @@ def _last_dense(tensor: Tensor | None) -> Any:
 
 
 def _scan_gradients(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of u, delta, A, B and C; those of B and C are summed in float32."""
+    """Return the gradients of u, delta, A, B and C; the gradients of B and C are summed in float32."""
     du, ddelta, dA = torch.empty_like(u), torch.empty_like(delta), torch.zeros_like(A)
     dB, dC = torch.zeros_like(B, dtype=torch.float32), torch.zeros_like(C, dtype=torch.float32)
     return du, ddelta, dA, dB.to(B.dtype), dC.to(C.dtype)
@@ -114,7 +114,7 @@ class _Scan(torch.autograd.Function):
 
 
 class _Inner(torch.autograd.Function):
-    """MambaInnerFn: keeps its inputs, the projections and the scan's output, and recomputes the rest."""
+    """MambaInnerFn: keeps its inputs, the projections and the scan's output, and recomputes all other tensors."""
 
     @staticmethod
     def forward(ctx: Any, xz: Tensor, *tensors: Any) -> Tensor:

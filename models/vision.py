@@ -145,7 +145,7 @@ def resnet18_bias(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
 
 
 def fcn_tiny(inputs: SegmentationInputs, width: int = 16) -> nn.Sequential:
-    """Build a small fully convolutional network: halve the size twice, classify, upsample to the image's size."""
+    """Build a small fully convolutional network: it halves the size twice, classifies pixels, and upsamples."""
     if inputs.size % 4:
         message = f"fcn-tiny needs images of a multiple of 4 pixels, not {inputs.size}"
         raise ModelError("model-shape", message, f"set --image-size {max(4, inputs.size // 4 * 4)}")
@@ -224,7 +224,7 @@ def _up(channels_in: int, channels: int, kernel: int, stride: int, padding: int)
 
 
 def _initialise(module: nn.Module) -> None:
-    """Initialise weights as normal with standard deviation 0.02, batch norm's scales around 1 (paper, section 4)."""
+    """Draw weights with standard deviation 0.02 and mean 0 (batch norm scales: mean 1), as in the paper's section 4."""
     if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
         nn.init.normal_(module.weight, 0.0, 0.02)
     elif isinstance(module, nn.BatchNorm2d):
@@ -250,7 +250,7 @@ VOC = SegmentationInputs(channels=3, size=520, classes=21)
 
 
 def published_inputs(source: ModelSource) -> ImageInputs | TableInputs:
-    """Return the inputs for which a model of images or tables was published, also of zerofit's own."""
+    """Return the inputs that a published image or table model expects, including zerofit's own models."""
     preset = NAMED.get(source.name)
     if preset and preset.inputs:
         return cast(ImageInputs | TableInputs, inputs_from_dict(preset.inputs))
@@ -313,7 +313,7 @@ def _replace_first_conv(model: nn.Module, channels: int) -> None:
 # RegNet's constructor calls .tolist() on a tensor (torchvision/models/regnet.py, BlockParams.from_init_params).
 @contextmanager
 def _regnet_widths_on_cpu() -> Iterator[None]:
-    """Make RegNet compute its widths on the CPU, since it reads them, which meta tensors do not allow."""
+    """Make RegNet compute its widths on the CPU, since it reads their values, which meta tensors do not have."""
     from torchvision.models.regnet import BlockParams
 
     compute = BlockParams.from_init_params

@@ -1,4 +1,4 @@
-"""torch without its compiler, which torch imports needlessly and which needs a second."""
+"""torch without its compiler: torch imports the compiler needlessly, which takes a second."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _StandIn(ModuleType):
 
 
 def _disable(fn: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
-    """Return the function, or a decorator that does: without compilation there is nothing to disable."""
+    """Return the function unchanged, or a decorator that does so, since nothing is compiled."""
     return fn or _disable
 
 
@@ -84,8 +84,8 @@ STAND_INS: dict[str, dict[str, Any]] = {
 def without_dynamo() -> Iterator[None]:
     """Keep torch and torchvision from importing the compiler within the block.
 
-    They import it in optimizers, fake tensors, dispatch modes and process groups. Compiling still works, with the real
-    module. If that is already imported, nothing changes.
+    Both import the compiler in optimizers, fake tensors, dispatch modes and process groups. Compiling still works and
+    imports the real module. If the real module is already imported, nothing changes.
     """
     outermost = NAME not in sys.modules
     if outermost:

@@ -139,7 +139,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This module. Importing a package such as `zerofit.plan` does not replace the function of that name."""
+    """The class of this module. An import of a package such as `zerofit.plan` does not replace the function `plan`."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _PLACES and isinstance(value, ModuleType)):

@@ -68,7 +68,7 @@ def run_of(
     seq_len: int | None = None,
     on_event: OnEvent | None = None,
 ) -> Run:
-    """Return the run that the Trainer would train, with one rank per device of the cluster.
+    """Return the run that corresponds to the Trainer's training, with one rank per device of the cluster.
 
     Args:
         model: a name known to zerofit or transformers, a folder, a config, or a model.
@@ -77,7 +77,7 @@ def run_of(
         seq_len: tokens per sample, which is not in the arguments.
         on_event: is called with notes about assumptions.
 
-    Raises UserError with everything that the Trainer would refuse or zerofit cannot simulate.
+    Raises UserError with all settings that the Trainer would refuse or zerofit cannot simulate.
     """
     problems, report = Problems(), Reporter(on_event)
     name, config = _model(model)
@@ -138,7 +138,7 @@ def simulate(
 
 
 def _model(model: str | PretrainedConfig | PreTrainedModel) -> tuple[str, PretrainedConfig | None]:
-    """Return a model name for zerofit, and the config that the Trainer sizes buckets by. Raises UserError."""
+    """Return a model name for zerofit, and the config that determines the Trainer's bucket sizes. Raises UserError."""
     if isinstance(model, str):
         try:
             source = find(model)
@@ -183,7 +183,7 @@ def _hub_config(name: str, unknown: ModelError) -> PretrainedConfig:
 
 
 def _written(args: TrainingArguments, report: Reporter) -> dict[str, Any]:
-    """Return the user's DeepSpeed JSON, or a minimal one if there is none. Raises UserError."""
+    """Return the user's DeepSpeed JSON, or a minimal JSON if the user has none. Raises UserError."""
     if isinstance(args.deepspeed, dict):
         return args.deepspeed
     if args.deepspeed:
@@ -253,7 +253,7 @@ class MemoryAgainstForecast(TrainerCallback):
 
     @property
     def ratio(self) -> float:
-        """Measured memory / forecast."""
+        """The ratio of measured to forecast memory."""
         return self.measured_bytes / self.forecast_bytes
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -385,7 +385,7 @@ class _RecordedBatches:
         return getattr(self._sampler, name)
 
     def indices(self, number: int) -> list[int] | None:
-        """Return the indices of batch `number` since training began, or None if it is no longer remembered."""
+        """Return the indices of batch `number` since training began, or None if they are no longer stored."""
         return next((indices for n, indices in self._recent if n == number), None)
 
 
@@ -393,7 +393,7 @@ class HangWatch(TrainerCallback):
     """Writes the stacks of all threads to a file and warns if no step has ended for `seconds`.
 
     The file is `hang-rank-R.txt` in `folder` (default: `args.output_dir`). Evaluation and saving count as progress only
-    at their end; use more seconds if they take long.
+    at their end. Use a larger `seconds` if they take long.
     """
 
     def __init__(self, seconds: float = 600.0, *, folder: Path | str | None = None):

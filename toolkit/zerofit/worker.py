@@ -68,7 +68,7 @@ def main() -> NoReturn:
 
 
 def _log_to(path: Path) -> None:
-    """Redirect all output of this rank, including that of libraries and C++ code, to its log."""
+    """Redirect all output of this rank to its log, including the output of libraries and C++ code."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -79,8 +79,8 @@ def _log_to(path: Path) -> None:
 def _limit_memory(folder: RunFolder, rank: int) -> None:
     """Limit a CPU rank to its share of the host's free memory.
 
-    An allocation beyond it fails in this rank, with a message, before the host runs out of memory. If the host still
-    runs out, the kernel kills ranks before other processes.
+    An allocation beyond the limit fails in this rank, with a message, before the host runs out of memory. If the host
+    still runs out of memory, the kernel kills ranks before other processes.
     """
     end_first()
     if os.environ.get("DS_ACCELERATOR") == "cpu":
@@ -89,7 +89,7 @@ def _limit_memory(folder: RunFolder, rank: int) -> None:
 
 
 def _share(folder: RunFolder, rank: int) -> float:
-    """Return this rank's share of its host's free memory: by the forecast, else an equal share."""
+    """Return this rank's share of its host's free memory: in proportion to the forecast, else an equal share."""
     here, forecast = int(os.environ["LOCAL_SIZE"]), read_forecast(folder.path)
     if forecast is None:
         return 1 / here
@@ -142,7 +142,7 @@ def _train(folder: RunFolder, signals: SignalNotes, progress: RankProgress) -> N
 
 
 def _report_failure(folder: RunFolder, rank: int, error: BaseException, heartbeat: Heartbeat) -> None:
-    """Report the failure in the rank's log, in the run folder, and to its guard (since the disk may be full)."""
+    """Report the failure in the rank's log, in the run folder and, since the disk may be full, to the rank's guard."""
     with suppress(OSError):
         traceback.print_exc()
         sys.stderr.flush()
@@ -183,7 +183,7 @@ def translate(error: BaseException, log: Path) -> Problem:
 
 
 def _is_peer_lost(error: BaseException) -> bool:
-    """Return whether torch.distributed lost a rank, and not W&B or a hub its connection."""
+    """Return whether torch.distributed lost a rank. A lost connection to W&B or a hub does not count."""
     if any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__):
         return True
     text, frames = str(error), traceback.walk_tb(error.__traceback__)

@@ -32,7 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[ScriptFault, .
     records = simulate_all(targets, lambda text: None)
     assert [record for record in records if not isinstance(record, RankRecord)] == []
     seen = [record.script for record in records if isinstance(record, RankRecord) and record.script]
-    assert not [note for script in seen for note in script.notes if "not looked for" in note.text]
+    assert not [note for script in seen for note in script.notes if "the check failed" in note.text]
     return [script.faults for script in seen]
 
 

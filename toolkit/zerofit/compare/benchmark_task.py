@@ -1,6 +1,6 @@
 """Define the task of every strategy: the same weights, samples, order of samples, optimizer and loss.
 
-It also measures: a request for the next batch means that a step is done.
+It also measures time, memory and traffic. A request for the next batch means that a step is done.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class BenchmarkTask:
         return self._optimizer
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        """Return the mean loss over a batch; the mean over shares of equal size is exactly the same."""
+        """Return the mean loss over a batch. The mean of the losses of equal shares of a batch is exactly the same."""
         if self.task == "gan":
             return output.mean()
         logits = getattr(output, "logits", output)
@@ -118,7 +118,7 @@ class BenchmarkTask:
         return total / target.numel()
 
     def batches(self, share: int = 0, of: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs and targets of this share of every global batch."""
+        """Yield inputs and targets of share number `share` of every global batch, which is divided into `of` shares."""
         if self.job.phases:
             yield from self.epochs.batches(self, self._model, self._optimizer, share, of)
             return
@@ -133,7 +133,7 @@ class BenchmarkTask:
             self._measure.step(self.job.steps, last=True)
 
     def batch(self, start: int, size: int) -> tuple[Tensor, Tensor]:
-        """Return `size` samples from a place in their order."""
+        """Return `size` samples, starting at a place in the order of samples."""
         indices, keys = self._order.indices(start, start + size), self._order.keys(start, start + size)
         batch = self._data.train.batch(indices, keys)
         if isinstance(self._data.inputs, TextInputs):
@@ -150,12 +150,12 @@ class BenchmarkTask:
 
     @property
     def samples(self) -> int:
-        """Samples of one epoch."""
+        """The number of samples in one epoch."""
         return len(self._data.train)
 
     @property
     def eval_samples(self) -> int:
-        """Validation samples per evaluation."""
+        """The number of validation samples per evaluation."""
         return min(self.job.eval_samples, len(self._data.valid))
 
     @torch.no_grad()
@@ -185,7 +185,7 @@ class BenchmarkTask:
     def keep(self, model: nn.Module, steps: float) -> None:
         """Keep weights and time after a number of global batches for `curve`; fractions of a batch are ignored.
 
-        Does nothing if no accuracy is requested, or if batch norm's statistics are on the workers.
+        Does nothing if no accuracy is requested, or if only the workers have batch norm's statistics.
         """
         if self.job.target is None or steps % max(1, self.job.steps // MOST_KEPT) or batch_norms(model):
             return
@@ -200,7 +200,7 @@ class BenchmarkTask:
         return points
 
     def progress(self, text: str) -> None:
-        """Write this process's progress; the command assumes it dead after minutes without news."""
+        """Write this process's progress. Without progress for minutes, the command assumes that the process is dead."""
         if self._progress and time.monotonic() - self._told > TELL_S:
             self._told = time.monotonic()
             write_text(self._progress, text)
@@ -211,14 +211,14 @@ class BenchmarkTask:
 
 
 class LayerStage(nn.Sequential):
-    """Some of a model's layers in a row."""
+    """Consecutive layers of a model."""
 
     def __init__(self, layers: Sequence[Any]):
         super().__init__(*(layer.module for layer in layers))
         self._names = [layer.names for layer in layers]
 
     def state_on_cpu(self) -> dict[str, Tensor]:
-        """Return its weights on the CPU, by their names in the full model."""
+        """Return the weights on the CPU, by their names in the full model."""
         state = {}
         for number, names in enumerate(self._names):
             for key, value in self[number].state_dict().items():
@@ -237,7 +237,7 @@ def tied(model: nn.Module) -> bool:
 
 
 def _even_cuts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """Return (first, last) of each part: boundaries are where sums are nearest to equal, and no part is empty.
+    """Return (first, last) of each part. The parts have nearly equal sums, and no part is empty.
 
     Raises NotHereError if fewer layers than parts have parameters.
     """
@@ -300,7 +300,7 @@ class StrategyMeter:
         return {"peak_bytes": max(torch.cuda.max_memory_allocated(n) for n in devices), "host_bytes": host}
 
     def _wire(self) -> dict[str, int | None]:
-        """Return the bytes of connections that lasted over all timed steps; NCCL's cannot be counted this way."""
+        """Return the bytes of connections that existed during all timed steps; NCCL's cannot be counted this way."""
         if self._device.type == "cuda":
             return {"sent_bytes": None, "received_bytes": None}
         both = [(self._flows[name], flow) for name, flow in flows().items() if name in self._flows]
@@ -331,9 +331,9 @@ def _peak_rss() -> int:
 class GanPair(nn.Module):
     """A DCGAN pair as one model with one loss, so every strategy can train it.
 
-    Inputs are images with planes of noise appended (batch, channels + planes, size, size); it returns a loss per sample
-    (batch,). Both networks step at once: the discriminator's loss does not reach the generator, and the generator's
-    reaches only the discriminator's input.
+    Inputs are images with planes of noise appended (batch, channels + planes, size, size). The output is a loss per
+    sample (batch,). Both networks step at once. The discriminator's loss has no gradient for the generator. The
+    generator's loss has no gradient for the discriminator's weights.
     """
 
     def __init__(self, pair: DCGAN, channels: int):

@@ -33,7 +33,7 @@ def collectives() -> list[dict[str, Any]]:
 
 
 def main(file: Path) -> None:
-    """Join the ranks that the launcher has started; rank 0 writes what all of them have seen."""
+    """Join the ranks that the launcher has started. Rank 0 writes the tensors of all ranks into `file`."""
     dist.init_process_group("gloo")
     ranks = collectives()
     if dist.get_rank() == 0:

@@ -20,11 +20,11 @@ NOISE_EVERY = 8  # steps between measurements of the gradient's noise
 
 
 class Epochs:
-    """The epochs of one process; the first rank evaluates after each epoch; evaluations are not timed.
+    """The epochs of one process. The first rank evaluates after each epoch. Evaluations are not timed.
 
     An epoch ends with the step that completes it, so all batch sizes see the same number of samples, up to one batch.
-    Every other validation sample is reserved for a test score, which must not influence the choice of an epoch or a
-    size.
+    Half of the validation samples (every second one) are reserved for a test score. This score must not influence the
+    choice of an epoch or a batch size.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Epochs:
     def batches(
         self, work: BenchmarkTask, model: nn.Module, optimizer: torch.optim.Optimizer, share: int, of: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs and targets of this share of every batch, phase by phase."""
+        """Yield inputs and targets of share number `share` (of `of` shares) of every batch, phase by phase."""
         seconds, step, start, epoch = 0.0, 0, 0, 0
         epochs = sum(count for count, _, _ in work.job.phases)
         for count, batch, lr in work.job.phases:
@@ -76,7 +76,7 @@ class Noise:
     """The simple noise scale: the batch size at which a gradient's noise is as large as the gradient.
 
     McCandlish, Kaplan, Amodei and others, "An Empirical Model of Large-Batch Training" (2018), appendix A.1: computed
-    from the gradient's squared norm over a full batch and over half of it, both averaged over many steps.
+    from the gradient's squared norms over a full batch and over half a batch. Both norms are averaged over many steps.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True, kw_only=True)
 class CompareJob:
-    """One measurement; its processes read it from a JSON file."""
+    """One measurement. Its processes read it from a JSON file."""
 
     strategy: str
     model: str
@@ -46,7 +46,7 @@ class CompareJob:
 
     @property
     def run(self) -> Run:
-        """The run with the same data and model, for `zerofit.data.open_data`.
+        """A run with the same data and model, for `zerofit.data.open_data`.
 
         Strategies feed only tokens to a model.
         """
@@ -99,7 +99,7 @@ class Strategy:
 
 
 def code_lines(source: str) -> int:
-    """Count lines with a statement or a part of one, except imports and docstrings."""
+    """Count the lines that contain code, except imports and docstrings."""
     tree, lines = ast.parse(source), set[int]()
     documented = [n for n in ast.walk(tree) if isinstance(n, DOCUMENTED) and ast.get_docstring(n) is not None]
     docstrings = {id(node.body[0]) for node in documented}

@@ -1,4 +1,4 @@
-"""Set the pace of unequal ranks: which of them are slow, and which steps straggle."""
+"""Set the speed of unequal ranks: which ranks are slow, and which steps are slow."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ STRAGGLER = 5.0  # factor on the time of a step that straggles
 
 
 def pause_s(job: CompareJob, rank: int, step: int) -> float:
-    """Return the seconds that a rank waits before a step; 0 if all ranks should run as fast as they can.
+    """Return the seconds that a rank waits before a step; 0 if no rank is slowed.
 
-    Seed, rank and step decide which steps straggle.
+    Seed, rank and step decide which steps are slow.
     """
     if not job.slow and not job.straggle:
         return 0.0

@@ -1,7 +1,7 @@
 """Run one process of one strategy, with RANK and related variables in its environment.
 
-It writes `rank-N.json`: the measurements, or why there are none. The rank with the full model at the end evaluates it,
-and compares its weights with the single device's.
+It writes `rank-N.json` with the measurements, or with the reason if there are none. The rank that has the full model at
+the end evaluates it, and compares its weights with the weights of the single device.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from zerofit.spec.files import write_json
 from zerofit.spec.local_machine import host_memory
 from zerofit.spec.memory_limit import end_first, limit_memory
 
-# All strategies train on the same samples from the same weights with SGD. So those that only reorder sums must end
-# with the weights of the single device, up to rounding; its row is measured first, and its weights are the reference.
+# All strategies train on the same samples from the same weights with SGD. So strategies that only reorder sums must end
+# with the weights of the single device, up to rounding. The single device is measured first, and its weights are the
+# reference.
 REFERENCE = "single.safetensors"  # in the folder of the strategies' folders
 
 
@@ -68,7 +69,7 @@ def _measured(job: CompareJob, folder: Path, rank: int) -> RankReport:
 
 
 def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> RankReport:
-    """Return the trained model's loss and accuracy, and how far its weights are from the single device's."""
+    """Return the trained model's loss and accuracy, and the largest difference to a single device's weights."""
     model = work.model()
     model.load_state_dict(state)
     names = [name for name, _ in model.named_parameters()]

@@ -12,11 +12,11 @@ NARROW = 64  # elements of a head up to which kernels are slower
 
 
 # A kernel's rate is plateau / ((1 + half / keys) (1 + blocks / its blocks)). Blocks on the diagonal of a mask are
-# computed whole, each block has a beginning and an end, and few blocks leave multiprocessors idle. Forward and
-# backward share one rate: splitting them changes a step by 2 %.
+# computed whole, each block has a beginning and an end, and few blocks leave multiprocessors idle. Forward and backward
+# have one common rate; separate rates change a step by 2 %.
 @dataclass(frozen=True, kw_only=True)
 class AttentionRate:
-    """How the rate of a kernel depends on its shape, for the FLOPs that it really computes."""
+    """The rate of a kernel by its shape, for the FLOPs that it really computes."""
 
     share: float  # of the peak, forward and backward together, for many long sequences and heads of 128
     half: float = 500.0  # keys at which a causal mask halves the rate
@@ -26,7 +26,7 @@ class AttentionRate:
     how: str
 
     def slower(self, kernel: Kernel, micro_batch: int) -> float:
-        """Return by which factor a kernel's shape slows it; kernels without a shape waste nothing."""
+        """Return the factor by which a kernel's shape slows it; 1 for a kernel without a shape."""
         if not kernel.shape:
             return 1.0
         heads, queries, keys, width = (max(1.0, size.at(micro_batch)) for size in kernel.shape)

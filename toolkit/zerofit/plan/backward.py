@@ -23,7 +23,7 @@ NORM_ELEMENTS = 250_000_000  # zero/stage3.py, _constant_buffered_norm2
 
 
 class LiveMemory(NamedTuple):
-    """Bytes at one moment: activations as a point (fixed, per sample), the rest by kind."""
+    """Bytes at one moment: activations as a point (fixed, per sample), and other bytes by kind."""
 
     activations: Point
     gradients: int = 0
@@ -34,15 +34,17 @@ class LiveMemory(NamedTuple):
     layer: int = -1  # the running layer; -1: none
 
     def line(self) -> tuple[float, float]:
-        """Return the bytes per sample, and those independent of the micro batch."""
+        """Return the bytes per sample, and the bytes that do not depend on the micro batch."""
         fixed = self.activations[0] + self.gradients + self.buckets + self.gathered + self.temporaries
         return self.activations[1], fixed
 
 
 def backward_moments(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> tuple[LiveMemory, ...]:
-    """Return the live memory, without the persistent, at moments that can be a backward's peak, for any micro batch.
+    """Return the live memory at the moments that can be a backward's peak at some micro batch.
 
-    `graded`: elements with gradients from before, if these wait for the last micro batch (stages 0 and 1).
+    Persistent memory is not included.
+
+    `graded`: elements with gradients of earlier micro batches, which wait for the last micro batch (stages 0 and 1).
     """
     # the result does not depend on these values
     return _highest(line, replace(layout, micro_batch=1, accumulation=min(layout.accumulation, 2)), device, graded)
@@ -68,7 +70,7 @@ def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: in
 
 
 def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Return the moments that can be the peak at some micro batch, and only the first of equal moments.
+    """Return the moments that can be the peak at some micro batch; of equal moments only the first.
 
     `line` returns a moment's bytes per sample and its fixed bytes.
     """
@@ -89,8 +91,8 @@ def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> lis
 #     3                          as stage 2, but a rank receives its part only. Parameters are   (`_Scattered`)
 #                                gathered and released meanwhile
 #
-# The replays walk through the events of the timeline (a layer's live activations, then a complete
-# gradient) and yield what is alive after each.
+# The replays walk through the events of the timeline (a layer's live activations, then a complete gradient) and yield
+# the live memory after each event.
 def _accumulated(line: StageTimeline, layout: PlannedLayout, graded: int) -> Iterator[LiveMemory]:
     """Replay stages 0 and 1: full gradients wait for the last micro batch.
 
@@ -197,7 +199,7 @@ class _Bucketed:
         self.bucket = []
 
     def _pass(self, layers: Sequence[Sequence[Parameter]]) -> None:
-        """Handle the gradients of skipped layers, which fill buckets like those of the layers that are replayed."""
+        """Handle the gradients of skipped layers; they fill buckets like the gradients of replayed layers."""
         filled, waiting = self.filled, [*self.bucket]
         for parameter in chain.from_iterable(reversed(layers)):
             if filled + parameter.numel > self.limit:
@@ -223,7 +225,7 @@ class _Bucketed:
             start = stop
 
     def _flattened(self, slices: list[tuple[int, int]]) -> int:
-        """Count elements that are copied together for an all-reduce (:1545); a single slice is not copied."""
+        """Count the elements copied into one buffer for an all-reduce (:1545). A single slice is not copied."""
         largest = together = count = 0
         for _, of_rank in groupby(slices, key=itemgetter(0)):
             together, count = together + sum(numel for _, numel in of_rank), count + 1
@@ -240,7 +242,7 @@ class _Bucketed:
 
 
 class _Scattered:
-    """Stage 3: as stage 2, but parts are added to persistent buffers, and parameters are gathered and released."""
+    """Stage 3: like stage 2, but parts are added to persistent buffers, and parameters are gathered and released."""
 
     def __init__(self, line: StageTimeline, layout: PlannedLayout, device: str):
         self.line, self.limit = line, layout.bucket
@@ -284,7 +286,7 @@ class _Scattered:
             self.outside = self.element * numel
 
     def _reduce(self, activations: Point, gathered: int) -> Iterator[LiveMemory]:
-        """Reduce and empty the bucket; a single parameter in place, without padding (comm/coalesced_collectives.py)."""
+        """Reduce and empty the bucket. A single parameter is reduced in place (comm/coalesced_collectives.py)."""
         if not self.filled:
             return
         alone = len(self.parts) == 1 and self.filled % self.ranks == 0
@@ -299,7 +301,7 @@ class _Scattered:
         self.parts.clear()
 
     def _passing(self) -> Iterator[int]:
-        """Yield the bytes while each part is offloaded: float64 for its norm (:1964), and what earlier parts leave."""
+        """Yield the bytes as each part is offloaded: a float64 copy for its norm (:1964), and earlier copies."""
         kept = 0
         for numel in self.parts:
             part = -(-numel // self.ranks)

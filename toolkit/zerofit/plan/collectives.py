@@ -1,4 +1,4 @@
-"""Compute what each rank of a group sends in a collective, and the seconds that it needs."""
+"""Compute the bytes that each rank of a group sends in a collective, and the seconds of the collective."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SENT = {
 # move through both at once, so the slower one counts.
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks of a collective, and how many of them share a node."""
+    """The ranks of a collective, and the number of them that share a node."""
 
     size: int
     per_node: int
 
     @property
     def nodes(self) -> int:
-        """Nodes that the group spans."""
+        """The number of nodes that the group spans."""
         return -(-self.size // self.per_node)
 
 
@@ -46,11 +46,11 @@ def sent_bytes(op: str, size_bytes: float, ranks: int) -> float:
 def collective_s(
     op: str, size_bytes: float, calls: float, group: RankGroup, rates: Rates, *, at_once: bool = False
 ) -> float:
-    """Return the seconds for `size_bytes` in `calls` calls, as rings inside each node and rings across nodes.
+    """Return the seconds for `size_bytes` in `calls` calls, with rings inside each node and rings across nodes.
 
     `at_once`: calls are issued together, and ranks wait for each other once. Measured lines were fitted to calls
     between kernels. Chunks move through node and network at the same time, so the slower one counts. Between nodes each
-    rank has its own share of the network: a node's ranks send different parts of what leaves the node.
+    rank has its own share of the network: a node's ranks send different parts of the tensor to other nodes.
     """
     if group.size == 1:
         return 0.0
@@ -71,7 +71,7 @@ def collective_s(
 
 
 def call_s(op: str, group: RankGroup, rates: Rates) -> float:
-    """Return the latency of one call: trees for all-reduces, rings for the rest.
+    """Return the latency of one call: of a tree for an all-reduce, of a ring for other collectives.
 
     A ring passes through all ranks of every node.
     """

@@ -25,8 +25,8 @@ class Piece(NamedTuple):
     flops: float = 0.0
 
 
-# Pieces are first laid out as if links and device did not disturb each other. Then time is stretched:
-# while both are busy, a second of the lay-out takes (1 + exposed) real seconds.
+# Pieces are first laid out as if links and device did not slow each other. Then time is stretched: while both are busy,
+# a second of the lay-out takes (1 + exposed) real seconds.
 #
 #     lay-out   links   [======]    [===]          real   links   [=========]    [===]
 #               device     [==========]                   device      [=============]
@@ -58,7 +58,7 @@ class Clock:
         self._pauses.append((at_s, piece))
 
     def placed(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Return the pieces at their real times, including those of pauses; interrupted pieces are split."""
+        """Return the pieces, including pauses, at their real times. Interrupted pieces are split."""
         slower = list(self._points())
         found = []
         for piece in pieces:
@@ -78,11 +78,11 @@ class Clock:
         return found
 
     def _paused(self, at_s: float, side: int) -> float:
-        """Return the seconds of pauses before a moment; side 1 includes a pause at that moment."""
+        """Return the seconds of pauses before a moment. `side` 1 includes a pause at that moment."""
         return sum(piece.end_s for at, piece in self._pauses if at < at_s + side * SAME_MOMENT_S)
 
     def _points(self) -> Iterator[tuple[float, float]]:
-        """Yield moments with their real times; in between, real time is linear."""
+        """Yield moments with their real times. Between two moments, real time is linear."""
         busy, before_s, real_s = [0, 0], 0.0, 0.0
         yield 0.0, 0.0
         for at_s, which, change in sorted(self._edges):

@@ -1,4 +1,4 @@
-"""Check the parallel degrees of a layout: which a model and a cluster support, and why others are impossible."""
+"""Check which parallel degrees a model and a cluster support, and explain why others are impossible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerofit.spec.run import PipelineSchedule
 
 
 class Degrees(NamedTuple):
-    """Parallel degrees besides data parallelism. The search tries them one at a time, or combined if requested."""
+    """Parallel degrees besides data parallelism. The search combines them only if the user requests it."""
 
     tp: int = 1
     pp: int = 1
@@ -42,7 +42,7 @@ class Degrees(NamedTuple):
         return setting(precision, checkpointing, self.tp, self.sp, self.ep)
 
     def beside_plain(self) -> tuple[Degrees, ...]:
-        """Return the degrees to trace a profile for: the plain model, and these degrees within a stage."""
+        """Return the degrees for which a profile is traced: the plain model, and these degrees within a stage."""
         return tuple(dict.fromkeys((Degrees(), self._replace(pp=1))))
 
     def alone(self) -> Iterator[Degrees]:
@@ -70,7 +70,7 @@ def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_typ
 
 
 def _undivided(degrees: Degrees, heads: tuple[int | None, int | None]) -> tuple[bool, bool]:
-    """Return whether attention and key-value heads cannot be divided among tensor ranks, then among sequence ranks.
+    """Return whether tensor ranks, and then sequence ranks, cannot divide the attention and key-value heads.
 
     Ulysses repeats key-value heads if there are fewer than sequence ranks
     (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
@@ -83,7 +83,7 @@ def _undivided(degrees: Degrees, heads: tuple[int | None, int | None]) -> tuple[
 
 
 def types_of(degrees: Degrees, beside: bool) -> tuple[str, ...]:
-    """Return the model types that tensor or sequence parallelism supports; `beside`: next to another dimension."""
+    """Return the model types that tensor or sequence parallelism supports. `beside`: combined with another degree."""
     if degrees.tp > 1:
         return TENSOR_PLAN_TYPES if beside else TENSOR_PARALLEL_TYPES
     return SEQUENCE_PARALLEL_TYPES
@@ -103,8 +103,10 @@ def degree_problem(
         message, hint = f"{name} {degree} does not divide {cluster.ranks} ranks", f"degrees that do: {_list(fitting)}"
         return Problem(kind="degree-ranks", message=message, hint=hint, where=name)
     if degrees.tp > 1 and profile.trained < profile.parameters:
-        message = f"--tensor-parallel {degrees.tp}: DeepSpeed's AutoTP loses adapters, and trains frozen layers"
-        return Problem(kind="tensor-parallel-part", message=message, hint="leave it at 1", where="--tensor-parallel")
+        message = f"--tensor-parallel {degrees.tp}: DeepSpeed's AutoTP loses adapters and trains frozen layers"
+        return Problem(
+            kind="tensor-parallel-part", message=message, hint="use --tensor-parallel 1", where="--tensor-parallel"
+        )
     if degrees.ep > 1 and (problem := _experts_problem(degrees, profile, cluster)):
         return problem
     for single in degrees.alone():
@@ -119,10 +121,10 @@ def degree_problem(
 
 
 def _experts_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
-    """Check expert parallelism, by the rules of config/validate.py."""
+    """Check expert parallelism by the rules of config/validate.py."""
     name, ranks = f"--expert-parallel {degrees.ep}", cluster.ranks // degrees.product * degrees.sp
     if degrees.tp > 1:
-        message, hint = f"{name} with --tensor-parallel does not train like one process", "leave the latter at 1"
+        message, hint = f"{name} with --tensor-parallel gives other results than one process", "use --tensor-parallel 1"
         return Problem(kind="expert-parallel-beside", message=message, hint=hint, where="--tensor-parallel")
     if profile.model_type not in EXPERT_TYPES or profile.experts is None or profile.trained < profile.parameters:
         what = "a part of" if profile.trained < profile.parameters else "experts of"
@@ -147,17 +149,17 @@ def _stages_problem(degrees: Degrees, profile: Profile, schedule: PipelineSchedu
     for stage in range(degrees.pp):
         if not any(held[part] for part in parts_of_stage(stage, degrees.pp, schedule)):
             message = f"stage {stage} of --pipeline {degrees.pp} has no layer with experts to spread"
-            hint = "use fewer stages, or leave --expert-parallel at 1"
+            hint = "use fewer stages, or --expert-parallel 1"
             return Problem(kind="expert-parallel-stages", message=message, hint=hint, where="--pipeline")
     return None
 
 
 def _pipeline_problem(pp: int, profile: Profile, each: int = 1) -> Problem | None:
-    """Check pipeline stages with `each` parts of the layers."""
+    """Check pipeline stages that have `each` parts of the layers."""
     layers = sum(layer.count for layer in profile.layers if layer.matrices or layer.vectors)
     if not profile.pipelines:
         message = f"--pipeline {pp} needs a model that can be cut into stages, but {profile.model} cannot"
-        return Problem(kind="pipeline-model", message=message, hint="leave it at 1", where="--pipeline")
+        return Problem(kind="pipeline-model", message=message, hint="use --pipeline 1", where="--pipeline")
     if each * pp <= layers:
         return None
     some = " that are trained" if profile.trained < profile.parameters else ""
@@ -168,7 +170,7 @@ def _pipeline_problem(pp: int, profile: Profile, each: int = 1) -> Problem | Non
 
 
 def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
-    """Check one degree of the layout's degrees `whole`; sequence ranks divide the heads of each tensor rank."""
+    """Check one degree of the layout's degrees `whole`. Sequence ranks divide the heads of each tensor rank."""
     name, degree = _named(degrees)
     types = types_of(degrees, whole.combined)
     kind = "tensor-parallel" if degrees.tp > 1 else "sequence-parallel"

@@ -1,4 +1,4 @@
-"""Simulate DualPipeV as DeepSpeed runs it: what each rank does in which order, and when.
+"""Simulate DualPipeV as DeepSpeed runs it: the order and the times of the actions of each rank.
 
 The order is that of deepspeed/runtime/pipe/schedule.py, DualPipeVSchedule; tests compare them.
 """
@@ -58,10 +58,10 @@ class PartSeconds(NamedTuple):
     backward_s: float
 
 
-# DualPipeV (github.com/deepseek-ai/DualPipe) gives each of p ranks two parts of the model, cut into 2p:
-# rank r has parts r and 2p - 1 - r. A micro batch goes down the ranks through the first parts, and back
-# up through the second ones. Forwards of one part run while backwards of the other do, so the pipeline's
-# bubble is smaller than with 1F1B:
+# DualPipeV (github.com/deepseek-ai/DualPipe) gives each of p ranks two parts of the model, cut into 2p: rank r has
+# parts r and 2p - 1 - r. A micro batch goes down the ranks through the first parts, and back up through the second
+# ones. Forwards of one part run at the same time as backwards of the other part, so the pipeline's bubble is smaller
+# than with 1F1B:
 #
 #     rank 0      part 0                      part 2p - 1
 #     rank 1         part 1                part 2p - 2
@@ -86,8 +86,8 @@ Message = tuple[str, int, int]  # "F" or "B", the part that receives it (of all 
 def timed_passes(parts: Sequence[Sequence[PartSeconds]], micro_batches: int, send_s: float) -> list[TimedPass]:
     """Return all actions of all stages with their times.
 
-    `parts`: of each stage, `send_s`: of one activation or gradient. An exchange begins when all stages that take part
-    have reached it.
+    `parts`: the seconds of each stage's parts. `send_s`: the seconds to send one activation or gradient. An exchange
+    begins when all stages that take part have reached it.
     """
     stages = len(parts)
     ranks = [_Rank(stage, stages, parts[stage], micro_batches) for stage in range(stages)]
@@ -97,7 +97,7 @@ def timed_passes(parts: Sequence[Sequence[PartSeconds]], micro_batches: int, sen
         rank.arrive(posted)
     while waiting:
         ready = [rank for rank in waiting.values() if all(len(posted[message]) == 2 for message in rank.queued)]
-        assert ready, f"DualPipeV on {stages} stages: every one waits for another one"
+        assert ready, f"DualPipeV on {stages} stages: every stage waits for another stage"
         for rank in ready:
             rank.exchange(posted, send_s)
             if not rank.work():
@@ -108,7 +108,7 @@ def timed_passes(parts: Sequence[Sequence[PartSeconds]], micro_batches: int, sen
 
 
 class _Rank:
-    """One stage on its way through a step."""
+    """The state of one stage during a step."""
 
     def __init__(self, stage: int, stages: int, parts: Sequence[PartSeconds], micro_batches: int):
         self.stage, self.now_s = stage, 0.0

@@ -1,4 +1,4 @@
-"""Count what DeepSpeed's engine does with gradients and in its step, besides the kernels of model and optimizer."""
+"""Count the work of DeepSpeed's engine on gradients and in its step, besides the kernels of model and optimizer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from zerofit.plan.layout import PlannedLayout
 
 
 class EngineWork(NamedTuple):
-    """The engine's passes over the elements of parameters on a device, and the kernels that it launches one by one.
+    """The engine's passes over the elements of parameters, and the kernels that it launches one by one.
 
-    Bytes are read and written by kernels per element. They are counted by running the engine on fake tensors:
-    `tests/plan/engine_ops.py`.
+    Bytes are the bytes that kernels read and write per element. `tests/plan/engine_ops.py` counts them by running the
+    engine on fake tensors.
     """
 
     gradients: int  # bytes of all gradients per reduction: into a bucket, divided, out of it
-    kept: int  # bytes of the rank's share of them
+    kept: int  # bytes of the rank's share of all gradients
     added: int  # further bytes of that share, to add those of earlier micro batches
     step: int  # bytes of the share: overflow, norm, scale, flattening, copying parameters back; without Adam itself
     looped: int  # kernels per parameter of the share in the step: overflow and norm

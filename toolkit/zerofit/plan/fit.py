@@ -44,7 +44,7 @@ class Fit:
 
     @property
     def exceeded(self) -> str | None:
-        """The memory that is too small: "device", "host" or "nvme"; None if everything fits."""
+        """Which memory is too small: "device", "host" or "nvme"; None if everything fits."""
         if self.device_bytes > self.device_available_bytes:
             return "device"
         if self.host_bytes > self.host_available_bytes:
@@ -62,7 +62,7 @@ class Fit:
 
     @property
     def lacking_bytes(self) -> float:
-        """Missing bytes of the memory that is too small; 0 if everything fits."""
+        """The missing bytes of the memory that is too small; 0 if everything fits."""
         lacks = {
             "device": self.device_bytes - self.device_available_bytes,
             "host": self.host_bytes - self.host_available_bytes,
@@ -72,7 +72,7 @@ class Fit:
 
     @property
     def utilization(self) -> float:
-        """Needed bytes of the scarcest memory, as a share of what is available."""
+        """Needed bytes of the scarcest memory, as a share of its available bytes."""
         pairs = [(self.device_bytes, self.device_available_bytes), (self.host_bytes, self.host_available_bytes)]
         if self.nvme_bytes:
             pairs.append((self.nvme_bytes, self.nvme_available_bytes))
@@ -103,17 +103,16 @@ def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> 
 #     context         CUDA's context and kernels
 #     communicators   NCCL's buffers for each group of ranks, and its connections to single peers
 #
-# A forecast cannot replay every allocation, as a simulation does. So each part is at the upper end of
-# what was measured.
+# Unlike a simulation, a forecast cannot replay every allocation. So each part is the upper end of the measured range.
 def margin_bytes(
     peak_bytes: int, layout: PlannedLayout, cluster: Cluster, large_bytes: int = 0, more_communicators: int = 0
 ) -> float:
-    """Return the margin of a GPU besides the allocated peak: for fragmentation, context and communicators.
+    """Return the bytes that a GPU needs besides the allocated peak: fragmentation, context and communicators.
 
-    `large_bytes`: the largest activation, gradient, bucket and temporary. A freed block that a small tensor has moved
-    into cannot be reused, so one extra block of each kind is counted. In a model of few layers these exceed the usual
-    share. The last segments of small blocks are counted, too. `more_communicators`: besides those for the layout's
-    degrees.
+    `large_bytes`: bytes of the largest activation, gradient, bucket and temporary. A freed block that a small tensor
+    has moved into cannot be reused, so one extra block of each kind is counted. In a model of few layers these blocks
+    exceed the usual share of fragmentation. The last segments of small blocks are counted, too. `more_communicators`:
+    number of communicators besides those for the layout's degrees.
     """
     share = FRAGMENTATION
     if layout.zero_stage == 3:
@@ -124,7 +123,7 @@ def margin_bytes(
 
 
 def _process_bytes(layout: PlannedLayout, cluster: Cluster, more_communicators: int) -> int:
-    """Sum context and communicators, each at the upper end of its sources."""
+    """Sum context and communicators, each at the upper end of its published range."""
     device = cluster.device
     divided = (layout.zero_ranks > 1) + (layout.tp > 1) + (layout.replicas > 1)
     # a pipeline has three: the stages (losses), stages and tensor ranks (norm), all ranks (activations)
@@ -141,7 +140,7 @@ def _process_bytes(layout: PlannedLayout, cluster: Cluster, more_communicators: 
 
 
 def explain(memory: LayoutMemory, fit: Fit) -> str:
-    """Return a sentence: what is too large, and by how much."""
+    """Return a sentence that names the memory that is too small, with needed and available bytes."""
     if fit.exceeded == "device":
         kind, size = max(memory.breakdown.items(), key=lambda item: item[1], default=("allocations", 0))
         needed, available = shown_bytes(fit.device_bytes), shown_bytes(fit.device_available_bytes)

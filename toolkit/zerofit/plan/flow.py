@@ -1,4 +1,4 @@
-"""Compute the time of consecutive layers, with parameters fetched ahead and gradients reduced behind them."""
+"""Compute the time of consecutive layers, whose parameters are fetched ahead and whose gradients are reduced later."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 from zerofit.plan.passes import RankPass, StageLayers
 
 
-# ZeRO-3 gathers the parameters of later layers while a layer computes. Backward also reduces the
-# gradients of the layers that are done. Links and device are a queue each:
+# While a layer computes, ZeRO-3 gathers the parameters of later layers. Backward also reduces the gradients of the
+# layers that are done. Links and device are a queue each:
 #
 #     links    fetch 1 | fetch 2 | fetch 3 |          reduce 1 | reduce 2 ...
 #     device           | layer 1 | layer 2 | layer 3
@@ -38,8 +38,9 @@ class FlowEnds(NamedTuple):
 def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
     """Return when the parts end; fetches follow each other, and so do layers and reductions.
 
-    The critical path through a run of equal layers is fetches, then layers, then reductions. It changes from one to the
-    next in the run's first or last layer or group, since in between both are linear.
+    The critical path through a run of equal layers is fetches, then layers, then reductions. The path changes from
+    fetches to layers, or from layers to reductions, in the first or last layer or group of the run, since both times
+    are linear in between.
     """
     fetched = computed = 0.0
     reduced = sum(groups * layers * fetch for groups, layers, fetch, _, _ in runs)
@@ -79,7 +80,10 @@ class ReduceGroup(NamedTuple):
 
 
 def reduce_groups(rank_pass: RankPass, stage: Sequence[StageLayers], bucket: int) -> Iterator[ReduceGroup]:
-    """Yield the groups of a stage's layers, last to first, whose gradients fill a bucket; the last may be smaller."""
+    """Group a stage's layers in backward order, so that the gradients of each group fill a bucket.
+
+    The final group may be smaller.
+    """
     members: list[StageLayers] = []
     elements = 0
     for layer, count in reversed(stage):

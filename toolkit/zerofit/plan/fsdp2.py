@@ -1,8 +1,8 @@
-"""Replay FSDP2: parameters that are gathered, and gradients that are scattered, layer by layer.
+"""Replay FSDP2, which gathers parameters and scatters gradients layer by layer.
 
 References are to torch 2.14, below torch/distributed/fsdp/_fully_shard/. Accelerate and torchtitan make the same
-groups: the embedding, each block, and the final norm with the head, which stays gathered. A tied matrix is in the
-group of the head. Other parameters of the embedding are in the root's group, which stays gathered too.
+groups: the embedding, each block, and the final norm with the head. The last group stays gathered. A tied matrix is in
+the group of the head. Other parameters of the embedding are in the root's group, which stays gathered too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _GatheredGroup(NamedTuple):
     """Parameters that are gathered together, in elements."""
 
     shard: int = 0  # of a rank, with padding
-    trained: int = 0  # of these, with gradients
+    trained: int = 0  # of the shard, with gradients
     numel: int = 0  # of the full trained parameters
     largest: int = 0  # shard of the largest trained parameter
     last: int = 0  # of the last trained parameter, full
@@ -45,7 +45,8 @@ def _trained(parameters: Iterable[Parameter]) -> list[Parameter]:
 def shard(parameter: Parameter, ranks: int, width: int) -> int:
     """Return a rank's elements of a parameter, whose first dimension is divided and padded (_fsdp_param.py:337).
 
-    A profile has no shapes. One side of a matrix is the model's width; the side that needs more padding counts.
+    A profile has no shapes. One side of a matrix is assumed to be the model's width. The result is that of the side
+    that needs more padding.
     """
     numel = parameter.numel
     sides = {numel} if parameter.group == 1 or not width or numel % width or numel == width else {width, numel // width}
@@ -53,7 +54,7 @@ def shard(parameter: Parameter, ranks: int, width: int) -> int:
 
 
 def block_persistent(line: StageTimeline, layout: PlannedLayout) -> PersistentMemory:
-    """Return what a rank keeps between steps: its part of the parameters and of the moments, in float32.
+    """Return the memory that a rank keeps between steps: its part of the parameters and moments, in float32.
 
     Offloaded parameters and their gradients are page-locked (_fsdp_param.py:345).
     """
@@ -70,27 +71,27 @@ def block_persistent(line: StageTimeline, layout: PlannedLayout) -> PersistentMe
 
 
 def block_init(line: StageTimeline, layout: PlannedLayout) -> Iterator[dict[str, int]]:
-    """Yield the moment of start-up at which the largest layer is full in float32, and others are divided."""
+    """Yield the moment of start-up when the largest layer is full in float32 and the other layers are divided."""
     kept = block_persistent(line, layout).device.get("parameters", 0)
     yield {"parameters": kept, "temporaries": MASTER_BYTES * max(sum(p.numel for p in layer) for layer in line.layers)}
 
 
 def block_step(line: StageTimeline, layout: PlannedLayout) -> Iterator[StepMemory]:
-    """Yield the moment of the step, with a rank's gradients; Adam is fused and allocates nothing."""
+    """Yield the moment of the step, with a rank's gradients. Adam is fused and allocates nothing."""
     parts = (shard(p, layout.shard_ranks, line.width) for p in _trained(chain(*line.layers)))
     yield StepMemory(gradients=MASTER_BYTES * sum(parts) if layout.offload_param == "none" else 0)
 
 
 def block_moments(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LiveMemory], list[LiveMemory]]:
-    """Return the moments of the last micro batch's forward, and those of its backward."""
+    """Return the moments of the last micro batch's forward, and the moments of its backward."""
     replay = _LayerReplay(line, layout)
     return list(replay.forward()), list(replay.backward())
 
 
 def block_fetches(elements: Sequence[int], layout: PlannedLayout) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Return bytes and number of all-gathers of each kind of layer, in forward and in backward.
+    """Return the bytes and the number of all-gathers for each kind of layer, in forward and in backward.
 
-    `elements`: of each kind's parameters. The last kind, the head, stays gathered.
+    `elements`: number of parameter elements of each kind of layer. The last kind, the head, stays gathered.
     """
     forward = tuple((float(layout.element_bytes * numel), 1.0 if numel else 0.0) for numel in elements)
     return forward, (*forward[:-1], (0.0, 0.0)) if layout.reshard else ((0.0, 0.0),) * len(forward)
@@ -179,7 +180,7 @@ class _LayerReplay:
         return [] if self.line.tied and n == self.last else [self.groups[n]]
 
     def _gather(self, n: int, end: Point | None, gradients: int) -> Iterator[LiveMemory]:
-        """Copy layer n out of its buffer, and gather the one before it (pre_backward)."""
+        """Copy layer n out of its buffer, and gather the layer before it (pre_backward)."""
         if not self.layout.reshard or n < self.line.still:
             return
         if n < self.last:
@@ -217,11 +218,11 @@ class _LayerReplay:
         return self.element * self.ranks * group.shard
 
     def _flat(self, group: _GatheredGroup) -> int:
-        """Return the bytes of the buffer into which a group is gathered; one rank needs none."""
+        """Return the bytes of the buffer into which a group is gathered; 0 with one rank."""
         return self._gathered(group) if self.ranks > 1 else 0
 
     def _sent(self, group: _GatheredGroup) -> int:
-        """Return the bytes of a gather's input: shards in the precision of the compute, if offloaded from the host.
+        """Return the bytes of a gather's input: the shards in the compute precision, copied from the host if offloaded.
 
         (_fsdp_collectives.py:382, _fsdp_param.py:1051)
         """

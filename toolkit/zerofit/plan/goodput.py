@@ -1,7 +1,7 @@
-"""Forecast what failures cost a long run: the best interval between checkpoints, and the time that is lost.
+"""Forecast the cost of failures in a long run: the best interval between checkpoints, and the lost time.
 
-Closed forms for failures that are equally likely at any time: Young (1974), Daly (2006). The spread between months is
-from a simulation with random failures (Monte Carlo).
+The formulas of Young (1974) and Daly (2006) assume failures that are equally likely at any time. The spread between
+months is from a simulation with random failures (Monte Carlo).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def daly_interval(save_s: float, mtbf_s: float) -> float:
 
 
 def goodput(interval_s: float, failures: Failures) -> float:
-    """Return the useful share of time with a save every `interval_s` seconds (Daly's expected time)."""
+    """Return the useful share of time with a save every `interval_s` seconds, by Daly's expected time."""
     mtbf_s = failures.mtbf_s
     exponent = (interval_s + failures.save_s) / mtbf_s
     if failures.restart_s / mtbf_s + exponent > 700:  # exp() would overflow: nothing is ever saved
@@ -83,7 +83,10 @@ def goodput(interval_s: float, failures: Failures) -> float:
 
 
 def spare_nodes(expected: float, certainty: float) -> int:
-    """Return the spare nodes that replace those in repair (`expected` on average) with this probability (Poisson)."""
+    """Return the number of spare nodes that suffices with probability `certainty` (Poisson).
+
+    `expected`: average number of nodes in repair.
+    """
     if expected > 500:  # exp(-expected) is nearly 0: use a normal distribution
         return math.ceil(expected + NormalDist().inv_cdf(certainty) * math.sqrt(expected))
     term = total = math.exp(-expected)
@@ -96,7 +99,7 @@ def spare_nodes(expected: float, certainty: float) -> int:
 
 
 def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, float]:
-    """Return the bytes of a checkpoint, and those of the rank that writes most of it.
+    """Return the bytes of a checkpoint, and the bytes of the rank that writes most of it.
 
     A checkpoint has the weights in the run's precision, and 12 bytes per element for master weights and moments. Below
     stage 3 the first rank of each tensor or pipeline part writes the part's weights. At stage 0 it also writes the
@@ -111,7 +114,7 @@ def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, flo
 
 @dataclass(frozen=True, kw_only=True)
 class Reliability:
-    """The user's figures on failures; None: the default, with its source."""
+    """The user's figures on failures; None stands for the default, which has a source."""
 
     mtbf_h: float | None = None
     of_node: bool = False  # whether `mtbf_h` is a node's time between failures instead of a GPU's
@@ -163,9 +166,8 @@ class Goodput:
         return field_data(self)
 
 
-# A simulation shows how much one month differs from another: train, save each interval, fail at random,
-# lose the work since the last save, wait for a node, restart. It is repeated for a thousand months at
-# once with numpy.
+# A simulation shows how much one month differs from another: train, save each interval, fail at random, lose the work
+# since the last save, wait for a node, and restart. It is repeated for a thousand months at once with numpy.
 def draw_months(
     failures: Failures, interval_s: float, spares: int, *, months: int = MONTHS, length_s: float = MONTH_S
 ) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Give intervals for step times: the errors of forecasts of the same class on published figures."""
+"""Give intervals for step times, from the errors of forecasts of the same class on published figures."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def class_of(layout: PlannedLayout, task: str, seq_len: int | None, nodes: int) 
 
 
 def errors_of(layout: PlannedLayout, task: str, seq_len: int | None, nodes: int) -> PublishedErrors:
-    """Return the errors of such forecasts on published figures."""
+    """Return the errors on published figures of forecasts in the layout's class."""
     return CLASSES[class_of(layout, task, seq_len, nodes)]

@@ -19,10 +19,10 @@ def largest(
 ) -> tuple[int | None, int]:
     """Return the largest of the values smallest, smallest + step, ... with a `pressure` of at most 1.
 
-    Also returns the number of evaluations. `pressure` must grow. None if the smallest does not fit. The value after the
-    answer has been tried, unless it is the last. The share grows nearly linearly, so the next guess is where the line
-    through the bracket's ends reaches 1. If this guess does not halve the bracket, the next guess is its middle. With
-    `end_first` the last value, up to `most`, is tried early.
+    Also returns the number of evaluations. `pressure` must grow. The result is None if the smallest value does not fit.
+    The value after the result has been tried, unless the result is the last value. The share grows nearly linearly, so
+    the next guess is where the line through the bracket's ends reaches 1. If this guess does not halve the bracket, the
+    next guess is its middle. With `end_first` the last value, up to `most`, is tried early.
     """
     seen: dict[int, float] = {}
 
@@ -57,7 +57,7 @@ def _crossing(seen: dict[int, float], low: int, high: int) -> int:
 
 
 def with_layers(profile: Profile, count: int) -> Profile:
-    """Return the profile with another number of its repeated layer."""
+    """Return the profile with `count` copies of its repeated layer."""
     index = repeated_layer(profile)
     layers = list(profile.layers)
     layers[index] = replace(layers[index], count=count)
@@ -72,8 +72,8 @@ def repeated_layer(profile: Profile) -> int:
 def fewest(pressure: Callable[[int, int], float], full: int) -> tuple[int, int] | None:
     """Return the fewest (devices per node, nodes) with a `pressure` of at most 1; nodes are full if there are several.
 
-    Bisects the number of nodes, assuming that more nodes never fit less. None if four times as many nodes have not
-    helped, or beyond MOST_GPUS.
+    Bisects the number of nodes, assuming that more nodes never need more memory per device. The result is None if four
+    times as many nodes do not reduce the pressure, or if more than MOST_GPUS devices are needed.
     """
     for gpus in range(1, full + 1):
         if pressure(gpus, 1) <= 1:

@@ -27,7 +27,7 @@ def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> floa
 # Rates of products fall with small or unaligned dimensions (`rates.ProductRate`, `rates.UnalignedShare`).
 # A kernel whose shape was measured on the device takes the measured time.
 def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
-    """Return the seconds of equal kernels: measured ones if there are any, otherwise those at the device's rates."""
+    """Return the seconds of equal kernels: the measured time, or without one the time at the device's rates."""
     measured_s = rates.kernels.seconds(kernel, micro_batch, _aligned_share(kernel, rates)) if rates.kernels else None
     if measured_s is None:
         measured_s = max(_compute_s(kernel, micro_batch, rates), _memory_s(kernel, micro_batch, rates))
@@ -47,9 +47,9 @@ def _memory_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
 def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
     """Return the seconds for a kernel's FLOPs at the rate for its shape.
 
-    Tiles at the edges are partly empty, and few tiles do not fill the device: a product reaches
-    1 / (1 + edge (1/M + 1/N + 1/K)) of the best rate. Attention with a causal mask skips half of its blocks. Kernels
-    without a shape (it differs between micro batches) waste nothing.
+    Tiles at the edges are partly empty, and few tiles do not fill the device: a product reaches 1 / (1 + edge (1/M +
+    1/N + 1/K)) of the best rate. Attention with a causal mask skips half of its blocks. Kernels whose shape differs
+    between micro batches have no shape and waste nothing.
     """
     flops = kernel.flops.at(micro_batch)
     if not flops:
@@ -64,7 +64,7 @@ def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
 
 
 def _grouped(kernel: Kernel, sizes: list[float], rates: Rates) -> float:
-    """Return FLOPs per second of a grouped convolution; it grows with the channels per group."""
+    """Return the FLOPs per second of a grouped convolution; the rate grows with the channels per group."""
     channels = sizes[1] if sizes else 1.0
     least = rates.depthwise if kernel.dtype == "float16" else 0.0
     return min(rates.flops, max(least, channels * rates.general))

@@ -31,7 +31,7 @@ class PlannedLayout:
     """The settings that decide memory and time of a run, besides model and machine."""
 
     zero_stage: int
-    micro_batch: int  # samples of the rank with most, which needs most memory and, on equal devices, most time
+    micro_batch: int  # samples of the rank with the most samples; it needs most memory and, on equal devices, most time
     accumulation: int = 1
     dp: int = 1
     tp: int = 1
@@ -74,7 +74,7 @@ class PlannedLayout:
         return ", ".join([*words, "checkpointing"] if self.checkpointing else words)
 
     def with_sizes(self, wanted: Mapping[str, Any]) -> PlannedLayout:
-        """Return the layout with these attributes; "auto" keeps its own, UNSET stands for DeepSpeed's default."""
+        """Return the layout with these attributes; "auto" keeps its value, UNSET stands for DeepSpeed's default."""
         stage = self.zero_stage
         defaults = {"bucket": DEFAULT_BUCKET if stage else self.bucket, "overlap": stage == 3}
         defaults |= {name: DEFAULTS[name] if stage == 3 else 0 for name in ("prefetch", "persistence")}
@@ -124,12 +124,12 @@ class PlannedLayout:
 
     @property
     def combined(self) -> bool:
-        """Whether zerofit makes groups and slices: with expert parallelism, or several of the other dimensions."""
+        """Whether zerofit itself creates groups and slices: with expert parallelism, or two other parallel degrees."""
         return self.ep > 1 or sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
 
     @property
     def optimizer_setting(self) -> TrainingSetting:
-        """The properties that decide whether an optimizer trains as on one device."""
+        """The settings that decide whether an optimizer gives the same results as on one device."""
         return TrainingSetting(
             precision=self.precision,
             offload=self.offload_optimizer,
@@ -157,7 +157,7 @@ class PlannedLayout:
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks among which FSDP2 divides parameters."""
+        """The number of ranks among which FSDP2 divides parameters."""
         return self.zero_ranks // self.replicas
 
     @property
@@ -187,7 +187,7 @@ class PlannedLayout:
         return "+".join(f"{what}:{where}" for what, where in places.items() if where != "none") or "none"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the layout's own settings as --json and --space name them."""
+        """Return the layout's settings under the names of --json and --space."""
         return {
             "engine": self.engine,
             "zero_stage": self.zero_stage,
@@ -214,7 +214,7 @@ class PlannedLayout:
 
 
 def steps_early(config: Mapping[str, Any]) -> bool:
-    """Return whether a DeepSpeed JSON has SuperOffload without clipping, which would wait for all gradients."""
+    """Return whether a DeepSpeed JSON has SuperOffload without clipping, so it steps before all gradients exist."""
     offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
     return offload.get("super_offload") is True and config.get("gradient_clipping") == 0
 
@@ -231,4 +231,4 @@ class LayoutMemory:
     breakdown: dict[str, int]  # kind -> bytes at the peak; sums to peak_bytes
     large_bytes: int = 0  # the largest block of each kind that is allocated and freed within a step (`plan.fit`)
     more_communicators: int = 0  # besides those for its degrees (`plan.fit`)
-    cpu_process_bytes: int = CPU_PROCESS_HIGH_BYTES  # most private memory of a CPU rank without its tensors
+    cpu_process_bytes: int = CPU_PROCESS_HIGH_BYTES  # largest private memory of a CPU rank without its tensors

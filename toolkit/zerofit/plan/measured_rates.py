@@ -24,10 +24,9 @@ class _Point(NamedTuple):
     rate: float
 
 
-# A measured kernel gives a rate (FLOP/s or bytes/s) at the logarithms of its sizes. The rate at other
-# sizes is the mean of the logarithms of all measured rates, with weight 1 / distance^k (inverse distance
-# weighting, Shepard, 1968). So a shape that was measured gets its own rate, and a shape far from all gets
-# about the mean.
+# A measured kernel gives a rate (FLOP/s or bytes/s) at the logarithms of its sizes. The rate at other sizes is the mean
+# of the logarithms of all measured rates, with weight 1 / distance^k (inverse distance weighting, Shepard, 1968). So a
+# measured shape gets its own rate, and a shape that is far from all measured shapes gets about the mean.
 class KernelTable:
     """Measured rates of kernels by kind, dtype and shape; between points, rates are weighted by nearness in size."""
 
@@ -47,8 +46,8 @@ class KernelTable:
     def seconds(self, kernel: Kernel, micro_batch: int, unaligned: float = 1.0) -> float | None:
         """Return the seconds of equal kernels; None if no kernel of their kind and dtype was measured.
 
-        Products with unaligned rows get the share `unaligned` of the rate of aligned products, unless unaligned
-        products were measured.
+        `unaligned`: rate of products with unaligned rows, relative to aligned products. It is used if no unaligned
+        product was measured.
         """
         key, odd = (kernel.kind, kernel.dtype, kernel.groups > 1), bool(unaligned_lengths(kernel))
         points = self._points.get((*key, odd))
@@ -78,7 +77,7 @@ def unaligned_lengths(kernel: Kernel) -> list[int]:
 
 
 def _made(flops: float, causal: bool) -> float:
-    """Return the FLOPs that a kernel really computes: half of them with a causal mask."""
+    """Return the FLOPs that a kernel really computes: with a causal mask half of `flops`."""
     return 0.5 * flops if causal else flops
 
 
@@ -87,7 +86,7 @@ def _logs(sizes: Iterable[float]) -> tuple[float, ...]:
 
 
 def _rate_at(points: Sequence[_Point], sizes: tuple[float, ...]) -> float:
-    """Return the rate at these sizes: a measured one, or the mean of all points weighted by nearness.
+    """Return the rate at these sizes: a measured rate, or the mean of all points weighted by nearness.
 
     If the kernel or a point has no shape, only the amounts of work are compared.
     """

@@ -39,7 +39,7 @@ class _Moment(NamedTuple):
     kinds: dict[str, int]  # the rest
 
     def line(self) -> tuple[float, float]:
-        """Return the bytes per sample, and those independent of the micro batch."""
+        """Return the bytes per sample, and the bytes that do not depend on the micro batch."""
         return self.slope, self.fixed
 
 
@@ -67,7 +67,7 @@ class _StageMoments(NamedTuple):
         return self.host_bytes + sum(pinned_bytes(round(a + b * samples)) for a, b in self.on_host)
 
     def large_at(self, samples: int, peak_bytes: int) -> int:
-        """Return the bytes of the largest block of each kind that is allocated and freed within a step.
+        """Return the bytes of the largest block of each kind that a step allocates and frees.
 
         The optimizer's blocks count only above the peak: while it flattens gradients, no activation is alive.
         """
@@ -77,7 +77,7 @@ class _StageMoments(NamedTuple):
 
 
 def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> LayoutMemory:
-    """Return the memory of the rank that needs most. Raises KeyError if the profile does not contain the setting."""
+    """Return the memory of the rank that needs most. Raises KeyError if the profile lacks the setting."""
     return Forecaster(profile, device).memory(layout)
 
 
@@ -89,17 +89,17 @@ def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> L
 #     gradients     those waiting, in buckets, or being reduced                (backward.py)
 #     step, init    the optimizer's temporaries, and making the engine         (transient.py)
 #
-# Activations are a line in the micro batch: a fixed part and a part for each sample. All else is fixed.
-# So each moment is a line, the peak is the upper envelope of these lines, and one forecast serves every
-# micro batch. Moments below the envelope are dropped (`upper`).
+# Activations are a line in the micro batch: a fixed part and a part for each sample. All other terms are fixed. So each
+# moment is a line, the peak is the upper envelope of these lines, and one forecast serves every micro batch. Moments
+# below the envelope are dropped (`upper`).
 #
 # A search needs the largest moment only (`memory`). The timeline of a step needs every layer's (`along`).
 class Forecaster:
     """Forecasts of many layouts for one model on one kind of device, "cpu" or "cuda".
 
-    On "cpu" host and device are one, and the optimizer is torch's. On "cuda" it is DeepSpeed's FusedAdam, or its
-    CPUAdam if the states are on the host. `workspace_bytes`: workspace of a thread's matrix products; the threads of
-    forward and backward have a workspace each (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    On "cpu" host and device are one, and the optimizer is torch's. On "cuda" the optimizer is DeepSpeed's FusedAdam, or
+    DeepSpeed's CPUAdam if the states are on the host. `workspace_bytes`: workspace of the matrix products of a thread.
+    Forward and backward run in two threads, each with its own workspace (aten/src/ATen/cuda/CublasHandlePool.cpp).
     """
 
     def __init__(self, profile: Profile, device: str = "cuda", workspace_bytes: int = 0):
@@ -142,8 +142,8 @@ class Forecaster:
     def _more_communicators(self, layout: PlannedLayout) -> int:
         """Return the number of extra communicators: for a matrix tied between stages, and for full weights at stage 3.
 
-        Before ZeRO divides full weights, the first rank sends them to all others in a group of its own (engine.py,
-        _broadcast_model). Models of transformers are divided before that.
+        Before ZeRO divides full weights, the first rank sends them to all other ranks in an extra group (engine.py,
+        _broadcast_model). Models of transformers are already divided at that time.
         """
         tied = bool(self._tied) and layout.pp > 1 and layout.schedule != "dualpipev"
         whole = not self._built_in_parts and layout.zero_stage == 3 and layout.zero_ranks > 1
@@ -152,7 +152,7 @@ class Forecaster:
     def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:
         """Return the peak of each layer of a pipeline stage and of its step; only a few of equal layers are included.
 
-        The micro batch is the one with the most live bytes. Raises KeyError as `memory` does.
+        The result is for the micro batch with the most live bytes. Raises KeyError as `memory` does.
         """
         parts = stage_parts(self.profile, layout)[stage] if layout.pp > 1 else None
         lines, passes, between = self._passes(layout, parts, stage)
@@ -182,7 +182,7 @@ class Forecaster:
     def _passes(
         self, layout: PlannedLayout, parts: tuple[tuple[int, int], ...] | None, stage: int
     ) -> tuple[list[StageTimeline], list[Pass], Point]:
-        """Return a stage's layers for each part, its kinds of passes, and what is alive between steps."""
+        """Return a stage's layers for each part, its kinds of passes, and the memory kept between steps."""
         key = self.profile.key_of(layout.setting, 0 if layout.by_layer else layout.zero_stage)
         lines = [timeline(self.profile, key, parts, part) for part in range(len(parts or "."))]
         if parts is not None:
@@ -195,7 +195,7 @@ class Forecaster:
     def _stage(
         self, layout: PlannedLayout, stage: int, lines: list[StageTimeline], passes: list[Pass], between: Point
     ) -> _StageMoments:
-        """Forecast a stage; `lines`: of each of its parts, `between`: what is alive between steps."""
+        """Forecast a stage. `lines`: the timeline of each part. `between`: memory kept between steps."""
         line = lines[0]
         persistent = self._persistent(line, layout)
         moments = []
@@ -247,9 +247,9 @@ class Forecaster:
     def _live_in_passes(
         self, layout: PlannedLayout, passes: list[Pass], between: Point, *, every: bool
     ) -> Iterator[tuple[Direction, LiveMemory, Point]]:
-        """Yield the moments of forward and backward, and what is alive besides their own micro batch.
+        """Yield the moments of forward and backward, and the live bytes besides their own micro batch.
 
-        Without `every`, moments that cannot be the peak at any micro batch may be left out.
+        Unless `every`, moments that cannot be the peak at any micro batch may be left out.
         """
         if layout.by_layer:
             for direction, found in zip(DIRECTIONS, block_moments(passes[0].line, layout), strict=True):
@@ -294,7 +294,7 @@ def _cpu_process_bytes(profile: Profile) -> int:
 
 
 def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
-    """Yield the moments of the forward with most live bytes: that of a later micro batch, if gradients accumulate."""
+    """Yield the moments of the forward with most live bytes; if gradients accumulate, it is a later micro batch."""
     line, gradients, buckets = kind.line, 0, 0
     if layout.zero_stage < 2:
         gradients = layout.element_bytes * kind.graded
@@ -315,7 +315,8 @@ def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator
 def _distinct_stages(stages: tuple[tuple[tuple[int, int], ...], ...]) -> list[int]:
     """Choose the stages to forecast: the first, the last, and the first other stage with each number of layers.
 
-    With two parts per stage, the last stage with each number of layers is added: its second part has most in flight.
+    With two parts per stage, the last stage with each number of layers is added, because its second part has the most
+    micro batches in flight.
     """
     kinds: dict[tuple, list[int]] = {}
     for stage, parts in enumerate(stages):

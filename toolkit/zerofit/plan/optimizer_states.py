@@ -1,6 +1,6 @@
-"""Compute an optimizer's states for each tensor, and what its step allocates, from its entry in `features.optimizers`.
+"""Compute an optimizer's states per tensor and its step's allocations, from its entry in `features.optimizers`.
 
-Adam is torch's on a CPU and DeepSpeed's FusedAdam on a GPU. Other optimizers are those of torch 2.14 and bitsandbytes
+Adam is torch's Adam on a CPU and DeepSpeed's FusedAdam on a GPU. Other optimizers come from torch 2.14 and bitsandbytes
 0.50.2. SGD has momentum and weight decay, as in `train`.
 """
 
@@ -21,7 +21,7 @@ def host_state_bytes(layout: PlannedLayout) -> int:
 
 
 def states_of(layout: PlannedLayout, numels: Iterable[int], device: str) -> StateBytes:
-    """Return the states of tensors with these element counts; they may be flat parts of many parameters."""
+    """Return the states of tensors with these element counts. The tensors may be flat parts of many parameters."""
     return OPTIMIZERS[layout.optimizer].states.of_tensors(numels, gpu=device == "cuda")
 
 

@@ -1,4 +1,4 @@
-"""Estimate how long a full run takes with a layout, how many GPU hours it needs, and what it costs."""
+"""Estimate the duration, the GPU hours and the cost of a full run with a layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Work:
         return None if self.samples is None else self.epochs * self.samples
 
     def price(self, cluster: Cluster) -> Price | None:
-        """Return the given price, else the node's list price; None if there is none."""
+        """Return the user's price, else the node's list price; None if both are unknown."""
         requested = cluster.kind if isinstance(cluster.kind, str) else cluster.device.kind
         for name in (requested, cluster.device.kind, ""):
             if name in self.prices:

@@ -19,13 +19,13 @@ from zerofit.spec.profile import Kernel, LayerCost, Profile
 
 
 class LayerWork(NamedTuple):
-    """Seconds of one layer in one direction, on one rank."""
+    """Seconds of one layer in one direction (forward or backward), on one rank."""
 
     kernels_s: float
     host_s: float  # launches and ZeRO-3's hooks
     tensor_s: float  # all-reduces of tensor parallelism, which nothing overlaps
-    sequence_s: float  # all-to-alls of sequence parallelism, likewise
-    experts_s: float  # tokens to other ranks' experts and back, likewise
+    sequence_s: float  # all-to-alls of sequence parallelism, which nothing overlaps
+    experts_s: float  # tokens to other ranks' experts and back, which nothing overlaps
     copy_s: float  # activations to the host and back, on the kernels' stream
     layer_s: float  # from its first kernel to its last
 
@@ -44,13 +44,13 @@ class StageLayers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankPass:
-    """One micro batch through each pipeline stage's layers; tuples have an entry per layer of the profile."""
+    """The pass of one micro batch through all pipeline stages; tuples have an entry per layer of the profile."""
 
     parts: tuple[tuple[tuple[StageLayers, ...], ...], ...]  # of each stage
     forward: tuple[LayerWork, ...]
     backward: tuple[LayerWork, ...]
     elements: tuple[int, ...]  # of parameters, on one rank
-    trained: tuple[int, ...]  # of these, elements with gradients
+    trained: tuple[int, ...]  # elements with gradients, on one rank
     gradients: tuple[int, ...]  # number of parameters with gradients, on one rank
     experts: tuple[int, ...]  # elements of experts, among `elements`
     output_bytes: float  # what a stage sends to the next
@@ -194,7 +194,7 @@ class Passes:
         return self._rates.ahead and (layout.zero_stage < 3 or layout.zero_ranks > 1 or layout.by_layer)
 
     def _kernels(self, key: str, micro_batch: int) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-        """Return for each layer, forward and backward, the seconds of its kernels and of their launches."""
+        """Return for each layer the seconds of its kernels and of their launches, in forward and in backward."""
         if (key, micro_batch) not in self._known_kernels:
             self._known_kernels[key, micro_batch] = [
                 (self._busy(cost.forward_kernels, micro_batch), self._busy(cost.backward_kernels, micro_batch))
@@ -235,8 +235,9 @@ class Passes:
     ) -> LayerWork:
         """Return a layer's work in one direction.
 
-        If launches and hooks run ahead, the slower of host and device counts. `waits`: for tensor, sequence and expert
-        parallelism, and for a copy; `counts`: how often collectives and hooks run, hooks of ZeRO-3, gradients.
+        If launches and hooks run ahead, the slower of host and device counts. `waits`: seconds of tensor, sequence and
+        expert parallelism, and of a copy. `counts`: how often the collectives and hooks run; the number of ZeRO-3
+        hooks; the number of gradients.
         """
         times, hooks, gradients = counts
         busy_s = seconds[0]

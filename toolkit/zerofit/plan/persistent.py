@@ -1,8 +1,8 @@
-"""Compute persistent memory: what device, host and NVMe keep between two steps, by ZeRO stage and offloading.
+"""Compute persistent memory: the bytes on device, host and NVMe between two steps, by ZeRO stage and offloading.
 
-References are to DeepSpeed 0.19.8, below deepspeed/runtime/. Sizes for offloading are those of zerofit's bundled JSONs,
-otherwise DeepSpeed's defaults. Swap buffers are rounded up as torch does, and as `zerofit simulate` counts them. That
-is an upper bound: DeepSpeed's own allocator (ops/csrc/pin_memory) allocates them page by page.
+References are to DeepSpeed 0.19.8, below deepspeed/runtime/. Sizes for offloading come from zerofit's bundled JSONs,
+otherwise from DeepSpeed's defaults. Swap buffers are rounded up as in torch and in `zerofit simulate`. This gives an
+upper bound, because DeepSpeed's own allocator (ops/csrc/pin_memory) allocates them page by page.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, t
 
 
 def _with_averages(found: PersistentMemory, plain: PersistentMemory, layout: PlannedLayout) -> PersistentMemory:
-    """Add float32 averages of what a rank steps on, where the optimizer's states are (train/averaging.py).
+    """Add float32 averages of the weights that a rank steps, next to the optimizer's states (train/averaging.py).
 
-    `plain`: the memory with Adam, whose states are two moments each. Averaged copies of buffers are not counted: they
-    are a few numbers per channel.
+    `plain`: the memory with Adam, which has two states per weight. Averaged copies of buffers are not counted, since
+    they have only a few numbers per channel.
     """
     place = "device" if layout.offload_optimizer == "none" else "host"
     elements = getattr(plain, place).get("optimizer state", 0) // ADAMW.states.element_bytes(on_host=True)
@@ -86,7 +86,7 @@ def partitions(line: StageTimeline, ranks: int) -> tuple[int, ...]:
 
 
 def partition_ranks(line: StageTimeline, ranks: int) -> tuple[int, ...]:
-    """Return the number of ranks that divide each group; experts are divided by the ranks with the same ones."""
+    """Return the number of ranks that divide each group. Ranks that have the same experts divide these experts."""
     return tuple(ranks // line.ep if group[0].expert else ranks for group in line.members if group)
 
 
@@ -99,13 +99,13 @@ class ParameterSharers(NamedTuple):
     """The number of ranks that divide a parameter at stage 3.
 
     transformers' zero.Init divides a parameter among all ranks. If tensor parallelism then splits it, the data parallel
-    ranks divide it (engine.py, _resolve_zero3_param_placement). If zerofit splits the model, they divide all
-    parameters.
+    ranks divide it (engine.py, _resolve_zero3_param_placement). If zerofit splits the model, the data parallel ranks
+    divide all parameters.
     """
 
     whole: int  # of parameters that every tensor parallel rank has in full
     split: int  # of parameters that tensor parallelism splits
-    expert: int  # of experts: ranks with the same ones
+    expert: int  # of experts: ranks with the same experts
 
     def of(self, parameter: Parameter) -> int:
         """Return the number of ranks that divide a parameter."""
@@ -124,13 +124,13 @@ def sharers(layout: PlannedLayout) -> ParameterSharers:
 
 @lru_cache(maxsize=1024)
 def parameter_shards(line: StageTimeline, spread: ParameterSharers) -> tuple[int, ...]:
-    """Return a rank's elements per group at stage 3, where each parameter is divided and rounded up by itself."""
+    """Return a rank's elements per group at stage 3. Each parameter is divided and rounded up separately."""
     return tuple(sum(map(spread.shard, group)) for group in line.members if group)
 
 
 @lru_cache(maxsize=1024)
 def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
-    """Return the largest number, over all ranks, of elements in parameters that overlap the rank's partitions.
+    """Return the number of elements in parameters that overlap a rank's partitions, for the rank with most.
 
     Stages 1 and 2 keep full gradients of parameters that are only partly in the partition (stage_1_and_2.py:2187).
     """
@@ -139,7 +139,7 @@ def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
 
 @lru_cache(maxsize=1024)
 def heaviest_reached(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
-    """Return for each parameter the largest overlap (as `overlap_in_partition`) of the ranks that it overlaps."""
+    """Return for each parameter the largest `overlap_in_partition` among the ranks whose partition it overlaps."""
     totals, found = overlaps(line, ranks, int), dict[Parameter, int]()
     for rank, parameter, _ in _reaching(line, ranks):
         found[parameter] = max(found.get(parameter, 0), totals[rank])
@@ -148,7 +148,7 @@ def heaviest_reached(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
 
 @lru_cache(maxsize=1024)
 def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) -> int:
-    """Return the bytes of page-locked copies of full gradients that overlap a partition, each allocated by itself."""
+    """Return the bytes of page-locked copies of full gradients that overlap a partition; each is one allocation."""
     locked = _locking(device)
     return max(overlaps(line, ranks, lambda numel: locked(element * numel)))
 
@@ -157,7 +157,7 @@ def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) 
 def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int], ...]:
     """Return pairs of a rank's overlap (as `overlap_in_partition`) and its largest piece for the norm, in elements.
 
-    A rank is left out if another rank has at least as much of both.
+    A rank is left out if another rank has at least as large values of both.
     """
     pieces = [0] * ranks
     for rank, parameter, piece in _reaching(line, ranks):
@@ -204,7 +204,7 @@ def _locking(device: str) -> Callable[[int], int]:
 
 
 def _unpartitioned(line: StageTimeline, layout: PlannedLayout, device: str) -> PersistentMemory:
-    """Return stage 0: fp32 steps the parameters themselves; else there are masters (fp16/unfused_optimizer.py:78)."""
+    """Return the memory of stage 0. Other precisions than fp32 have masters (fp16/unfused_optimizer.py:78)."""
     element, whole = layout.element_bytes, line.parameters
     if in_bf16_optimizer(layout):  # divided masters, and permanent flat gradients (bf16_optimizer.py:178, :191)
         found = _partitioned_states(line, replace(layout, offload_optimizer="none"), device)
@@ -222,7 +222,7 @@ def _paged(size: int) -> dict[str, int]:
 
 
 def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str) -> PersistentMemory:
-    """Return stages 1 and 2: a flat buffer per group (stage_1_and_2.py:520), this rank's part in float32 (:560)."""
+    """Return the memory of stages 1 and 2: flat groups (stage_1_and_2.py:520), this rank's part in float32 (:560)."""
     element, ranks = layout.element_bytes, layout.zero_ranks
     sizes = partitions(line, ranks)
     part = sum(sizes)
@@ -246,7 +246,7 @@ def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str)
 
 
 def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: int) -> PersistentMemory:
-    """Return stage 3: shards of parameters (zero/stage3.py:972), masters (:1172), gradients in their dtype (:791)."""
+    """Return the memory of stage 3: shards of parameters (zero/stage3.py:972), masters (:1172) and gradients (:791)."""
     element, spread = layout.element_bytes, sharers(layout)
     part = sum(parameter_shards(line, spread))
     frozen = sum(map(spread.shard, line.frozen))
@@ -306,13 +306,13 @@ def held_bits(line: StageTimeline, layout: PlannedLayout) -> int:
 
 
 def _whole_bits(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of quantised weights and scales that each rank has in full; at stage 3 these are the scales."""
+    """Return the bytes of quantised weights and scales that each rank has in full (at stage 3 only the scales)."""
     divided = sum(p.numel for p in chain(*line.packed)) if layout.zero_stage == 3 else 0
     return line.quantized_bytes - divided
 
 
 def _divided_bits(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of a rank's parts of quantised weights, which stage 3 divides as parameters."""
+    """Return the bytes of a rank's parts of quantised weights. Stage 3 divides them like parameters."""
     return sum(map(sharers(layout).shard, chain(*line.packed)))
 
 
@@ -342,7 +342,7 @@ def sub_groups(line: StageTimeline, shard: Shard) -> list[SubGroup]:
 def optimizer_offloaded(
     line: StageTimeline, layout: PlannedLayout, shard: Shard, element: int, device: str
 ) -> PersistentMemory:
-    """Return states, masters and gradients; sub-groups below 1 MiB stay on the host (optimizer_utils.py)."""
+    """Return states, masters and gradients by place. Sub-groups below 1 MiB stay on the host (optimizer_utils.py)."""
     locked, sizes = _locking(device), [group.part for group in sub_groups(line, shard)]
     disk, moments = layout.offload_optimizer == "nvme", host_state_bytes(layout)
     swapped = [size for size in sizes if disk and 4 * size >= LEAST_SWAPPED_BYTES]
@@ -364,9 +364,10 @@ def optimizer_offloaded(
 def parameters_offloaded(
     line: StageTimeline, layout: PlannedLayout, shard: Shard, element: int, device: str, tied: int = 0
 ) -> PersistentMemory:
-    """Return a flat buffer per group (zero/stage3.py:884); beyond PARAMETERS_IN_CPU on disk, plus read buffers.
+    """Return a flat buffer per group (zero/stage3.py:884). With NVMe, elements beyond PARAMETERS_IN_CPU are on disk.
 
-    `tied`: elements of a matrix that is written and then replaced by the matrix that it is tied to.
+    `tied`: elements of a tied matrix, whose own copy is written to disk before the shared matrix replaces it. Disks
+    also need read buffers in host memory.
     """
     locked = _locking(device)
     totals = [sum(map(shard, group)) for group in filter(None, line.members)]

@@ -67,16 +67,16 @@ def stage_parts(profile: Profile, layout: PlannedLayout) -> tuple[tuple[tuple[in
 
 
 class Pass(NamedTuple):
-    """A kind of forward or backward, and what is alive when it begins."""
+    """A kind of forward or backward, and the memory that is alive when it begins."""
 
     line: StageTimeline
     direction: Direction
-    beside: Point = NOTHING  # bytes besides those of its own micro batch
+    beside: Point = NOTHING  # live bytes besides its own micro batch
     graded: int = 0  # elements with gradients, if these wait for the last micro batch (stages 0 and 1)
 
 
 def in_flight(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int) -> tuple[list[Pass], Point]:
-    """Return a stage's kinds of passes, and the bytes kept between steps; `lines`: of each part.
+    """Return a stage's kinds of passes, and the bytes kept between steps. `lines`: the timeline of each part.
 
     With 1F1B, stage s of p has at most p - s micro batches in flight. The step's first micro batches have no gradients
     yet. Once there are gradients, one micro batch less is in flight.
@@ -97,7 +97,7 @@ def in_flight(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int)
 def most_in_flight(layout: PlannedLayout, stage: int) -> tuple[int, ...]:
     """Return for each part of a stage the largest number of micro batches in flight: after forward, before backward.
 
-    With DualPipeV these are 2p + 1 in total: the second part has one more than before.
+    With DualPipeV both parts together have 2p + 1 micro batches in flight.
     """
     if layout.schedule == "dualpipev":
         return 2 * layout.pp - stage, stage + 1
@@ -105,7 +105,7 @@ def most_in_flight(layout: PlannedLayout, stage: int) -> tuple[int, ...]:
 
 
 def _idle(line: StageTimeline) -> Point:
-    """Return what is kept between steps: a buffer for received activations (:1123), one for their gradients (:1180).
+    """Return the memory kept between steps: buffers for received activations (:1123) and gradients (:1180).
 
     The last stage keeps the logits, inputs and inputs' gradients of its two buffers until they are reused (:751).
     """
@@ -118,7 +118,7 @@ def _idle(line: StageTimeline) -> Point:
 
 
 def _in_flight_bytes(line: StageTimeline, micro_batches: int) -> Point:
-    """Sum micro batches; each has its input twice: as received (:1128), and as its forward used it (:705)."""
+    """Return the bytes of micro batches. Each has its input twice: as received (:1128), as used in forward (:705)."""
     own = 0 if line.logits[1] else 2 * micro_batches  # the last stage's inputs are in its two buffers
     between = _idle(line)
 
@@ -129,7 +129,10 @@ def _in_flight_bytes(line: StageTimeline, micro_batches: int) -> Point:
 
 
 def _followed(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int) -> tuple[list[Pass], Point]:
-    """Replay DualPipeV's order (runtime/pipe/dualpipev.py); one micro batch more than fills it shows all cases."""
+    """Replay DualPipeV's order (runtime/pipe/dualpipev.py).
+
+    All cases occur with one micro batch more than the pipeline needs to be full.
+    """
     walk = _Walk(lines)
     for word in order(layout.pp, stage, min(layout.accumulation, 2 * layout.pp + 1)):
         walk.follow(word)
@@ -141,7 +144,7 @@ def _followed(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int)
 
 
 class _Walk:
-    """The tensors that a stage keeps while it runs through DualPipeV's order."""
+    """The tensors that a stage keeps while it follows DualPipeV's order."""
 
     def __init__(self, lines: Sequence[StageTimeline]):
         self.passes: list[Pass] = []

@@ -77,12 +77,12 @@ _ALIKE = {  # same chip or generation
     "MI325X": "MI300X",
 }
 PRODUCTS |= {name: PRODUCTS[other] for name, other in _ALIKE.items()}
-OTHER_PRODUCTS = _best(0.80, "assumed: the middle of the measured ones")
+OTHER_PRODUCTS = _best(0.80, "assumed: the middle of the measured rates")
 FP32_PRODUCTS = SourcedRate(0.92, "assumed: cuBLAS's products without TF32")
 
 
 class UnalignedShare(NamedTuple):
-    """Rate of 16-bit products whose rows are not a multiple of 16 bytes, relative to aligned ones."""
+    """Rate of 16-bit products whose rows are not a multiple of 16 bytes, relative to aligned products."""
 
     odd: float  # rows of an odd number of elements
     even: float  # rows of a multiple of two or four elements
@@ -184,7 +184,7 @@ UNTOUCHED = ("exposed_between", "unaligned", "unaligned_even")
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The rates of a forecast, in bytes or FLOP per second and rank unless stated otherwise."""
+    """The rates of a forecast per rank, in bytes or FLOP per second unless stated otherwise."""
 
     flops: float
     memory: float
@@ -198,9 +198,9 @@ class Rates:
     channel: Mapping[str, float]  # per channel of a batch norm, by dtype: one block of a GPU processes a channel
     edge: float  # elements of a product's dimension that tiles waste
     general: float  # grouped convolutions on the general cores, per channel of a group
-    depthwise: float  # lower limit of `general` in fp16
+    depthwise: float  # lower limit of the rate by `general` in fp16
     attention: float  # long sequences in fused kernels, for the products that they compute
-    attention_shape: AttentionRate  # how that depends on a kernel's shape
+    attention_shape: AttentionRate  # factors on `attention` for a kernel's shape
     unaligned: float  # relative rate of products whose rows are not a multiple of 16 bytes: odd numbers of elements
     unaligned_even: float  # the same for even numbers of elements
     unfused: float  # share of the traffic between products that is left; 1: one kernel per op
@@ -231,7 +231,7 @@ class Rates:
 
 
 # Each rate comes from the first source that exists: a measurement of `zerofit calibrate` on this kind of device, a rate
-# that others have measured, a fit to published throughput, an assumption. `SourcedRate.how` names the source, and
+# that others have measured, a fit to published throughput, or an assumption. `SourcedRate.how` names the source, and
 # `--json` prints it. A trace (`--from-trace`) then multiplies the time of each kind of kernel.
 def rates_of(
     cluster: Cluster,
@@ -292,7 +292,7 @@ def rates_of(
 
 
 def _by_trace(name: str, rate: SourcedRate, measured: Calibration) -> SourcedRate:
-    """Return a rate as corrected by a trace: seconds are multiplied, rates per second divided by the factor."""
+    """Return a rate corrected by a trace: its factor multiplies seconds and divides rates per second."""
     if name in UNTOUCHED:
         return rate
     kind = TRACED.get(name, "")
@@ -301,7 +301,7 @@ def _by_trace(name: str, rate: SourcedRate, measured: Calibration) -> SourcedRat
 
 
 def _passes(cluster: Cluster, measured: Calibration) -> float | None:
-    """Return bytes per second of long passes; on a CPU most passes fill memory that the system has just allocated."""
+    """Return the bytes per second of long passes. On a CPU most passes fill memory that was just allocated."""
     copies = [kernel for kernel in measured.kernels if kernel.kind == "copy" and kernel.dtype == "float32"]
     if not cluster.on_cpu or not copies:
         return measured.memory_bandwidth
@@ -323,7 +323,7 @@ def _attention(cluster: Cluster, precision: str, software: Software) -> Attentio
 def _assumed(
     cluster: Cluster, precision: str, products: ProductRate, software: Software, fitted: Coefficients
 ) -> dict[str, SourcedRate]:
-    """Return the rates that a calibration may replace and the fitted ones, with their sources."""
+    """Return the fitted rates and the rates that a calibration may replace, with their sources."""
     device, node = cluster.device, cluster.device.node
     peak = device.peak(precision) or device.peak("fp32") or 0.0
     shape = _attention(cluster, precision, software)
@@ -364,7 +364,7 @@ def _assumed(
 
 
 def _host(cluster: Cluster, bandwidth: float, threads: int | None) -> SourcedRate:
-    """Return bytes per second of a node's host memory under Adam, with these threads of each rank."""
+    """Return the bytes per second of a node's host memory under Adam. `threads`: threads of each rank."""
     kind = "Grace host" if cluster.device.host_link == "NVLink-C2C" else "cpu host" if cluster.on_cpu else "host"
     every = _share_of(bandwidth, EFFICIENCIES[kind])
     few = (threads or 0) * cluster.gpus * THREAD.value

@@ -67,7 +67,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """Layouts that do not fit for one reason; `layout` needs the least of them (None: none was forecast)."""
+    """Layouts that do not fit for one reason. `layout` needs the least memory (None: no layout was forecast)."""
 
     reason: str  # stable slug
     count: int
@@ -106,17 +106,17 @@ class PlanResult:
 
     @property
     def nearest(self) -> Rejected | None:
-        """The rejected layout that needs least."""
+        """The rejected layout that needs the least memory."""
         return min(
             (r for r in self.rejections if r.fit), key=lambda r: r.fit.utilization if r.fit else 0.0, default=None
         )
 
     @property
     def plainest(self) -> int | None:
-        """The index of the simplest layout whose speed cannot be told from the first layout's; None if no layout fits.
+        """The index of the simplest layout that is about as fast as the first layout; None if no layout fits.
 
-        Of equally simple layouts it is the fastest. The uncertainty of the order is the error between two published
-        layouts of one model and machine.
+        Of equally simple layouts it is the fastest. Speeds count as equal within the error of the order of two
+        published layouts of one model on one machine.
         """
         speeds = [ranked.samples_per_s for ranked in self.layouts]
         apart = PAIRS.high if self.layouts and self.layouts[0].errors else 1 + SAME_SPEED
@@ -124,7 +124,7 @@ class PlanResult:
         return min(near, key=lambda n: plain(self.layouts[n].layout)[:MACHINERY], default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan's part of what `zerofit plan --json` prints."""
+        """Return the plan's part of the output of `zerofit plan --json`."""
         cluster = self.cluster
         return {
             "model": self.model,
@@ -191,7 +191,7 @@ MACHINERY = 4  # entries of `plain`'s key that count machinery; the others are s
 
 
 def plain(layout: PlannedLayout) -> tuple[int, ...]:
-    """Return a sort key: simple layouts come before those with more machinery."""
+    """Return a sort key that puts simple layouts before layouts with more machinery."""
     offloads = (layout.offload_optimizer != "none") + (layout.offload_param != "none")
     degrees = layout.tp * layout.pp * layout.sp * layout.ep * layout.replicas
     sizes = (layout.overlap, layout.bucket, layout.micro_batch)

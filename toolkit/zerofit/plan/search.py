@@ -1,4 +1,4 @@
-"""Search layouts: forecast all, count those that do not fit by reason, and rank the rest by speed."""
+"""Search layouts: forecast all, count the layouts that do not fit by reason, and rank the others by speed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Misfits(NamedTuple):
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Turn off garbage collection, which would take a tenth of a search's time: a search leaves no cycles."""
+    """Turn off garbage collection, which would take a tenth of a search's time. A search leaves no cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -69,9 +69,8 @@ def _without_collector() -> Iterator[None]:
 #        needs the least memory. If it does not fit, no layout of its family fits.
 #     2. Other members of a family that fits are forecast only if larger buckets could exceed the memory that is left.
 # 3. Layouts that fit are timed and sorted by samples per second in three digits. Equally fast layouts are sorted by
-# simplicity.
-# 4. Layouts that do not fit are counted by reason. For each reason the layout nearest to fitting is explained, with a
-# remedy.
+# simplicity. 4. Layouts that do not fit are counted by reason. For each reason the message describes the layout that is
+# nearest to fitting, with a remedy.
 @_without_collector()
 def search(
     profile: Profile,
@@ -138,7 +137,7 @@ def timer_of(
 
 
 def _padding(profile: Profile, best: RankedLayout, rates: Rates) -> str:
-    """Return a hint on sizes that slow a layout's products, and the gain of padding them; "" if it is below 1 %."""
+    """Return a hint on sizes that slow a layout's products, with the gain of padding; "" if the gain is below 1 %."""
     layout, lengths, slow_s, padded_s = best.layout, set[int](), 0.0, 0.0
     for layer, cost in zip(profile.layers, profile.costs[layout.setting], strict=True):
         for kernel in (*cost.forward_kernels, *cost.backward_kernels):
@@ -163,7 +162,7 @@ def _padded(size: float) -> int:
 
 
 def pressure(profile: Profile, cluster: Cluster, request: PlanRequest, forecast: Forecast) -> float:
-    """Return the lowest utilization of the scarcest memory by any layout; if it is above 1, none fits."""
+    """Return the lowest utilization of the scarcest memory by any layout. If it is above 1, no layout fits."""
     families = space_of(profile, cluster, request).families
     return min((_utilization(family[0], profile, cluster, forecast) for family in families), default=math.inf)
 
@@ -171,8 +170,8 @@ def pressure(profile: Profile, cluster: Cluster, request: PlanRequest, forecast:
 def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, forecast: Forecast) -> float:
     """Return a layout's utilization of the scarcest memory; a pipeline that is far too large gets a lower bound.
 
-    Dividing hundreds of layers into stages takes seconds. It is skipped if a stage's average share of parameters and
-    moments is too large already: at stages 0 and 1 these stay on the device.
+    Dividing hundreds of layers into stages takes seconds. This is skipped if the average stage's parameters and moments
+    alone are too large. At ZeRO stages 0 and 1 they stay on the device.
     """
     if layout.pp > 1:
         share = profile.parameters / layout.pp
@@ -184,7 +183,7 @@ def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, fore
 
 
 def host_needed(profile: Profile, cluster: Cluster, request: PlanRequest, forecast: Forecast) -> float | None:
-    """Return the bytes of a node's memory with which a layout would fit; None if host memory alone does not help."""
+    """Return the bytes of host memory per node with which a layout fits; None if host memory alone does not help."""
     ample = replace(cluster, host_memory=10**18)
     fits = [_forecast_fit(family[0], ample, forecast)[1] for family in space_of(profile, cluster, request).families]
     return min((fit.host_bytes / (1 - HOST_RESERVE) for fit in fits if fit.exceeded is None), default=None)
@@ -206,7 +205,10 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
 
 
 def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
-    """Forecast a layout. More micro batches than those in flight plus one with earlier gradients change nothing."""
+    """Forecast a layout with few micro batches: the ones in flight, and one that already has gradients.
+
+    More micro batches would change nothing.
+    """
     most = pipeline_parts(layout.pp, layout.schedule) + 1
     memory = forecast(layout if layout.accumulation <= most else replace(layout, accumulation=most))
     return memory, check_fit(memory, layout, cluster)
@@ -245,7 +247,7 @@ def _divide(
 
 
 def _count(misfits: dict[str, Misfits], misfit: Misfits) -> None:
-    """Add layouts to those with the same reason; keep the misfit that needs least."""
+    """Add layouts to the misfits with the same reason; keep the misfit that needs the least memory."""
     place = misfit.fit.exceeded
     reason = f"device-memory-{misfit.memory.peak_phase}" if place == "device" else f"{place}-memory"
     known = misfits.get(reason)
@@ -277,7 +279,7 @@ def _close(
 
 
 def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]:
-    """Return the best layouts that differ in more than buckets and overlap; with `every`, the best of all."""
+    """Return the best layouts that differ in more than buckets and overlap; with `every`, the best of all layouts."""
     if every:
         return timed[:most]
     seen: dict[tuple, TimedLayout] = {}

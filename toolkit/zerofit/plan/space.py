@@ -68,7 +68,7 @@ class PlanRequest:
 
 @dataclass
 class SearchSpace:
-    """Layouts to forecast, and what is impossible before any forecast: reason -> problem, count.
+    """The layouts to forecast, and the impossible degrees and batch sizes: reason -> problem, count.
 
     A family's members differ only in buckets, overlap and stage 3's sizes; the first needs least memory.
     """
@@ -154,7 +154,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
 
 
 def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: PlanRequest, space: SearchSpace) -> None:
-    """Add FSDP2's layouts: with all ranks in one group or a group for each node, gathered once or twice, offloaded."""
+    """Add FSDP2's layouts: one group of ranks or a group per node, parameters gathered once or twice, with offload."""
     if problem := _by_layer_problem(engine, profile, cluster, request):
         space.leave_out(problem)
         return
@@ -192,7 +192,7 @@ def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, reques
     optimizer = request.keep.get("optimizer", "adamw")
     refused = {
         "on CPUs": cluster.on_cpu,
-        f"for {profile.model}, which is no decoder of transformers": profile.task != "causal-lm"
+        f"for {profile.model}, which is not a decoder of transformers": profile.task != "causal-lm"
         or not profile.model_type,
         "with experts": profile.experts is not None,
         "with quantised weights": any(layer.quantized for layer in profile.layers),
@@ -211,7 +211,7 @@ def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, reques
 
 
 def _degrees(cluster: Cluster, profile: Profile, request: PlanRequest) -> Iterator[Degrees]:
-    """Yield all degrees that may be possible, or the requested degrees."""
+    """Yield the requested degrees or, without a request, all that may be possible."""
     if request.tp or request.pp or request.sp or request.ep:
         yield request.degrees
         return
@@ -244,7 +244,7 @@ def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Probl
 
 
 def _takes_bits(profile: Profile, stage: int, offload_param: Offload) -> bool:
-    """Return whether a stage supports a model's quantised weights (config/part.py); int8 ones have one byte each."""
+    """Return whether a stage supports a model's quantised weights (config/part.py). int8 weights have one byte each."""
     eight = any(layer.quantized and layer.packed == layer.quantized for layer in profile.layers)
     bits = any(layer.quantized for layer in profile.layers)
     return not bits or (offload_param != "nvme" and not (eight and stage == 3))

@@ -1,4 +1,4 @@
-"""Lay out a step on a timeline from the parts of its time: what each stream of a rank does, and when."""
+"""Lay out a step on a timeline from the parts of its time: the work of each stream of a rank, with its times."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class _Drawing:
         self.now_s = max(ends)
 
     def _send(self, pieces: list[Piece], sends: bool) -> None:
-        """Send the layers' output when the last of them is done."""
+        """Send the layers' output when the last layer is done."""
         if sends:
             end_s = max((piece.end_s for piece in pieces), default=0.0)
             what = Piece("pipeline", "", "send", end_s, end_s + self.parts.send_s, self.parts.rank_pass.output_bytes)
@@ -183,7 +183,7 @@ class _Drawing:
                 self.now_s = end_s
 
     def _add(self, stage: int, phase: str, micro_batch: int, pieces: Iterable[Piece]) -> None:
-        """Add one direction of a micro batch, which begins now and ends with its last piece."""
+        """Add one direction of a micro batch. It begins now and ends with its last piece."""
         end_s = self.now_s
         for stream, module, kind, start_s, stop_s, moved, flops in pieces:
             span = Span(
@@ -194,7 +194,7 @@ class _Drawing:
         self.now_s = end_s
 
     def _flow(self, layers: Sequence[_NamedLayer], backward: bool, groups: Iterable[ReduceGroup]) -> list[Piece]:
-        """Return one direction of a micro batch: fetches run ahead of layers, reductions of gradients behind them."""
+        """Return one direction of a micro batch. Fetches run ahead of layers; gradients are reduced after them."""
         parts, clock = self.parts, Clock(self.parts.exposed)
         works = parts.rank_pass.backward if backward else parts.rank_pass.forward
         elements_after = _elements_after(groups)

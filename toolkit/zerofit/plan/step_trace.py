@@ -30,7 +30,7 @@ def step_trace(
 ) -> dict[str, Any]:
     """Return the trace of the ranks in `ranks` (stage -> rank): a process for each, with its streams as threads.
 
-    `about`: what was forecast, for "otherData".
+    `about`: a description of the forecast, for "otherData".
     """
     spans = [span for span in timeline.spans if span.stage in ranks]
     streams = list(dict.fromkeys((*STREAMS, *(span.stream for span in spans))))
@@ -47,7 +47,7 @@ def step_trace(
 def layer_memory(timeline: StepTimeline, stage: int, moments: Sequence[LayerMoment]) -> list[MemorySample]:
     """Place the live bytes of a stage's layers at their times in the timeline, and the step's at its start.
 
-    Layers between two known ones are interpolated.
+    The bytes of layers between two known layers are interpolated.
     """
     known: defaultdict[str, dict[int, Mapping[str, float]]] = defaultdict(dict)
     for moment in moments:
@@ -94,7 +94,7 @@ def _names(spans: Iterable[Span], ranks: Mapping[int, int], streams: Sequence[st
 
 
 def _span_events(spans: Iterable[Span], ranks: Mapping[int, int], streams: Sequence[str]) -> Iterator[Event]:
-    """Yield complete events; none begins before the previous one of its stream ends, even after rounding."""
+    """Yield complete events. Events of one stream do not overlap, even after rounding."""
     ends_us: defaultdict[tuple[int, str], float] = defaultdict(float)
     for span in sorted(spans, key=lambda span: span.start_s):
         start_us = max(_us(span.start_s), ends_us[span.stage, span.stream])

@@ -11,7 +11,7 @@ from zerofit.spec.profile import Kernel, LayerCost, Linear, Profile
 # parallelism inside tensor parallelism (Korthikanti et al., 2022), each rank runs them on a share of the tokens, and
 # embedding, head and loss on a share of the vocabulary. All-gathers and reduce-scatters send the bytes of all-reduces.
 def with_split_sequence(profile: Profile) -> Profile:
-    """Return the profile with the kernels of such tensor ranks; memory stays that of AutoTP, an upper bound."""
+    """Return the profile with the kernels of such tensor ranks. Memory stays that of AutoTP, an upper bound."""
     costs = dict(profile.costs)
     for key in costs:
         tp = int(key.partition("/tp=")[2].partition("/")[0])
@@ -29,7 +29,11 @@ def _layer(whole: LayerCost, mine: LayerCost, block: bool, tp: int) -> LayerCost
 
 
 def _kernels(whole: tuple[Kernel, ...], mine: tuple[Kernel, ...], block: bool, tp: int) -> tuple[Kernel, ...]:
-    """Return a block's own products with a share of its other kernels; of other layers a share of everything."""
+    """Return the kernels of one rank.
+
+    For a block these are its own products and a share of its other kernels. For other layers they are a share of all
+    kernels.
+    """
     split = (kernel for kernel in whole if not (block and kernel.shape))
     return (*(_share(kernel, tp) for kernel in split), *(kernel for kernel in mine if block and kernel.shape))
 

@@ -95,14 +95,14 @@ class Fetches(NamedTuple):
         return (self.backward if backward else self.forward)[layer][0]
 
     def seconds(self, layer: int, backward: bool) -> float:
-        """Return the seconds that this needs."""
+        """Return the seconds of these all-gathers."""
         size, calls = (self.backward if backward else self.forward)[layer]
         return size * (self.copy_s + self.gather_s) + calls * self.call_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """The parts of a step in the engine's order, from which its time and its timeline are made."""
+    """The parts of a step in the engine's order. The step's time and timeline are computed from them."""
 
     layout: PlannedLayout
     rank_pass: RankPass
@@ -118,9 +118,9 @@ class StepParts:
 
     @property
     def reductions(self) -> int:
-        """How many micro batches end with a reduction: all at stages 2 and 3, only the last one at stages 0 and 1.
+        """The number of micro batches that end with a reduction: all at stages 2 and 3, one at stages 0 and 1.
 
-        FSDP2 by Accelerate reduces after the last one.
+        FSDP2 with Accelerate reduces after the last micro batch.
         """
         each = self.layout.zero_stage >= 2 and not self.layout.keeps_full_gradients
         return self.layout.accumulation if each else 1
@@ -151,7 +151,7 @@ class StepParts:
         return timed_passes(seconds, micro_batches, self.send_s)
 
     def dualpipev_s(self) -> float:
-        """Return the seconds of DualPipeV's passes; once it is filled, each needs the slowest stage's time."""
+        """Return the seconds of DualPipeV's passes. In a full pipeline each pass needs the slowest stage's time."""
         layout = self.layout
         looked = min(layout.accumulation, 3 * layout.pp)
         each_s = self.rank_pass.sums.layer_s + 4 * self.send_s
@@ -173,8 +173,7 @@ class StepParts:
                 yield FlowRun(group.groups, n, self.fetch_s(i, True), self.rank_pass.backward[i].layer_s, reduce_s)
 
 
-# The time of an optimizer step. `Timer.parts` writes the step down once, as `StepParts`. Two forms read
-# it:
+# The time of an optimizer step. `Timer.parts` describes the step once, as `StepParts`. Two forms read it:
 #
 #     closed form   `Timer.step` adds the parts up; a search times ten thousand layouts with it (0.1 ms each)
 #     timeline      `step_timeline` places every kernel and collective; for traces and for tests of the closed form
@@ -254,7 +253,7 @@ class Timer:
         )
 
     def _share(self, layout: PlannedLayout, rank_pass: RankPass) -> float:
-        """Return the share of its parameters that a rank keeps; experts are divided by fewer ranks."""
+        """Return the share of its parameters that a rank keeps. Fewer ranks divide the experts."""
         return (1 + (layout.ep - 1) * rank_pass.expert_share) / layout.shard_ranks
 
     def _spread_s(
@@ -267,7 +266,7 @@ class Timer:
         *,
         at_once: bool = False,
     ) -> float:
-        """Return the seconds of a collective of parameters; for experts, only ranks with the same ones take part."""
+        """Return the seconds of a collective of parameters; for experts, only ranks with the same experts take part."""
         gpus, experts = self._cluster.gpus, rank_pass.expert_share
         shards = group_of(layout.shard_ranks, layout.tp, gpus)
         every_s = collective_s(
@@ -335,7 +334,7 @@ class Timer:
     def _accumulate(
         self, layout: PlannedLayout, rank_pass: RankPass
     ) -> tuple[tuple[StepTask, ...], tuple[StepTask, ...]]:
-        """Return the engine's work on gradients after the first micro batch, and after each later one.
+        """Return the engine's work on gradients after the first micro batch, and after each later micro batch.
 
         Stages 2 and 3 reduce gradients each time. At stages 0 and 1 autograd adds them to the gradients of earlier
         micro batches. Offloaded
@@ -362,15 +361,15 @@ class Timer:
         return (*first, up, down) if layout.zero_stage == 3 else (*first, down), (*later, up, down)
 
     def _handled(self, layout: PlannedLayout, rank_pass: RankPass, *, later: bool) -> StepTask:
-        """Return the engine's passes over reduced gradients, of the first micro batch or a later one."""
+        """Return the engine's passes over the reduced gradients of the first or (`later`) of a later micro batch."""
         work, share = engine_work(layout), self._share(layout, rank_pass)
         moved = (work.gradients + share * (work.kept + later * work.added)) * rank_pass.trained_parameters
         return StepTask("compute", HANDLED, moved, moved / self.rates.streaming)
 
     def _step_tasks(self, layout: PlannedLayout, rank_pass: RankPass) -> Iterator[StepTask]:
-        """Yield the rest of the gradients' handling, the step on a rank's share, and the all-gather of stages 1 and 2.
+        """Yield the last work on gradients, the step on a rank's share, and the all-gather of stages 1 and 2.
 
-        Offloaded gradients are copied in float32. A node's ranks share its memory and its disks.
+        Offloaded gradients are copied in float32. A node's ranks share its host memory and its disks.
         """
         rates, gpus, work, element = self.rates, self._cluster.gpus, engine_work(layout), layout.element_bytes
         part = self._share(layout, rank_pass) if layout.zero_stage else 1
@@ -414,7 +413,9 @@ class Timer:
 
 
 def _left_of_step(task: StepTask, layout: PlannedLayout, rank_pass: RankPass, elements: float) -> StepTask:
-    """Return the host's step after backward; SuperOffload without clipping runs the rest during backward.
+    """Return the part of the host's step that runs after backward.
+
+    SuperOffload without clipping runs the other part during backward.
 
     Groups are queued at even intervals, each group when backward has made its gradients (superoffload_stage3.py,
     partition_grads).

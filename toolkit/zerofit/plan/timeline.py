@@ -45,18 +45,18 @@ class Parameter(NamedTuple):
 
     @property
     def expert(self) -> bool:
-        """Whether it belongs to a rank's experts, which fewer ranks have copies of."""
+        """Whether it belongs to a rank's experts. Fewer ranks have copies of experts."""
         return self.group >= EXPERTS
 
     def bytes(self, element: int) -> int:
-        """Return its bytes; `element`: bytes per element of the precision."""
+        """Return the bytes of the parameter. `element`: bytes per element of the precision."""
         return self.numel if self.packed else element * self.numel
 
 
 class TimelineEvent(NamedTuple):
     """A part of the backward, up to a parameter's complete gradient.
 
-    Bytes without parameters and complete gradients.
+    All bytes exclude parameters and complete gradients.
     """
 
     live: tuple[Point, ...]  # candidates for the peak
@@ -70,7 +70,7 @@ class TimelineEvent(NamedTuple):
 class StageTimeline:
     """One pipeline stage's layers on one rank, and the passes of a micro batch through one of its parts.
 
-    Compared by identity, so results derived from it can be cached. A stage has one part, or two parts with DualPipeV.
+    Timelines compare by identity, so derived results can be cached. A stage has one part, or two parts with DualPipeV.
     """
 
     layers: tuple[tuple[Parameter, ...], ...]  # of all parts, in the order of forward
@@ -96,7 +96,7 @@ class StageTimeline:
 
     @cached_property
     def members(self) -> tuple[tuple[Parameter, ...], ...]:
-        """The optimizer's groups: matrices, vectors, and experts' groups, each in the model's order."""
+        """The parameters in the optimizer's groups: matrices, vectors, experts. Each group is in the model's order."""
         found: dict[int, list[Parameter]] = {0: [], 1: []}
         for parameter in (parameter for layer in self.layers for parameter in layer if parameter.group != FROZEN):
             found.setdefault(parameter.group, []).append(parameter)
@@ -104,7 +104,7 @@ class StageTimeline:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Numels of the groups."""
+        """The element counts of the parameters in each group."""
         return tuple(tuple(p.numel for p in group) for group in self.members)
 
     @cached_property
@@ -132,10 +132,10 @@ class StageTimeline:
 def timeline(
     profile: Profile, key: str, parts: tuple[tuple[int, int], ...] | None = None, part: int = 0
 ) -> StageTimeline:
-    """Order a stage's layers, and the passes through one part, in the setting `key`.
+    """Return the order of a stage's layers, and of the passes through one part, in the setting `key`.
 
-    Each part is a range of layers (first, last + 1), counting every layer; None: one part with all of them. Raises
-    KeyError if the profile has no such setting.
+    Each part is a range of layers (first, last + 1), where equal layers count one by one. `parts` None: one part with
+    all layers. Raises KeyError if the profile has no such setting.
     """
     expanded = [
         _Placed(layer, cost)
@@ -183,7 +183,7 @@ def _still(mine: Sequence[_Placed]) -> int:
 
 
 def _calls(placed: _Placed, starts: Sequence[int]) -> tuple[ModuleCall, ...]:
-    """Return the traced calls, or one module per parameter if there are none; `starts`: of the runs of equal layers."""
+    """Return the traced calls, or without a trace a module per parameter. `starts`: starts of runs of equal layers."""
     if not placed.cost.calls:
         places = range(len(placed.numels) + len(placed.layer.packed))
         return tuple(ModuleCall(begins, (n,)) for n in places for begins in (True, False))
@@ -231,11 +231,11 @@ class _Placed:
 
 
 def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_bytes: int) -> list[_Placed]:
-    """Return a stage's layers; a tied matrix that another stage has is copied here (pipe/module.py, TiedLayerSpec).
+    """Return a stage's layers, with a copy of a tied matrix of another stage (pipe/module.py, TiedLayerSpec).
 
-    In the full model the tied matrix's first gradient waits through the backward for the second one, and their sum is a
-    third tensor. If embedding and head are two parts of one stage, they share one matrix, and each part's backward
-    leaves its gradient.
+    In the full model the tied matrix's first gradient waits through the backward for the second gradient. The sum of
+    both is a third tensor. If embedding and head are two parts of one stage, they share one matrix, and each part's
+    backward leaves its gradient.
     """
     head, mine = expanded[-1], [placed for first, last in ranges for placed in expanded[first:last]]
     if head.layer.tied_to is None or ranges[0] == (0, len(expanded)):

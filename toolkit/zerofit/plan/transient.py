@@ -1,7 +1,7 @@
-"""Compute transient memory: what the start of the engine and the optimizer's step allocate and free again.
+"""Compute transient memory: bytes that the engine's start and the optimizer's step allocate and free again.
 
 References are to DeepSpeed 0.19.8, below deepspeed/runtime/. Models are built on the CPU in float32 (train/build.py).
-FusedAdam and CPUAdam step in place; what other optimizers allocate per tensor is in plan/optimizer_states.py.
+FusedAdam and CPUAdam step in place. plan/optimizer_states.py has the allocations of other optimizers per tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def init_moments(
 ) -> Iterator[dict[str, int]]:
     """Yield device bytes by kind at moments of start-up that can exceed a training step.
 
-    `built_in_parts`: transformers enters zero.Init at stage 3; slices of tensor parallelism are full until then.
+    `built_in_parts`: whether the model is built in parts at stage 3 (transformers in zero.Init).
     """
     if not built_in_parts or layout.zero_stage < 3 or layout.combined:
         # the model is cast before it is copied to "cuda" (engine.py:2094)

@@ -36,8 +36,8 @@ class LayerFetches(NamedTuple):
 def fetches(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LayerFetches], list[LayerFetches]]:
     """Return the gathers of each layer, in forward and in backward.
 
-    If a layer has more elements than may be live and than the reuse distance, its backward gathers some parameters
-    again after the recomputation.
+    If a layer has more elements than the limit of live elements and than the reuse distance, its backward gathers some
+    parameters again after the recomputation.
     """
     gathering = _gathering(line, layout)
     return gathering.fetched[False], gathering.fetched[True]
@@ -46,7 +46,7 @@ def fetches(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LayerFetch
 def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
     """Return the peak of gathered bytes in the forward of each of line.forward's layers.
 
-    Each includes the equal layers before it that line.forward leaves out.
+    Each peak includes the equal layers before it that line.forward leaves out.
     """
     return [max(moment.bytes for moment in passed) for passed in _passed(line, layout)]
 
@@ -110,7 +110,7 @@ def _gathering(line: StageTimeline, layout: PlannedLayout) -> _Gathering:
 
 
 def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCall]:
-    """Return the calls of a layer's backward; a recomputation comes when the first product needs saved tensors.
+    """Return the calls of a layer's backward. A recomputation runs when the first product needs saved tensors.
 
     DeepSpeed sees a module's backward end when its input gets a gradient (parameter_offload.py, post_bwd_fn).
     """
@@ -122,7 +122,7 @@ def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCal
 
 
 class _Fetch(NamedTuple):
-    """The moment after a module has fetched its parameters and those ahead; a layer's first moment has no fetch."""
+    """The moment after a module has fetched and prefetched parameters; a layer's first moment has no fetch."""
 
     bytes: int  # gathered
     members: tuple[int, ...] = ()
@@ -178,7 +178,7 @@ class _Gathering:
             yield _Fetch(self.whole, call.places, waiting, self.whole + max(now, later))
 
     def _count(self, group: dict[int, int]) -> None:
-        """Count an all-gather of parameters; each is given with the step that needs it."""
+        """Count an all-gather. `group`: its parameters, each with the step that needs it."""
         for place, (member, step) in enumerate(group.items()):
             layer, backward = self.of_step[step]
             size, calls = self.fetched[backward][layer]
@@ -203,10 +203,10 @@ class _Gathering:
 class _Coordinator:
     """DeepSpeed's coordinator, which gathers and releases parameters as modules begin and end.
 
-    A module fetches its own parameters, then the step's next ones up to the prefetch size (:447), within the limit of
-    live elements. Modules without parameters prefetch, too, so fetching gets far ahead of releasing. A module's
-    parameters stay gathered if they are used again within the reuse distance, or if fetching has passed their next use
-    (:649).
+    A module fetches its own parameters, then the step's next parameters up to the prefetch size (:447), within the
+    limit of live elements. Modules without parameters prefetch, too, so fetching gets far ahead of releasing. A
+    module's parameters stay gathered if they are used again within the reuse distance, or if fetching has passed their
+    next use (:649).
     """
 
     def __init__(self, calls: Sequence[ModuleCall], numels: Sequence[int], sizes: _Sizes):
@@ -223,9 +223,9 @@ class _Coordinator:
         self.coming: dict[int, list[int]] = {}  # what was prefetched together with each parameter, itself included
 
     def fetch(self, members: Sequence[int]) -> tuple[list[int], list[list[int]], dict[int, int]]:
-        """Return the parameters gathered now, the groups that are waited for, and the prefetched ones.
+        """Return the parameters gathered now, the groups for which the module waits, and the prefetched parameters.
 
-        The latter come with the step that needs them.
+        The prefetched parameters come with the step that needs them.
         """
         own, waited = self._fetch_own(members) if members else ([], [])
         ahead, elements, most = dict[int, int](), 0, min(self.sizes.live - self.live, self.sizes.prefetch)

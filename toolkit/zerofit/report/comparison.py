@@ -190,7 +190,7 @@ def _epoch_curves(axes: Axes, sizes: Sequence[int], rows: Rows) -> None:
 def _spread(
     axes: Axes, sizes: Sequence[int], rows: Rows, key: str, label: str, colour: str, scale: str = "log"
 ) -> None:
-    """Draw each run as a dot, and join the medians."""
+    """Draw each measurement as a dot, and join the medians by a line."""
     from matplotlib.ticker import LogFormatter
 
     points = [(row["batch_size"], row[key]) for row in rows if row.get(key) is not None]
@@ -210,7 +210,7 @@ def _spread(
 
 
 def _scaling(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
-    """Draw speed-up with the ideal, and efficiency."""
+    """Draw the measured and the ideal speed-up, and the efficiency."""
     speed, efficiency = figure.subplots(1, 2)
     counts = sorted({row["ranks"] for row in rows})
     speed.plot(counts, counts, ":", color=GRAY, label="ideal")

@@ -1,4 +1,4 @@
-"""Write pages of experiments in Markdown: the teaching documents', and a laboratory's."""
+"""Write pages of experiments in Markdown, for the teaching documents and for a laboratory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class TeachingDocument:
-    """One document's network and experiment, its figures and ours, and the tables from which ours come."""
+    """One document's network and experiment, its figures and our figures, and the tables with our measurements."""
 
     number: str
     title: str
@@ -47,7 +47,7 @@ class TeachingDocument:
     evidence: Sequence[Evidence]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the document as plain data."""
         data = asdict(self)
         for evidence in data["evidence"]:
             evidence["picture"] = str(evidence["picture"]) if evidence["picture"] else None
@@ -85,7 +85,7 @@ def render(template: str, **content: Any) -> str:
 
 
 def draw_epochs(lines: Mapping[str, Sequence[Sequence[float]]], label: str, out: Path) -> None:
-    """Draw each run's values over the epochs into a PNG; runs of one name share a colour. `label`: of the values."""
+    """Draw each run's values over the epochs into a PNG. Runs of one name share a colour. `label`: the axis label."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator

@@ -57,7 +57,7 @@ class MeasuredPhase(TypedDict):
 
 
 class MemoryTimeline(TypedDict):
-    """The timeline to draw. All except points and phases is optional."""
+    """The timeline to draw. Only points and phases are required."""
 
     points: list[Point]
     phases: list[PlotPhase]
@@ -69,7 +69,7 @@ class MemoryTimeline(TypedDict):
 
 
 def draw(timeline: MemoryTimeline, path: Path) -> None:
-    """Draw a timeline into a file of the format that its name ends with. Raises UserError if that fails."""
+    """Draw a timeline into a file; the ending of its name is the format. Raises UserError if that fails."""
     problems = Problems()
     check_picture(path, "--plot", problems)
     problems.raise_if_any()
@@ -190,7 +190,7 @@ def _peak(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> None
 
 
 def _phases(figure: Figure, strip: Axes, timeline: MemoryTimeline) -> None:
-    """Draw bands with the phases' names; rotated if narrow, left out if there is no room."""
+    """Draw bands with the phases' names. Names are rotated in narrow bands, and left out if there is no room."""
     start, end = _span(timeline)
     strip.set_ylim(0, 1)
     strip.set_axis_off()

@@ -41,7 +41,7 @@ def check_picture(path: Path, option: str, problems: Problems) -> None:
 
 
 def save(figure: Figure, path: Path, option: str, dpi: int) -> None:
-    """Write a figure in the format that the file's name ends with. Raises UserError if that fails."""
+    """Write a figure into a file; the ending of its name is the format. Raises UserError if that fails."""
     try:
         figure.savefig(path, dpi=dpi)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Compare a forecast step with a measured one by module and kind, to show where the forecast was off."""
+"""Compare a forecast step with a measured step by module and kind, to show the errors of the forecast."""
 
 from __future__ import annotations
 

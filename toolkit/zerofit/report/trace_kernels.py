@@ -22,7 +22,7 @@ BACKWARD = 2.5  # FLOPs relative to forward
 
 
 def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
-    """Return products and attention of a trace that `read_trace` accepts; equal ones once, with their median time."""
+    """Return products and attention of a trace for `read_trace`; equal kernels are one entry with the median time."""
     events, _ = read_events(path)
     # On a GPU an op's duration is only the time to launch it; its kernels carry the op's external id.
     on_device: defaultdict[Any, float] = defaultdict(float)
@@ -39,7 +39,7 @@ def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
 
 
 def _kernel(event: Event) -> MeasuredKernel | None:
-    """Return what an op computes, without its seconds; None for other ops, or if no shapes were recorded."""
+    """Return the kernel of an op, without its seconds; None for other ops, or if no shapes were recorded."""
     name, arguments = event["name"], event.get("args", {})
     shapes = [tuple(shape) for shape in _listed(arguments, "Input Dims") if _is_shape(shape)]
     types = map(str, _listed(arguments, "Input type"))

@@ -112,7 +112,7 @@ def _read_forecast(events: list[Event], about: Mapping[str, Any]) -> ReadTrace:
 
 
 def _read_measured(events: list[Event], steps: list[Event]) -> ReadTrace:
-    """Sum torch.profiler's kernels; without kernels, the own times of ops and the time between them."""
+    """Sum torch.profiler's kernels. Without kernels, sum the own times of ops and the time between ops."""
     start, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     marks = _Marks(events)
@@ -152,14 +152,15 @@ class _Marks:
 
 
 def _part(module: str, kind: str) -> Part:
-    """Return the part shared by equal blocks; collectives have no module, since they are issued ahead of it."""
+    """Return the part shared by equal blocks; collectives have no module, since they are issued before it runs."""
     return Part("" if kind in COLLECTIVES else re.sub(r"^block\.\d+$", "block", module), kind)
 
 
 def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
     """Yield kind, start and microseconds of collectives, then of the training thread.
 
-    Of nested ops the inner ones count. Time between ops is Python's, except while it waits for a collective.
+    Of nested ops the inner ops count. The time between ops counts as Python's, except while Python waits for a
+    collective.
     """
     sent = [e for e in events if e["name"].startswith("gloo:")]
     yield from ((kind_of(e["name"]), e["ts"], e["dur"]) for e in sent)
@@ -201,7 +202,7 @@ class _Busy:
                 self._ends.append((start, end))
 
     def within(self, start: float, end: float) -> float:
-        """Return the time for which it was running between two moments."""
+        """Return the time between two moments in which something was running."""
         first = max(0, bisect_right(self._ends, (start, math.inf)) - 1)
         total = 0.0
         for begun, ended in self._ends[first:]:
@@ -212,7 +213,7 @@ class _Busy:
 
 
 def _kind_of_op(name: str) -> str:
-    """Return the kind of a CPU op; ops that compute nothing, and ops not of torch, count as host time."""
+    """Return the kind of a CPU op. Ops that compute nothing, and ops of other libraries, count as host time."""
     return HOST if not name.startswith("aten::") or re.fullmatch(NOTHING_COMPUTED, name[6:]) else kind_of(name)
 
 

@@ -48,12 +48,12 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def is_about_memory(text: str) -> bool:
-    """Return whether the end of some output reports a lack of memory."""
+    """Return whether the last lines of an output report a lack of memory."""
     return bool(_SAID.search(text[-2000:]))
 
 
 def out_of_memory(peak_bytes: int = 0) -> Problem:
-    """Return the problem that this machine has too little memory for a simulation."""
+    """Return a problem: this machine has too little memory for a simulation."""
     taken = f" (its process used {shown_bytes(peak_bytes)})" if peak_bytes else ""
     return Problem(
         kind=OUT_OF_MEMORY, message=f"this machine has too little memory for the simulation{taken}", hint=HINT
@@ -63,7 +63,7 @@ def out_of_memory(peak_bytes: int = 0) -> Problem:
 def optional(work: Callable[[], T], instead: T, what: str, report: Reporter) -> T:
     """Run an optional search; if it fails, return `instead` and report a note.
 
-    So a failure does not lose an answer that was found before.
+    So a failure of the search does not lose a result that was found before.
     """
     try:
         return work()
@@ -84,14 +84,14 @@ def why_it_failed(error: Exception) -> str:
 
 
 def note_failed(outcomes: Sequence[object], what: str, report: Reporter) -> None:
-    """Report how many optional simulations were killed or crashed, and why the first one was."""
+    """Report how many optional simulations were killed or crashed, with the reason of the first."""
     failed = [one for one in outcomes if isinstance(one, Problem) and one.kind in _FAILED]
     if failed:
         report.note(f"{what}: {len(failed)} of {len(outcomes)} left out, because {failed[0].message}")
 
 
 def why_ended(ending: Ending) -> Problem:
-    """Return why a process left no result."""
+    """Return the problem that explains why a process ended without a result."""
     number = -1 if ending.status is None else ending.status & 0x7F  # os.WTERMSIG
     if (number in (-1, signal.SIGKILL) and ending.ran_short) or is_about_memory(ending.output):
         return out_of_memory(ending.peak_bytes)
@@ -120,7 +120,7 @@ def _crash(name: str, output: str) -> Problem:
 
 
 def shown_path(file: str) -> str:
-    """Return a library file's path from its package on."""
+    """Return the path of a library's file, starting at its package."""
     return file.rpartition("/site-packages/")[2] if "/site-packages/" in file else Path(file).name
 
 
@@ -138,6 +138,6 @@ def first_lines(error: BaseException) -> str:
 
 
 def last_lines(text: str, count: int) -> list[str]:
-    """Return the last lines of output; a line that a progress bar has overwritten is returned with its final text."""
+    """Return the last lines of an output. Of a line that a progress bar has overwritten, return the final text."""
     lines = [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
     return [line for line in lines if line][-count:]

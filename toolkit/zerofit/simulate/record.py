@@ -1,4 +1,4 @@
-"""Define the data that enters and leaves a simulation's process: a target, and the record of its rank."""
+"""Define the input and output of a simulation's process: a target, and the record of its rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SimulationTarget:
     steps: int = 2  # from the second step on ZeRO-3 knows the order of the layers and keeps more alive
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
+        """Return the target as plain JSON."""
         return {**field_data(self), "inputs": inputs_to_dict(self.inputs)}
 
     @classmethod
@@ -74,7 +74,7 @@ class HostMoment:
     pageable_bytes: int
     locked_bytes: int  # by DeepSpeed
     pinned: dict[str, tuple[int, ...]]  # line that allocated blocks -> their requested sizes
-    pinned_free_bytes: int  # of these blocks, those that wait to be reused
+    pinned_free_bytes: int  # the same for blocks that wait to be reused
 
     @property
     def pinned_bytes(self) -> int:
@@ -105,7 +105,7 @@ class CollectiveCalls:
     step: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its part of `zerofit simulate --json`."""
+        """Return the entry of `zerofit simulate --json`."""
         return field_data(self, "step")
 
 
@@ -138,7 +138,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """An approximation made while a script ran, and how often."""
+    """An approximation made while a script ran, and the number of times."""
 
     text: str
     count: int
@@ -147,11 +147,11 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptFault:
-    """A fault of a script, and what to change."""
+    """A fault of a script, and the change that mends it."""
 
     code: str  # in `script.faults.FAULTS`
     line: str  # "file:line" in the script; "" if unknown
-    bytes: int  # that it costs a rank; 0 if it costs something else
+    bytes: int  # memory that it costs a rank; 0 if it costs no memory
     problem: str
     mend: str
 
@@ -174,7 +174,7 @@ class ScriptFacts:
     trainer: bool  # whether transformers' Trainer or a subclass trains
     accelerate: bool  # whether an Accelerator was made
     zero_stage: int
-    sharding: str  # how its ranks divide the work, by the name of what does it; "" if none does
+    sharding: str  # what divides the work among ranks, e.g. "FSDP2"; "" for nothing
     precision: str
     optimizer: str  # its class
     micro_batch: int
@@ -186,7 +186,7 @@ class ScriptFacts:
     allowed_by: str  # the setting that limits it
     ended: str  # how the simulation ended
     notes: tuple[Note, ...]
-    faults: tuple[ScriptFault, ...] = ()  # those that cost most memory first
+    faults: tuple[ScriptFault, ...] = ()  # the faults that cost most memory come first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,5 +233,5 @@ class RankRecord:
 
     @property
     def needs(self) -> tuple[int, int]:
-        """Return its peak bytes on the device, then on the host."""
+        """Return the peak bytes on the device, then on the host."""
         return self.peaks[0].bytes, sum(self.host.values())

@@ -28,7 +28,7 @@ class Cluster:
     zerofit.spec.errors.UserError: no GPU kind 'h100' (did you mean h100-80gb or h100-pcie-80gb?)
     """
 
-    # a name in the catalogue, a cloud's instance type, a YAML file, "cpu" (this machine's), or a Device
+    # a name in the catalogue, a cloud's instance type, a YAML file, "cpu" (this machine's CPU), or a Device
     kind: str | Device
     gpus: int  # devices per node; default: those of the kind's usual node, or the ranks that suit this CPU
     nodes: int
@@ -111,7 +111,7 @@ class Cluster:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the ranks run on the CPU."""
+        """Whether the ranks run on CPUs."""
         return self.device.kind == "cpu"
 
     @property
@@ -121,7 +121,7 @@ class Cluster:
 
     @cached_property
     def device(self) -> Device:
-        """One device, with this cluster's memory and network if they are given."""
+        """One device. A given device memory or network replaces the catalogue's figure."""
         on_cpu = self.kind == "cpu"
         device = cpu_device(usable_cores(), self.host_bytes, self.gpus) if on_cpu else _device_of(self.kind)
         if self.network:

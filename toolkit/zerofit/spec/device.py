@@ -1,4 +1,4 @@
-"""A kind of device and the node that it is in: peak rates, sizes and prices, with their sources."""
+"""A kind of device and its node: peak rates, sizes and prices, with their sources."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device, used by one rank. Bandwidths are bytes per second; those of links count one direction."""
+    """One device, used by one rank. Bandwidths are bytes per second; bandwidths of links count one direction."""
 
     kind: str  # the name for `--gpu`
     name: str  # words of the name that torch reports

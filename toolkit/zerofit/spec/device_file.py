@@ -1,13 +1,13 @@
 """The reader of hardware in YAML: the catalog's GPUs, nodes and instance types, and a user's own `--gpu FILE`.
 
-All are files of the same keys, one file each:
+Each entry is a file, and all files have the same keys:
 
     catalog/gpus/KIND.yaml         a GPU, and the name of its usual node
     catalog/nodes/NAME.yaml        a node
     catalog/instances/TYPE.yaml    a node, and the name of its GPU
     FILE.yaml                      a GPU and its node, each in figures or by name
 
-A forecast reads the two files that it needs, and not the others. So the catalog may grow without a slower start.
+A forecast reads only the two files that it needs, so a larger catalog does not slow the start.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from zerofit.spec.units import parse_bytes
 
 CATALOG = Path(__file__).parents[1] / "catalog"
 SUFFIXES = (".yaml", ".yml")
-# Sizes have a unit. Bandwidths are per second; those of links count one direction.
+# Sizes have a unit. Bandwidths are per second; bandwidths of links count one direction.
 GPU_FIGURES = {
-    "memory": "of one device, as its driver reports it: 80GiB",
+    "memory": "memory of one device, as its driver reports it: 80GiB",
     "tflops": "dense peaks: {bf16: 989, fp16: 989, fp32: 67}",
-    "bandwidth": "of the device's memory, per second: 3.35TB",
-    "link": "to the other devices of its node, per second and direction: 450GB",
-    "pcie": "to host memory, per second and direction: 63GB; NVLink-C2C 450GB",
+    "bandwidth": "bandwidth of the device's memory, per second: 3.35TB",
+    "link": "bandwidth to other devices of the node, per second and direction: 450GB",
+    "pcie": "bandwidth to host memory, per second and direction: 63GB; NVLink-C2C 450GB",
 }
 # Sources in the catalog: docs.nvidia.com/cuda (CUDA GPUs), NVIDIA's architecture whitepapers, AMD's data sheets
 # (gfx942, gfx950, gfx90a, compute units of a device)
 GPU_MODEL = {
-    "architecture": "of the GPU: hopper; decides what is needed besides tensors",
+    "architecture": "architecture of the GPU: hopper; decides the memory besides tensors",
     "capability": "CUDA's compute capability: [9, 0]",
     "multiprocessors": "of one device: 132",
 }
 NODE_FIGURES = {
-    "network": "to other nodes, per second and device: 50GB",
+    "network": "bandwidth to other nodes, per second and device: 50GB",
     "gpus": "devices per node [8]",
-    "host_memory": "per node [1TiB]",
-    "host_bandwidth": "of a node's host memory, per second: 512GB [614.4GB]",
-    "nvme_read": "of a node's disks together, per second: 25GB [12GB]",
-    "nvme_write": "of a node's disks together, per second: 12GB [6GB]",
+    "host_memory": "host memory per node [1TiB]",
+    "host_bandwidth": "bandwidth of a node's host memory, per second: 512GB [614.4GB]",
+    "nvme_read": "total read bandwidth of a node's disks, per second: 25GB [12GB]",
+    "nvme_write": "total write bandwidth of a node's disks, per second: 12GB [6GB]",
 }
 PRICE = {
     "price": "US dollars per device and hour",
@@ -56,14 +56,14 @@ NAMES = {
     "gpu": "a GPU of the catalog, instead of its figures: h100-80gb",
     "node": "a node or instance type of the catalog, instead of its figures: dgx-h100",
     "torch_name": "words of the name that torch reports: H100 PCIe",
-    "link_name": "of the link between devices: NVLink 4",
-    "host_link": "of the link to host memory [PCIe]",
-    "name": "of the node: p5.48xlarge",
+    "link_name": "name of the link between devices: NVLink 4",
+    "host_link": "name of the link to host memory [PCIe]",
+    "name": "name of the node: p5.48xlarge",
 }
 ORIGIN = {
     "source": "who publishes the figures: NVIDIA H100 data sheet",
     "memory_source": "who reports the memory",
-    "date": "of the source, or when it was read: 2024 or 2026-11-23",
+    "date": "date of the source, or the day when it was read: 2024 or 2026-11-23",
 }
 KEYS = {**GPU_FIGURES, **GPU_MODEL, **NODE_FIGURES, **PRICE, **NAMES, **ORIGIN}
 # of the files in each folder of the catalog

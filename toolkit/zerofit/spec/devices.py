@@ -49,7 +49,7 @@ LOOPBACK = 1.5 * GB  # assumed: gloo through the loopback device
 def find_device(kind: str, where: str = "--gpu") -> Device:
     """Return the device for a kind, a cloud's instance type, or a YAML file (`device_file`).
 
-    Raises UserError with the nearest names. For "cpu" use `cpu_device`.
+    Raises UserError for an unknown kind, with the nearest names. For "cpu" use `cpu_device`.
     """
     if kind in DEVICES:
         return DEVICES[kind]
@@ -66,7 +66,7 @@ def find_device(kind: str, where: str = "--gpu") -> Device:
 
 
 def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
-    """Return as a device one of `ranks` processes that share a host's cores and memory."""
+    """Return a device for one of `ranks` processes that share a host's cores and memory."""
     share = max(1, cores // ranks)
     return Device(
         kind="cpu",
@@ -93,9 +93,10 @@ def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
 
 
 def by_name(device_name: str, total_bytes: int | None = None) -> Device | None:
-    """Return the device that torch reports under this name.
+    """Return the catalog's device for a name that torch reports.
 
-    If a name has several sizes, return the largest within `total_bytes` (the driver's figure), else the smallest.
+    If a name has several sizes, return the largest size within `total_bytes` (the GPU driver's figure), else the
+    smallest size.
     """
     # "H100" is also in "H100 PCIe": try longer names first
     for device in sorted(DEVICES.values(), key=lambda d: -len(d.name)):

@@ -114,13 +114,13 @@ class Reporter:
         self._status = ""
 
     def status(self, text: str) -> None:
-        """Report what is being done now, unless that is the last status."""
+        """Report the current activity, unless it is the last reported status."""
         if text != self._status:
             self._status = text
             self.on_event(Event(kind="status", text=text))
 
     def phase(self, text: str) -> None:
-        """Report what a run is doing now."""
+        """Report the current activity of a run."""
         self.on_event(Event(kind="phase", text=text))
 
     def note(self, text: str) -> None:
@@ -128,7 +128,7 @@ class Reporter:
         self.on_event(Event(kind="note", text=text))
 
     def table(self, title: str, rows: Sequence[Mapping[str, str]]) -> None:
-        """Report a note of several rows, by the names of their columns; the text has a line for each row."""
+        """Report a note with several rows, each a dictionary by column name. The text has a line for each row."""
         lines = [", ".join(f"{name} {cell}" for name, cell in row.items()) for row in rows]
         self.on_event(Event(kind="note", text="\n".join([title, *lines]), data={"rows": rows}))
 
@@ -146,7 +146,7 @@ class Reporter:
 
     @contextmanager
     def task(self, text: str, total: int | None, unit: str) -> Iterator[Task]:
-        """Report progress inside the context; `total` units in all (None: unknown)."""
+        """Report progress within the context. `total`: all units of the task (None: unknown)."""
         task = Task(self.on_event, text, total, unit)
         yield task
         task.end()

@@ -1,4 +1,4 @@
-"""Packages that only an extra installs: which are missing, and the `pip install` command that installs them."""
+"""Packages that only an extra installs: finding a missing package, and the `pip install` command for it."""
 
 from __future__ import annotations
 

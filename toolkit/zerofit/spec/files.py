@@ -23,15 +23,16 @@ def stays_inside(name: str) -> bool:
 
 
 # A reader sees either the old file or the new file, never a part. A power failure leaves one of these two. To ensure
-# this, write a temporary file in the same folder, flush it to the disk, rename it over the old one, flush the folder.
+# this, we write a temporary file in the same folder, flush it to the disk, rename it over the old one, flush the
+# folder.
 
 
 @contextmanager
 def atomic_write(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends, or is removed if the block fails.
 
-    Permissions are `mode`, else those of the replaced file, else the umask's. File and folder are flushed to disk.
-    Raises OSError that names `path`.
+    The permissions are `mode`, else the permissions of the replaced file, else the umask's. File and folder are flushed
+    to disk. Raises OSError that names `path`.
     """
     if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe must not be replaced
         with path.open("wb") as file:
@@ -93,7 +94,7 @@ def cache_root() -> Path:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file; skip other lines, such as one cut by a kill. Raises OSError."""
+    """Return the objects of a JSON lines file; skip other lines, such as a line cut by a kill. Raises OSError."""
     return [value for line in path.read_bytes().split(b"\n") if (value := parse_line(line)) is not None]
 
 
@@ -125,8 +126,8 @@ def open_jsonl(path: Path) -> TextIO:
 class JsonlTail:
     """Reader of a growing JSON lines file that yields each added object once.
 
-    A line that cannot be parsed is skipped, and `on_bad_line` is called for the first one: network file systems can
-    show NULs while another host writes, and a full disk can cut a character. A line without an end is read later.
+    A line that cannot be parsed is skipped, and `on_bad_line` is called for the first such line. Network file systems
+    can show NULs while another host writes, and a full disk can cut a character. A line without an end is read later.
     """
 
     def __init__(self, path: Path, *, on_bad_line: Callable[[str], None] = lambda text: None) -> None:

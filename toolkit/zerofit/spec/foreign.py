@@ -1,7 +1,7 @@
-"""The one reader of users' JSON files: it returns a value or raises `Unreadable` with the fault and its place.
+"""The only reader of users' JSON files: it returns a value or raises `Unreadable` with the fault and its place.
 
-The standard library's parser has other failures too. It raises RecursionError for deep nesting and ValueError for an
-integer of 4,301 digits. A string with half a surrogate pair fails only when it is printed. `spec.foreign_yaml` reads
+The standard library's parser can fail in other ways, too. It raises RecursionError for deep nesting and ValueError for
+an integer of 4,301 digits. A string with half a surrogate pair fails only when it is printed. `spec.foreign_yaml` reads
 YAML.
 """
 

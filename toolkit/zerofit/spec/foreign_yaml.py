@@ -1,4 +1,4 @@
-"""The one reader of users' YAML files: like `spec.foreign`, it returns a value or raises `Unreadable`.
+"""The only reader of users' YAML files: like `spec.foreign`, it returns a value or raises `Unreadable`.
 
 It is a separate module because importing PyYAML takes 0.1 s, and most commands do not need it.
 """
@@ -100,7 +100,7 @@ def parse_yaml(text: str | bytes) -> tuple[Any, dict[Hashable, int]]:
 class YamlTree:
     """The nodes of one YAML document with their marks; `root` is None for an empty text. Raises Unreadable.
 
-    If `faults` is given, faults of single values are added to it by line and column instead of raised.
+    If `faults` is given, faults of single values are added to it by line and column, and not raised.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class YamlTree:
         return value, {}
 
     def members(self, mapping: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
-        """Return keys and values of a mapping, including merged ones (`<<`)."""
+        """Return keys and values of a mapping, including merged keys (`<<`)."""
         with _refusals():
             self._loader.flatten_mapping(mapping)
         return mapping.value
@@ -174,7 +174,7 @@ def _refusals() -> Iterator[None]:
 def _check_nodes(document: yaml.Node, faults: dict[tuple[int, int], Unreadable] | None) -> None:
     """Refuse deep nesting, aliases that multiply or contain themselves, duplicate keys, and long numbers.
 
-    With `faults`, duplicate keys and ambiguous numbers are added to it by their place instead.
+    If `faults` is given, duplicate keys and ambiguous numbers are added to it by their place, and not raised.
     """
     counted = 0
     stack = [(document, 1)]

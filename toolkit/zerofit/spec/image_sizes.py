@@ -8,7 +8,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSizes:
-    """Sizes in pixels, and the share of the steps at which each ends.
+    """Sizes in pixels, and the share of the steps at which each size ends.
 
     >>> sizes = ImageSizes.parse("128:0.5,160:0.75,192")
     >>> [sizes.at(step, 100) for step in (0, 49, 50, 75, 99)]
@@ -29,9 +29,9 @@ class ImageSizes:
             raise ValueError(f"{text!r} is not a list of sizes, like 128:0.5,160:0.75,192") from None
         rising = all(a < b for a, b in pairwise(ends))
         if ends[0] <= 0 or not rising or ends[-1] != 1:
-            raise ValueError("each size must end later than the one before, and the last at 1")
+            raise ValueError("each size must end later than the previous size, and the last size must end at 1")
         if sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
-            raise ValueError("sizes must grow: the last one, used for evaluation, is the largest")
+            raise ValueError("sizes must grow: the last size, used for evaluation, must be the largest")
         return cls(sizes=sizes, ends=ends)
 
     @property

@@ -28,7 +28,7 @@ def usable_cores() -> int:
 
 
 def cpu_ranks(cores: int) -> int:
-    """Return a sensible number of ranks on the CPU: two, or one per NUMA node if there are more."""
+    """Return the default number of ranks on the CPU: two, or one per NUMA node if there are more than two nodes."""
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     return max(1, min(cores, max(2, nodes)))
 
@@ -121,7 +121,7 @@ def gpu_memory(count: int) -> list[GpuMemory]:
 
 
 def _ask_nvidia(*fields: str) -> list[list[str]]:
-    """Return these fields of each GPU from nvidia-smi, or an empty list if it is not installed."""
+    """Return the given fields of each GPU from nvidia-smi, or an empty list if nvidia-smi is not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -224,7 +224,7 @@ def write_calibration(calibration: Calibration) -> Path:
 
 
 def read_calibration(kind: str) -> Calibration | None:
-    """Return the calibration for this kind of device, or None if there is none that can be read."""
+    """Return the calibration for this kind of device, or None if it does not exist or cannot be read."""
     try:
         found = Calibration.from_dict(read_json(calibration_file()))
     except (OSError, Unreadable):

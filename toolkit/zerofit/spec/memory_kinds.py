@@ -1,4 +1,4 @@
-"""Kinds of memory, and the code that allocates each: for simulations and for memory snapshots of real runs."""
+"""Kinds of memory, and the code that allocates each kind. Simulations and snapshots of real runs use them."""
 
 from __future__ import annotations
 

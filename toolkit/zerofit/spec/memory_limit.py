@@ -1,4 +1,4 @@
-"""The memory limit of a CPU rank: on its data segment, and on a control group if one may be created."""
+"""The memory limit of a CPU rank: on its data segment and, if it may create one, on a control group."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def leave_group(group: str) -> bool:
 
 
 def _places() -> list[Path]:
-    """Return this process's control group and its parent (version 2), if their children can have memory limits.
+    """Return this process's control group and its parent (version 2), if their child groups can have memory limits.
 
     A group with processes cannot limit its children, unless it is the outermost.
     """

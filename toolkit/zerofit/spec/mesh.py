@@ -1,4 +1,4 @@
-"""The mesh of ranks: the coordinates of each rank, and the groups of ranks along an axis. No other code maps ranks."""
+"""The mesh of ranks: coordinates of each rank, and groups of ranks along an axis. No other code computes them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from zerofit.spec.run_folder import Batch, Layout
 #
 # Tensor parallel ranks communicate most, so they are neighbours within a node; stages exchange least and are farthest
 # apart. Experts are spread over the data x sequence ranks, which have different tokens. DeepSpeed's pipeline has the
-# same order (`PipeModelDataParallelTopology`: pipe, data, model), and so have its own groups with tensor or sequence
-# parallelism alone (utils/groups.py `_init_tp_mesh_device`, sequence parallel state). The trainers check this when
-# they start.
+# same order (`PipeModelDataParallelTopology`: pipe, data, model), and so do its own groups for tensor or sequence
+# parallelism alone (utils/groups.py `_init_tp_mesh_device`, sequence parallel state). The trainers check this when they
+# start.
 AXES = ("pp", "dp", "sp", "tp")  # fields of Layout, outermost first
 T = TypeVar("T")
 WORDS = {"pp": "stage", "dp": "data", "sp": "sequence", "tp": "tensor"}
@@ -54,7 +54,8 @@ def ranks_along(layout: Layout, *axes: str) -> list[list[int]]:
 def expert_ranks(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
     """Return the groups of ranks that split the experts, and the groups that have the same experts.
 
-    Neighbours along data x sequence split them, as in DeepSpeed (utils/groups.py, `_create_expert_and_data_parallel`).
+    Neighbours along data x sequence split the experts, as in DeepSpeed (utils/groups.py,
+    `_create_expert_and_data_parallel`).
     """
     data = ranks_along(layout, "dp", "sp")
     together = [ranks[first : first + layout.ep] for ranks in data for first in range(0, len(ranks), layout.ep)]
@@ -79,14 +80,14 @@ def pipeline_parts(stages: int, schedule: PipelineSchedule) -> int:
 def parts_of_stage(stage: int, stages: int, schedule: PipelineSchedule) -> tuple[int, ...]:
     """Return the indices of a pipeline stage's parts.
 
-    In DualPipeV each stage has two: activations pass the stages forth and back, so the first stage has both the
-    first and the last part (runtime/pipe/dualpipev.py).
+    In DualPipeV each stage has two parts. Activations pass the stages forth and back, so the first stage has the first
+    part and the last part (runtime/pipe/dualpipev.py).
     """
     return (stage, 2 * stages - 1 - stage) if schedule == "dualpipev" else (stage,)
 
 
 def heaviest_of_stages(layout: Layout, batch: Batch) -> list[int]:
-    """Return a rank of each pipeline stage with the largest micro batch: the first rank, if all are equal."""
+    """Return for each pipeline stage a rank with the largest micro batch (the first such rank)."""
     if not batch.by_rank or layout.dp < layout.world_size:
         return first_of_stages(layout)
     return [batch.by_rank.index(max(batch.by_rank))]
@@ -104,7 +105,7 @@ def describe_rank(rank: int, layout: Layout) -> str:
 def mesh_table(layout: Layout, most: int = 9) -> list[list[str]]:
     """Return the mesh as a table: a row of titles, then a row per stage with the tensor ranks of each data rank.
 
-    With more than `most` rows or columns the middle ones are left out.
+    With more than `most` rows or columns, the middle rows or columns are left out.
     """
     groups, wide = ranks_along(layout, "tp"), layout.dp * layout.sp
     titles = [_described(group[0], layout, ("dp", "sp")) or "ranks" for group in groups[:wide]]
@@ -121,7 +122,7 @@ def _described(rank: int, layout: Layout, axes: tuple[str, ...]) -> str:
 
 
 def _shortened(items: list[T], most: int, gap: T) -> list[T]:
-    """Return a title and its items; of more than `most` items only the first ones and the last."""
+    """Return a title and its items. Of more than `most` items return only the first items and the last."""
     return items if len(items) <= most + 1 else [*items[:most], gap, items[-1]]
 
 

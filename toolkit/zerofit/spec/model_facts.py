@@ -1,4 +1,4 @@
-"""Facts of a model and a machine that the configuration depends on."""
+"""Facts about a model and a machine on which the configuration depends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def has_head(task: str) -> bool:
 
 
 def has_pairs(task: str) -> bool:
-    """Return whether a sample is a text with a target: a class, tags of the words, or another text."""
+    """Return whether a sample is a text with a target (a class, tags of the words, or another text)."""
     return has_head(task) or task == "seq2seq-lm"
 
 
@@ -115,7 +115,7 @@ class ModelFacts:
         return (self.parameters - self.quantized) * ELEMENT_BYTES[precision] + self.quantized_bytes
 
     def checkpoint_bytes(self, precision: str) -> int:
-        """Estimate a checkpoint's bytes: fp32 master weights, Adam's two moments and the weights that are trained."""
+        """Estimate the bytes of a checkpoint: trained weights, their fp32 master weights, and Adam's two moments."""
         return self.trained_parameters * (12 + ELEMENT_BYTES[precision])
 
 
@@ -136,7 +136,7 @@ BUCKET_LIMIT = 50_000_000  # elements: enough for a link's full bandwidth, 100 M
 
 
 def bucket_elements(parameters: int) -> int:
-    """Return the elements of a bucket: as many as the model has, at most BUCKET_LIMIT, rounded up to an even number.
+    """Return the elements of a bucket: the model's number, at most BUCKET_LIMIT, rounded up to an even number.
 
     DeepSpeed allocates the bucket in full, reduces larger parameters separately, and needs an even size
     (runtime/zero/stage_1_and_2.py:3266, :1409, :390).
@@ -158,6 +158,6 @@ def persistence_elements(hidden_size: int) -> int:
 def width(hidden_size: object, largest_parameter: int) -> int:
     """Return the residual stream's width; for a model without one, the square root of the largest parameter.
 
-    `hidden_size` comes from a config, where it may be anything if the model's class does not use it.
+    `hidden_size` comes from a config. It may have any value if the model's class does not use it.
     """
     return hidden_size if type(hidden_size) is int and hidden_size > 0 else math.isqrt(largest_parameter)

@@ -1,4 +1,4 @@
-"""Code that files name (package.module:callable): the one place that decides whether it may be imported and called.
+"""Code that files name (package.module:callable). Only this module decides whether it may be imported and called.
 
 Trust depends on the file that a name comes from. Names in flags, Python arguments and the user's run.yaml are trusted.
 Files that zerofit writes (run folders, checkpoints, exported models, profiles) may come from somebody else: names in
@@ -28,7 +28,7 @@ def names_callable(name: str) -> bool:
 def in_run_folder(file: Path) -> bool:
     """Return whether a run file belongs to a run folder: it is named run.json, or is inside a run folder.
 
-    The name is enough, since an attacker could leave out the folder's other files. Links are followed.
+    Only the name is checked, since an attacker could leave out the folder's other files. Links are followed.
     """
     places = (Path(os.path.abspath(file)), file.resolve())
     return any(

@@ -26,7 +26,7 @@ CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES = 352 * MIB, 640 * MIB  # where th
 # 32 MiB are allocated in it: with MALLOC_MMAP_THRESHOLD_=131072 all of BERT's 0.30 was gone.
 CPU_HEAP = 0.45
 # oneDNN caches a kernel for each shape, and experts get another number of tokens in each step. The same runs: at most
-# 240 MiB, of which ONEDNN_PRIMITIVE_CACHE_CAPACITY=0 saved 190.
+# 240 MiB, of which ONEDNN_PRIMITIVE_CACHE_CAPACITY=0 saved 190 MiB.
 CPU_EXPERTS_BYTES = 256 * MIB
 # Most copies of the largest parameter in kernels' own buffers: VGG-11, whose first linear layer has 392 MiB, used
 # 0.8 GiB more private memory than its tensors and process (the same runs)
@@ -36,8 +36,8 @@ CPU_LIBRARY_BYTES = 352 * MIB  # RssFile in the same runs, 331 to 349 MiB: libra
 HOST_PROCESS_BYTES = 3072 * MIB
 
 # Largest fragmentation of torch's caching allocator, as a share of the allocated peak, when simulated runs were
-# replayed (benchmarks/fragmentation.py). It depends on the order of sizes, which plan does not know. It is largest for
-# ZeRO-3, which keeps gathering parameters of different sizes, most of all from the host.
+# replayed (benchmarks/fragmentation.py). It depends on the order of sizes, which is unknown in a plan. It is largest
+# for ZeRO-3, which gathers parameters of different sizes all the time. It is even larger with parameters on the host.
 FRAGMENTATION = 0.12
 FRAGMENTATION_ZERO3 = 0.19
 FRAGMENTATION_ZERO3_HOST = 0.26

@@ -37,7 +37,7 @@ class Quantization:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialTraining:
-    """The trained part of a model; everything else is frozen."""
+    """The trained part of a model. All other parameters are frozen."""
 
     lora: LoraSettings | None
     train: tuple[str, ...]  # shell patterns of parameters or modules

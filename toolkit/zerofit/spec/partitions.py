@@ -31,7 +31,8 @@ def reaching(numels: Sequence[int], partition: int, beside: int) -> Iterator[tup
 def buckets(numels: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield (elements, number of gradients) of each bucket without ZeRO (runtime/engine.py:3834).
 
-    A bucket ends with the gradient that exceeds the limit. A single gradient is reduced in place, several as a copy.
+    A bucket ends with the gradient that exceeds the limit. A single gradient is reduced in place; several gradients are
+    copied into one buffer first.
 
     >>> list(buckets([600_000_000, 300_000_000, 300_000_000, 100_000_000]))
     [(600000000, 1), (600000000, 2), (100000000, 1)]

@@ -77,13 +77,13 @@ def mapped_pages() -> list[tuple[int, int]]:
 
 
 def touch(pages: Iterable[tuple[int, int]]) -> None:
-    """Touch the parent's `mapped_pages`: on Linux a forked process begins without file-backed pages."""
+    """Touch the parent's `mapped_pages`, since on Linux a forked process begins without file-backed pages."""
     for address, size in pages:
         (ctypes.c_char * size).from_address(address)[::PAGESIZE]
 
 
 def stop_requests() -> list[signal.Signals]:
-    """Return the signals that stop a command: SIGTERM, SIGUSR1, and SIGHUP, which a closed terminal sends.
+    """Return the signals that stop a command: SIGTERM, SIGUSR1, and SIGHUP (sent when the terminal closes).
 
     Ignored signals are left out: nohup ignores SIGHUP so that the terminal can be closed.
     """
@@ -106,9 +106,9 @@ def deepspeed_quiet() -> Iterator[None]:
             del os.environ["DS_ACCELERATOR"]
 
 
-# How much a rank has sent and received says whether a collective advances, while Python waits in it for minutes. The
-# kernel counts the bytes of each TCP connection (`struct tcp_info` in linux/tcp.h). A connection of another library is
-# reached through /proc/self/fd: a duplicate of its descriptor becomes a socket object for a moment.
+# The bytes that a rank has sent and received show whether a collective advances, while Python waits in it for minutes.
+# The kernel counts the bytes of each TCP connection (`struct tcp_info` in linux/tcp.h). A connection of another library
+# is reached through /proc/self/fd: a duplicate of its descriptor becomes a socket object for a moment.
 
 
 class Flow(NamedTuple):
@@ -150,7 +150,7 @@ def flows() -> dict[str, Flow]:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Disable garbage collection during imports, where it takes a fifth of the time and finds little."""
+    """Disable garbage collection during imports, in which it takes a fifth of the time and finds little."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -163,8 +163,8 @@ def collector_off() -> Iterator[None]:
 def run_and_exit(work: Callable[[], object]) -> None:
     """Run `work`, then exit with the status that Python would return.
 
-    Exit handlers run and threads are joined as usual, but the last garbage collection, which takes 2 to 8 s after torch
-    and transformers, is skipped. (With `gc.freeze`, nanobind, which Triton uses, would report leaks.)
+    Exit handlers run and threads are joined as usual. The last garbage collection is skipped, since it takes 2 to 8 s
+    with torch and transformers. `gc.freeze` is not used, because nanobind (in Triton) would report leaks.
     """
     status = 1
     gc.set_threshold(SELDOM)

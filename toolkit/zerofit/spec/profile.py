@@ -1,4 +1,4 @@
-"""Costs of a model, layer by layer, from which plans are computed; stored as plain JSON."""
+"""Costs of a model, layer by layer. Plans are computed from them. They are stored as plain JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Savings(NamedTuple):
 
     @property
     def flags(self) -> str:
-        """The flags that set these fields; "" for none."""
+        """The flags that set these fields; "" if no field is set."""
         words = [f"--{name.replace('_', '-')} {value}" for name, value in self._asdict().items() if value]
         return " ".join(words).replace(" True", "")
 
@@ -64,7 +64,7 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardMoment:
-    """A part of a backward: the memory alive in it, and the parameter whose gradient is complete at its end."""
+    """A part of a backward, with its live memory. At its end the gradient of a parameter is complete."""
 
     live: tuple[Linear, ...]  # the largest counts; bytes above those alive before the layer's forward
     end: Linear = Linear()  # bytes alive at its end, with the new gradient
@@ -76,7 +76,7 @@ KernelKind = Literal["product", "convolution", "attention", "normalisation", "el
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """Kernels of one kind in a layer's forward or backward; matrix products have equal shapes."""
+    """Kernels of one kind in a layer's forward or backward. Matrix products of one entry have equal shapes."""
 
     kind: KernelKind
     dtype: str  # torch's name of the first tensor's type: "bfloat16"
@@ -91,7 +91,7 @@ class Kernel:
 
 
 class ModuleCall(NamedTuple):
-    """The beginning or end of a module's forward within a layer's."""
+    """The begin or the end of a module's forward within a layer's forward."""
 
     begins: bool
     places: tuple[int, ...] = ()  # of the module's own parameters in the layer's matrices + vectors + frozen + packed
@@ -128,7 +128,7 @@ class LayerCost:
     vectors: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()  # places in `matrices` of spread experts' weights
     calls: tuple[ModuleCall, ...] = ()  # of its forward, in order
-    recomputed: bool = False  # whether its backward begins with its forward
+    recomputed: bool = False  # whether its backward begins with a recomputed forward
 
     @property
     def forward_flops(self) -> Linear:
@@ -149,12 +149,12 @@ class LayerRun:
     count: int  # number of layers
     matrices: tuple[int, ...]  # numels of the trained parameters with two or more dimensions, in order
     vectors: tuple[int, ...]  # numels of trained biases and norms
-    place: int = 0  # index of the first one's first parameter in model.parameters()
+    place: int = 0  # index of the first layer's first parameter in model.parameters()
     factors: int = 0  # Adafactor's numbers: one per row and column of matrices
     frozen: tuple[int, ...] = ()  # numels of frozen parameters that are not quantised
     quantized: tuple[int, ...] = ()  # numels of quantised weights
-    packed: tuple[int, ...] = ()  # their bytes, without scales
-    quantized_bytes: int = 0  # total of their bytes, with scales
+    packed: tuple[int, ...] = ()  # bytes of the quantised weights, without scales
+    quantized_bytes: int = 0  # total bytes of the quantised weights, with scales
     buffers_bytes: int = 0  # includes quantized_bytes
     tied_to: str | None = None  # name of the layer whose matrix it shares (not in its own numels)
     tp_sharded: float = 0.0  # share of its parameters that tensor parallelism splits
@@ -197,7 +197,8 @@ class Profile:
     def key_of(self, key: str, zero_stage: int) -> str:
         """Return the key of the costs at a ZeRO stage.
 
-        At stage 3 buffers are built in 16 bits, and linear layers with frozen weights keep their input.
+        Stage 3 has its own costs, since it builds buffers in 16 bits, and linear layers with frozen weights keep their
+        input.
         """
         return f"{key}{ZERO3}" if zero_stage == 3 and f"{key}{ZERO3}" in self.zero3 else key
 

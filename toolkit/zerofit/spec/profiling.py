@@ -17,7 +17,7 @@ class Numbers:
 
     @classmethod
     def parse(cls, text: str) -> Numbers:
-        """Parse them. Raises ValueError.
+        """Parse numbers and ranges. Raises ValueError.
 
         >>> numbers = Numbers.parse("3-5,9")
         >>> 4 in numbers, 6 in numbers, numbers.last

@@ -1,4 +1,4 @@
-"""Memory reservations of the runs on this machine, so a new run does not count on memory that another will use."""
+"""Memory reservations of runs on this machine, so a new run does not count on memory that another run will use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.local_machine import gpu_memory, host_memory
 from zerofit.spec.units import shown_bytes
 
-# A run that has just started has not allocated its memory yet, so the free memory alone says too little:
+# A run that has just started has not allocated its memory yet, so the free memory alone is not enough to decide:
 #
 #   free for a new run = free now - sum over other runs of max(0, reserved - used by its ranks)
 #
@@ -86,12 +86,12 @@ def reserved_on_host(except_run: Path | None = None) -> int:
 
 
 def reserved_note(size: int) -> str:
-    """Return an addition to a message about free memory, if other runs have reserved some."""
+    """Return an addition to a message about free memory if other runs have reserved memory; else ""."""
     return f" ({shown_bytes(size)} reserved by other runs)" if size else ""
 
 
 def free_for(run: Path | None = None) -> int:
-    """Return the bytes of host memory that a run may use: free memory plus what its ranks already use.
+    """Return the bytes of host memory that a run may use: free memory plus the memory that its ranks already use.
 
     Memory that other runs have reserved is not free.
     """

@@ -51,7 +51,7 @@ _WORDS = ("true", "false", "yes", "no", "on", "off")
 
 
 def _checked_by(parse: Callable[[str], object]) -> AfterValidator:
-    """Return a validator of a text that stays a text, since run.json shows it as the user wrote it."""
+    """Return a validator that checks a text with `parse` but keeps the text, since run.json shows it as written."""
 
     def check(text: str) -> str:
         parse(text)
@@ -98,7 +98,7 @@ Sizes = Annotated[str, _AsText, _checked_by(ImageSizes.parse)]
 
 
 def plain_type(annotation: Any) -> Any:
-    """Return a field's type without Optional and Annotated; str if it may be a string."""
+    """Return a field's type without Optional and Annotated; str if one of its types is str."""
     if get_origin(annotation) is Annotated:
         return plain_type(get_args(annotation)[0])
     if get_origin(annotation) in (typing.Union, types.UnionType):
@@ -109,9 +109,9 @@ def plain_type(annotation: Any) -> Any:
 
 
 class Run(BaseModel):
-    """One training run, as requested. `None` is resolved later, from the DeepSpeed JSON, the model or a default.
+    """One training run, as requested. A `None` is replaced later, from the DeepSpeed JSON, the model or a default.
 
-    Immutable. Raises UserError with all unknown names (and the nearest known ones) and all bad values.
+    Immutable. Raises UserError with all unknown names (and the nearest known names) and all bad values.
 
     >>> run = Run(model="gpt2", data="pysource", ds_config="zero3", micro_batch=4, precision="bf16")
     >>> run.model_copy(update={"seq_len": 512}).seq_len
@@ -145,7 +145,7 @@ class Run(BaseModel):
     target_len: PositiveInt | None = _option(None, "tokens per target text of seq2seq (default: --seq-len)")
     generate_samples: NonNegativeInt = _option(32, "validation samples of seq2seq to generate and score (ROUGE)")
     tokenizer: str = _option(
-        "bytes", "bytes, a local tokenizer folder, or a hub name (default of a model folder: its own)"
+        "bytes", "bytes, a local tokenizer folder, or a hub name (default for a model folder: its tokenizer)"
     )
     stream: bool = _option(False, "stream hf: instead of downloading it, for data larger than the disk")
     chat_template: Path | None = _option(
@@ -158,8 +158,8 @@ class Run(BaseModel):
     skip_bad: bool = _option(False, "skip and count unreadable images or rows instead of refusing to start")
     data_workers: NonNegativeInt | None = _option(None, "data loader processes per rank (default: by the data)")
 
-    # which part of it is trained
-    lora: PositiveInt | None = _option(None, "freeze the model and train LoRA adapters (peft) of this rank")
+    # the trained part of the model
+    lora: PositiveInt | None = _option(None, "freeze the model and train adapters of this LoRA rank (peft)")
     lora_alpha: PositiveInt | None = _option(None, "scale adapters by alpha / rank (default: twice the rank)")
     lora_dropout: float = _option(0.0, "dropout of the adapters' input", ge=0, lt=1)
     lora_targets: str = _option(
@@ -175,10 +175,16 @@ class Run(BaseModel):
     )
     double_quant: bool = _option(False, "also quantise the scales of nf4: saves 0.4 bits per weight")
 
-    # how images are trained on
-    label_smoothing: float = _option(0.0, "share of each target spread over all classes", ge=0, lt=1)
-    mixup: PositiveFloat | None = _option(None, "mix pairs of images and labels; ratio from Beta(A, A) (MixUp)")
-    cutmix: PositiveFloat | None = _option(None, "paste part of an image into another; area from Beta(A, A) (CutMix)")
+    # training on images
+    label_smoothing: float = _option(
+        0.0, "label smoothing: share of each target that is spread over all classes", ge=0, lt=1
+    )
+    mixup: PositiveFloat | None = _option(
+        None, "mix pairs of images and labels (MixUp); the ratio is drawn from Beta(A, A)"
+    )
+    cutmix: PositiveFloat | None = _option(
+        None, "paste part of an image into another (CutMix); the area is drawn from Beta(A, A)"
+    )
     random_erasing: float = _option(0.0, "probability of erasing a rectangle of an image", ge=0, le=1)
     image_sizes: Sizes | None = _option(
         None, "image sizes that grow during training, by share of the steps: 128:0.5,160:0.75,192"
@@ -188,7 +194,7 @@ class Run(BaseModel):
         None, "also evaluate and save a moving average of the weights with this decay", gt=0, lt=1
     )
 
-    # how long and how much
+    # length of the training and batch sizes
     steps: PositiveInt | None = _option(None, "optimizer steps")
     epochs: PositiveFloat | None = _option(None, "passes over the training data (rounded up to a whole step)")
     micro_batch: PositiveInt | None = _option(None, "samples per rank in one forward and backward")
@@ -202,7 +208,7 @@ class Run(BaseModel):
 
     # optimization
     optimizer: Optimizer | None = _option(
-        None, "optimizer (default: sgd for a CNN from scratch, else adamw); 8-bit ones are from bitsandbytes"
+        None, "optimizer (default: sgd for a CNN from scratch, else adamw); 8-bit optimizers are from bitsandbytes"
     )
     lr: PositiveFloat | None = _option(
         None, "peak learning rate (default: by model, optimizer and batch; see docs/defaults.md)"
@@ -220,7 +226,7 @@ class Run(BaseModel):
     seed: NonNegativeInt = _option(0, "seed of weights, sample order, dropout and augmentation")
 
     # numbers and memory
-    precision: Precision | None = _option(None, "fp32, bf16 or fp16 (default: the DeepSpeed JSON's, else fp32)")
+    precision: Precision | None = _option(None, "fp32, bf16 or fp16 (default: as in the DeepSpeed JSON, else fp32)")
     activation_checkpointing: bool = _option(False, "recompute activations in backward to save memory")
     activation_offload: bool = _option(False, "recompute activations, and keep the checkpoints in host memory")
     loss_chunk: PositiveInt | None = _option(
@@ -247,7 +253,7 @@ class Run(BaseModel):
     pipeline: Stages = _option(
         1, "pipeline parallel degree; auto: use all ranks that other degrees leave (--fit: the fastest)"
     )
-    pipeline_balance: Literal["parameters", "time"] = _option("parameters", "what to balance stages by")
+    pipeline_balance: Literal["parameters", "time"] = _option("parameters", "quantity that is balanced between stages")
     pipeline_schedule: PipelineSchedule = _option(
         "1f1b", "schedule of a pipeline's micro batches; dualpipev: each stage has two parts of the layers"
     )
@@ -260,7 +266,7 @@ class Run(BaseModel):
     keep_last: PositiveInt = _option(3, "number of newest checkpoints to keep")
     keep_every: NonNegativeInt = _option(0, "also keep the checkpoint of every Nth step; 0: none")
     resume: str = _option(
-        "auto", "checkpoint to resume from; auto: the run folder's newest complete one; never: start from scratch"
+        "auto", "checkpoint to resume from; auto: the newest complete one of the run folder; never: start from scratch"
     )
 
     # watching
@@ -304,7 +310,7 @@ class Run(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_attention(cls, values: Any) -> Any:
-        """Put `attn_implementation` into `model_args`, from which models are built."""
+        """Copy `attn_implementation` into `model_args`, since models are built from these."""
         kernel, args = (values.get(name) for name in ("attn_implementation", "model_args"))
         if kernel is None or not isinstance(args or {}, dict):
             return values
@@ -365,7 +371,7 @@ class RunRequest:
 
     @classmethod
     def of(cls, run: Run | RunRequest) -> RunRequest:
-        """Return the request of a run created in Python, where the place of a field is its name.
+        """Return the request of a run created in Python. The place of a field is its name.
 
         >>> RunRequest.of(Run(model="mlp", micro_batch=4)).place("micro_batch")
         'micro_batch'
@@ -375,7 +381,7 @@ class RunRequest:
         return cls(run=run, places={name: name for name in run.model_fields_set})
 
     def place(self, field: str) -> str:
-        """Return where the user set this field, or else its flag."""
+        """Return the place where the user set this field, else its flag."""
         return self.places.get(field, flag(field))
 
 
@@ -387,8 +393,8 @@ def flag(field: str) -> str:
 def load_run(file: Path | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:
     """Return the run from a file and flags; flags override the file.
 
-    Raises UserError with all unknown keys (and the nearest known ones) and all bad values, and for code that a run
-    folder's file names unless `trust_model_code`.
+    Raises UserError with all unknown keys (and the nearest known keys) and all bad values. Also raises it if a run
+    folder's file names code, unless `trust_model_code`.
     """
     values, places, faults = _read_run_file(file) if file else ({}, {}, [])
     values |= flags
@@ -411,8 +417,8 @@ def _made(
 ) -> Run:
     """Return the run with these values, whose keys may be of any YAML type (`1: 2` has a number).
 
-    Raises UserError with all problems at their `places`, and the file's `faults`. With `name_flags`, hints name the
-    field's flag.
+    Raises UserError with all problems at their `places`, and the file's `faults`. `name_flags`: hints name the flag of
+    the field.
     """
 
     def placed(problem: Problem) -> Problem:
@@ -455,7 +461,7 @@ def _problem(entry: ErrorDetails) -> Problem:
 def _read_run_file(file: Path) -> tuple[dict[Any, Any], dict[Any, str], list[Problem]]:
     """Return the values of a YAML or JSON mapping, the places of its keys, and its faults. Raises UserError.
 
-    A `ds_config` that names a file in the folder of the run file becomes its path.
+    A `ds_config` that names a file in the folder of the run file is replaced by the path of that file.
     """
     hint = "write it as lines of `key: value`; `zerofit train --help` lists the keys"
 

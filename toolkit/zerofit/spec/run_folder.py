@@ -1,4 +1,4 @@
-"""The job of a run, and its run folder, whose files connect the processes."""
+"""The job of a run, and its run folder. The processes of a run communicate through files in the folder."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RunFolder:
         return self.logs / f"rank-{rank}.stacks.txt"
 
     def rank_error(self, rank: int) -> Path:
-        """Return the JSON file in which a rank writes why it stopped."""
+        """Return the JSON file into which a rank writes the reason of its failure."""
         return self.logs / f"rank-{rank}.error.json"
 
 
@@ -78,7 +78,7 @@ class Layout:
 
     @property
     def combined(self) -> bool:
-        """Whether zerofit creates groups and slices: expert parallelism, or two of tensor, pipeline and sequence."""
+        """Whether zerofit itself creates groups and slices: with expert parallelism, or two other parallel degrees."""
         return self.ep > 1 or sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
 
     def as_dict(self) -> dict[str, int]:
@@ -90,7 +90,7 @@ class Layout:
 class Batch:
     """Batch sizes: global = micro x gradient accumulation steps x data parallel degree.
 
-    If ranks have different micro batches (`by_rank`), their sum replaces micro x data parallel degree.
+    If ranks have different micro batches (`by_rank`), the sum of these replaces micro x data parallel degree.
     """
 
     micro: int
@@ -138,7 +138,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryForecast:
-    """The forecast memory of a rank in bytes: the maximum over pipeline stages."""
+    """The forecast memory of a rank in bytes, as the maximum over pipeline stages."""
 
     phases: dict[str, int]  # "build", "init", "forward", "backward", "step" -> peak on the device
     reserved_bytes: int  # reserved on the device by torch's allocator; on CPUs the peak of tensors
@@ -185,7 +185,7 @@ class Job:
         return self.run.precision or "fp32"
 
     def samples_after(self, step: int) -> int:
-        """Return the samples consumed up to this step, including those before a resume with another batch size."""
+        """Return the samples consumed up to this step, including samples before a resume with another batch size."""
         done, samples = (self.start.step, self.start.samples) if self.start else (0, 0)
         return samples + (step - done) * self.batch.total
 

@@ -1,8 +1,8 @@
-"""A server process that imports libraries once and forks other processes, whose own imports would take seconds each.
+"""A server process that imports libraries once and forks other processes. Each of these would need seconds for imports.
 
-It has its own command line. (multiprocessing would run the user's script again in each process, and so would not work
-in a script without `if __name__ == "__main__"`, in a notebook or in a thread.) It reads requests as lines of JSON from
-standard input and ends when that is closed.
+It has its own command line. multiprocessing would run the user's script again in each process. So it would not work in
+a script without `if __name__ == "__main__"`, in a notebook or in a thread. The server reads requests as lines of JSON
+from standard input, and ends when standard input is closed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ServerProcess:
             raise RuntimeError(f"the server process has ended (status {code}): {last}")
 
     def said(self) -> str:
-        """Return the end of the server's standard error."""
+        """Return the last output on the server's standard error."""
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")[-2000:]
 

@@ -39,7 +39,7 @@ def stages_of(job: Job) -> tuple[PipelineStage, ...]:
 def stage_layers(
     stack: Sequence[LayerFacts], bounds: Bounds, layout: Layout, schedule: PipelineSchedule
 ) -> tuple[PipelineStage, ...]:
-    """Return the stages for layers that are split at these bounds."""
+    """Return the stages for the layers `stack`, split at `bounds`."""
     ranks = list(zip(*ranks_along(layout, "pp"), strict=True))
     found = []
     for stage in range(layout.pp):
@@ -51,7 +51,7 @@ def stage_layers(
 
 
 def cut_layers(weights: Sequence[float], trained: Sequence[int], parts: int) -> Bounds:
-    """Return the bounds of parts of similar weight, or of similar trained parameters if a part would have none.
+    """Return the bounds of parts of similar weight. If a part would have no trained parameters, balance these.
 
     DeepSpeed fails in a stage without trained parameters (runtime/engine.py:2493).
     """

@@ -28,7 +28,7 @@ def parse_bytes(text: str, where: str) -> int:
 
 
 def shown_bytes(value: float) -> str:
-    """Format with three digits and a binary unit: "79.1 GiB"."""
+    """Format bytes with three digits and a binary unit: "79.1 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 999.5 or unit == "TiB":
             break

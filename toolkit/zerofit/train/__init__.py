@@ -1,1 +1,1 @@
-"""Training: the DeepSpeed engine, the loop, metrics; one file for the pipeline engine and one for GANs."""
+"""Training: the DeepSpeed engine, the loop and metrics. The pipeline engine and GANs have a file each."""

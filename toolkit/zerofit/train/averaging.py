@@ -1,8 +1,8 @@
-"""Weights averaged over the steps (`--ema`), on each rank for the stretches that its optimizer updates.
+"""Weights averaged over the steps (`--ema`). Each rank averages the stretches that its optimizer updates.
 
 The average is torch's (torch.optim.swa_utils, with buffers): it starts with the first step's weights, then becomes
-decay x average + (1 - decay) x weights after each step. It needs one float32 number per weight that a rank updates; at
-ZeRO 1 to 3 that is a share of the model.
+decay x average + (1 - decay) x weights after each step. A rank needs one float32 number for each weight that it
+updates. At ZeRO 1 to 3 these weights are a share of the model.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class AveragedWeights:
 
     @torch.no_grad()
     def restore(self, checkpoint: Path, own_rank: int | None) -> None:
-        """Restore averages from a checkpoint: this rank's in the same layout, else from all ranks' files.
+        """Restore averages from a checkpoint: from this rank's file in the same layout, else from all ranks' files.
 
-        Without averages in the checkpoint they start at the next step.
+        If the checkpoint has no averages, they start at the next step.
         """
         pattern = "rank-*.pt" if own_rank is None else f"rank-{own_rank:05}.pt"
         files = sorted((checkpoint / "ranks").glob(pattern))
@@ -120,7 +120,7 @@ class AveragedWeights:
 
 
 def _stretches(states: list[dict[str, Any]], name: str) -> Iterator[tuple[int, Tensor]]:
-    """Yield the start of each stretch of a parameter, and its flat values."""
+    """Yield the start of each stretch of the parameter `name`, and its flat values."""
     for state in states:
         for place, values in zip(state["places"], state["averages"], strict=True):
             if place["name"] == name:

@@ -1,4 +1,4 @@
-"""Building the model as its layout needs it: complete, under zero.Init, or one pipeline stage's layers."""
+"""Building the model for its layout: complete, under zero.Init, or only one pipeline stage's layers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
 
 
 def prepare_batch_norms(job: Job, model: nn.Module) -> nn.Module:
-    """Make batch norms of a built model use the samples of all ranks, if the run requests it, or compute in float32."""
+    """Make batch norms of a built model use the samples of all ranks, if requested, or compute in float32."""
     if job.run.sync_batch_norm:
         synchronize_batch_norms(model)
     elif job.precision != "fp32":
@@ -66,13 +66,13 @@ def build_on_meta(job: Job, inputs: Inputs | None, checkpointing: bool = False) 
 
 
 def build_from_seed(job: Job, inputs: Inputs | None, stored: Stored, keep: set[str] | None = None) -> nn.Module:
-    """Build the run's model with its initial weights; store only those named in `keep` (None: all)."""
+    """Build the run's model with its initial weights; store only the weights named in `keep` (None: all)."""
     torch.manual_seed(job.run.seed)
     return build(source_of(job.run), inputs, dict(job.run.model_args), stored=stored, keep=keep)
 
 
 def _as_vector(parameter: nn.Parameter) -> None:
-    """Give a scalar parameter (CLIP's temperature) one dimension: DeepSpeed's broadcast of bytes fails on scalars.
+    """Give a scalar parameter (CLIP's temperature) one dimension, since DeepSpeed's broadcast fails on scalars.
 
     (runtime/engine.py:2054, runtime/zero/partition_parameters.py:1204)
     """
@@ -81,7 +81,7 @@ def _as_vector(parameter: nn.Parameter) -> None:
 
 
 def stored_by_engine(job: Job) -> Stored:
-    """Return how the engine stores parameters: it casts and moves them (engine.py, _configure_distributed_model).
+    """Return the type and the device in which the engine stores parameters (engine.py, _configure_distributed_model).
 
     If DeepSpeed itself slices the model for tensor parallel ranks, the model stays in host memory.
     """
@@ -92,9 +92,9 @@ def stored_by_engine(job: Job) -> Stored:
 
 @contextmanager
 def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any], inputs: Inputs | None) -> Iterator[bool]:
-    """Make transformers enter zero.Init, as it does while an HfDeepSpeedConfig of stage 3 is alive.
+    """Make transformers build the model under zero.Init, if that is possible.
 
-    Yields whether it will.
+    transformers enters zero.Init while an HfDeepSpeedConfig of stage 3 is alive. Yields whether it will enter it.
     """
     zero = ds_config.get("zero_optimization", {})
     if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None:
@@ -127,13 +127,13 @@ def _is_quantized(source: ModelSource) -> bool:
 
 
 def _divider(ds_config: dict[str, Any]) -> Callable[[nn.Parameter], None]:
-    """Return the function by which DeepSpeed's engine partitions a parameter among ranks, to call it earlier."""
+    """Return the function with which DeepSpeed's engine partitions a parameter, so it can be called earlier."""
     nothing = nn.Module()  # with a module it replaces the linear function, as the engine does
     return Init(module=nothing, config_dict_or_path=ds_config)._zero_init_param
 
 
 def _store_others(model: nn.Module, stored: Stored) -> None:
-    """Cast and move parameters that are not partitioned: the engine skips a model that has partitioned ones.
+    """Cast and move parameters that are not partitioned. The engine skips a model with partitioned parameters.
 
     (runtime/engine.py, _configure_distributed_model)
     """
@@ -151,8 +151,9 @@ def batch_norm_in_fp32(model: nn.Module) -> None:
     """Give every batch norm float32 statistics and weights, with bf16 or fp16 inputs and outputs.
 
     Running statistics in low precision would stop changing, because an update of the mean is below half an ulp. The
-    kernels of CPUs and GPUs compute in float32, so backward keeps the input as it is. They need weights of the same
-    type as the statistics: DeepSpeed's low-precision weights (one number per channel) are cast in each call.
+    kernels of CPUs and GPUs compute in float32, so backward keeps the input in its own type. The kernels need weights
+    of the same type as the statistics. So DeepSpeed's low-precision weights (one number per channel) are cast in each
+    call.
     """
 
     def forward(self: BatchNorm, x: Tensor) -> Tensor:

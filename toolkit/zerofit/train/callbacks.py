@@ -1,4 +1,4 @@
-"""Callbacks of a run in training, and the loggers among them.
+"""Callbacks that a run calls while it trains, including its loggers.
 
 Metrics files, TensorBoard, Weights & Biases, users and benchmarks all use this interface.
 """
@@ -65,7 +65,9 @@ class SavedCheckpoint:
 
 
 class Callback:
-    """Base class of objects that a run calls while it trains; every method does nothing. Override what you need.
+    """Base class of objects that a run calls while it trains. Override the methods that you need.
+
+    All methods of this class do nothing.
 
     >>> class Print(Callback):
     ...     def on_step(self, record: StepRecord) -> None:
@@ -76,16 +78,16 @@ class Callback:
     """
 
     def on_step_begin(self, step: int) -> None:
-        """Called before step `step` (0-based); its time does not count as part of the step."""
+        """Called before step `step` (0-based). The time of the call is not counted as part of the step."""
 
     def on_step(self, record: StepRecord) -> None:
         """Called for each step in order, up to half a second late: ranks exchange losses in blocks."""
 
     def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
-        """Called after an evaluation; `step` steps are done. `figures`: loss, and accuracy or perplexity."""
+        """Called after an evaluation, when `step` steps are done. `figures`: loss, and accuracy or perplexity."""
 
     def on_save(self, checkpoint: SavedCheckpoint) -> None:
-        """Called on rank 0 when a checkpoint becomes visible; with `save_async` from the thread that wrote it."""
+        """Called on rank 0 when a checkpoint becomes visible. With `save_async` the thread that wrote it calls this."""
 
 
 def overridden(callbacks: Sequence[Callback], method: str) -> list[Callable[..., None]]:
@@ -130,7 +132,7 @@ class JsonLines(Callback):
 
 
 class EventLog(Callback):
-    """events.jsonl: phases, evaluations, checkpoints, for the live view and `zerofit plot`; sets the rank's phase."""
+    """events.jsonl: phases, evaluations and checkpoints, for the live view and `zerofit plot`. Also sets the phase."""
 
     def __init__(self, path: Path | None, progress: RankProgress):
         """Append to `path`; ranks other than 0 pass None and write nothing."""
@@ -143,7 +145,10 @@ class EventLog(Callback):
         self._write("phase", text=text)
 
     def training(self, **steps: int) -> None:
-        """Record that training begins or continues: `steps` in total and, at the start, `done` before it."""
+        """Record that training begins or continues.
+
+        The entry has the total `steps` and, at the start, the steps `done` before this start.
+        """
         self._progress.begin(TRAINING)
         self._write("training", **steps)
 
@@ -221,7 +226,7 @@ class WeightsAndBiases(_NumberLogger):
 
 
 def make_loggers(job: Job, folder: RunFolder) -> list[Callback]:
-    """Return the loggers of steps that the run asks for."""
+    """Return the loggers of steps that the run requests."""
     loggers: list[Callback] = [JsonLines(folder.metrics)]
     if job.run.tensorboard:
         loggers.append(TensorBoard(folder.tensorboard))

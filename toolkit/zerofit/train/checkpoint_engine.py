@@ -29,8 +29,8 @@ SYNCING = 2  # threads that sync and hash files while the next one is written
 class SyncedCheckpointEngine(CheckpointEngine):
     """Writes files at once or, between `begin_snapshot` and `take_snapshot`, keeps copies of their contents.
 
-    A write failure is kept and raised in `marks`: other ranks are in the middle of the same save and would wait for
-    this one.
+    A write failure is stored and raised in `marks`. Raised at once, it would make other ranks wait for this rank, since
+    they are in the middle of the same save.
     """
 
     def __init__(self, zero_stage: int) -> None:
@@ -51,7 +51,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        """Return True unless saves are copied. If True, DeepSpeed clones views before it writes them."""
+        """Return True unless saves are copied. If this is True, DeepSpeed clones views before it writes them."""
         return self._snapshot is None
 
     def save(self, state_dict: Any, path: str | Path) -> None:
@@ -64,13 +64,13 @@ class SyncedCheckpointEngine(CheckpointEngine):
     def load(self, path: str | Path, map_location: Any = None) -> Any:
         """Read a file without executing code in it. Raises UserError for a file that needs code.
 
-        Tensors that DeepSpeed copies into its parameters stay on disk until then. Others are read fully: optimizers on
-        a CPU would keep training in the mapped file itself.
+        Tensors that DeepSpeed copies into its parameters stay on disk until the copy. Other tensors are read fully.
+        Otherwise optimizers on a CPU would continue to train in the mapped file itself.
         """
         return safe_load.load(path, mmap=self._copied and str(path).endswith(MODEL_FILES), for_engine=True)
 
     def begin_snapshot(self) -> None:
-        """Copy from now on instead of writing, since training may change the originals."""
+        """Make `save` copy contents instead of writing them, since training may change the originals."""
         self._snapshot = []
 
     def take_snapshot(self) -> list[tuple[Any, Path]]:
@@ -86,7 +86,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
             self._write(state_dict, path)
 
     def marks(self) -> dict[Path, FileMark]:
-        """Return sizes and hashes of all files written since the last call and synced by now. Raises OSError."""
+        """Return sizes and hashes of all files written since the last call, after they are synced. Raises OSError."""
         marks, self._marks = self._marks, {}
         failure, self._failure = self._failure, None
         finished = {path: mark.result() for path, mark in marks.items() if failure is None}

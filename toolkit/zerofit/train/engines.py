@@ -101,7 +101,7 @@ def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's Muon, as every engine does, and compile its functions only when they are first called.
+    """Import DeepSpeed's Muon, as every engine does, but compile its functions only when they are first called.
 
     Their decorator, torch.compile, imports all of Inductor, which adds two seconds to every start (runtime/zero/muon).
     """
@@ -121,8 +121,8 @@ def import_muon() -> None:
 def learning_rate_factor(step: int, *, total: int, warmup: int, schedule: str, floor: float) -> float:
     """Return the factor on the peak learning rate at a 0-based step; cosine and linear end at `floor`.
 
-    The first step already has 1/(warmup + 1) of the peak, and the last stays above the floor: a step with rate 0 would
-    be wasted.
+    The first step already has 1/(warmup + 1) of the peak, and the last step stays above the floor, since a step with
+    rate 0 would be wasted.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -154,13 +154,15 @@ def _forget_dummy_step(engine: Any) -> None:
         master.data.copy_(low.data)
 
 
-# The functions from here to `_keep_gradient_norm` repair gradient norms and first steps of DeepSpeed 0.19.8. Each
-# names the line that requires it; tests/train/test_agreement.py compares the results with plain torch.
+# The functions from here to `_keep_gradient_norm` repair gradient norms and first steps of DeepSpeed 0.19.8. The
+# docstring of each names the line that requires it; tests/train/test_agreement.py compares the results with plain
+# torch.
 @cache
 def _count_slices() -> None:
     """Include the slices of all tensor ranks in the gradient norm of 16-bit training without ZeRO.
 
-    DeepSpeed looks for the marks of slices on gradients, which have none (runtime/fp16/unfused_optimizer.py:214).
+    DeepSpeed looks for the marks of slices on gradients, but only parameters have them
+    (runtime/fp16/unfused_optimizer.py:214).
     """
     original: Any = unfused_optimizer.split_params_grads_into_shared_and_expert_params
 
@@ -195,9 +197,9 @@ def _scale_losses() -> None:
 
 
 def _unscale_norm(optimizer: Any) -> None:
-    """Keep the norm of the unscaled gradients in fp16's optimizers without ZeRO and in stage 3's.
+    """Keep the norm of the unscaled gradients in the fp16 optimizers without ZeRO and in stage 3's optimizer.
 
-    FP16_UnfusedOptimizer keeps the scaled norm (runtime/fp16/unfused_optimizer.py:224). The others divide by
+    FP16_UnfusedOptimizer keeps the scaled norm (runtime/fp16/unfused_optimizer.py:224). The other optimizers divide by
     the scale of the next step, which may have risen (runtime/fp16/fused_optimizer.py:340, runtime/zero/stage3.py:2897).
     """
     original = optimizer.step
@@ -252,7 +254,7 @@ def _register_sequence_parallel(job: Job, model: nn.Module) -> Any:
 
 
 def _build_combined(job: Job, inputs: Inputs | None) -> tuple[nn.Module, MeshGroups]:
-    """Return a model with spread experts, tensor slices or split sequences, and its process groups."""
+    """Return a model with spread experts, tensor slices or split sequences, and the process groups of the layout."""
     layout, stored, make = job.layout, stored_by_engine(job), partial(build_from_seed, job, inputs)
     groups = MeshGroups(layout)
     shape = build_on_meta(job, inputs, checkpointing=job.run.activation_checkpointing)
@@ -294,7 +296,7 @@ class ZeroTrainer(EngineTrainer):
         assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed has another layout"
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """Make one optimizer step over the accumulation's micro batches; return their losses, float32."""
+        """Make one optimizer step over the micro batches of a gradient accumulation; return their losses, float32."""
         # engine.step() after each micro batch: the engine itself counts them and updates only at the last one
         losses = []
         for _ in range(self.job.batch.accumulation):
@@ -307,7 +309,7 @@ class ZeroTrainer(EngineTrainer):
     def _backward(self, batch: Batch) -> Tensor:
         """Run forward and backward of a micro batch; return its loss, without the graph.
 
-        The graph keeps alive what a model's own autograd functions store on its nodes.
+        The graph would keep alive the tensors that a model's own autograd functions store on its nodes.
         """
         loss = self._loss(batch)
         self.engine.backward(loss if self._excess == 1 else loss / self._excess)
@@ -361,7 +363,7 @@ class ZeroTrainer(EngineTrainer):
 
     @torch.no_grad()
     def _continue(self, prompt: list[int], context: int) -> list[int]:
-        """Return the prompt and the token ids that follow it, drawn one at a time at temperature 0.7.
+        """Return the prompt and the token ids after it. Tokens are drawn one at a time at temperature 0.7.
 
         It draws SAMPLE_TOKENS tokens, or as many as it can in SAMPLE_S seconds. Every rank runs the same forward, since
         under ZeRO-3 and tensor parallelism each rank has only a part of the weights. Rank 0 draws and watches the time,
@@ -426,13 +428,13 @@ class ZeroTrainer(EngineTrainer):
         return torch.cat([sums, class_table(logits, labels, self._classes)]) if self._classes else sums
 
     def _logits(self, x: Tensor, extra: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return logits and a router's loss; a replaced head returns its result for the labels instead of logits."""
+        """Return logits and the routers' loss. A replaced head returns its result for the labels instead of logits."""
         with self._head.with_labels(labels) if self._head else nullcontext():
             logits, aux = forward_logits(self.engine, x, **extra)
         return (output_part(logits, "logits") if self.job.facts.own else logits), aux
 
     def _own_eval(self, x: Tensor, labels: Tensor, extra: dict[str, Tensor]) -> Tensor:
-        """Return the model's own mean loss over samples without padding; every rank runs a forward in any case."""
+        """Return the model's own mean loss over samples that are not padding. Every rank runs a forward in any case."""
         # A model's own loss is a mean over whatever it is given, so padding samples of the last batch are left out. A
         # rank whose samples are all padding must still run a forward: others wait for it in ZeRO-3's gathers.
         real = (labels.reshape(len(labels), -1) != IGNORE_INDEX).any(dim=1)
@@ -455,7 +457,7 @@ class ZeroTrainer(EngineTrainer):
     def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return inputs, labels and the other named inputs of the model, on this rank's device.
 
-        Under sequence parallelism they are the rank's slice, with positions.
+        Under sequence parallelism these are the rank's slices of the tokens, with their positions.
         """
         x, *others = (self._moved(batch[key]) for key in self._keys[:-1])
         labels = batch["labels"].to(self.device, non_blocking=True)  # probabilities of mixed images stay float32

@@ -1,7 +1,7 @@
 """Expert parallelism with the layers of DeepSpeed's AutoEP, where a rank builds only its own experts.
 
-The engine would convert a model that is complete in each rank's memory (runtime/engine.py:816). Here it is converted on
-the meta device and then filled with weights.
+The engine would convert a model that is complete in each rank's memory (runtime/engine.py:816). Here the model is
+converted on the meta device and then filled with weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARE = "zerofit_expert_share"  # attribute of a parameter
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShare:
-    """The share of one of transformers' weights in an AutoEP parameter."""
+    """The part of a transformers weight that an AutoEP parameter contains."""
 
     name: str  # of the weight in the full model
     shape: tuple[int, ...]  # (experts, rows, columns) of that weight
@@ -83,10 +83,10 @@ def build_spread(shape: nn.Module, layout: Layout, stored: Stored, make: Callabl
 
 
 def make_expert_groups(layout: Layout) -> None:
-    """Create the expert groups of all stages: DeepSpeed would mistake stages for tensor ranks.
+    """Create the expert groups of all stages, because DeepSpeed would mistake stages for tensor ranks.
 
-    It uses a pipeline's `model` axis for tensor ranks (module_inject/auto_ep_layer.py, `set_deepspeed_parallelism`),
-    and would create no groups on a stage without experts.
+    DeepSpeed uses a pipeline's `model` axis for tensor ranks (module_inject/auto_ep_layer.py,
+    `set_deepspeed_parallelism`), and would create no groups on a stage without experts.
     """
     groups._create_expert_and_data_parallel(expert_parallel_size_=layout.ep, mp_size=1, pp_size=layout.pp)
 
@@ -111,7 +111,9 @@ def published_names(module: nn.Module) -> dict[str, str]:
 
 
 def gathered_experts(experts: GroupedExperts, layout: Layout, collect: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full weights of a layer's experts on the CPU if `collect`, which the rank with the first experts sets.
+    """Yield the full weights of a layer's experts, on the CPU, if `collect`.
+
+    The rank with the first experts sets `collect`.
 
     All ranks iterate over this together.
     """
@@ -181,7 +183,7 @@ def _mend_registry() -> None:
 
 
 class RouterBalance:
-    """Counts tokens per expert in the forwards of a step; without spread experts, only the routers' loss."""
+    """Counts tokens per expert in the forwards of a step; without spread experts records only the routers' loss."""
 
     def __init__(self, module: nn.Module, group: Any, shared: bool = False):
         """`group`: the ranks that hold the same layers; `shared`: whether only some ranks record losses."""
@@ -191,7 +193,7 @@ class RouterBalance:
         self._tokens: list[Tensor] = []  # (layers, experts) of each forward
 
     def begin(self) -> None:
-        """Begin a forward: forget tokens counted in evaluations and in recomputation during backward."""
+        """Begin a forward, and discard the tokens that evaluations and recomputation in backward have counted."""
         for counter in self._counters:
             counter.zero_()
 
@@ -207,8 +209,8 @@ class RouterBalance:
     def figures(self) -> dict[str, Tensor]:
         """Return the step's figures over all ranks, and reset the counts; all ranks call this.
 
-        `router_loss` as added to the loss; `expert_load_most` and `_least`: tokens of the experts with the most and the
-        fewest in any layer, over an even share.
+        `router_loss`: the part of the loss that comes from routers. `expert_load_most` and `expert_load_least`: tokens
+        of the experts with the most and the fewest tokens in any layer, divided by an even share.
         """
         losses, tokens = self._losses, self._tokens
         self._losses, self._tokens = [], []

@@ -18,8 +18,8 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.train.shard_index import IndexedShard, indexed_frozen
 from zerofit.train.trainer import EngineTrainer
 
-# The checksum is a sum over all numbers, each hashed with its name and position. A sum does not depend on the order,
-# so ranks can add up their stretches in any layout and get the same result.
+# The checksum is a sum over all numbers, each hashed with its name and position. A sum does not depend on the order, so
+# ranks get the same result when they add up their stretches in any layout.
 _EXTRAS = (".SCB", ".weight_format")  # of Linear8bitLt
 
 
@@ -67,7 +67,7 @@ def refuse_other_frozen(trainer: EngineTrainer, saved: FrozenWeights | None) -> 
 
 
 def leave_out_frozen(engine: Any) -> None:
-    """Keep frozen weights out of DeepSpeed's files under all names; by default it saves ties (engine.py:4013)."""
+    """Keep frozen weights out of DeepSpeed's files under all names. By default ties are saved (engine.py:4013)."""
     original = engine.module_state_dict
 
     def module_state_dict(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ def _of_bits(name: str, layers: set[str]) -> bool:
 
 
 def _stretch(indexed: IndexedShard) -> Tensor:
-    """Return this rank's stretch of a frozen weight; weights on NVMe are gathered for it on all ranks."""
+    """Return this rank's stretch of a frozen weight. All ranks gather a weight on NVMe to read it."""
     shard, parameter = indexed.shard, indexed.shard.parameter
     partitioned: Any = getattr(parameter, "ds_tensor", None)
     if partitioned is not None and partitioned.status is not PartitionedParamStatus.AVAILABLE:

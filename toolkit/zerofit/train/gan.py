@@ -52,7 +52,7 @@ class GanTrainer(EngineTrainer):
 
     @property
     def module(self) -> nn.Module:
-        """Both networks."""
+        """The generator and the discriminator in one module."""
         return nn.ModuleDict({"generator": self.generator.module, "discriminator": self.engine.module})
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
@@ -62,7 +62,7 @@ class GanTrainer(EngineTrainer):
             real = next(batches)["inputs"].to(self.device, DTYPES[self.job.precision])
             fake = self.generator(self._draw(len(real), self._noise))
             pairs.append(torch.stack([self._discriminate(real, fake.detach()), self._generate(fake)]))
-        # Both engines step in every pass; the pair of losses shows which network is winning, but their sum does not.
+        # Both engines step in every pass. The two losses show which network is ahead, but the sum of both does not.
         losses = torch.stack(pairs)  # (micro batches, 2)
         self.last_losses = losses.mean(0)
         return losses.sum(1)
@@ -113,7 +113,7 @@ class GanTrainer(EngineTrainer):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return float64 (3,), summed: discriminator loss on images and drawings, images, half its right answers."""
+        """Return float64 (3,): discriminator loss on images and drawings, number of images, half its right answers."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.engine.eval()
         self.generator.eval()
@@ -141,7 +141,7 @@ class GanTrainer(EngineTrainer):
 class EpochDrawings(Callback):
     """Saves a grid of drawings after every epoch (drawings/epoch-N.png), always from the same noise.
 
-    Batch norm uses rank 0's running statistics; the noise of training is not consumed.
+    Batch norm uses rank 0's running statistics. The drawings do not consume random numbers of the training.
     """
 
     def __init__(self, trainer: GanTrainer, folder: RunFolder, samples: int):

@@ -1,6 +1,6 @@
-"""Heartbeat of a rank: reports once a second to the rank's guard what the rank does.
+"""Heartbeat of a rank: once a second it reports to the rank's guard what the rank is doing.
 
-A separate thread inspects the main thread, so training itself pays nothing for it.
+A separate thread inspects the main thread, so it does not slow the training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOADER = "data/loader.py"
 
 @dataclass
 class RankProgress:
-    """Progress of a rank: written by the loop and its event log, read by the heartbeat thread."""
+    """Progress of a rank. The loop and its event log write it, and the heartbeat thread reads it."""
 
     step: int = 0  # optimizer steps done
     first: int = 0  # steps done before this start
@@ -43,7 +43,7 @@ class RankProgress:
     def begin(self, phase: str) -> None:
         """Record a phase and send a heartbeat now.
 
-        Otherwise the last heartbeat of a killed rank could name a step before that of a checkpoint it has written.
+        Otherwise the last heartbeat of a killed rank could name an earlier step than its last checkpoint.
         """
         self.phase = phase
         self.changed.set()
@@ -53,7 +53,7 @@ class Heartbeat:
     """Writes a line of JSON every second: step, phase, collective, and seconds without progress."""
 
     def __init__(self, descriptor: int, on_gpu: bool, progress: RankProgress):
-        """Write to the guard's pipe `descriptor`. `on_gpu`: waiting for a GPU burns a core, so ignore CPU use."""
+        """Write to the guard's pipe `descriptor`. `on_gpu`: ignore CPU use, since waiting for a GPU uses a core."""
         self._pipe, self._on_gpu, self._progress, self._turn = descriptor, on_gpu, progress, threading.Lock()
         self._main = threading.main_thread().ident or 0  # is None only before the thread starts
         self._seen: tuple[Any, ...] = ()
@@ -95,9 +95,8 @@ class Heartbeat:
         if seconds > FROZEN_S:  # the process was stopped, not only its main thread
             self._moved += seconds
         # "Moved" means any sign of work since the last look: another line of Python, processor time, file I/O or
-        # network traffic. The guard's command judges a rank by the seconds without a sign, so each one must be safe
-        # from false alarms: a GPU rank that waits in a collective burns a core, and NFS or NCCL keep-alives send a few
-        # bytes.
+        # network traffic. The guard's command judges a rank by the seconds without a sign, so no sign may cause a false
+        # alarm: a GPU rank that waits in a collective burns a core, and NFS or NCCL keep-alives send a few bytes.
         busy = not self._on_gpu and (cpu_s - self._cpu_s) / seconds > BUSY
         busy |= (io - self._io) / seconds > READING
         # per connection: keep-alives of hundreds of connections add up
@@ -151,7 +150,7 @@ def _part(frame: FrameType | None) -> str:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Return file and line of zerofit's code in which the main thread is, models excluded."""
+    """Return the file and the line of zerofit's code, outside of models, in which the main thread is."""
     for outer in _up(frame):
         path = Path(outer.f_code.co_filename)
         if len(path.parts) > 2 and path.parts[-3] == "zerofit" and path.parts[-2] != "models":

@@ -85,7 +85,7 @@ class Loop:
         return LoopResult(step=job.steps, stopped=False, figures=figures or self.evaluate(job.steps - 1))
 
     def steps(self) -> Iterator[tuple[int, Iterator[Batch], list[np.ndarray]]]:
-        """Yield each remaining step (0-based), its micro batches, and a list that will hold their sample indices."""
+        """Yield each remaining step (0-based), its micro batches, and a list that gets their sample indices."""
         order = Order.of(self.data.train, self.job.run.seed)
         images = StepImages.of(self.job.run, self.job.steps, self.data.inputs)
         slices, mixing = self._slices(order, images), images and images.mixing
@@ -130,7 +130,7 @@ class Loop:
     ) -> Iterator[Batch]:
         """Yield one step's micro batches, each with the weight that makes the mean over all targets exact.
 
-        Appends the sample indices of each to `indices`.
+        Appends the sample indices of each micro batch to `indices`.
         """
         batch = self.job.batch
         first = self.job.samples_after(step)
@@ -164,8 +164,8 @@ class Loop:
     def evaluate(self, step: int) -> dict[str, float]:
         """Return loss and accuracy (images) or perplexity (text) over the validation samples, exact in any layout.
 
-        Masks also get mean IoU, labelled text F1, and the text that an encoder-decoder generates ROUGE. Figures of
-        averaged weights have names that begin with ema_.
+        For masks the result also has the mean IoU, for labelled text the F1 score, and for text that an encoder-decoder
+        generates ROUGE. Names of figures of averaged weights begin with ema_.
         """
         self.recorder.flush()
         self.events.phase("evaluating")

@@ -1,4 +1,4 @@
-"""The loss: cross entropy weighted so that all layouts average over exactly the same targets; heads that return it."""
+"""The loss: cross entropy, weighted so that all layouts average over the same targets; heads that compute it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def weighted_cross_entropy(
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     """Return the sum of cross entropies over targets in float32, computed directly from hidden states.
 
-    The logits are hidden (..., width) times a head's weight (classes, width); those of `chunk` targets exist at a time.
-    labels: (...).
+    The logits are hidden (..., width) times a head's weight (classes, width). Only the logits of `chunk` targets exist
+    at a time. The shape of `labels` is (...).
     """
     return _FromHidden.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), chunk)
 
@@ -60,7 +60,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
 class _FromHidden(torch.autograd.Function):
     """Sum of cross entropies; forward computes the gradients of hidden states and head chunk by chunk.
 
-    So no product is computed twice, and backward does not need the weight. The head's gradient is summed in float32.
+    No product is computed twice, and backward does not need the weight. The head's gradient is summed in float32.
     """
 
     @staticmethod
@@ -158,10 +158,10 @@ def one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.float().reshape(labels.shape)
 
 
-# Instead of hidden -> head -> logits (targets, classes) -> loss, the head itself computes the loss chunk by chunk. It
-# must still be the module that DeepSpeed hooks: ZeRO-3 gathers a weight when its module's forward is called.
+# Instead of hidden -> head -> logits (targets, classes) -> loss, the head itself computes the loss chunk by chunk. The
+# head must stay the module that DeepSpeed hooks, because ZeRO-3 gathers a weight when its module's forward is called.
 class HeadLoss:
-    """Loss of targets computed directly from hidden states; without gradients their counts (see `counts`)."""
+    """Computes the loss directly from hidden states or, without gradients, the counts (see `counts`)."""
 
     def __init__(self, head: nn.Linear, chunk: int):
         self._head, self._chunk = head, chunk
@@ -194,9 +194,9 @@ class HeadLoss:
 def head_loss(model: Any, chunk: int | None, *, inside: bool) -> HeadLoss | None:
     """Replace the head of a transformers model and return the object that computes the loss.
 
-    `inside`: the head's own forward computes it, for which ZeRO-3 gathers the head. Otherwise the head returns hidden
-    states. Returns None without a chunk, or if the logits are not one product with a matrix that is complete on this
-    rank.
+    `inside`: the head's own forward computes the loss, since ZeRO-3 gathers the head for this forward. Otherwise the
+    head returns hidden states. Returns None without a chunk, or if the logits are not one product with a matrix that is
+    complete on this rank.
     """
     if chunk is None or getattr(getattr(model, "config", None), "model_type", None) not in PLAIN_HEAD_TYPES:
         return None

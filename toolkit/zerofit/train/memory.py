@@ -18,7 +18,7 @@ FIGURES = 5  # per rank
 # Ranks learn the peaks of all others without an exchange of their own: each fills its five numbers into its own slots
 # of the vector that `train.metrics` sums over ranks anyway.
 class RankMemory:
-    """The peak memory of this rank so far and, by an exchange, the peak of any rank."""
+    """The peak memory of this rank so far and, after an exchange, of all ranks."""
 
     def __init__(self, device: torch.device, free_bytes: int | None):
         """Start measuring; `free_bytes`: free device memory before any rank started, or None if unknown."""
@@ -28,7 +28,7 @@ class RankMemory:
         forget_resident_peak()
 
     def slots(self) -> list[float]:
-        """Return a slot per rank, zero except this rank's figures, so a sum over ranks fills all slots."""
+        """Return a slot per rank. All slots are zero except this rank's, so a sum over ranks fills them."""
         figures = self._look()
         before = FIGURES * dist.get_rank()
         return [0.0] * before + figures + [0.0] * (FIGURES * (dist.get_world_size() - 1) - before)

@@ -1,9 +1,9 @@
 """Process groups of layouts that combine tensor, pipeline and sequence parallelism; attention over split sequences.
 
-DeepSpeed creates tensor and sequence groups independently, each as if it were alone, and both use the engine's `mpu`
+DeepSpeed creates tensor groups as if there were no sequence groups, and vice versa. Both use the engine's `mpu`
 (runtime/engine.py:957, runtime/sequence_parallel/parallel_state_sp.py:50). So the engine gets one `data` axis and one
-`model` axis instead. Sequence ranks have different tokens, so everything except attention treats them as data ranks;
-only the split layers use tensor ranks.
+`model` axis instead. Sequence ranks have different tokens, so all code except attention treats them as data ranks. Only
+the split layers use tensor ranks.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class MeshGroups:
 def exchange_heads(config: Any, job: Job, group: Any) -> None:
     """Make transformers' attention exchange sequences for heads over the group.
 
-    `UlyssesSPAttentionHF.register_with_transformers` does this over groups of neighbouring ranks that it creates
-    itself, and for all heads of the config. Tensor ranks have only a part of the heads (ulysses_sp.py:401).
+    `UlyssesSPAttentionHF.register_with_transformers` creates its own groups of neighbouring ranks and exchanges all
+    heads of the config. It cannot be used, since tensor ranks have only a part of the heads (ulysses_sp.py:401).
     """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -1,7 +1,7 @@
-"""One record per step: losses are averaged over ranks in blocks, so metrics cost almost nothing.
+"""Metrics: one record per step. Ranks exchange losses in blocks of steps, so metrics take almost no time.
 
-A block is about half a second of steps. One all-reduce exchanges its losses. The same all-reduce shows every rank
-whether a loss was not finite and whether a rank was asked to save or stop.
+A block is about half a second of steps. One all-reduce exchanges the losses of a block. It also tells every rank
+whether a loss was not finite, and whether a rank was asked to save or stop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zerofit.train.stop_signals import StopRequests
 #     [ loss of each step | seconds of each step | stop? save? | 5 memory figures of each rank, zero elsewhere ]
 #
 # On a GPU the host only issues a step; the device may be behind. The seconds of a block are therefore the time until
-# the exchange returns, divided among its steps in proportion to the time that each took to issue (`_stretch`).
+# the exchange returns, divided among its steps in proportion to the time to issue each step (`_stretch`).
 BLOCK_S = 0.5  # seconds between exchanges: below what a person notices
 BLOCK_STEPS = 100
 TIMED_STEPS = 1000  # the run's step time is the median of the last 1000
@@ -64,7 +64,7 @@ class MetricsRecorder:
         requests: StopRequests,
         counts: Mapping[str, int] | None = None,
     ):
-        """Start recording; `counts` are of the run's data (see `zerofit.data.Data`)."""
+        """Start recording. `counts`: the counts of the run's data (see `zerofit.data.Data`)."""
         self._job, self._device, self._requests = job, device, requests
         self._counts = counts or {}
         self._on_step = overridden(callbacks, "on_step")
@@ -167,7 +167,7 @@ class MetricsRecorder:
 
     @property
     def step_s(self) -> float | None:
-        """Median step time of this start without the first step, which connects and compiles; None before any step."""
+        """Median step time of this start except the first step, which connects and compiles; None before any step."""
         times = list(self._times)
         return statistics.median(times[1:] or times) if times else None
 
@@ -178,7 +178,7 @@ class MetricsRecorder:
         return self._memory.most(slots.tolist())
 
     def stop_at_evaluation(self, step: int, loss: float) -> None:
-        """Raise RunFailed for a validation loss that is not finite (the same on all ranks)."""
+        """Raise RunFailed for a validation loss that is not finite. The loss is the same on all ranks."""
         message = f"the validation loss after step {step + 1} is {loss}; {self._last_good()}"
         hint = "lower --lr, lengthen --warmup-steps, or set --gradient-clipping"
         raise RunFailed(Problem(kind="nan-loss", message=message, hint=hint, where=f"step {step + 1}"))
@@ -188,7 +188,7 @@ class MetricsRecorder:
         return f"last good: step {good['step']}, loss {good['loss']:.4f}" if good else "no good step before"
 
     def _stop(self, step: _Step, loss: float) -> None:
-        """Raise RunFailed with the samples whose own loss was not finite; all ranks call this together."""
+        """Raise RunFailed with the samples whose loss is not finite; all ranks call this together."""
         finite = torch.isfinite(step.losses).tolist()  # one loss for each micro batch, or one for all micro batches
         bad = [part for i, part in enumerate(step.indices) if not finite[i if len(finite) > 1 else 0]]
         gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]

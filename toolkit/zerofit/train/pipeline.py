@@ -110,10 +110,12 @@ class PipelineTrainer(EngineTrainer):
         return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
 
     def _evaluate_in_rounds(self, pairs: Iterator[_Pair], count: int) -> None:
-        """Evaluate in rounds of as many micro batches as training accumulates; pad the last round without targets.
+        """Evaluate in rounds of as many micro batches as training accumulates.
 
-        DualPipeV's engine places its backward buffers by that number, whatever number it is given
-        (runtime/pipe/dualpipev.py, `_phase1_buffer`).
+        Micro batches without targets pad the last round.
+
+        DualPipeV's engine chooses its backward buffers by the number of micro batches in training, also if it gets
+        another number (runtime/pipe/dualpipev.py, `_phase1_buffer`).
         """
         each = self.job.batch.accumulation
         rounds = -(-count // each)
@@ -139,7 +141,7 @@ class PipelineTrainer(EngineTrainer):
         return names
 
     def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the full model on rank 0; the first replica of each stage leaves its part in a file."""
+        """Yield the weights of the full model on rank 0; the first replica of each stage writes its part to a file."""
         coords, weights = self.coords, {}
         collect = not (coords.dp_rank or coords.sp_rank or coords.tp_rank)
         for layer in self._own_layers:
@@ -171,7 +173,7 @@ class PipelineTrainer(EngineTrainer):
         return loss + routers
 
     def _targets_loss(self, logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the weighted loss of logits, or of hidden states if the loss applies the head itself."""
+        """Return the weighted loss of logits, or of hidden states if the loss contains the head."""
         labels, weight = target
         if not torch.is_grad_enabled():
             sums = self._head.of(logits, labels) if self._head else counts(logits, labels)
@@ -193,7 +195,7 @@ class PipelineTrainer(EngineTrainer):
 
 
 def _filled(pairs: Iterator[_Pair], count: int) -> Iterator[_Pair]:
-    """Yield the micro batches, then the last one `more` times without targets."""
+    """Yield the micro batches, then the last micro batch again without targets, `count` times."""
     for x, (labels, weight) in pairs:
         yield x, (labels, weight)
     for _ in range(count):
@@ -204,7 +206,7 @@ def _even_norms(engine: Any) -> None:
     """Make stages with different numbers of parameter groups agree on the gradient norm.
 
     ZeRO 1 sums one norm per group over the stages (stage_1_and_2.py, `scaled_global_norm`). A stage with only an
-    embedding has no group of vectors, so the other stages would wait for it forever.
+    embedding has no group of vectors. The other stages would wait for its norm forever.
     """
     optimizer = engine.optimizer
     if not hasattr(optimizer, "scaled_global_norm"):
@@ -231,9 +233,9 @@ def _even_norms(engine: Any) -> None:
 
 
 def _count_once(module: PipelineModule, coords: RankCoords) -> None:
-    """Mark the parameters that this rank adds to the gradient norm, for DeepSpeed's clipping in fp32 without ZeRO.
+    """Mark the parameters that this rank adds to the gradient norm, for DeepSpeed's fp32 clipping without ZeRO.
 
-    DeepSpeed would count split parameters on every stage, and all others only on the first stage
+    DeepSpeed would count split parameters on every stage, and all other parameters only on the first stage
     (runtime/utils.py:394).
     """
     parameters: Iterator[Any] = module.parameters()  # with DeepSpeed's marks on them
@@ -259,7 +261,7 @@ class _Staged(PipelineModule):
         super().__init__(ready, topology=topology, loss_fn=loss_fn)
 
     def forward(self, forward_input: Any) -> Any:
-        """Run this stage's layers; join the outputs for the next stage, however many tensors, in one backward."""
+        """Run this stage's layers. All output tensors for the next stage share one backward."""
         outputs = super().forward(forward_input)
         goes_on = isinstance(outputs, tuple) and self._local_stop != self._last and torch.is_grad_enabled()
         return ends(*outputs) if goes_on else outputs
@@ -282,8 +284,8 @@ def _parts_of(stage: int, job: Job, bounds: list[int]) -> list[range]:
 def _tied_apart(layers: list[Layer], bounds: list[int], job: Job) -> set[str]:
     """Return the keys of weights that different stages share.
 
-    Two layers of one stage share the same Parameter. As specs, DeepSpeed would call the first layer's module instead of
-    the second's.
+    Two layers of one stage share the same Parameter and need no spec. With specs, DeepSpeed would call the first
+    layer's module instead of the second layer's module.
     """
     holders = defaultdict[str | None, set[int]](set)
     for stage in range(job.layout.pp):
@@ -293,7 +295,7 @@ def _tied_apart(layers: list[Layer], bounds: list[int], job: Job) -> set[str]:
 
 
 class _Tied(TiedLayerSpec):
-    """An existing layer that shares its weight with another one; DeepSpeed uses it on the layer's own stage."""
+    """An existing layer that shares its weight with another layer. DeepSpeed uses it on the layer's own stage."""
 
     def __init__(self, layer: Layer):
         super().__init__(layer.tied, nn.Module, tied_weight_attr=layer.tied_attr)
@@ -306,7 +308,7 @@ class _Tied(TiedLayerSpec):
 def _build_stage(
     job: Job, coords: RankCoords, inputs: Inputs
 ) -> tuple[list[Layer], list[int], tuple[PipelineStage, ...], HeadLoss | None, RouterLoss | None]:
-    """Return all layers (only this stage's have memory), the parts' bounds, the stages, and head and router losses."""
+    """Return all layers (other stages' are on meta), the parts' bounds, the stages, and head and router losses."""
     run, layout, shape = job.run, job.layout, build_on_meta(job, inputs)
     layers = as_layers(shape)
     stack = layer_facts(layers)
@@ -339,7 +341,7 @@ def _build_stage(
 
 
 def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
-    """Raise RunFailed if a stage has no spread experts: such a stage would average and save its weights differently."""
+    """Raise RunFailed if a stage has no spread experts. It would average and save its weights differently."""
     for stage in range(job.layout.pp):
         held = (layers[index].names.values() for index in chain(*_parts_of(stage, job, bounds)))
         if not any(".experts." in name for name in chain(*held)):
@@ -359,7 +361,7 @@ def _share_sequences(job: Job, coords: RankCoords, config: Any, layers: list[Lay
 
 
 def _measured(job: Job, source: Any, inputs: Inputs) -> list[float]:
-    """Return the seconds for forward and backward of each layer, measured on rank 0 in the second of two rounds."""
+    """Return the seconds for forward and backward of each layer. Rank 0 measures them in the second of two rounds."""
     seconds: list[float] = []
     if dist.get_rank() == 0:
         torch.manual_seed(job.run.seed)

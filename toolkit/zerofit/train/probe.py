@@ -1,4 +1,4 @@
-"""Facts about a model, read on the meta device: no memory, no download, a second or two."""
+"""Facts about a model, read on the meta device in a second or two, without memory and without a download."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def probe(
     pipelined: bool,
     model: nn.Module | None = None,
 ) -> ModelFacts:
-    """Return the facts of a model for these inputs; without inputs FLOPs are not counted.
+    """Return the facts of a model for these inputs. Without inputs FLOPs are not counted.
 
-    `args`: the run's `model_args`. `pipelined`: its list of layers is needed. `model`: an existing model to use instead
-    of the source's. Raises UserError if model and data do not match.
+    `args`: the run's `model_args`. `pipelined`: whether the list of layers is needed. `model`: an existing model to use
+    instead of the source's. Raises UserError if model and data do not match.
     """
     with models_say("MODEL"), without_dynamo():
         if model is None:
@@ -78,7 +78,7 @@ def probe(
 
 
 def check_sizes(source: ModelSource, inputs: ImageInputs, run: Run) -> None:
-    """Raise UserError if a model built for the last of `--image-sizes` does not support the earlier ones."""
+    """Raise UserError if a model built for the last of `--image-sizes` does not support the earlier sizes."""
     if run.image_sizes is None or source.family == "custom":
         return
     with models_say("--image-sizes"), without_dynamo():
@@ -101,13 +101,13 @@ def trained_count(model: nn.Module) -> int | None:
 
 
 def _hidden_size(config: Any) -> int | None:
-    """Return the width of a transformers model (of its text model if it has several), which "auto" values use."""
+    """Return the width of a transformers model (of its text model if it has several); "auto" values use it."""
     text = getattr(config, "text_config", None)
     return of_all_layers(config, "hidden_size") or of_all_layers(text, "hidden_size")
 
 
 def task_of(source: ModelSource, run: Run) -> Task:
-    """Return the task of a model; for a user's own model see `fed_with`."""
+    """Return the task of a model. For a user's own model see `fed_with`."""
     if source.task != "custom":
         return source.task
     with models_say("MODEL"), torch.device("meta"):
@@ -115,7 +115,7 @@ def task_of(source: ModelSource, run: Run) -> Task:
 
 
 def fed_with(model: nn.Module, run: Run) -> Task:
-    """Return the task of a user's own model: text if its forward takes input_ids, else by the data, else images."""
+    """Return the task of a user's own model: text if its forward has input_ids, else by the data, else images."""
     if "input_ids" in inspect.signature(model.forward).parameters:
         return "causal-lm"
     if (run.data or "").startswith("segmentation:"):

@@ -23,7 +23,7 @@ def start(timeout: timedelta) -> None:
 def compile_no_collectives() -> None:
     """Keep DeepSpeed from compiling its shared memory all-reduce on CPUs (45 s), which only its inference uses.
 
-    This also skips the compiler probe of every other op, which comes with the first compatibility check
+    This also skips the compiler probe of every other op, which the first compatibility check runs
     (deepspeed/comm/torch.py, inference_all_reduce; deepspeed/ops/__init__.py).
     """
     deepspeed.ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
@@ -36,13 +36,13 @@ def stop() -> None:
 
 
 def leave() -> None:
-    """Leave the group if this process is in one: a process that exits while the group's threads run may be aborted."""
+    """Leave the group if this process is in one. An exit while the group's threads run may abort the process."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def accelerator() -> Any:  # Any: in DeepSpeed's abstract class device_name() needs an argument
-    """Return DeepSpeed's interface to the kind of device that ranks train on."""
+    """Return DeepSpeed's accelerator, its interface to the kind of device that ranks train on."""
     return get_accelerator()
 
 

@@ -26,7 +26,7 @@ MOST_S = 5.0  # limit of the counted passes
 
 @dataclass(frozen=True, kw_only=True)
 class RankShares:
-    """A batch with a micro batch per rank, and the speeds behind it."""
+    """A batch with a micro batch per rank, and the measured speeds of the ranks."""
 
     batch: Batch
     samples_per_s: tuple[float, ...]  # of each rank, forward
@@ -37,10 +37,10 @@ class RankShares:
 
 
 def measured_shares(job: Job, trainer: ZeroTrainer, data: Data) -> RankShares:
-    """Return the job's batch, divided in proportion to the ranks' speeds; all ranks call this and get the same.
+    """Return the job's batch, divided in proportion to the ranks' speeds. The result is the same on all ranks.
 
-    All ranks evaluate their first micro batch at the same time, since ranks of one host share it. Weights, statistics
-    and random states stay unchanged.
+    All ranks evaluate their first micro batch at the same time, since the ranks of one host share its cores. Weights,
+    statistics and random states stay unchanged.
     """
     batch, speed = job.batch, _samples_per_s(job, trainer, data)
     speeds = torch.zeros(batch.dp, dtype=torch.float64, device=trainer.device)

@@ -1,4 +1,4 @@
-"""Resume from a checkpoint: through DeepSpeed if it can read it, else shard by shard into any layout."""
+"""Resume from a checkpoint: with DeepSpeed if it can read the files, else shard by shard into any layout."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
     """Load a checkpoint into freshly built engines; return the figures of its last step.
 
     In the same layout random states are restored too, so training continues bit for bit. DeepSpeed cannot read the
-    files in another layout, and with some settings not even in the same layout. The parameters' shards are then read
-    one by one.
+    files in another layout. With some settings it cannot read them in the same layout either. In these cases zerofit
+    reads the parameters' shards one by one.
     """
     checkpoint = Path(start.checkpoint)
     manifest = read_manifest(checkpoint) if is_own(checkpoint) else None  # None: of another program
@@ -92,10 +92,10 @@ class _RunSettings:
 def _restore_shards(
     trainer: EngineTrainer, engine: Any, tag: str, saved: FullState, progress: Callable[[str], None]
 ) -> None:
-    """Load weights, optimizer states, counters and schedule of a checkpoint of any layout into an engine.
+    """Load weights, optimizer states, counters and schedule into an engine from a checkpoint of any layout.
 
-    Each rank reads what its own partitions need, one parameter at a time. Raises UserError if the checkpoint lacks a
-    parameter or has another shape for it, or if the engine's layout is not supported.
+    Each rank reads only the data of its own partitions, one parameter at a time. Raises UserError if the checkpoint
+    lacks a parameter or has another shape for it, or if the engine's layout is not supported.
     """
     try:
         shards = list(indexed_shards(trainer, engine, tag))
@@ -132,7 +132,7 @@ def _refuse_other_model(shards: list[IndexedShard], saved: FullState) -> None:
 
 
 def _make_states(inner: Any, indexed: IndexedShard, saved: FullState) -> None:
-    """Allocate zeros for the states in the checkpoint, which optimizers would allocate at their first step."""
+    """Allocate zeros for the states in the checkpoint. An optimizer would allocate them only at its first step."""
     if indexed.shard.states_at is None:
         return
     states = inner.state[indexed.shard.master]

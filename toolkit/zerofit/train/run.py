@@ -119,7 +119,7 @@ class RankRun:
         )
 
     def _shared_out(self, job: Job) -> Job:
-        """Return the job with samples distributed by the ranks' measured speeds, if the run asks for it."""
+        """Return the job with samples distributed by the ranks' measured speeds, if the run requests it."""
         trainer, shares = self.trainer, job.start and job.start.shares
         if job.batch.limit <= job.batch.micro or shares or not isinstance(trainer, ZeroTrainer):
             return job
@@ -205,7 +205,8 @@ def _make_trainer(job: Job, coords: RankCoords, data: Data, model: nn.Module | N
 def _seed_rank(job: Job, coords: RankCoords) -> None:
     """Seed dropout differently on data parallel ranks and stages, and the same on tensor parallel ranks.
 
-    After a resume in another layout random states are seeded again: the states in the checkpoint belong to other ranks.
+    After a resume in another layout random states are seeded again, since the states in the checkpoint belong to other
+    ranks.
     """
     # Primes keep the seeds of different ranks and starts apart. Tensor parallel ranks share a seed on purpose: they
     # compute slices of the same activations and must drop the same elements.
@@ -236,12 +237,11 @@ def _result(job: Job, last: StepRecord, figures: dict[str, float], data: Data) -
 
 
 def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, scratch: Path) -> None:
-    """Write the trained model into a folder: in transformers' format, or one safetensors file for other models.
+    """Write the trained model into a folder, in transformers' format or (other models) as a safetensors file.
 
     For a model with adapters only the adapters are written, in peft's format. All ranks call this and rank 0 writes.
-    Rank 0 needs host memory for one module of a transformers model at a time, but for all of any other model.
-    `scratch`: see
-    `EngineTrainer.weights`.
+    Rank 0 needs host memory for one module of a transformers model at a time, but for the full model of any other kind.
+    `scratch`: see `EngineTrainer.weights`.
     """
     source, weights = source_of(job.run), trainer.weights(scratch)
     frozen = frozen_weights(trainer) if trainer.saves_adapters else None
@@ -283,8 +283,8 @@ def _without_shared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def check_replicas(trainer: EngineTrainer) -> None:
     """Raise RunFailed unless every parameter has the same float64 sum on all ranks that hold a replica.
 
-    Replicas get the same gradients, so a difference means that a collective or a device has failed. ZeRO-3 ranks hold
-    no replicas.
+    Replicas get the same gradients, so a difference means that a collective or a device has failed. ZeRO-3 has no
+    replicas.
     """
     if trainer.job.layout.zero_stage == 3:
         return

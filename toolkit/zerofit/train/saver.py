@@ -1,6 +1,6 @@
 """Saving a checkpoint: DeepSpeed writes files, all ranks sync them, rank 0 verifies and makes the checkpoint visible.
 
-Ranks acknowledge to rank 0 through small files in `acks/`, not through collectives. So writing can continue in the
+Ranks acknowledge to rank 0 through small files in `acks/`, not through collectives, so writing can continue in the
 background while the ranks train.
 """
 
@@ -80,10 +80,10 @@ class Saver:
                 leave_out_frozen(engine)
 
     def save(self, step: int, figures: dict[str, Any], background: bool) -> Problem | None:
-        """Save the state after `step` optimizer steps; return the problem if it failed, the same on all ranks.
+        """Save the state after `step` optimizer steps. If it fails, return the problem, which is the same on all ranks.
 
-        In the background the state is copied, then written while training continues; a failure is then an event.
-        `figures`: the last record, for the manifest.
+        `background`: copy the state and write the copy while training continues. A failure is then reported as an
+        event. `figures`: the latest metrics record, written to the manifest.
         """
         self.wait()
         save = _Save(step=step, staging=self._store.staging_path(step), figures=figures, start=time.monotonic())
@@ -140,7 +140,7 @@ class Saver:
             (staging / ACKS / f"rank-{self._rank:05}.failed").touch()
 
     def _finish(self, save: _Save, snapshot: list[tuple[Any, Path]], stalled_s: float) -> None:
-        """Finish a save after the copies are made; catch all errors, since nobody would see them in this thread."""
+        """Finish a save after the copies are made. Catch all errors, since nobody would see them in this thread."""
         try:
             self._files.write_snapshot(snapshot)
             self._write_ack(save.staging)
@@ -161,7 +161,7 @@ class Saver:
             self._failed(save, problem)
 
     def _complete(self, save: _Save) -> Problem | None:
-        """Gather all ranks' marks, write the manifest, make the checkpoint visible and prune old ones (on rank 0)."""
+        """Gather all ranks' marks, write the manifest, make the checkpoint visible, delete old ones (on rank 0)."""
         try:
             marks = self._gather(save.staging)
             shutil.rmtree(save.staging / ACKS)

@@ -1,4 +1,4 @@
-"""Index of a checkpoint's files: where this rank's stretches of the full model's parameters are in them."""
+"""Index of a checkpoint's files: the places of this rank's stretches of the full model's parameters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class IndexedShard:
 
 
 def build_index(trainer: EngineTrainer) -> dict[str, Any]:
-    """Return this rank's index of what `engine.save_checkpoint` writes, as JSON (see `checkpoint.full_state`)."""
+    """Return this rank's index of the files of `engine.save_checkpoint`, as JSON (see `checkpoint.full_state`)."""
     engines = {tag: _engine_index(trainer, engine, tag) for tag, engine in trainer.engines().items()}
     return {"world_size": dist.get_world_size(), "engines": engines}
 

@@ -28,7 +28,7 @@ _INSTRUCTIONS = {ForwardPass: "forward", BackwardPass: "backward", OptimizerStep
 class StepProfile:
     """Traces of one rank's chosen steps: one file for consecutive steps, written after the last of them.
 
-    A run that ends earlier writes the steps it has.
+    A run that ends earlier writes the steps that were profiled so far.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StepProfile:
 
 @contextmanager
 def _marked_phases(engine: Any, modules: Mapping[str, str]) -> Iterator[None]:
-    """Mark the start of each phase with the module that runs first; in a pipeline by its schedule's instructions."""
+    """Mark the start of each phase with its first module. In a pipeline the schedule's instructions start phases."""
     if hasattr(engine, "_INSTRUCTION_MAP"):
         instructions = engine._INSTRUCTION_MAP
         own = {kind: _marking(phase, modules[phase], instructions[kind]) for kind, phase in _INSTRUCTIONS.items()}

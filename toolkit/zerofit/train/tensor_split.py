@@ -1,6 +1,6 @@
 """Tensor parallelism in any process group: transformers' plan, with the layers of DeepSpeed's AutoTP.
 
-The model is split on the meta device; a rank only ever keeps its slice of each parameter.
+The model is split on the meta device, so a rank has only its slice of each parameter at any time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zerofit.models.deferred import Stored
 # Splitting on the meta device costs no memory and shows which slice of which weight each rank needs. The model is then
 # built a second time with weights, and every weight is cut to that slice as soon as it exists.
 def build_split(shape: nn.Module, group: Any, stored: Stored, make: Callable[[Stored], nn.Module]) -> nn.Module:
-    """Split `shape`, a model on the meta device, over the group, fill in weights, and return it.
+    """Split `shape`, a model on the meta device, over the group; return it with weights.
 
     `make` builds the same model with weights and keeps the slices that its argument selects.
     """

@@ -81,7 +81,7 @@ class EngineTrainer(ABC):
         return {}
 
     def extra_metrics(self) -> dict[str, Any]:
-        """Return metrics of the last step besides those that all runs record; all ranks call this."""
+        """Return metrics of the last step besides the metrics that all runs record. All ranks call this."""
         if self.job.precision != "fp16":
             return {}
         return {"loss_scale": self.engine.optimizer.loss_scale, "skipped_steps": self.engine.skipped_steps}
@@ -104,10 +104,11 @@ class EngineTrainer(ABC):
         return self.job.run.lora is not None
 
     def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full model's weights by name on rank 0, on the CPU, one module at a time; nothing elsewhere.
+        """Yield the full model's weights by name, on the CPU, one module at a time; other ranks than 0 yield nothing.
 
-        With `saves_adapters` only the adapters' weights. All ranks iterate over this together. `scratch`: a folder that
-        all ranks share, for parts in transit; the next start deletes what a killed run leaves there.
+        With `saves_adapters`, yield only the adapters' weights. All ranks iterate over this together. `scratch`: a
+        folder that all ranks share, for parts in transit; the next start deletes the files that a killed run leaves
+        there.
         """
         layout, collect, trained_only = self.job.layout, dist.get_rank() == 0, self.saves_adapters
         if layout.zero_stage < 3 and layout.tp == layout.ep == 1:
@@ -125,7 +126,7 @@ class EngineTrainer(ABC):
             self.engine.optimizer.checkpoint_event_epilogue()
 
     def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
-        """Show what the model has learned; return entries for the result. All ranks call this."""
+        """Show samples of the trained model's output; return entries for the result. All ranks call this."""
         return {}
 
     def rank_state(self) -> dict[str, Any]:
@@ -168,8 +169,8 @@ def gathered_state(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's state on the CPU if `collect`, gathered from all ranks one submodule at a time.
 
-    `names`: names in the full model, for tensors that have another name here. `trained_only`: without frozen parameters
-    and buffers. All ranks that hold a part iterate over this together.
+    `names`: names in the full model, for tensors that have another name here. `trained_only`: leave out frozen
+    parameters and buffers. All ranks that have a part of the module iterate over this together.
     """
     for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, GroupedExperts):

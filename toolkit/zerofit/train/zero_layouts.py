@@ -1,6 +1,6 @@
 """Layouts of the master weights and states of each DeepSpeed optimizer: in memory, on NVMe and in checkpoint files.
 
-From the source of DeepSpeed 0.19.8. No other module uses these attributes.
+The layouts follow the source of DeepSpeed 0.19.8. No other module uses these attributes of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Address = tuple[str, tuple[Any, ...]]  # path of a file in the checkpoint, and k
 
 
 class Unsupported(Exception):
-    """Raised if part of an engine's state is where a checkpoint cannot address it."""
+    """Raised if a checkpoint cannot address a part of an engine's state."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StateSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamShard:
-    """A stretch of one parameter that this rank's optimizer updates or, if frozen, only holds."""
+    """A stretch of one parameter that this rank's optimizer updates (or that this rank only keeps, if frozen)."""
 
     parameter: nn.Parameter
     master: Tensor  # tensor that the optimizer updates: a flat partition, or one parameter in its own shape
@@ -67,13 +67,13 @@ class ParamShard:
     numel: int
     master_at: Address
     states_at: Address | None  # of the dictionary of states by kind; None if frozen
-    replicated: bool = False  # every data parallel rank holds the same
+    replicated: bool = False  # every data parallel rank has the same stretch
     # At stages 1 and 2 Muon's momentum is not cut at partition bounds: offset and length of the full parameter in it.
     uncut: tuple[int, int] | None = None
     on_nvme: dict[int, str] = field(default_factory=dict)  # files of the tensors on NVMe, by id of the tensor
 
     def slots(self, states: dict[str, Any]) -> dict[str, StateSlot]:
-        """Return the slots by kind; `states` are the optimizer's for `master`. Raises Unsupported for other shapes."""
+        """Return the slots by kind. `states`: the optimizer's for `master`. Raises Unsupported for other shapes."""
         slots = {MASTER: self._slot(self.master, self.master_at)}
         for kind, tensor in states.items():
             if not isinstance(tensor, Tensor) or kind == "step" or self.states_at is None:
@@ -136,7 +136,7 @@ def inner_optimizer(engine: Any) -> Any:
 def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
     """Return the states of a master by kind; {} for optimizers that keep numbers per block, row or column.
 
-    Those are only in the engine's own files, for the layout that wrote them (checkpoint/compatible.py).
+    Such numbers are only in the engine's own files, for the layout that wrote them (checkpoint/compatible.py).
     """
     inner = inner_optimizer(engine)
     entry = of_json(type(inner).__name__)
@@ -144,7 +144,7 @@ def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
 
 
 def local_shards(engine: Any, tag: str, frozen: bool = True) -> list[ParamShard]:
-    """Return all shards of this rank, or only the trained ones; `tag` is the folder of the engine's files.
+    """Return the shards of this rank (`frozen`: also of frozen weights). `tag`: the folder of the engine's files.
 
     Raises Unsupported if their layout is unknown.
     """
@@ -228,7 +228,7 @@ def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _zero3(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards of stage 3: equal parts of each parameter, the last one padded, flat in a rank's sub groups."""
+    """Yield shards of stage 3: equal parts of each parameter (the last is padded), flat in a rank's sub groups."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     if optimizer.offload_optimizer and optimizer.partial_offload < 1:
         raise Unsupported("offload_optimizer.ratio below 1 keeps states in an optimizer that DeepSpeed does not save")
@@ -268,7 +268,7 @@ def frozen_shards(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _alone(parameter: nn.Parameter, master: Tensor, master_at: Address, states_at: Address | None) -> ParamShard:
-    """Return the shard of a parameter with a master tensor of its own, the same on every data parallel rank."""
+    """Return the shard of a parameter that has its own master tensor, the same on every data parallel rank."""
     return ParamShard(
         parameter=parameter,
         master=master,
@@ -370,7 +370,7 @@ def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:
 
 @contextmanager
 def in_memory(engine: Any, master: Tensor) -> Iterator[None]:
-    """Bring a master and its states from NVMe into memory to be written, and swap them out afterwards."""
+    """Read a master and its states from NVMe into memory within the block, and write them back afterwards."""
     optimizer = engine.optimizer
     groups = optimizer.fp32_partitioned_groups_flat if getattr(optimizer, "swap_optimizer", False) else []
     sub_group = next((i for i, flat in enumerate(groups) if flat is master), None)

@@ -1,1 +1,1 @@
-"""Find the fastest configuration that fits by measuring a few: learn from trials, and choose the next one."""
+"""Find the fastest configuration that fits with few measurements: each trial helps to choose the next trial."""

@@ -1,6 +1,6 @@
-"""Decide what to measure next, what may have been missed, and the result.
+"""Choose the next configuration to measure, estimate the gain that may have been missed, and return the result.
 
-It uses neither a clock nor processes, so a search can be replayed.
+This module uses neither a clock nor processes, so a search can be replayed.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Search:
     trials: list[Trial] = field(default_factory=list)
 
     def next(self) -> Candidate | None:
-        """Return the candidate whose trial has the highest expected gain; None if none is worth one.
+        """Return the candidate whose trial has the highest expected gain; None if no candidate is worth a trial.
 
-        Before the first measurement, it is the simplest of those with the best forecasts.
+        Before the first measurement, this is the simplest of the candidates with the best forecasts.
         """
         open_ones = self._open()
         if not open_ones:
@@ -131,7 +131,7 @@ class Search:
         return {candidate.key: candidate for candidate in self.candidates}
 
     def _open(self) -> list[Candidate]:
-        """Return untried candidates, without those larger than one that did not fit and families that keep failing."""
+        """Return untried candidates, except failing families and candidates larger than one that did not fit."""
         tried, by_key = {trial.key for trial in self.trials}, self._by_key()
         failed = [(by_key[t.key], t.status) for t in self.trials if t.key in by_key and t.status != "ok"]
         too_large = min((c.peak_bytes for c, status in failed if status in NO_ROOM), default=math.inf)
@@ -146,8 +146,9 @@ class Search:
 def expected_gain(mean: float, deviation: float, best_s: float) -> float:
     """Return the expected improvement, relative to the best step time, if the step time's logarithm is normal.
 
-    E[max(0, 1 - t / best)] for ln t ~ N(mean, deviation^2): Jones, Schonlau, Welch, "Efficient Global Optimization of
-    Expensive Black-Box Functions" (1998), for the logarithm.
+    This is E[max(0, 1 - t / best)] for ln t ~ N(mean, deviation^2), the expected improvement of Jones, Schonlau and
+    Welch, "Efficient Global Optimization of Expensive Black-Box Functions" (1998), applied to the logarithm of the step
+    time.
     """
     edge = (math.log(best_s) - mean) / deviation
     share_below = NormalDist().cdf
@@ -220,17 +221,17 @@ class TuneResult:
 
     @property
     def step_s(self) -> float:
-        """Measured seconds of its optimizer step."""
+        """Measured seconds of an optimizer step with the fastest layout."""
         return self.measured.step_s
 
     @property
     def samples_per_s(self) -> float:
-        """Its samples per second."""
+        """Samples per second of the fastest layout."""
         return 1 / self.measured.sample_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Its tokens per second; None for images."""
+        """Tokens per second of the fastest layout; None for images."""
         return self.seq_len / self.measured.sample_s if self.seq_len else None
 
     def to_dict(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """A text that identifies the configuration, for matching trials."""
+        """A text that identifies the configuration, to match trials with candidates."""
         values = {**asdict(self.layout), "compiled": self.compiled}
         return " ".join(f"{name}={value}" for name, value in values.items())
 

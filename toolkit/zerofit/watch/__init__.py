@@ -1,1 +1,1 @@
-"""Supervision of running ranks: a guard per rank, one watch over all of them, and the verdict on failures."""
+"""Supervision of running ranks: a guard per rank, one watch over all guards, and the verdict on failures."""

@@ -1,4 +1,4 @@
-"""A launcher's process other than the first: it waits, then becomes its rank's guard."""
+"""Any process of a launcher except the first: it waits, then becomes the guard of its rank."""
 
 from __future__ import annotations
 

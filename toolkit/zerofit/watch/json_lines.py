@@ -23,7 +23,7 @@ class JsonLineSocket:
     """A connection that sends and receives JSON objects, one a line, without waiting for the other side."""
 
     def __init__(self, connection: socket.socket, timeout_s: float):
-        """Take over a connection; it is lost if the other side's kernel does not answer for `timeout_s` seconds."""
+        """Use a connection. It counts as lost if the other side's kernel does not answer for `timeout_s` seconds."""
         self.socket, self.longest = connection, LONGEST  # limit of the next line
         connection.setblocking(False)
         if connection.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):

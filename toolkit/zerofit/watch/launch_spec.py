@@ -1,6 +1,6 @@
-"""The launch spec: a file in the run folder from which each rank's guard reads what to start and where to report.
+"""The launch spec: a file in the run folder that tells each rank's guard how to start the rank and where to report.
 
-So no user text goes through a shell.
+With a file, no text of the user passes through a shell.
 """
 
 from __future__ import annotations

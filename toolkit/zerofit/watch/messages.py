@@ -85,7 +85,7 @@ class Ended(_Exact):
 
 
 class Stacks(_Exact):
-    """Report that the requested stack traces were written: the method, or the reason why not."""
+    """The answer to a request for stack traces: the method that wrote them, or the reason of failure."""
 
     stacks: str
 

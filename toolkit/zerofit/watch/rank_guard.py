@@ -1,6 +1,6 @@
-"""The guard of each rank: starts it, reports its heartbeats to the command, and kills it when told to or cut off.
+"""The guard process of a rank. It starts the rank and reports its heartbeats to the command.
 
-It stays light: no torch, no pydantic.
+It kills the rank on request, or if the connection to the command breaks. It imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RankGuard:
     def __init__(
         self, spec: LaunchSpec, rank: int, process: subprocess.Popen[bytes], heartbeat: int, *, joined: bool = False
     ):
-        """Guard a rank's process; `joined`: exit after the command, with the exit code that it sends."""
+        """Guard a rank's process. `joined`: exit after the command, with the exit code that the command sends."""
         self._spec, self._rank, self._process, self._joined = spec, rank, process, joined
         self._stacks = Path(spec.folder, "logs", f"rank-{rank}.stacks.txt")
         self._host = spec.hosts[rank]
@@ -96,9 +96,9 @@ class RankGuard:
         leave_group(rank_group(self._spec.run_id, self._rank))
 
     def _exit_code_from(self, connection: JsonLineSocket, code: int) -> int:
-        """Return the exit code that the command sends when it has ended, else `code`.
+        """Return the exit code that the command sends at its end; `code` if it sends none.
 
-        If this process failed first, the launcher would kill the command before it has shown its verdict.
+        If this process failed first, the launcher would kill the command before the command has shown its verdict.
         """
         with selectors.DefaultSelector() as selector, suppress(ConnectionLost):
             connection.send({"ended": self._process.poll() or 0, "last": self._last, "failure": self._failure})
@@ -181,7 +181,7 @@ class RankGuard:
         return order.get("do") == "kill"
 
     def _report_end(self, code: int, connection: JsonLineSocket) -> int:
-        """Report how the rank ended. After a failure wait until told to exit.
+        """Report how the rank ended. After a failure wait until the command requests the exit.
 
         Otherwise the launcher would kill the other ranks before they report.
         """
@@ -233,7 +233,7 @@ def main() -> None:
 
 
 def _reserve(spec: LaunchSpec, rank: int) -> None:
-    """Reserve memory for the ranks of this host, of which `rank` is the first, unless the command has."""
+    """Reserve memory for the ranks of this host, unless the command has done so. `rank`: the first rank of the host."""
     folder, ranks = Path(spec.folder), spec.hosts.count(spec.hosts[rank])
     forecast = read_forecast(folder)
     if forecast and not is_reserved(folder):
@@ -280,7 +280,7 @@ def dump_stacks(pid: int, path: Path) -> str:
 
 
 def _environment(spec: LaunchSpec, rank: int, local_rank: int) -> dict[str, str]:
-    """Return the rank's environment: the host's, what the command forwards, and the rank's place."""
+    """Return the rank's environment: the host's variables, the command's variables, and the rank's coordinates."""
     local_size = spec.hosts.count(spec.hosts[rank])
     interface = spec.interfaces.get(spec.hosts[rank])
     if interface is None and len(set(spec.hosts)) > 1:

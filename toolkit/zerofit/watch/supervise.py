@@ -1,4 +1,4 @@
-"""Supervision of one start of a run: a server that receives heartbeats of all ranks and sends them commands."""
+"""Supervision of one start of a run: a server that receives heartbeats of all ranks and sends commands to them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Watch:
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
+        """The port on which the server listens."""
         return self._listener.getsockname()[1]
 
     def expect(self, spec: LaunchSpec) -> None:
@@ -111,7 +111,7 @@ class Watch:
         self._until(lambda: ranks <= self._stacks, STACKS_S)
 
     def stop(self) -> bool:
-        """Kill all ranks; return whether all reachable guards have done so."""
+        """Kill all ranks. Return whether all reachable guards have killed their ranks."""
         in_reach = {state.rank for state in self._in_reach()}
         self.send_all({"do": "kill"})
         self._until(lambda: not in_reach & self._at_work(), STACKS_S)
@@ -139,7 +139,7 @@ class Watch:
         return f"{worst.name} quiet for {_quiet_s(worst, now):.0f} s ({worst.where})"
 
     def _in_reach(self) -> list[RankState]:
-        """Return the ranks with a recent report; others get commands too, but nothing waits for them."""
+        """Return the ranks with a recent report. Other ranks get commands too, but nothing waits for their answers."""
         now = time.monotonic()
         return [self.states[rank] for rank in self._known.values() if now - self.states[rank].heard < IN_REACH_S]
 

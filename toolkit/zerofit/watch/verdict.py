@@ -1,4 +1,4 @@
-"""The verdict on a run from its ranks' last reports; the only module that decides what is wrong."""
+"""The verdict on a run from its ranks' last reports. Only this module decides the cause of a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerofit.spec.errors import Problem
 
 COMING_S = 180.0  # limit for a guard to report, with slow ssh, Python and cold file systems
 PATIENT = 10  # multiple of the timeout for work that may be silent for long
-USUAL = 3  # multiple of the longest pause so far after which a rank went on
+USUAL = 3  # multiple of the longest pause after which a rank continued
 DISK_S = 1800.0  # writing a large file to a slow disk shows no other activity
 STOPPED_STATES = ("stopped", "tracing-stop")
 BUSY_CPU = 0.05  # cores
@@ -27,7 +27,7 @@ BUSY_CPU = 0.05  # cores
 #   rank silent              stopped (SIGSTOP), or C++ code holds the interpreter lock; disks get more time
 #   no rank advances         a hang, if all ranks stand still for longer than their longest pause so far
 #
-# In a hang the ranks outside the others' collective are its cause: those inside wait for them.
+# Ranks outside the others' collective cause a hang, since the ranks inside wait for them.
 
 
 @dataclass
@@ -103,7 +103,7 @@ def _killed(states: Sequence[RankState], now: float) -> FailureVerdict | None:
 
 
 def _ended(states: Sequence[RankState], now: float) -> FailureVerdict | None:
-    """Find ranks that exited by themselves, including those that only lost a peer."""
+    """Find ranks that exited by themselves, including ranks that only lost a peer."""
     failed = [s for s in states if s.ended]
     if not failed:
         return None
@@ -147,7 +147,7 @@ def _unheard(states: Sequence[RankState], now: float, timeout_s: float, coming_s
 
 
 def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
-    """Find ranks that are silent to a working guard."""
+    """Find ranks that send no heartbeat although their guard works."""
     for state in states:
         seconds = state.beat.get("silent_s", 0.0)
         if state.ended is not None or seconds <= timeout_s:
@@ -156,7 +156,9 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
         limit = DISK_S if disk else timeout_s * PATIENT if state.busy or not state.beat.get("training") else timeout_s
         if state.beat.get("state") in STOPPED_STATES:
             message = f"{state.name} has been stopped for {seconds:.0f} s (SIGSTOP, or a debugger), in {state.where}"
-            return _verdict("rank-stopped", message, "continue it with kill -CONT, or exit the debugger", [state], now)
+            return _verdict(
+                "rank-stopped", message, "continue the process with kill -CONT, or exit the debugger", [state], now
+            )
         if seconds > limit:
             message = f"{state.name} has sent no heartbeat for {seconds:.0f} s, in {state.where}"
             hint = "C++ code holds Python's interpreter lock, or waits for a disk: see its stack traces"
@@ -165,7 +167,7 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
 
 
 def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
-    """Find a hang: all ranks are alive and none makes progress; ranks outside the others' collective cause it."""
+    """Find a hang: all ranks are alive, but no rank makes progress. Ranks outside the others' collective cause it."""
     alive = [s for s in states if s.ended is None]
     if not alive or any("still_s" not in s.beat for s in alive):
         return None
@@ -195,7 +197,7 @@ def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> Fai
 def _lossy(
     lossy: Sequence[RankState], alive: Sequence[RankState], now: float, timeout_s: float
 ) -> FailureVerdict | None:
-    """Give ranks on a lossy network more time than ranks that wait for nothing."""
+    """Give ranks on a network that loses packets more time than other ranks."""
     seconds = min(s.beat["still_s"] for s in alive)
     if seconds <= timeout_s * PATIENT:
         return None

@@ -1,4 +1,4 @@
-"""Train with Accelerate: the loop is the same as for one device; `prepare` and `backward` do the rest."""
+"""Train with Accelerate: `prepare` and `backward` turn the loop for one device into data parallel training."""
 
 from typing import cast
 

@@ -1,4 +1,4 @@
-"""Train data parallel with a hand-written all-reduce by halving: a ring's bytes in a tree's rounds."""
+"""Train data parallel with a hand-written all-reduce by halving: as few bytes as a ring, as few rounds as a tree."""
 
 from torch import Tensor
 

@@ -16,7 +16,7 @@ def train(work: BenchmarkTask):
 def ring(vector: Tensor, rank: int, ranks: int) -> None:
     """Send N parts to the right and add them up until each is complete on a rank.
 
-    Then send them round: 2 (N - 1) rounds.
+    Then send the complete parts around the ring. In total there are 2 (N - 1) rounds.
     """
     parts, left, right = vector.tensor_split(ranks), (rank - 1) % ranks, (rank + 1) % ranks
     # In round t rank r sends part r - t and adds what arrives to part r - t - 1. After N - 1 rounds part r + 1 is
@@ -30,7 +30,7 @@ def ring(vector: Tensor, rank: int, ranks: int) -> None:
 
 
 def exchanged(tensor: Tensor, to: int, like: Tensor, source: int) -> Tensor:
-    """Send a tensor to one rank while receiving one of `like`'s shape from another."""
+    """Send a tensor to one rank while receiving a tensor of `like`'s shape from another rank."""
     arrived = torch.empty_like(like)
     both = [dist.P2POp(dist.isend, tensor, to), dist.P2POp(dist.irecv, arrived, source)]
     for request in dist.batch_isend_irecv(both):

@@ -7,7 +7,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, state_on
 
 
 def train(work: BenchmarkTask, fp16: bool = False):
-    """Train in bf16, whose exponent range needs no scaler, or in fp16, where small gradients need one.
+    """Train in bf16, whose exponent range needs no scaler, or in fp16 with a scaler for small gradients.
 
     torch supports both on a CPU, too; without hardware support they are emulated and slow.
     """

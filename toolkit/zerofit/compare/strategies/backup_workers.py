@@ -1,6 +1,6 @@
-"""Train with backup workers: a synchronous parameter server steps on enough gradients, and drops late ones.
+"""Train with backup workers: a synchronous parameter server steps on enough gradients, and drops late gradients.
 
-Chen, Pan, Monga, Bengio and Jozefowicz (2016): no gradient is stale, and the slowest workers' work is lost.
+Chen, Pan, Monga, Bengio and Jozefowicz (2016). No gradient is stale, but the work of the slowest workers is lost.
 """
 
 import torch
@@ -13,7 +13,7 @@ from zerofit.compare.strategies.parameter_server_async import push_and_pull, run
 
 
 def train(work: BenchmarkTask, spare: int):
-    """Run a server, or one of its workers; the server does not wait for `spare` of them, which skip steps if late."""
+    """Run a server, or one of its workers. The server does not wait for the `spare` slowest workers of a step."""
     dist.init_process_group("gloo")
     server = dist.get_world_size() - 1
     if dist.get_rank() == server:

@@ -9,7 +9,7 @@ fail (torch.nn.parallel.replicate: 'Expected a non cpu device'); the row `thread
 
 
 def train(work: BenchmarkTask):
-    """Train as on one device, with one more line."""
+    """Train as on one device, with one more line of code."""
     if len(work.devices) < 2:
         raise NotHereError(" ".join(NEEDS.split()))
     # each forward copies the weights to all devices and the outputs back, hence the memory of the first device

@@ -10,7 +10,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, tied
 
 
 def train(work: BenchmarkTask):
-    """Shard layers first, then the rest of the model; shard it as a whole if layers share parameters."""
+    """Shard layers first, then the other parameters. If layers share parameters, shard the complete model at once."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(work.device.type, (ranks,))

@@ -1,6 +1,6 @@
 """Train naive model parallel: each rank keeps some layers; activations go to the next rank, gradients come back.
 
-The full batch passes through, so at any moment one rank works and the others wait: this saves memory, not time.
+The full batch passes through, so at any moment one rank works and the others wait. This saves memory, but no time.
 """
 
 import torch.distributed as dist

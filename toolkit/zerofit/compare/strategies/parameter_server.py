@@ -1,6 +1,6 @@
-"""Train with a synchronous parameter server: workers push gradients, it steps, they pull weights.
+"""Train with a synchronous parameter server: workers push gradients, the server steps, workers pull weights.
 
-The last process is the server. All traffic goes through it, the bottleneck that all-reduce avoids.
+The last process is the server. All traffic goes through the server. All-reduce avoids this bottleneck.
 """
 
 import torch

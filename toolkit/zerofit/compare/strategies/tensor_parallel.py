@@ -10,7 +10,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, tied
 
 
 def train(work: BenchmarkTask):
-    """Gather outputs after each layer; all ranks compute the rest of the model."""
+    """Gather outputs after each linear layer. Each rank computes all other layers."""
     dist.init_process_group(work.backend)
     model, mesh = work.model(), init_device_mesh(work.device.type, (dist.get_world_size(),))
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -29,5 +29,5 @@ def train(work: BenchmarkTask):
 
 
 def full(tensor):
-    """Return all columns, gathered if they are divided."""
+    """Return all columns of a tensor; gather them if they are divided."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

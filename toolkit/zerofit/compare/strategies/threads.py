@@ -1,4 +1,4 @@
-"""Train data parallel in threads of one process, written by hand: torch.nn.DataParallel, but also on CPU cores.
+"""Train data parallel in threads of one process, written by hand: like torch.nn.DataParallel, but for CPU cores.
 
 torch releases the interpreter's lock while it computes, so kernels of threads run in parallel. Python code between
 kernels does not.
@@ -17,7 +17,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, state_on
 def train(work: BenchmarkTask):
     """Train a replica per thread, each on its share.
 
-    The first one sums gradients, steps, and copies out its weights.
+    The first replica sums gradients, steps, and copies its weights to the other replicas.
     """
     if work.device.type != "cpu":
         raise NotHereError("it is for the cores of a CPU; on GPUs torch.nn.DataParallel does the same")

@@ -1,4 +1,4 @@
-"""Train with DeepSpeed: optimizer states (stage 1), gradients (2) and parameters (3) divided, or states on the host."""
+"""Train with DeepSpeed: divide optimizer states (stage 1), gradients (2) and parameters (3), or offload states."""
 
 import deepspeed
 import torch.distributed as dist

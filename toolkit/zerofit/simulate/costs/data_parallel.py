@@ -1,8 +1,8 @@
-"""Simulate torch.nn.DataParallel on several GPUs: the memory of each, and the bytes they copy to each other.
+"""Simulate torch.nn.DataParallel on several GPUs: the memory of each GPU, and the bytes copied between GPUs.
 
 torch's own code runs on fakes (torch/nn/parallel/data_parallel.py, replicate.py, _functions.py, comm.py). C++ sees one
-device; Python sees the device that a tensor would have, and an op runs on the device of its inputs. zerofit replaces
-only the copies between devices (torch/csrc/cuda/comm.cpp) and the threads, which run one after the other here.
+device. Python sees the device that a tensor would have, and an op runs on the device of its inputs. zerofit replaces
+only the copies between devices (torch/csrc/cuda/comm.cpp) and the threads. Here the threads run one after the other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DataParallelCosts:
 # In every step DataParallel copies the model to each GPU, splits the batch, and adds up all gradients on the first GPU.
 # So the first GPU has the optimizer, all outputs and the highest peak.
 class DeviceMemory(TorchDispatchMode):
-    """Track live and peak bytes of each device. An op's outputs are where its inputs are, or on the first device."""
+    """Track live and peak bytes of each device. An op's outputs are on the device of its inputs, else on the first."""
 
     def __init__(self, devices: int):
         super().__init__()
@@ -58,7 +58,7 @@ class DeviceMemory(TorchDispatchMode):
         return self._places.get(tensor.untyped_storage()._cdata, 0)
 
     def copy(self, tensor: Tensor, device: int) -> Tensor:
-        """Return a copy of a tensor on a device, or the tensor itself if it is there."""
+        """Return a copy of a tensor on a device, or the tensor itself if it is already on that device."""
         source = self.device_of(tensor)
         if source == device:
             return tensor
@@ -77,7 +77,7 @@ class DeviceMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: OpArguments = (), kwargs: OpKeywords | None = None
     ) -> OpOutput:
-        """Run the op and record what it allocated."""
+        """Run the op and record its allocations."""
         self.is_inside = True
         try:
             out = func(*args, **(kwargs or {}))

@@ -32,7 +32,7 @@ class KernelCall:
 
 
 def call_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> KernelCall:
-    """Return what a call of an op computes and moves."""
+    """Return the kernel call for a call of an op: its shape, FLOPs and bytes."""
     name = func._overloadpacket.__name__
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     first = tensors[0] if tensors else out
@@ -101,10 +101,10 @@ def _written(func: OpOverload, args: OpArguments, out: OpOutput) -> list[Tensor]
 
 
 def _moved_bytes(kind: KernelKind, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Count each tensor once, and expanded tensors as stored, except where an op is known to read less or more.
+    """Count the bytes that an op reads and writes: each tensor once, and expanded tensors as stored.
 
-    An embedding reads only the rows that it writes. Batch norm reads activations twice, for the statistics and to
-    normalise them, in forward and backward (ATen/native/cuda/Normalization.cuh).
+    There are two exceptions. An embedding reads only the rows that it writes. Batch norm reads activations twice in
+    forward and in backward, first for the statistics and then to normalise them (ATen/native/cuda/Normalization.cuh).
     """
     written = sum(map(_stored_bytes, outputs))
     if name == "embedding":
@@ -151,7 +151,8 @@ def kernels_of(
 ) -> tuple[Kernel, ...]:
     """Return the kernels of a section from its calls at two micro batches; `line` fits a line through two values.
 
-    Kernels of equal kind and shape become one entry. If the micro batches ran different kernels, each kind becomes one.
+    Kernels of equal kind and shape become one entry. If the two micro batches ran different kernels, all kernels of one
+    kind become one entry.
     """
     made: dict[tuple, tuple[list[KernelCall], list[KernelCall]]] = {}
     alike = [call.kind for call in few] == [call.kind for call in more]

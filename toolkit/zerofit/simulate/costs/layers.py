@@ -1,6 +1,6 @@
 """Turn two recorded steps of different micro batches into layers, whose costs are linear in the micro batch.
 
-A step is recorded on the meta device: what each unit's forward and backward allocates, computes and moves.
+A step is recorded on the meta device, with the memory, FLOPs and traffic of each unit's forward and backward.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class GradientSegment:
 class ProfileRecorder(TorchDispatchMode):
     """Follow every storage from its allocation to its release.
 
-    `mark` starts a section for the following ops. Complete gradients of parameters are no longer counted (`watch`):
-    the engine decides where they are kept.
+    `mark` starts a section for the following ops. Once a parameter's gradient is complete, it is not counted any more
+    (`watch`), since the engine decides where it is kept.
     """
 
     def __init__(self, model: nn.Module, scratch: Scratch) -> None:
@@ -125,7 +125,7 @@ class ProfileRecorder(TorchDispatchMode):
         self.exchanged[self.segments[-1].key] += sent
 
     def keeping_on_host(self, pin_memory: bool) -> saved_tensors_hooks:
-        """Return a replacement for torch's `save_on_cpu`: saved tensors are freed, and allocated again in backward."""
+        """Return a replacement for torch's `save_on_cpu`. Saved tensors are freed, and allocated again in backward."""
 
         def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
             self.on_host[self.segments[-1].key[1]] += tensor.nbytes
@@ -197,7 +197,7 @@ class ProfileRecorder(TorchDispatchMode):
 
 @cache
 def is_kernel(func: OpOverload) -> bool:
-    """Return whether an op launches a kernel: views and bare allocations do not."""
+    """Return whether an op launches a kernel. Views and allocations without values launch none."""
     alias = next((r.alias_info for r in func._schema.returns), None)
     view = alias is not None and not alias.is_write
     return not view and func._overloadpacket.__name__ not in _FREE
@@ -238,7 +238,8 @@ def _factors(parameter: Tensor) -> int:
 def _parameters_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> list[int]:
     """Return the indices in model.parameters() of parameters whose gradients complete in a unit's backward.
 
-    Matrices come first, each kind in the model's order. Trained parameters without a gradient go to the first unit.
+    Matrices come before vectors, both in the model's order. Trained parameters without a gradient belong to the first
+    unit.
     """
     units = {s.parameter: s.key[1] for s in recorder.segments if s.parameter is not None}
     every = list(model.parameters())
@@ -247,7 +248,7 @@ def _parameters_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> li
 
 
 def _frozen_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> tuple[list[int], list[int]]:
-    """Return the indices in model.parameters() of a unit's frozen parameters and of its quantised ones."""
+    """Return the indices in model.parameters() of a unit's frozen and quantised parameters."""
     every = list(model.parameters())
     still = [n for n, p in enumerate(every) if not p.requires_grad and recorder.readers.get(n, 0) == unit]
     plain, bits = ([n for n in still if (source_of_bits(every[n]) is None) is plain] for plain in (True, False))
@@ -255,7 +256,7 @@ def _frozen_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> tuple[
 
 
 def _calls(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> tuple[ModuleCall, ...]:
-    """Return the module calls of a unit's forward, with parameters by their place in this layer or in others."""
+    """Return the module calls of a unit's forward. Parameters are given by their places in this or another layer."""
     layers = [n for n, one in enumerate(subject.units) if one.count]
     found: dict[int, tuple[int, int]] = {}  # index in model.parameters() -> unit, place in its layer
     for one in {*layers, unit}:
@@ -276,7 +277,7 @@ def _calls(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> tuple[
 # Memory in forward and backward is the maximum over many moments. Each moment has its own line. Only lines that are
 # the maximum at some b are stored (`envelope`), so a profile stays small and the maximum stays exact.
 def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int) -> LayerCost:
-    """Return the costs of a unit; each quantity is a line through its values at MICRO_BATCHES."""
+    """Return the costs of a unit. Each quantity is a line through its values at the two MICRO_BATCHES."""
     forwards, backwards = (
         [[segment for segment in r.segments if segment.key == (phase, unit)] for r in recorders]
         for phase in ("forward", "backward")
@@ -336,7 +337,7 @@ def _line(values: Sequence[float]) -> Linear:
 
 
 def _lines(pair: tuple[GradientSegment, GradientSegment], bases: tuple[int, int]) -> list[Linear]:
-    """Return a line for each op if both micro batches ran the same ops, otherwise one for the segment's peak."""
+    """Return a line for each op if both micro batches ran the same ops, otherwise one line for the segment's peak."""
     live = [segment.live for segment in pair]
     if len(live[0]) != len(live[1]):
         live = [[max(one, default=base)] for one, base in zip(live, bases, strict=True)]
@@ -359,7 +360,7 @@ def _kernels(recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int, phas
 
 
 def _buffers_bytes(model: nn.Module, mine: set[int], rest: bool) -> int:
-    """Return the bytes of buffers in modules with these parameters; `rest`: also in modules without parameters."""
+    """Return the bytes of buffers in modules with these parameters. `rest`: include modules without parameters."""
     total = 0
     for module in model.modules():
         parameters = [id(p) for p in module.parameters(recurse=False)]

@@ -54,8 +54,8 @@ def profile_model(
 ) -> Profile:
     """Return the layers of a model and their costs on these inputs; `device` is "cpu" or "cuda".
 
-    Bytes are those of a rank with the full model. Only a few of many equal layers are traced, unless parameters would
-    then be missed. Raises ModelError if a model has no tensor or sequence parallel form, or cannot run on the meta
+    Bytes are for a rank with the full model. Of many equal layers only a few are traced, unless the trace would then
+    miss parameters. Raises ModelError if a model has no tensor or sequence parallel form, or cannot run on the meta
     device (the message names the op).
     """
     wanted = list(dict.fromkeys(settings))
@@ -119,7 +119,7 @@ def _traced(
 
 
 def _differs_at_zero3(model: nn.Module, one: TraceSetting) -> bool:
-    """Return whether a step under ZeRO-3 needs other memory than with full parameters.
+    """Return whether the memory of a step under ZeRO-3 differs in more than the parameters from other steps.
 
     DeepSpeed's linear layer keeps its input even if the weight is frozen; torch's layer does not
     (runtime/zero/linear.py).
@@ -131,8 +131,8 @@ def _differs_at_zero3(model: nn.Module, one: TraceSetting) -> bool:
 def _whole(costs: list[LayerCost], subject: TracedModel) -> tuple[LayerCost, ...]:
     """Return the costs of the units that are layers.
 
-    With activations in host memory the model still holds the first block's input. These extra bytes are added to the
-    layer before it.
+    With activations in host memory the model still keeps the first block's input. These extra bytes are added to the
+    layer before the first block.
     """
     found: list[LayerCost] = []
     for cost, after, unit in zip(costs, [*costs[1:], costs[-1]], subject.units, strict=True):
@@ -244,9 +244,10 @@ def _stand_ins(recorder: ProfileRecorder, device: str) -> Iterator[None]:
 
 
 def _batch(inputs: Inputs, count: int, one: TraceSetting, device: str) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return the batch, and other tensors that live through the step (train/engines.py, to_device).
+    """Return the batch, and other tensors that are alive during the entire step (train/engines.py, to_device).
 
-    Images arrive in float32. On the CPU, where host and device are one, they stay alive with the cast copies.
+    Images arrive in float32. On the CPU, where host and device are one, both the images and their cast copies stay
+    alive.
     """
     if isinstance(inputs, TextInputs):
         inputs = replace(inputs, seq_len=inputs.seq_len // one.sp)

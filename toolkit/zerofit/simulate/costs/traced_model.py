@@ -1,6 +1,7 @@
 """Build the model for a trace: a few of its equal blocks, as one rank's shard, divided into units.
 
-A rank's shard of a transformers model is the same as DeepSpeed's AutoTP makes it (deepspeed/module_inject/auto_tp.py).
+A rank's shard of a transformers model equals the shard that DeepSpeed's AutoTP makes
+(deepspeed/module_inject/auto_tp.py).
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ def make_subject(
     args: dict[str, Any],
     setting: TraceSetting,
 ) -> TracedModel:
-    """Return the model as a rank has it: parameters in the setting's type, buffers as built.
+    """Return one rank's model: parameters in the setting's type, buffers in the type in which they are built.
 
-    Raises ModelError if it has no tensor or expert parallel form.
+    Raises ModelError if the model has no tensor or expert parallel form.
     """
     config = make_config(source, inputs, args) if source.family == "transformers" else None
     equal = {} if setting.whole else equal_layers(source, inputs, args)
@@ -105,8 +106,8 @@ def make_subject(
 def cast_by_zero3(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the modules and names of float buffers that ZeRO-3 casts to the lower type, e.g. BART's bias of logits.
 
-    transformers partitions a model while it is built, and zero.Init casts all that its constructor makes. Exceptions
-    are rotary frequencies (models/hf.py) and norms' statistics (train/build.py).
+    transformers partitions a model while it is built, and zero.Init casts all tensors that the constructor makes.
+    Exceptions are rotary frequencies (models/hf.py) and norms' statistics (train/build.py).
     """
     if not hasattr(model, "config") or is_denoiser(model):
         return []

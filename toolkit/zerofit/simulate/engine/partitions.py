@@ -1,8 +1,8 @@
-"""Find the data parallel rank with the highest peak at ZeRO 1 and 2, by replaying one rank's training for all.
+"""Find the data parallel rank with the highest peak at ZeRO 1 and 2, by replaying one rank's training.
 
-Ranks differ only in the gradients they keep. A rank keeps the gradients of parameters that overlap its partition, from
-the moment the first gradient is reduced. The last layers come first, while activations are still alive. Line numbers
-refer to DeepSpeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py.
+Ranks differ only in the gradients that they keep. A rank keeps the gradients of parameters that overlap its partition,
+from the moment when the first of them is reduced. Gradients of the last layers are reduced first, while activations are
+still alive. Line numbers refer to DeepSpeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class GradientLog:
     def heavier_rank(self, engines: Sequence[object], among: Sequence[int] = ()) -> int | None:
         """Return the rank with the highest peak, or None if no peak exceeds this rank's.
 
-        `among`: candidates, which do the same work as this rank; (): all ranks that share the first engine's
+        `among`: the ranks to consider, which do the same work as this rank; (): all ranks that share the first engine's
         parameters.
         """
         for engine in engines:
@@ -123,11 +123,11 @@ class _Group:
 #
 #   bytes of rank r at an event = bytes of the simulated rank at it - own(simulated rank) + own(r)
 #
-# The replay follows the recorded calls of the optimizer and follows own(r) for all ranks at once, as arrays.
-# Between two calls it takes the highest moment of the recording (`_pass`). Inside a call ranks allocate different
-# sizes, so its recorded events are skipped and replaced by a formula of DeepSpeed's code (`_change`).
+# The replay follows the recorded calls of the optimizer, and computes own(r) for all ranks at once, as arrays. Between
+# two calls it uses the highest moment of the recording (`_pass`). Inside a call ranks allocate different sizes, so its
+# recorded events are skipped and replaced by a formula of DeepSpeed's code (`_change`).
 class _Replay:
-    """Replay one rank's training for all that share its parameters. Arrays have an element for each of these ranks."""
+    """Replay one rank's training for all ranks that share its parameters; arrays have an element for each rank."""
 
     def __init__(self, optimizer: Any, ranks: Sequence[int], here: int, meter: AllocationTracker):
         self._optimizer, self._here, self._is_cpu = optimizer, here, meter.device == "cpu"
@@ -156,14 +156,14 @@ class _Replay:
         return self._most.tolist(), self._host.tolist()
 
     def _pass(self, event: int) -> None:
-        """Advance to an event; until then all ranks allocate and free the same."""
+        """Advance to an event; before it all ranks allocate and free the same bytes."""
         if event > self._at:
             most = self._alive[self._at : event].max() - self._own[self._here]
             self._most = np.maximum(self._most, most + self._own)
             self._at = event
 
     def _change(self, more: Array, momentary: Array, until: int) -> None:
-        """Allocate what differs between ranks, and skip this rank's own events up to `until`."""
+        """Allocate the bytes that differ between ranks, and skip this rank's own events up to `until`."""
         common = self._alive[self._at] - self._own[self._here]
         self._own = self._own + more
         self._most = np.maximum(self._most, common + self._own + momentary)
@@ -179,7 +179,7 @@ class _Replay:
             self._copy(call)
 
     def _copy(self, call: _Call) -> None:
-        """Copy the gradients into a buffer with room for all that the rank keeps (:2187)."""
+        """Copy the gradients into a buffer with room for all gradients that the rank keeps (:2187)."""
         optimizer = self._optimizer
         self._pass(call.reduced)
         kept, ended = self._none.copy(), self._none.copy()
@@ -214,7 +214,7 @@ class _Replay:
         self._change(made, np.maximum(momentary, lifted + self._element * filled * (count > 1)), call.end)
 
     def _offload(self, call: _Call) -> None:
-        """Send gradients to the host one by one, with a float64 copy for the norm and one in the master type."""
+        """Send gradients to the host one by one, with a float64 copy for the norm and a copy in the master type."""
         self._pass(call.reduced)
         kept, momentary = self._none.copy(), self._none.copy()
         for number in call.parameters:
@@ -232,7 +232,7 @@ class _Replay:
         return self._element * sum((group.whole for group in self._groups), start=self._none)
 
     def _end(self, call: _Call) -> None:
-        """End a micro batch: add its gradients to those of earlier ones (:1016)."""
+        """End a micro batch: add its gradients to the gradients of earlier micro batches (:1016)."""
         self._pass(call.end)
         own, self._outside = self._own - self._outside, self._none
         if self._optimizer.cpu_offload:

@@ -1,4 +1,4 @@
-"""Divide a rank's run into phases, both for real ranks under an allocator meter and for simulated ones."""
+"""Divide the run of a real or a simulated rank into phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulate one rank: the real driver and engine on fake tensors, in a process used for nothing else."""
+"""Simulate one rank: the real trainer and engine on fake tensors, in a process used for nothing else."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Ex
 
 
 def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
-    """Return a target with drawn weights instead of pickled ones, a temporary folder as NVMe, and torch's attention.
+    """Return the target with random instead of pretrained weights, a temporary folder as NVMe, and torch's attention.
 
-    Only shapes count.
+    Only shapes matter in a simulation.
     """
     job = target.job
     source = find(job.run.model)
@@ -185,9 +185,9 @@ def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
 def _part_input(driver: PipelineTrainer, inputs: Inputs, first: int) -> list[tuple[torch.Size, torch.dtype]]:
     """Return shape and type of each tensor that enters a layer, by running the layers before it on meta.
 
-    These layers are built again, since the driver's layers may share weights with layers of this stage. Decoder blocks
-    are skipped: their attention may exchange heads between ranks by now, and they keep shape and type. From the first
-    block on, the sums of routers are sent, too.
+    These layers are built again, since the trainer's layers may share weights with layers of this stage. Decoder blocks
+    are skipped, because they keep shape and type, and because their attention may already exchange heads between ranks.
+    From the first block on, the sums of routers are sent, too.
     """
     run, dtype, layout = driver.job.run, DTYPES[driver.job.precision], driver.job.layout
     with torch.device("meta"):

@@ -13,8 +13,8 @@ Sizes = Sequence[tuple[Sequence[int], torch.dtype]]  # of the tensors that arriv
 def give_input(engine: Any, sent_by: Callable[[int], tuple[Sizes, bool]]) -> None:
     """Make a pipeline's engine receive tensors of known shapes.
 
-    `sent_by` returns the shapes that a stage sends, and whether they are a tuple. DeepSpeed sends them as numbers ahead
-    of the first tensors (runtime/pipe/engine.py, `_recv_tensor_meta`). A simulated process group sends nothing, so
+    `sent_by` returns the shapes that a stage sends, and whether they are a tuple. DeepSpeed sends the shapes as numbers
+    before the first tensors (runtime/pipe/engine.py, `_recv_tensor_meta`). A simulated process group sends nothing, so
     these numbers would be zeros.
     """
 

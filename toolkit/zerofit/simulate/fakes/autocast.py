@@ -41,10 +41,10 @@ def policies() -> dict[str, str]:
 
 
 # autocast on a GPU, op by op: LOWER casts floats to the lower type, FP32 to float32, PROMOTE to the widest of the
-# inputs; FP32_DTYPE and APPEND pass a dtype instead. Casts of float32 weights are kept until autocast ends,
-# which is memory that counts.
+# inputs; FP32_DTYPE and APPEND pass a dtype instead. Casts of float32 weights are kept until autocast ends, so their
+# memory counts.
 class CastCache:
-    """Weights in the lower type, kept until the outermost autocast ends, so each weight is cast once."""
+    """Casts of weights, kept until the outermost autocast ends, so each weight is cast only once."""
 
     def __init__(self, device: str):
         self.device = device  # type of device as Python sees it
@@ -81,8 +81,8 @@ class CastCache:
 def autocast_as_cuda(name: str, device: str) -> None:
     """Make autocast on this type of device cast the same ops as CUDA's, for the rest of this process.
 
-    `name`: dispatch key of the device's autocast. The key is active for all ops, since fakes have the host's keys.
-    (torch.clear_autocast_cache)
+    `name`: dispatch key of the device's autocast. The key is active for all ops, since fake tensors have the host's
+    keys. (torch.clear_autocast_cache)
     """
     cache, key = CastCache(device), torch._C._parse_dispatch_key(name)
     assert key is not None

@@ -1,8 +1,8 @@
-"""Simulate a GPU: a device type of its own for torch, and an accelerator for DeepSpeed.
+"""Simulate a GPU: a new device type for torch, and an accelerator for DeepSpeed.
 
-Tensors on it are always fake. Its accelerator answers as DeepSpeed's CUDA accelerator does
-(accelerator/cuda_accelerator.py). DeepSpeed's C++ ops do nothing: they work in place, and all memory is
-allocated in Python.
+Tensors on the device are always fake. Its accelerator returns the same values as DeepSpeed's CUDA accelerator
+(accelerator/cuda_accelerator.py). DeepSpeed's C++ ops do nothing: they work in place, and all memory is allocated in
+Python.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class SimulatedGpu(SimulatedHost):
         return tensor.device.type == NAME
 
     def is_fp16_supported(self) -> bool:
-        """Return True: every GPU of the catalogue supports it."""
+        """Return True: every GPU of the catalogue supports fp16."""
         return True
 
     def empty_cache(self) -> None:
@@ -169,7 +169,7 @@ class SimulatedGpu(SimulatedHost):
 
 
 def fake_op(name: str, meter: AllocationTracker) -> object:
-    """Return a replacement for the module that the builder of this op (by its NAME) would load."""
+    """Return a replacement for the module that the builder of an op would load. `name`: the NAME of the builder."""
     return SimpleNamespace(aio_handle=lambda *_, **__: _AsyncHandle(meter)) if name == "async_io" else _InPlace(meter)
 
 
@@ -191,7 +191,7 @@ class _InPlace:
 
 
 class _AsyncHandle:
-    """DeepSpeed's aio_handle, as its swappers use it: sizes of written files are recorded, reads do nothing.
+    """DeepSpeed's aio_handle for its swappers. Writes record the size of the file; reads do nothing.
 
     Every request is complete when `wait` is called.
     """

@@ -1,6 +1,6 @@
-"""Patch experts on fake tensors: which expert gets a token is unknown, so each gets the same number.
+"""Patch experts on fake tensors. It is unknown which expert gets a token, so each expert gets the same number.
 
-`patches` applies these.
+`patches` applies these functions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def even_split_plan(
     ep_group: object,
     num_tokens_per_expert: Tensor | None = None,
 ) -> object:
-    """Return AutoEP's plan of what ranks send each other, and exchange the counts as it does.
+    """Return AutoEP's plan of the tokens that ranks send to each other, and exchange the counts as AutoEP does.
 
     (deepspeed/module_inject/auto_ep_layer.py, compute_split_plan)
     """

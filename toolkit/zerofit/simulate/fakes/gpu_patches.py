@@ -38,7 +38,7 @@ def tensor_constructor() -> None:
 
 
 def list_indices() -> None:
-    """Turn list indices of GPU tensors into tensors: torch's C++ code would make real ones.
+    """Turn list indices of GPU tensors into fake tensors, since torch's C++ code would make real tensors.
 
     (torch.Tensor.__getitem__)
     """
@@ -56,7 +56,7 @@ def list_indices() -> None:
 
 
 def constants() -> None:
-    """Forget a small CPU tensor's value when it is copied to the device, where no kernel could compute with the value.
+    """Forget a small CPU tensor's value when it is copied to the device, since no kernel there can compute with it.
 
     (FakeTensorMode._dispatch_impl, which computes with the known values of fake tensors)
     """
@@ -80,7 +80,7 @@ def constants() -> None:
 
 
 def gpu_ops() -> None:
-    """Load ops that only GPUs have, such as FusedLion's, on a machine without one. (deepspeed.ops.op_builder.cpu)"""
+    """Load ops that only GPUs have, such as FusedLion's, on a machine without a GPU. (deepspeed.ops.op_builder.cpu)"""
     from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.ops.op_builder.cpu.no_impl import NotImplementedBuilder
 
@@ -91,7 +91,7 @@ def gpu_ops() -> None:
 
 
 def backend_keys() -> None:
-    """Give fakes the CPU's dispatch keys, so `.data =` works between devices; their `.device` stays their own.
+    """Give fakes the CPU's dispatch keys, so `.data =` works between devices. Their `.device` does not change.
 
     (torch.Tensor._make_subclass)
     """
@@ -137,7 +137,7 @@ def autocast() -> None:
 
 
 def state_space() -> None:
-    """Use stand-ins that allocate what mamba_ssm's kernels do; without them transformers scans token by token.
+    """Use stand-ins that allocate the same memory as mamba_ssm's kernels. transformers would scan token by token.
 
     (transformers.models.mamba.modeling_mamba)
     """
@@ -145,7 +145,7 @@ def state_space() -> None:
 
 
 def sends_in_batches() -> None:
-    """Run the sends and receives of a batch one by one: torch would need a backend for the device.
+    """Run the sends and receives of a batch one by one, since torch would need a backend for the device.
 
     (torch.distributed.batch_isend_irecv, DualPipeV)
     """
@@ -157,7 +157,7 @@ def sends_in_batches() -> None:
 
 
 def superoffload() -> None:
-    """Let SuperOffload run on the simulated device and step in this process: fakes cannot be sent to another one.
+    """Let SuperOffload run on the simulated device and step in this process, since fakes cannot be sent to another.
 
     (superoffload_stage3.py:23, superoffload_utils.py:220)
     """
@@ -170,7 +170,8 @@ def superoffload() -> None:
 class HostSteps:
     """Steps groups at once, instead of SuperOffload's optimizer process (superoffload_utils.py).
 
-    That process has moments and a buffer in host memory. A simulation has a single process, so they are allocated here.
+    That process has moments and a buffer in host memory. A simulation has a single process, so it allocates them
+    itself.
     """
 
     def __init__(self, *, max_grad_numel: int, pin_memory: bool, **_: object):

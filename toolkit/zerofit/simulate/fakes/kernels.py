@@ -1,6 +1,6 @@
 """Replace kernels that differ on the meta device from a GPU or CPU: attention, masks, dropout, all-to-all.
 
-`as_on` replaces them during a trace; a simulation replaces them for good (`patches`).
+`as_on` replaces them during a trace. In a simulation, `patches` replaces them for the rest of the process.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ MASKING = {
 
 
 def document_numbers(position_ids: Tensor) -> Tensor:
-    """Number the packed documents as transformers does, but assume that there are several.
+    """Number the packed documents like transformers, but assume that there are several.
 
-    With one document no mask is made, which needs less memory. (find_packed_sequence_indices)
+    With one document transformers makes no mask and needs less memory. (find_packed_sequence_indices)
     """
     first = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)
@@ -102,9 +102,10 @@ def _fused_attention(
 ) -> Tensor:
     """Run the kernel that torch chooses on a device (ATen's sdp_utils.cpp).
 
-    Fused kernels store nothing of length squared. If none applies, torch computes the full matrix of scores. On "cpu"
-    no fused kernel applies with dropout, a learnt mask (Swin), or values of another width than queries. On "cuda" none
-    applies if query heads share the keys of a single head by broadcasting (Falcon); old torch also on "cpu".
+    Fused kernels store no matrix of scores. If no fused kernel applies, torch computes the full matrix. On "cpu" no
+    fused kernel applies with dropout, with a learnt mask (Swin), or if values have another width than queries. On
+    "cuda" no fused kernel applies if query heads share the keys of a single head by broadcasting (Falcon). In old torch
+    this is also true on "cpu".
 
     On "cuda" the kernel is flash attention. In float32, with a mask, for values of another width (multi-head latent
     attention) or heads wider than FLASH_WIDTH, it is the memory-efficient kernel. Keys and values are then repeated for

@@ -1,7 +1,8 @@
 """Patch torch, transformers and DeepSpeed so that the unmodified engine runs on fake tensors.
 
-The patches are applied once, and only in the process of a simulation. Each is a function; its docstring explains why it
-is needed. `tests/simulate/test_patches.py` has a test for each, which fails if a new version lacks what it replaces.
+The patches are applied once, and only in the process of a simulation. Each patch is a function; its docstring explains
+why it is needed. `tests/simulate/test_patches.py` has a test for each patch. The test fails if a new version lacks the
+attribute that the patch replaces.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SMALL = 1024  # elements: more than the number of layers of a model
 
 
 class AskedForValueError(RuntimeError):
-    """The user's own module reads the value of a fake tensor, so what it does next is unknown."""
+    """The user's own module reads the value of a fake tensor, so its next ops are unknown."""
 
 
 def replace_in(owner: object, name: str, value: object) -> None:
@@ -74,8 +75,8 @@ def item(meter: AllocationTracker) -> None:
     """Return a harmless value for `item()` of a fake tensor: no overflow, a norm of 1, zero, equal.
 
     Libraries read norms, overflow flags and counters this way. If the user's own model reads a value, the simulation
-    stops: what the model does with the value is unknown.
-    (torch._subclasses.fake_impls.op_implementations_dict, torch.equal)
+    stops, since the model's next ops may depend on the value. (torch._subclasses.fake_impls.op_implementations_dict,
+    torch.equal)
     """
 
     def local_scalar_dense(fake_mode: object, func: OpOverload, arg: FakeTensor) -> object:
@@ -110,7 +111,7 @@ def packed_samples(packed: bool = False) -> None:
 
 
 def no_padding(padded: bool = False) -> None:
-    """Let transformers find that a mask of ones, which BART makes itself, hides nothing. (transformers.masking_utils)
+    """Let transformers detect that a mask of ones (BART makes one) hides nothing. (transformers.masking_utils)
 
     `padded`: samples end early, so masks hide something.
     """
@@ -123,7 +124,7 @@ def no_padding(padded: bool = False) -> None:
 def foreach_types() -> None:
     """Let optimizers and gradient clipping use their multi-tensor code on fakes.
 
-    For unknown tensor types they step parameter by parameter, which needs other memory.
+    For unknown tensor types torch steps parameter by parameter, which needs another amount of memory.
     (torch.optim.optimizer, torch.utils._foreach_utils)
     """
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
@@ -179,7 +180,8 @@ def compiled_ops(meter: AllocationTracker) -> None:
 def cpu_vendor() -> None:
     """Skip py-cpuinfo's 1.5 s search for the CPU vendor, which DeepSpeed starts for Adam and Lion on offloaded states.
 
-    They use it only to warn of fp16 on AMD CPUs. (deepspeed/ops/adam/cpu_adam.py:75, ops/lion/cpu_lion.py:42)
+    The optimizers use the vendor only to warn of fp16 on AMD CPUs. (deepspeed/ops/adam/cpu_adam.py:75,
+    ops/lion/cpu_lion.py:42)
     """
     import cpuinfo
 
@@ -204,7 +206,7 @@ def rng_state(meter: AllocationTracker) -> None:
 class WeightFile:
     """A file of weights without its data: its tensors are fakes that are not tracked.
 
-    Real ones are mapped pages of the file, which the kernel can drop, until they are copied or cast.
+    Until they are copied or cast, real tensors are mapped pages of the file, which the kernel can drop.
     """
 
     def __init__(self, file: str, *args: str, **kwargs: str):
@@ -291,7 +293,7 @@ def data_setter() -> None:
 
 
 def pieces_of_ranks() -> None:
-    """Keep ZeRO-3 from creating a fake for each rank's part of a collective: with hundreds of ranks it takes minutes.
+    """Keep ZeRO-3 from creating a fake for each rank's part of a collective, which takes minutes for hundreds of ranks.
 
     (deepspeed.runtime.zero.stage3, AllGatherCoalescedHandle of deepspeed.runtime.zero.partition_parameters)
     """

@@ -30,9 +30,9 @@ _EIGHT = {"CB": None, "SCB": None, "has_fp16_weights": False}
 def four_bits() -> None:
     """Make bitsandbytes' 4-bit weights fakes, and count the weights that its products unpack.
 
-    Tensor._make_subclass refuses fakes, and the product's shape rule has only its result: backends/cuda/ops.py,
-    _dequant_linear_fallback. The table of quantised scales has values, which cannot be copied to a simulated device.
-    (bitsandbytes.nn.Params4bit.__new__, torch.ops.bitsandbytes.gemm_4bit, functional.name2qmap)
+    Tensor._make_subclass refuses fakes. The product's shape rule returns only the result, without the unpacked weights
+    (backends/cuda/ops.py, _dequant_linear_fallback). The table of quantised scales has values, which cannot be copied
+    to a simulated device. (bitsandbytes.nn.Params4bit.__new__, torch.ops.bitsandbytes.gemm_4bit, functional.name2qmap)
     """
     weight = library().Params4bit
     replace_in(importlib.import_module("bitsandbytes.functional"), "name2qmap", {"dynamic": _CodeTable()})
@@ -51,11 +51,12 @@ def eight_bits() -> None:
 
 
 def moments_of_eight_bits(gpu: bool) -> None:
-    """Put paged moments on the host, where the driver may move them; on a CPU count the memory of a step.
+    """Put paged moments on the host, to which the GPU driver can move them; on a CPU count the memory of a step.
 
-    The step's shape rule allocates nothing, and neither does CUDA's kernel. The CPU's kernel unpacks everything
-    (backends/cpu/ops.py). (bitsandbytes.functional.get_paged, fill, prefetch_tensor;
-    torch.ops.bitsandbytes.optimizer_update_8bit_blockwise)
+    The step's shape rule and CUDA's kernel allocate nothing. The CPU's kernel unpacks all 8-bit moments
+    (backends/cpu/ops.py).
+
+    (bitsandbytes.functional.get_paged, fill, prefetch_tensor; torch.ops.bitsandbytes.optimizer_update_8bit_blockwise)
     """
     functional: Any = importlib.import_module("bitsandbytes.functional")
 
@@ -83,7 +84,7 @@ class _CodeTable:
 
 @contextmanager
 def traced_bits(device: str) -> Iterator[None]:
-    """For a trace on meta: count the weights that products unpack, and run the products of this kind of device."""
+    """In a trace on meta, count the weights that products unpack, and run the products of this kind of device."""
     kinds, functions = library(), importlib.import_module("bitsandbytes.autograd._functions")
 
     def on_cpu(
@@ -104,7 +105,7 @@ def traced_bits(device: str) -> Iterator[None]:
 
 
 def _unpacking() -> Mapping[object, Callable[..., object]]:
-    """Return the products of packed weights as separate ops, for devices without a kernel that does both."""
+    """Return products that unpack the weights in a separate op, for devices without a fused kernel."""
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         return {}  # older versions call dequantize_4bit themselves
     ops: Any = importlib.import_module("bitsandbytes.backends.default.ops")
@@ -112,7 +113,7 @@ def _unpacking() -> Mapping[object, Callable[..., object]]:
 
 
 def _or_fakes(weight: Any, state: Mapping[str, object]) -> Callable[..., object]:
-    """Return a constructor that makes a fake parameter of a fake, with the attributes of `state`."""
+    """Return a constructor that turns a fake tensor into a fake parameter, with the attributes of `state`."""
     original = weight.__new__
     kind = type(weight.__name__, (FakeTensor, weight), {})
 

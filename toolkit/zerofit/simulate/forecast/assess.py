@@ -1,4 +1,4 @@
-"""Turn a simulated rank's record into a result: the memory that it needs, and whether the cluster has it."""
+"""Turn a simulated rank's record into a result: the memory that it needs, and whether the cluster has enough."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class SimulatedScriptRank:
 
     @property
     def run(self) -> SimulatedScript:
-        """The script and what its simulation found."""
+        """The script, and the facts that its simulation found."""
         return SimulatedScript(command=shlex.join(self.target.command.words), facts=self.facts)
 
 
 def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> Simulation:
-    """Return what a simulated rank needs and whether it fits the cluster; stages, knobs and seconds are left empty."""
+    """Return the memory of a simulated rank and whether it fits the cluster. Stages, knobs and seconds stay empty."""
     record = simulated.record
     if isinstance(simulated, SimulatedScriptRank):
         stages = simulated.facts.pipeline_stages
@@ -150,7 +150,7 @@ def decided(
     cluster: Cluster,
     simulate_exactly: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
 ) -> list[SimulatedRank | Problem]:
-    """Simulate all layers of those ranks whose extrapolation does not decide whether they fit; return all ranks."""
+    """Simulate all layers of each rank whose extrapolation leaves open whether it fits; return all ranks."""
     found = list(ranks)
     ranked = [(n, one) for n, one in enumerate(ranks) if isinstance(one, SimulatedRank)]
     doubtful = {n: one.target for n, one in ranked if _is_open(one, cluster)}
@@ -172,7 +172,7 @@ def _is_open(simulated: SimulatedRank, cluster: Cluster) -> bool:
 def _verdict(
     record: RankRecord, beside: list[Overhead], cluster: Cluster, alloc_conf: str
 ) -> tuple[FitVerdict, int, int]:
-    """Return the device's verdict, the reserved peak, and that of a host that runs ahead (used for the verdict)."""
+    """Return the device's verdict, and the reserved peak without and with a host that runs ahead."""
     there = cluster.device.memory_bytes
     if cluster.on_cpu:  # no caching allocator
         taken = record.peaks[0].bytes
@@ -194,7 +194,7 @@ def _communicators(groups: list[GroupUse]) -> list[Communicator]:
 
 
 def _host(host: dict[str, int], cluster: Cluster) -> tuple[int, bool, str]:
-    """Return the host memory that a node's ranks need in bytes, whether the node has it, and a sentence about it."""
+    """Return the host memory of a node's ranks in bytes, whether the node has enough, and a sentence about it."""
     if cluster.on_cpu:
         return 0, True, ""
     needed = (sum(host.values()) + HOST_PROCESS_BYTES) * cluster.gpus
@@ -208,7 +208,7 @@ def _host(host: dict[str, int], cluster: Cluster) -> tuple[int, bool, str]:
 
 
 def _merged(phases: list[RankPhase]) -> tuple[RankPhase, ...]:
-    """Merge the phases of a step's micro batches: return one row for each phase of each step."""
+    """Merge the phases of a step's micro batches. Return one row for each phase of each step."""
     rows: dict[tuple[str, int], RankPhase] = {}
     for phase in phases:
         first = rows.setdefault((phase.name, phase.step), phase)

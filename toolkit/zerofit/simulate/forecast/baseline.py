@@ -1,4 +1,4 @@
-"""Compare a simulation with an earlier one's `--json`, to see what a change to the code costs. Imports no torch."""
+"""Compare a simulation with the `--json` of an earlier one, to see the memory of a code change. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SAME = ("device", "world_size", "rank")  # must be equal for a comparison
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineComparison:
-    """The change of a simulation's peak since an earlier one."""
+    """The difference between the peaks of a simulation and of an earlier simulation."""
 
     baseline: str  # the file
     base_bytes: int
     added_bytes: int  # negative: saved
     allowed: float  # relative to base_bytes
     no_longer_fits: bool
-    exceeded: bool  # the change adds more than allowed, or the run no longer fits
+    exceeded: bool  # whether the change adds more than allowed, or the run no longer fits
     because: str
 
     @property
@@ -48,7 +48,7 @@ def read_baseline(path: Path) -> dict[str, object]:
 
 
 def compare_with(base: dict[str, Any], now: Simulation, path: Path, allowed: float) -> BaselineComparison:
-    """Compare with an earlier simulation of the same rank on the same hardware. Raises UserError if they differ."""
+    """Compare with an earlier simulation. Raises UserError unless rank, hardware and settings are the same."""
     problems = Problems()
     for name in SAME:
         if base[name] != getattr(now, name):

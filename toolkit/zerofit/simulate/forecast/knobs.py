@@ -24,7 +24,7 @@ _SHOWN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Knob:
-    """One change to a run: to fields of Run, or to the DeepSpeed JSON as the user wrote it."""
+    """One change to a run: to fields of Run, or to the user's DeepSpeed JSON."""
 
     change: str  # as on the command line or in the JSON
     fields: dict[str, Any]
@@ -32,11 +32,11 @@ class Knob:
 
 
 def knobs(job: Job, written: dict[str, object], named: str | None = None) -> list[Knob]:
-    """Return changes worth trying for a job with the JSON `written`, roughly those that cost least speed first.
+    """Return changes to try for a job with the JSON `written`, roughly in the order of lost speed, least first.
 
-    The training's mathematics stay the same. Changes that DeepSpeed or zerofit refuse for this model are found when
-    they are resolved. `named`: the run's bundled JSON, if it has one. Other bundled JSONs are then tried, since a flag
-    selects them.
+    The changes keep the training's mathematics. Changes that DeepSpeed or zerofit refuses for this model are dropped
+    later, when they are resolved. `named`: the name of the run's bundled JSON, if it has one. Then other bundled JSONs
+    are tried, since a flag selects them.
     """
     run, layout, zero = job.run, job.layout, job.ds_config.get("zero_optimization", {})
     found = _half_the_micro_batch(job, written)
@@ -68,7 +68,7 @@ def knobs(job: Job, written: dict[str, object], named: str | None = None) -> lis
 
 
 def less_on_device(zero: dict[str, Any], stage: int) -> dict[str, dict[str, object]]:
-    """Return what each change to a JSON's `zero_optimization` sets, by dotted path; cheapest in speed first.
+    """Return the values that each change to a JSON's `zero_optimization` sets, by dotted path. The fastest comes first.
 
     Changes that the JSON has already, or that this ZeRO stage does not support, are left out.
     """

@@ -1,4 +1,4 @@
-"""Find how many layers reach DeepSpeed's limits for large models. Beyond these all figures are linear in the layers.
+"""Find how many layers reach DeepSpeed's limits for large models. With more layers all figures are linear.
 
 The exceptions are stage 3's sub-groups of parameters, which `sub_groups` computes for any number of layers.
 """
@@ -34,9 +34,10 @@ class _Partitioned:
 
 
 def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarget, count: int) -> list[float]:
-    """Return, for each DeepSpeed limit that the full model (`count` layers) reaches, how many layers reach it.
+    """Return the number of layers that reach each DeepSpeed limit, among the limits that `count` layers reach.
 
-    `few` and `more` have one and two such layers. Only repeated layers count (not DeepSeek's first ones).
+    `few` and `more` are models with one and two of the repeated layers. Only repeated layers count, not DeepSeek's
+    first layers.
     """
     zero, layout = target.job.ds_config.get("zero_optimization", {}), target.job.layout
     one, two = _rank_model(few), _rank_model(more)
@@ -61,8 +62,8 @@ def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarg
 def sub_groups(few: SimulationTarget, more: SimulationTarget) -> Callable[[int], list[int]]:
     """Return a function: number of layers -> elements of a rank in each of stage 3's sub-groups.
 
-    `few` and `more` have one and two such layers. The function returns [] if both an encoder and a decoder grow, or
-    if tensor or expert parallel ranks have parts of a parameter.
+    `few` and `more` are models with one and two repeated layers. The function returns [] if both an encoder and a
+    decoder grow, or if tensor or expert parallel ranks have parts of a parameter.
     """
     zero, layout = few.job.ds_config.get("zero_optimization", {}), few.job.layout
     if layout.tp * layout.ep > 1:
@@ -107,7 +108,8 @@ def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int
     """Return the largest number of layers at which the largest gradient bucket differs from the full model's.
 
     `one`, `two`: elements of each gradient in a model with one and with two layers. If both an encoder and a decoder
-    have a second layer, the number is unknown. Then return one less than the full model's `count`.
+    have a second layer, the number is unknown. The result is then `count` - 1, where `count` is the full model's number
+    of layers.
     """
     if _grown(one, two, count) is None:
         return count - 1
@@ -123,9 +125,9 @@ def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int
 
 
 def _grown(one: list[int], two: list[int], layers: int) -> list[int] | None:
-    """Return the sequence of sizes for a model of `layers`, given those for one and for two layers.
+    """Return the sequence of sizes for a model of `layers` layers, from the sizes for one and for two layers.
 
-    None if the second layer is not inserted in one place.
+    The result is None if the sizes of the second layer are not inserted in one place.
     """
     same = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(one))
     layer = two[same : same + len(two) - len(one)]
@@ -147,7 +149,7 @@ def _rank_model(target: SimulationTarget) -> nn.Module:
 
 
 def _partitioned(one: nn.Module, two: nn.Module, ranks: int, ep: int) -> Iterator[_Partitioned]:
-    """Yield the parameters that all ranks divide, then those that ranks with the same experts divide."""
+    """Yield the parameters that all ranks divide, then the parameters that ranks with the same experts divide."""
     for spread_ones, dividing in ((False, ranks), (True, ranks // ep)):
         few, more = _trained(one, spread_ones), _trained(two, spread_ones)
         layer = sum(more) - sum(few)

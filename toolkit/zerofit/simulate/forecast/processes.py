@@ -1,4 +1,4 @@
-"""Run simulations in parallel, each in a process of its own, forked from a server that has imported everything.
+"""Run simulations in parallel, each in its own process. A server that has imported all libraries forks them.
 
 The server (`spec.server_process`) runs `serve`. A request is a folder and the modules to import for it. When the server
 ends, it kills all processes that it has started.
@@ -73,7 +73,8 @@ Target = SimulationTarget | ScriptTarget
 #   folder/N.status   a line of progress      N.log    what the process printed
 #   folder/N.result   the pickled record      N.exit   how it ended      N.ended   the parent may read the others
 #
-# Nothing is sent back over a pipe: a process that is killed for lack of memory leaves files that can be read.
+# Results are written to files, not sent over a pipe. So the files of a process that is killed for lack of memory can
+# still be read.
 POLL_S = 0.2
 PRIVATE_BYTES = 768 << 20  # memory of a simulation that it does not share with the server; most simulations need less
 
@@ -118,7 +119,7 @@ def _kill(folder: Path) -> None:
 
 
 def _is_over(server: ServerProcess, folder: Path) -> bool:
-    """Return whether no process is left to answer: the server has ended, or all that it has forked for this request."""
+    """Return whether no process is left to answer: the server, or all its processes for this request, have ended."""
     if server.process.poll() is not None:
         return True
     if not (folder / GROUP).exists():
@@ -167,9 +168,9 @@ def _release(server: _Server) -> None:
 
 
 def end_server() -> None:
-    """Stop this process's server, which holds torch and DeepSpeed in memory, unless another thread uses it.
+    """Stop this process's server, which has torch and DeepSpeed in memory, unless another thread uses the server.
 
-    The next simulation starts a new one.
+    The next simulation starts a new server.
     """
     global _running
     with _lock:
@@ -233,7 +234,7 @@ def _forked(folder: Path) -> int:
 
 
 def _import(names: Sequence[str]) -> None:
-    """Import what the forked processes share, and exclude it from their garbage collections."""
+    """Import the modules that the forked processes share, and exclude their objects from garbage collections."""
     with collector_off():
         for name in names:
             with suppress(*((Exception,) if name in MAY_BE_MISSING else ())):
@@ -258,7 +259,7 @@ def _answer(folder: Path) -> NoReturn:
 
 
 def _simulate_side_by_side(waiting: list[tuple[int, Target]], folder: Path) -> None:
-    """Simulate several targets at a time, as cores and memory allow; retry one alone if it is killed for memory."""
+    """Simulate several targets at a time, as cores and memory allow. Retry a target alone if it lacked memory."""
     most, kills = max(1, min(len(os.sched_getaffinity(0)), host_memory()[1] // PRIVATE_BYTES)), oom_kills()
     running = dict[int, tuple[int, Target]]()
     while waiting or running:

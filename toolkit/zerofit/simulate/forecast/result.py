@@ -69,7 +69,7 @@ class LongestBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedScript:
-    """A user's script and what its simulation found."""
+    """A user's script, and the facts that its simulation found."""
 
     command: str  # as typed
     facts: ScriptFacts
@@ -82,11 +82,11 @@ class SimulatedScript:
 
     @property
     def is_upper_bound(self) -> bool:
-        """Whether figures are an upper bound, because of a mask of unknown values or a compiled region."""
+        """Whether the figures are an upper bound, because a mask has unknown values or a region is compiled."""
         return any(note.bound for note in self.facts.notes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its part of `zerofit simulate --json`."""
+        """Return the part of `zerofit simulate --json` about the script."""
         longest = {"longest": field_data(self.longest)} if self.longest else {}
         return {"command": self.command, **field_data(self.facts), "is_upper_bound": self.is_upper_bound, **longest}
 
@@ -119,7 +119,7 @@ class KnobResult:
 
     @classmethod
     def of(cls, found: Simulation, change: str, config: str | None) -> KnobResult:
-        """Return the memory that a change needs, from its simulation."""
+        """Return the result of a change from its simulation."""
         names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
         figures = {name: getattr(found, name) for name in names}
         figures["outside_bytes"] = sum(overhead.bytes for overhead in found.overheads)
@@ -129,7 +129,7 @@ class KnobResult:
 def in_order(rows: Sequence[KnobResult]) -> tuple[KnobResult, ...]:
     """Return changes with the least memory first, each with its position by lost speed.
 
-    Changes of unknown or equal speed stay in the given order; those of unknown speed come last.
+    Changes of equal or unknown speed stay in the given order. Changes of unknown speed come last.
     """
 
     def cost(row: KnobResult) -> float:
@@ -156,7 +156,7 @@ SimulateKnobs = Callable[[OnEvent | None], tuple[KnobResult, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What one rank needs, and whether it fits. Bytes are one rank's; `host_node_bytes` are a node's."""
+    """The memory that one rank needs, and whether it fits. Bytes are for one rank; `host_node_bytes` are for a node."""
 
     world_size: int
     rank: int

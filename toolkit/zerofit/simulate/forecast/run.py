@@ -1,8 +1,8 @@
 """Simulate jobs: exactly, or extrapolated from a few layers and checked.
 
-In a model with many equal layers, all figures are linear in their number. The peaks of each kind (`record.KindPeak`)
-are linear, too, at the first, the last and the highest place where they occur. The highest peak of all is determined at
-the full number of layers, since with few layers another moment may be the highest.
+In a model with many equal layers, all figures are linear in the number of layers. The first, the last and the highest
+peak of each kind (`record.KindPeak`) are linear, too. The highest of all peaks is determined at the full number of
+layers, since with few layers another moment may have the highest peak.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ def _simulated(
 
 
 def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
-    """Return three numbers of layers: the first for a check, two to extrapolate from. None: simulate the full model.
+    """Return three numbers of layers: one for a check, two for the extrapolation. None: simulate the full model.
 
-    Each includes the layers before the equal ones. With the equal layers, DeepSpeed must reach every limit that it
+    Each number includes the layers before the equal layers. With each number, DeepSpeed must reach every limit that it
     reaches with the full model (live parameters, buckets, groups of the optimizer). The largest sub-group of stage 3
-    must be the full model's, since a sub-group can end within a layer. The full model is simulated if layers differ in
-    their parameters, if its config has no plain number of layers, or if ranks divide flat groups (stages 1 and 2). Such
-    a group gives each rank other parameters if the number of layers changes.
+    must be the same as in the full model, since a sub-group can end within a layer. The full model is simulated in
+    three cases: layers differ in their parameters, the config has no plain number of layers, or ranks divide flat
+    groups (stages 1 and 2). A flat group gives each rank other parameters if the number of layers changes.
     """
     total, before, layout = _layers(target), _leading(target), target.job.layout
     if layout.pp > 1 or differ_by_layer(target.job.run.partial, total):
@@ -182,17 +182,17 @@ def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
 #
 #   figure(n) = figure(n1) + (figure(n2) - figure(n1)) * (n - n1) / (n2 - n1)
 #
-# The same line at n0 is compared with the simulation of n0 layers. If they differ by more than TOLERANCE, the
-# figure is not linear and the full model is simulated. Reserved bytes are not linear, since a segment is a step:
-# what exceeds the allocated peak is extrapolated by the smaller slope.
+# The same line at n0 is compared with the simulation of n0 layers. If they differ by more than TOLERANCE, the figure is
+# not linear and the full model is simulated. Reserved bytes are not linear, since they grow in steps of a segment. So
+# the bytes above the allocated peak are extrapolated with the smaller slope.
 def _extrapolated(
     records: list[RankRecord], counts: tuple[int, ...], total: int, groups: Callable[[int], list[int]]
 ) -> tuple[RankRecord, float] | None:
     """Return the record of a model with `total` layers, extrapolated from three numbers of layers, and its error.
 
-    The line goes through the last two. The error is the line's largest relative error at the first number, over the
-    highest peak, host memory and bytes on NVMe. It is infinite if there is no peak to compare. Returns None if host
-    memory is not linear.
+    The line goes through the records of the last two numbers. The error is the line's largest relative error at the
+    first number, among the highest peak, host memory and bytes on NVMe. It is infinite if there is no peak to compare.
+    Returns None if host memory is not linear.
     """
     first, few, more = records
 
@@ -253,7 +253,7 @@ def _moments(few: RankRecord, more: RankRecord, line: Line, groups: list[list[in
 
 
 def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, peak: int, name: str) -> int:
-    """Return the bytes reserved at a peak: the peak plus what is reserved but unused.
+    """Return the bytes reserved at a peak: the peak plus the reserved but unused bytes.
 
     The unused bytes per layer are the smaller of the two slopes between the three counts: a single extra segment is not
     a trend.
@@ -300,7 +300,7 @@ def _phase(few: RankPhase, more: RankPhase, peaks: list[KindPeak], line: Line) -
 
 
 def _rows(few: list[Row], more: list[Row], figures: tuple[str, ...], line: Line) -> list[Row]:
-    """Extrapolate the figures of rows that agree in all else; figures of rows that only `more` has are kept."""
+    """Extrapolate the figures of rows that are otherwise equal. Rows that only `more` has are kept unchanged."""
 
     def key(row: Row) -> tuple[object, ...]:
         return tuple(value for name, value in vars(row).items() if name not in figures)
@@ -323,7 +323,7 @@ def _depths(target: SimulationTarget) -> dict[tuple[str, ...], int]:
 
 
 def _leading(target: SimulationTarget) -> int:
-    """Return the number of layers before the equal ones."""
+    """Return the number of layers before the equal layers."""
     config = _config(target)
     return max((leading(part(config, path)) for path in _depths(target)), default=0)
 

@@ -55,7 +55,7 @@ class ScriptKnob:
 
 
 def script_knobs(command: ScriptCommand, facts: ScriptFacts, target: ScriptTarget, folder: Path) -> list[ScriptKnob]:
-    """Return changes of arguments, of files and of the script's lines, roughly in the order of lost speed, least first.
+    """Return changes of arguments, files and the script's lines, roughly in the order of lost speed, least first.
 
     Files are written into `folder`.
     """
@@ -88,7 +88,7 @@ def named_config(words: Sequence[str]) -> str | None:
 
 
 def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: bool) -> list[ScriptKnob]:
-    """Return changes to a Trainer's arguments, cheapest in speed first; they add DeepSpeed if the script has none."""
+    """Return changes to a Trainer's arguments, least lost speed first. They add DeepSpeed if the script has none."""
     changes: list[dict[str, Any]] = []
     if facts.micro_batch > 1 and facts.micro_batch % 2 == 0:
         changes.append({_MICRO: facts.micro_batch // 2, _ACCUMULATION: 2 * facts.accumulation})
@@ -116,7 +116,7 @@ def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: 
 
 
 def _takes_eight_bits(facts: ScriptFacts, on_gpu: bool) -> bool:
-    """Return whether bitsandbytes is installed and has the script's optimizer with moments of 8 bits."""
+    """Return whether bitsandbytes is installed and has the script's optimizer with 8-bit moments."""
     plain = facts.optimizer in ("Adam", "AdamW") and not facts.engines and not facts.sharding.startswith("FSDP")
     return on_gpu and plain and find_spec("bitsandbytes") is not None
 
@@ -179,7 +179,7 @@ def _of_accelerate(command: ScriptCommand, facts: ScriptFacts, target: ScriptTar
 
 
 def _accelerate_file(command: ScriptCommand) -> dict[str, Any]:
-    """Return the content of the file that `accelerate launch --config_file` reads; {} without one."""
+    """Return the content of the file that `accelerate launch --config_file` reads; {} without a file."""
     for option, value in pairwise(_options(command)):
         if option == "--config_file":
             return read_json(Path(value)) if value.endswith(".json") else read_yaml(Path(value))[0]
@@ -201,7 +201,7 @@ def _options(command: ScriptCommand) -> Words:
 
 
 def _typed(name: str, value: object) -> str:
-    """Return an argument as HfArgumentParser reads it; FSDP's switch there is the name of its sharding."""
+    """Return an argument as HfArgumentParser reads it. There, FSDP is switched on by the name of its sharding."""
     if name == "fsdp":
         return "--fsdp full_shard"
     return f"--{name} " + (shlex.quote(json.dumps(value)) if isinstance(value, dict) else str(value))
@@ -241,7 +241,7 @@ def _replacing(old: str, new: str) -> Callable[[Words], Words]:
 
 
 def _everywhere(command: ScriptCommand, change: Callable[[Words], Words]) -> ScriptCommand:
-    """Change the script's arguments, also where the launcher's words repeat them."""
+    """Change the script's arguments, also in the launcher's words, which repeat them."""
     launcher_words = change(command.launcher_words) if command.launcher_words else ()
     return replace(command, arguments=change(command.arguments), launcher_words=launcher_words)
 

@@ -39,7 +39,7 @@ FITS, WITHIN, NOT = ORDER = ("fits", "close to the limit", "does not fit")
 
 @dataclass(frozen=True)
 class Overhead:
-    """One use of memory that is not simulated: the range that its sources give."""
+    """A use of memory that is not simulated, as the range of its published figures."""
 
     name: str
     low_bytes: int
@@ -54,7 +54,7 @@ class Overhead:
 
 @dataclass(frozen=True, kw_only=True)
 class Communicator:
-    """A communicator: its number of ranks, and to how many of them this rank sends directly (all-to-all: to all)."""
+    """A communicator: its number of ranks, and the number of ranks to which this rank sends directly."""
 
     name: str
     ranks: int
@@ -64,10 +64,10 @@ class Communicator:
 def overheads(
     device: Device, groups: Sequence[Communicator], convolution_bytes: int = 0, libraries: str = ""
 ) -> list[Overhead]:
-    """Return a rank's memory on this device besides its reserved memory, given its communicators.
+    """Return a rank's memory on this device besides the reserved memory. `groups`: its communicators.
 
-    `convolution_bytes`: input, weights and output of its largest convolution. `libraries`: what a rank on a CPU
-    imports, a key of CPU_PROCESS_BYTES; "" if unknown.
+    `convolution_bytes`: bytes of input, weights and output of its largest convolution. `libraries`: the libraries that
+    a rank on a CPU imports, a key of CPU_PROCESS_BYTES; "" if unknown.
     """
     if device.kind == "cpu":
         low, high = CPU_PROCESS_BYTES.get(libraries, (CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES))
@@ -80,9 +80,9 @@ def overheads(
 
 
 def unseen_on_cpu(peak_bytes: int, largest_bytes: int, experts: bool) -> list[Overhead]:
-    """Return what libraries allocate on a CPU besides tensors, outside of torch.
+    """Return the memory that libraries allocate on a CPU outside of torch.
 
-    `largest_bytes`: of the model's largest parameter; `experts`: whether the model is a mixture of experts.
+    `largest_bytes`: bytes of the model's largest parameter; `experts`: whether the model is a mixture of experts.
     """
     found = {
         "gaps in the C library's heap": round(CPU_HEAP * peak_bytes),
@@ -119,7 +119,7 @@ class FitVerdict:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits even in the worst case. WITHIN does not count: such a run may run out of memory."""
+        """Whether the run fits even in the worst case. False for WITHIN, since such a run may run out of memory."""
         return self.word == FITS
 
 
@@ -127,14 +127,15 @@ class FitVerdict:
 #
 #   | reserved peak | overheads: low .. high | kernels and fragmentation that are not simulated (kept free) |
 #
-# "fits" allows for the upper end of everything; "does not fit" means not even the lower end fits.
+# "fits" means that the run fits with the upper end of each overhead. "does not fit" means that it does not fit with the
+# lower ends.
 def judge(
     peak_reserved_bytes: int, beside: Sequence[Overhead], device_bytes: int, kept_free_bytes: int | None = None
 ) -> FitVerdict:
     """Compare the reserved peak and the overheads with the device's memory.
 
-    `kept_free_bytes` (default: REPLAYED of the peak) covers what is not simulated. FITS: the run fits even with every
-    overhead at its upper end. NOT: the run does not fit even with every overhead at its lower end.
+    `kept_free_bytes` (default: REPLAYED of the peak) covers memory that is not simulated. FITS: the run fits even with
+    every overhead at its upper end. NOT: the run does not fit even with every overhead at its lower end.
     """
     kept = round(REPLAYED * peak_reserved_bytes) if kept_free_bytes is None else kept_free_bytes
     left = device_bytes - peak_reserved_bytes
@@ -154,7 +155,7 @@ def judge_events(
     """Return the verdict on a sequence of allocations, and the replay behind it.
 
     If the reserved peak is too large, the allocator may still avoid an error by returning cached segments. So the
-    sequence is replayed with the memory that the overheads leave.
+    sequence is replayed with the device's memory minus the overheads.
     """
     found = replay(events, settings=settings)
     verdict = judge(found.peak_reserved_bytes, beside, device_bytes)

@@ -1,1 +1,1 @@
-"""Record what a simulated rank allocates, and replay it through torch's caching allocator."""
+"""Record the allocations of a simulated rank, and replay them through torch's caching allocator."""

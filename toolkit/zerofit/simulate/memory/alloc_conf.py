@@ -70,7 +70,7 @@ def alloc_conf_of(environment: Mapping[str, str]) -> str:
 
 
 def _options(text: str) -> list[str]:
-    """Split at the commas outside of brackets."""
+    """Split the options at the commas outside of brackets."""
     found, depth = [""], 0
     for letter in text.replace(" ", ""):
         depth += (letter == "[") - (letter == "]")

@@ -65,7 +65,7 @@ class AtPhaseEnd:
 
 @dataclass(kw_only=True)
 class Reserved:
-    """The result of a replay, which stops at an out of memory error as a run does."""
+    """The result of a replay. Like a run, a replay stops at an out of memory error."""
 
     peak_allocated_bytes: int = 0  # as torch.cuda.max_memory_allocated: blocks, which are rounded
     peak_reserved_bytes: int = 0  # as torch.cuda.max_memory_reserved
@@ -90,11 +90,12 @@ def replay(
 ) -> Reserved:
     """Replay a device's allocations and releases in their order.
 
-    With `host_ahead`, a block that another stream uses is freed when the host knows that the stream is done. That is
-    the latest moment. Without `host_ahead` the block is freed at once, as if the device kept up with the host. A
-    positive change allocates or grows a storage, a negative one shrinks or frees it. Resizing allocates the new block
-    before it frees the old one, as at::native::resize_bytes_cuda does. `device_bytes`: the device's memory without the
-    context and other uses outside of the allocator. `allocator` replaces a new one of that size, e.g. to record more.
+    With `host_ahead`, a block that another stream uses is freed at the latest moment, when the host knows that the
+    stream is done. Without `host_ahead` the block is freed at once, as if the device kept up with the host. A positive
+    change allocates or grows a storage, a negative one shrinks or frees it. Resizing allocates the new block before it
+    frees the old one, as at::native::resize_bytes_cuda does. `device_bytes`: the device's memory without the context
+    and other uses outside of the allocator. `allocator` is used instead of a new allocator of that size, e.g. to record
+    more.
     """
     settings = settings or AllocatorSettings()
     if allocator is None:

@@ -1,10 +1,11 @@
 """Model torch's caching allocator for CUDA devices: which segments it allocates, and how it splits them.
 
-Follows c10/cuda/CUDACachingAllocator.cpp (native backend, its names and rules from torch 2.2 on, constants of 2.14.1).
-A segment is the result of one cudaMalloc. It is split into blocks that are linked to their neighbours. Free blocks are
-in the pool of their stream and size class. If another stream uses a block (`record_stream`), its release waits until
-the work on that stream is known to be done. Of two free blocks of one size, the allocator uses the one at the lower
-address. The driver chooses addresses; here later segments have higher ones. CUDA graphs' pools are not modelled.
+Follows c10/cuda/CUDACachingAllocator.cpp: the native backend with the names and rules of torch 2.2 and later, and the
+constants of 2.14.1. A segment is the result of one cudaMalloc. It is split into blocks that are linked to their
+neighbours. Free blocks are in the pool of their stream and size class. If another stream uses a block
+(`record_stream`), its release waits until the work on that stream is known to be done. Of two free blocks of one size,
+the allocator uses the block at the lower address. The GPU driver chooses addresses. Here later segments have higher
+addresses. CUDA graphs' pools are not modelled.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Block:
         return self.size << 64 | self.address
 
     def cut(self, size: int) -> Block:
-        """Keep the first `size` bytes; return a block of the rest."""
+        """Keep the first `size` bytes of the block; return a block of the remaining bytes."""
         rest = Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
@@ -187,7 +188,7 @@ class CachingAllocator:
             self._free(block)
 
     def synchronized(self, stream: int | None, before: int) -> None:
-        """Free blocks that waited for a stream's work (None: all streams) before a moment (process_events)."""
+        """Free blocks that waited for a stream's work before a moment (process_events). `stream` None: all streams."""
         still = []
         for moment, block in self._waiting:
             if moment < before:
@@ -252,7 +253,7 @@ class CachingAllocator:
         return block
 
     def _splits(self, pool: Pool, size: int, rest: int) -> bool:
-        """Return whether the rest of a block becomes a block of its own (should_split)."""
+        """Return whether the remaining bytes (`rest`) of a block become a separate block (should_split)."""
         if pool.small:
             return rest >= MIN_BLOCK_BYTES
         return size < self.settings.max_split_bytes and rest > SMALL_BYTES
@@ -292,7 +293,7 @@ class ExpandableAllocator(CachingAllocator):
                 self._unmap(block)
 
     def _take_cached(self, pool: Pool, size: int) -> Block | None:
-        """Remove the best fit; a block counts with the unmapped space after it (get_free_block)."""
+        """Remove the best fit. The unmapped space after a block counts as part of it (get_free_block)."""
         best = None
         for block in pool.at_least(size):
             if best is not None and _room(block) >= _room(best):

@@ -1,4 +1,4 @@
-"""Decide what each storage is for: by its owner, else by the allocating code, else by the phase."""
+"""Decide the kind of each storage: by its owner, else by the allocating code, else by the phase."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def tag_plain_optimizer(tag: Tag, optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_chain(optimizer: object) -> Iterator[Any]:
-    """Yield DeepSpeed's optimizer and those that it wraps, innermost first."""
+    """Yield DeepSpeed's optimizer and the optimizers that it wraps, innermost first."""
     inner = getattr(optimizer, "optimizer", None)
     if inner is not None and inner is not optimizer:
         yield from optimizer_chain(inner)

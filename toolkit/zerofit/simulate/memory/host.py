@@ -1,4 +1,4 @@
-"""Replay a simulated rank's host memory by phase: pageable memory, and page-locked memory as torch caches it.
+"""Replay a simulated rank's host memory by phase: pageable memory, and the page-locked memory that torch caches.
 
 ATen/core/CachingHostAllocator.h: a request is rounded to a power of two. A released block is kept for the next request
 of that size; nothing is returned to the system. DeepSpeed locks its buffers for NVMe itself, page by page
@@ -21,7 +21,7 @@ Line = Callable[[float, float], int]
 # torch never returns page-locked memory to the system. So its total is the largest number of blocks of each
 # size that were in use at once, and "free" blocks are part of the process's memory.
 class _PinnedBlocks:
-    """Torch's pinned blocks: which lines allocated them, and which are free."""
+    """Torch's pinned blocks: the lines that allocated them, and the free blocks."""
 
     def __init__(self) -> None:
         self.made: defaultdict[str, list[int]] = defaultdict(list)
@@ -83,12 +83,12 @@ def highest(moments: dict[str, HostMoment]) -> dict[str, int]:
 
 
 def extended(few: HostMoment, more: HostMoment, line: Line, sub_groups: Sequence[list[int]]) -> HostMoment | None:
-    """Return the moment with all layers: requested sizes are linear in their number, and rounded afterwards.
+    """Return the moment with all layers. Requested sizes are linear in the number of layers, and rounded afterwards.
 
-    If a line of code allocates the same number of blocks with few and with more layers, its sizes grow; otherwise their
-    number grows. If it allocates a block for each of stage 3's sub-groups, the sub-groups' elements give the sizes
-    (`sub_groups`: with few, with more, with all layers). None if nothing matches, e.g. if some requests found a
-    released block.
+    If a line of code allocates the same number of blocks with few and with more layers, the sizes of the blocks grow.
+    Otherwise the number of blocks grows. If the line allocates a block for each of stage 3's sub-groups, the
+    sub-groups' elements give the sizes (`sub_groups`: with few, with more, with all layers). The result is None in
+    other cases, e.g. if some requests reused a released block.
     """
 
     def sizes(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -62,7 +62,7 @@ class Ledger:
         self._going_over: tuple[int, int, int] | None = None  # next event, storage to be freed, peak before
 
     def allocated(self, storage: Storage, instead: int | None = None) -> int:
-        """Record an allocation; return its index. If the storage `instead` is freed next, its memory is reused."""
+        """Record an allocation; return its index. The memory of the storage `instead` is reused if it is freed next."""
         before = self.peak[storage.place]
         self.storages.append(storage)
         self._change(len(self.storages) - 1, storage.bytes)
@@ -80,7 +80,7 @@ class Ledger:
         """Record a release."""
         change = -self.storages[index].bytes
         # Autograd's sum of two gradients allocates its result before the older gradient is freed, but only while a
-        # dispatch mode is active. On the real machine it adds in place: so exchange the last two events.
+        # dispatch mode is active. On the real machine autograd adds in place, so the last two events are exchanged.
         if self._going_over is None or self._going_over[:2] != (len(self.events), index):
             self._change(index, change)
             return
@@ -122,7 +122,7 @@ class Ledger:
 # (`forecast.run`), the line with the highest peak may differ from the line with all layers. The highest, the
 # first and the last occurrence are kept, since each of these is linear in the number of layers.
 def kind_peaks(ledger: Ledger) -> list[KindPeak]:
-    """Return the highest peak of each kind on the device, and its first and last one, highest first.
+    """Return the highest, the first and the last peak of each kind on the device, the highest first.
 
     Storages must be classified.
     """
@@ -199,7 +199,7 @@ def device_events(ledger: Ledger) -> list[Event]:
 def timeline(ledger: Ledger, points: int = 2000) -> tuple[MemoryPoint, ...]:
     """Return device memory by kind over the run, at about `points` moments.
 
-    Events are divided into stretches within a phase; each gives its highest moment.
+    Events are divided into stretches within a phase. The timeline has the highest moment of each stretch.
     """
     events = list(ledger.events)  # a copy: garbage collection may add releases during the loop
     stretch = max(1, len(events) // points)

@@ -29,7 +29,7 @@ Stack = tuple[StackFrame, ...]  # innermost call first
 
 
 class AllocationOrigin(NamedTuple):
-    """Where a storage was allocated, and what for."""
+    """The place where a storage was allocated, and its kind."""
 
     kind: str
     phase: str
@@ -47,9 +47,9 @@ class StackLog:
         self._skipped: dict[CodeType, bool] = {}
 
     def here(self, code: CodeType | None, line: int) -> Stack:
-        """Return the stack of the running op; it begins at the line of `code`, if that is known.
+        """Return the stack of the running op. It begins at `line` of `code`, if they are known.
 
-        In backward, that is the forward's line, which a GPU's backward does not have on its stack.
+        In backward, this is the forward's line. The backward of a real GPU does not have it on its stack.
         """
         found = [StackFrame(code.co_filename, line, code.co_name)] if code is not None else []
         frame: FrameType | None = sys._getframe(1)
@@ -66,7 +66,7 @@ class StackLog:
 
 
 class _RecordingAllocator(CachingAllocator):
-    """Records what it does as torch's trace does: requested sizes for blocks, driver's sizes for segments."""
+    """Records its actions like torch's memory trace: requested sizes of blocks, allocated sizes of segments."""
 
     def __init__(
         self, device_bytes: int | None, settings: AllocatorSettings, origins: Sequence[AllocationOrigin]
@@ -101,7 +101,7 @@ class _RecordingAllocator(CachingAllocator):
         super().release(storage, moment)
 
     def frames_of(self, storage: int) -> list[dict[str, object]]:
-        """Return a storage's frames: its kind, its calls, and the module, phase and op as the outermost ones."""
+        """Return a storage's frames: its kind, its calls, and as outermost frames the module, phase and op."""
         if storage == RESIZED:
             return []
         origin = self._origins[storage]
@@ -181,7 +181,7 @@ class _RecordingAllocator(CachingAllocator):
 
 
 class _RecordingExpandable(_RecordingAllocator, ExpandableAllocator):
-    """The same under `expandable_segments:True`, where pages are mapped and unmapped."""
+    """Like `_RecordingAllocator`, for `expandable_segments:True`, where pages are mapped and unmapped."""
 
     def _map(self, block: Block, size: int) -> bool:
         address, before = block.address, self.reserved_bytes
@@ -205,9 +205,9 @@ def snapshot_of(
     device_bytes: int | None = None,
     settings: AllocatorSettings | None = None,
 ) -> dict[str, object]:
-    """Return the snapshot of a rank: its trace, which ends where memory runs out, and the segments at that moment.
+    """Return the snapshot of a rank: its trace up to an out of memory error, and the segments at that moment.
 
-    `device_bytes` is what the device has for torch's allocator (None: no limit).
+    `device_bytes`: memory of the device for torch's allocator (None: no limit).
     """
     settings = settings or AllocatorSettings()
     recording = _RecordingExpandable if settings.expandable_segments else _RecordingAllocator

@@ -1,8 +1,8 @@
 """Count the FLOPs of ops on fake tensors, and the scratch memory that kernels allocate while they run.
 
-FLOPs are torch's own count, plus ops that it lacks. Scratch memory is counted only where a source states it exactly.
-oneDNN's convolutions and bf16 products need an amount that depends on the processor, which
-`benchmarks/meter/scratch.py` measures.
+FLOPs are torch's own count, plus ops that torch does not count. Scratch memory is counted only if a source states it
+exactly. The scratch memory of oneDNN's convolutions and bf16 products depends on the processor;
+`benchmarks/meter/scratch.py` measures it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def flops_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOut
 def added_to(func: OpOverload, args: OpArguments, caller: FrameType | None) -> Tensor | None:
     """Return the older gradient if this op is autograd's sum of two gradients; `caller`: the op's frame in Python.
 
-    Autograd adds in place if there is no other reference to the older one (autograd/input_buffer.cpp, accumulate), but
-    makes a new tensor while a dispatch mode is active. An addition in a node's own formula is mistaken for a sum of
-    gradients.
+    Autograd adds in place if there is no other reference to the older gradient (autograd/input_buffer.cpp, accumulate).
+    While a dispatch mode is active, it makes a new tensor instead. An addition in a node's own formula is mistaken for
+    a sum of gradients.
     """
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not torch._C._current_autograd_node():
         return None
@@ -76,7 +76,7 @@ def _grouped(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *more: Any, **_: object) -> int:
-    """Count forward's FLOPs for each gradient: torch 2.11's counter multiplies the weight's by `groups`."""
+    """Count forward's FLOPs for each gradient. torch 2.11 multiplies those of the weight's gradient by `groups`."""
     transposed, wanted = more[4], more[7]
     return conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed) * sum(wanted[:2])
 
@@ -124,7 +124,7 @@ def _copies(*places: int) -> Callable[[OpArguments, OpOutput], int]:
 
 
 def _reduced(args: OpArguments, out: OpOutput) -> int:
-    """Count the bytes of per-element losses if the op reduces them; args[2] is 0 if it does not."""
+    """Count the bytes of per-element losses if the op reduces them. args[2] is 0 if it does not reduce."""
     whole = torch.broadcast_tensors(*args[:2])[0]
     return whole.numel() * out.element_size() if args[2:3] != (0,) else 0
 
@@ -184,7 +184,7 @@ def _is_pointwise(op: str) -> bool:
 def _casts(op: str, args: OpArguments, out: OpOutput) -> int:
     """Count the bytes of operands whose type differs from the one that a pointwise op computes in.
 
-    A CPU kernel gets copies in that type (ATen/TensorIterator.cpp, compute_types); a GPU's casts while it reads. A
+    A CPU kernel gets copies in that type (ATen/TensorIterator.cpp, compute_types). A GPU kernel casts while it reads. A
     tensor that the op changes in place counts, too.
     """
     computed = args[1:] if op == "aten::where" else args  # the condition is not cast, and neither is a mask

@@ -1,4 +1,4 @@
-"""Record what a rank issues in one optimizer step: work on streams, and waits between them. Imports no torch."""
+"""Record the work that a rank issues on streams in one optimizer step, and waits between streams. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CommunicatingRanks(NamedTuple):
 
 
 class IssuedWork(NamedTuple):
-    """Work that begins when earlier work on its stream is done, and everything that the stream has waited for."""
+    """A piece of work on a stream. It begins after earlier work on its stream, and after the stream's waits."""
 
     kind: str  # one of the above, or a collective as c10d names it: "allreduce"
     stream: int  # 0 is the default stream; negative: the stream of a process group's collectives
@@ -40,7 +40,7 @@ class IssuedWork(NamedTuple):
 class IssuedWait(NamedTuple):
     """A stream, or the host, waits for another stream."""
 
-    stream: int | None  # the one that waits; None: the host
+    stream: int | None  # the stream that waits; None: the host
     on: int | None  # None: all streams
     before: int  # waits for work before this place in the list
 
@@ -67,5 +67,5 @@ class IssuedLog:
             self.wait(stream, on, before)
 
     def wait(self, stream: int | None, on: int | None, before: int | None = None) -> None:
-        """Record a wait for work before a place (None: all so far); `stream` is None for the host."""
+        """Record a wait for work before a place (None: all work so far). `stream` None: the host waits."""
         self.items.append(IssuedWait(stream, on, len(self.items) if before is None else before))

@@ -1,8 +1,8 @@
 """Run ops on fakes: correct the storage of some outputs, and take shortcuts for ops that ZeRO repeats per rank.
 
-ZeRO-3 splits gathered parameters and gradients into one piece per rank, and joins the pieces again. On a large cluster
-that is slow, since torch needs half a millisecond for each op
-(deepspeed/runtime/zero/partition_parameters.py:791, runtime/comm/coalesced_collectives.py:96).
+ZeRO-3 splits gathered parameters and gradients into one piece per rank, and joins the pieces again. For many ranks this
+is slow, since torch needs half a millisecond for each op (deepspeed/runtime/zero/partition_parameters.py:791,
+runtime/comm/coalesced_collectives.py:96).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def as_stored(func: OpOverload, args: OpArguments, out: OpOutput) -> OpOutput:
 
 
 def sharing_pieces(function: Callable[..., object], cut: str) -> Callable[..., object]:
-    """Wrap a function that only joins the pieces it cuts: it gets one shared fake for all pieces of equal size.
+    """Wrap a function that only joins the pieces that it cuts. All pieces of equal size are then one shared fake.
 
     `cut`: the method of torch.Tensor that cuts, "narrow" or "__getitem__" with a slice.
     """
@@ -77,7 +77,7 @@ def _view(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
 
 
 def _are_rows_alike(pieces: list[Any]) -> bool:
-    """Return whether all are one-dimensional fakes of unknown value, of one type and on one device."""
+    """Return whether all pieces are one-dimensional fakes of unknown value, of one type and on one device."""
     first = pieces[0]
     return all(
         type(piece) is FakeTensor

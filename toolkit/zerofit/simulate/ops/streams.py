@@ -1,8 +1,9 @@
-"""Simulate the device's streams and events: the memory that each uses, and the work that the host knows is done.
+"""Simulate the device's streams and events: the memory that each stream uses, and the work that the host knows is done.
 
-The host runs ahead of the device. It knows that a stream's work is done after waiting for it, by `synchronize()`, for a
-value (`item()`) or for a copy without `non_blocking`. Work that this stream has waited for is then also done. `query()`
-returns False until then. If it is called again without new work, the host is in a waiting loop, and it returns True.
+The host runs ahead of the device. It knows that a stream's work is done after it has waited for the stream: by
+`synchronize()`, for a value (`item()`) or for a copy without `non_blocking`. Work for which this stream has waited is
+then also done. `query()` returns False before. If `query()` is called again without new work, the host is in a waiting
+loop, so `query()` returns True.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class SimulatedEvent:
 
 
 class SimulatedStream:
-    """A queue of work; nothing is computed, but memory is allocated and used on it."""
+    """A queue of work. Nothing is computed, but tensors are allocated and used on the stream."""
 
     device_index = 0
     device_type = 1  # c10::DeviceType::CUDA

@@ -61,14 +61,14 @@ CallSite = tuple[str, CodeType | None, int]  # running module, function that cal
 #   2. a storage that is new gets an entry in the ledger, with the running module and line of code;
 #   3. a finalizer on the storage records its release, when Python frees the last tensor that uses it;
 #   4. scratch memory that the kernel needs only while it runs is allocated and freed at once, which may be a peak.
-# Storages are known by their address, which is reused after a release. So a finalizer checks that the address
-# still belongs to its own entry.
+# Storages are known by their address, which is reused after a release. So a finalizer checks that the address still
+# belongs to the finalizer's own entry.
 class AllocationTracker(TorchDispatchMode):
     """Record all allocations of ops in the ledger. Works on fake tensors; meta tensors have no memory.
 
-    `device`: type of the simulated device; on "cpu", host and device are one. `workspace_bytes`: what torch allocates
-    and keeps for matrix products, per thread and stream (aten/src/ATen/cuda/CublasHandlePool.cpp). Autograd runs
-    backward in a thread of its own, so it gets its own workspace.
+    `device`: type of the simulated device; on "cpu", host and device are one. `workspace_bytes`: bytes that torch
+    allocates and keeps for matrix products, per thread and stream (aten/src/ATen/cuda/CublasHandlePool.cpp). Autograd
+    runs backward in a thread of its own, so it gets its own workspace.
     """
 
     own_line_bytes = sys.maxsize  # from this size on, each storage has the user's line, not only at a new peak
@@ -121,7 +121,7 @@ class AllocationTracker(TorchDispatchMode):
         self._names |= {id(module): name for name, module in model.named_modules()}
 
     def storage_of(self, tensor: Tensor) -> Storage | None:
-        """Return the ledger's record of a tensor's storage; None for meta tensors and unseen ones."""
+        """Return the ledger's record of a tensor's storage; None for meta tensors and tensors that were never seen."""
         index = self._index.get(_address(tensor))
         return None if index is None else self.ledger.storages[index]
 
@@ -130,9 +130,9 @@ class AllocationTracker(TorchDispatchMode):
         return [self.ledger.storages[index] for index in self._index.values()]
 
     def tag(self, tensor: object, kind: str) -> None:
-        """Set what a tensor's storage is used for, unless it is set already.
+        """Set the kind of a tensor's storage, unless it is set already.
 
-        Ignore values that are not tensors with memory.
+        Values that are not tensors with memory are ignored.
         """
         tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
         if isinstance(tensor, Tensor) and tensor.device.type != "meta":
@@ -178,7 +178,7 @@ class AllocationTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: OpArguments = (), kwargs: OpKeywords | None = None
     ) -> OpOutput:
-        """Run an op and record what it did."""
+        """Run an op and record its effects."""
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # only a query, made for every piece of a tensor
         kwargs = kwargs or {}
@@ -250,7 +250,7 @@ class AllocationTracker(TorchDispatchMode):
     def track(self, tensor: Tensor, op: str, place: CallSite | None = None, instead: int | None = None) -> None:
         """Record a tensor's storage if it is new, or its new size.
 
-        `instead`: index of a storage; if that one is released next, the new storage reuses its memory.
+        `instead`: index of a storage. If this storage is released next, the new storage reuses its memory.
         """
         try:
             storage = tensor.untyped_storage()
@@ -289,7 +289,7 @@ class AllocationTracker(TorchDispatchMode):
             self.ledger.freed(index)
 
     def _call_site(self) -> CallSite:
-        """Return the running module and the innermost line outside of torch; in backward, those of the op's forward."""
+        """Return the running module and the innermost line outside of torch; in backward, those of the forward op."""
         # In backward no Python frame shows which layer runs. Autograd numbers each op of the forward, and the node
         # of its backward has the next number: so the place that was noted in forward is looked up by number.
         node = torch._C._current_autograd_node()
@@ -337,20 +337,20 @@ def collective_of(name: str, args: OpArguments) -> tuple[str, dist.ProcessGroup 
 
 
 def is_counted(func: OpOverload) -> bool:
-    """Return whether an op's output may have memory of its own; torch.tensor() returns its new one through a "view"."""
+    """Return whether an op's output may have its own memory. torch.tensor() returns a new tensor through a "view"."""
     return not func.is_view or func is torch.ops.aten.lift_fresh.default
 
 
 @cache
 def is_own(file: str) -> bool:
-    """Return whether a source file is the user's: not of a library, of Python or of zerofit."""
+    """Return whether a source file is the user's own, and not part of a library, of Python or of zerofit."""
     return "site-packages" not in file and not file.startswith((_PYTHON, "<", os.path.dirname(_SIMULATE), _MODELS))
 
 
 def own_line() -> str:
     """Return the innermost running line of the user's code, "file:line".
 
-    In autograd's thread, the line that waits for it.
+    In autograd's thread, return the line that waits for autograd.
     """
     found = _innermost_own(sys._getframe(1))
     return found or _innermost_own(sys._current_frames()[threading.main_thread().ident or 0])

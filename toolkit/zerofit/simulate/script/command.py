@@ -53,7 +53,7 @@ class ScriptCommand:
 
 
 def read_command(words: Sequence[str]) -> ScriptCommand:
-    """Read the words of a start command. Raises UserError if they name no Python script."""
+    """Read the words of a start command. Raises UserError if no word names a Python script."""
     if not words:
         raise _refused("no command after --", "add the command you would run, e.g. -- torchrun train.py --epochs 3")
     program, rest = words[0], list(words[1:])
@@ -82,7 +82,7 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
 def started_inside(words: Sequence[str]) -> ScriptCommand | None:
     """Return the launcher command inside a program's words, as llamafactory-cli and axolotl start it.
 
-    None if it starts no ranks, e.g. a launcher with options only (--help).
+    None if the command starts no ranks, e.g. a launcher with options only (--help).
     """
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
     program = os.path.basename(words[0]) if words else ""

@@ -1,4 +1,4 @@
-"""Replace torch.cuda and torch.accelerator in a script by answers for a simulated device."""
+"""Replace torch.cuda and torch.accelerator in a script: they describe the simulated device."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def graphs(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Capture a CUDA graph by running its ops once. Its pool keeps the memory that they have used; replays need none.
+    """Capture a CUDA graph by running its ops once. Its pool keeps the memory of these ops; replays need no memory.
 
     (torch.cuda.CUDAGraph, graph_pool_handle; torch.cuda._graph_annotations.maybe_stamp_capture_root)
     """

@@ -25,7 +25,7 @@ from zerofit.spec.memory_kinds import BUCKETS, GRADIENTS
 
 
 def process_groups(target: ScriptTarget) -> None:
-    """Make every process group one that sends nothing, but report the device's usual backend.
+    """Make process groups that send nothing, but report the device's usual backend.
 
     A device mesh makes the first group if the script has not. (torch.distributed.init_process_group, new_group,
     get_backend, is_nccl_available, destroy_process_group; torch.distributed.device_mesh.init_process_group)
@@ -74,7 +74,7 @@ def object_lists(target: ScriptTarget) -> None:
 
 
 def reductions(meter: ScriptTracker) -> None:
-    """Record an all-reduce's kind, which its op does not contain: only sums differ when all ranks have equal values.
+    """Record an all-reduce's kind, which its op does not contain. With equal values on all ranks only sums matter.
 
     (torch.distributed.all_reduce)
     """
@@ -88,7 +88,7 @@ def reductions(meter: ScriptTracker) -> None:
 
 
 def handles(meter: ScriptTracker) -> None:
-    """Record which stream waits for a collective: the current one when its handle's `wait` is called.
+    """Record which stream waits for a collective: the current stream when the handle's `wait` is called.
 
     The future of a handle has the tensors of the last collective. (torch.distributed.Work.wait and get_future of the
     backend that sends nothing)
@@ -115,7 +115,10 @@ def _noted(original: Any, meter: ScriptTracker) -> Any:
 
 
 def fetched_parameters(meter: ScriptTracker) -> None:
-    """Record what ZeRO-3's hooks gather. (runtime/zero/partitioned_param_coordinator.py, fetch_sub_module)"""
+    """Record the parameters that ZeRO-3's hooks gather.
+
+    (runtime/zero/partitioned_param_coordinator.py, fetch_sub_module)
+    """
     original = PartitionedParameterCoordinator.fetch_sub_module
 
     def fetch_sub_module(self: Any, current_submodule: nn.Module, forward: bool) -> None:
@@ -126,9 +129,9 @@ def fetched_parameters(meter: ScriptTracker) -> None:
 
 
 def data_parallel(meter: ScriptTracker) -> None:
-    """Reduce gradient buckets in a hook: the C++ reducer waits for results of collectives, which do not exist.
+    """Reduce gradient buckets in a hook, since the C++ reducer waits for results that do not exist here.
 
-    A hook of the script, or a built-in one, runs inside it. The check of the other ranks' shapes is skipped.
+    A hook of the script, or a built-in hook, runs inside this hook. The check of the other ranks' shapes is skipped.
     (torch.nn.parallel.DistributedDataParallel, torch/csrc/distributed/c10d/comm.cpp)
     """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -183,9 +186,9 @@ def resized_storages(meter: ScriptTracker) -> None:
 
 
 def flat_sharding() -> None:
-    """Let FSDP 1 use the GPU that scripts see, whether it is given by number or is the current one.
+    """Let FSDP 1 use the GPU that scripts see, given by its number or as the current GPU.
 
-    `torch.device(0)` has the accelerator's name in C++, which differs here.
+    `torch.device(0)` has the name of the C++ accelerator, which differs from the name that scripts see.
     (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py, _get_compute_device)
     """
     from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
@@ -210,7 +213,7 @@ def flat_sharding() -> None:
 
 
 def sharded_shapes() -> None:
-    """Compute the shape of a DTensor op's result apart from the script's tensors, which are real on the host.
+    """Compute the shape of a DTensor op's result on fakes, since the script's host tensors are real.
 
     (torch.distributed.tensor, ShardingPropagator._propagate_tensor_meta_non_cached)
     """

@@ -1,4 +1,4 @@
-"""Make changes to a script's training that its user would write into the source, for simulations of such changes."""
+"""Make changes to a script's training that its user would write into the source, in order to simulate them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _ONLY_TORCH = ("foreach", "fused", "capturable", "differentiable", "maximize")  
 
 
 def edits(target: ScriptTarget) -> Callable[[nn.Module], None]:
-    """Patch what a script calls, for the target's edits; return a function for each model before its first forward."""
+    """Patch the functions that a script calls, for the target's edits.
+
+    Return a function to call with each model before its first forward.
+    """
     ours = {
         EIGHT_BITS: _eight_bits,
         HALVES: _halves,
@@ -54,7 +57,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """Return the largest list of blocks of one class, by parameters, and its path before it; ("", []) without one."""
+    """Return path and blocks of the largest list of blocks of one class, by parameters; ("", []) without a list."""
     best, found = 0, ("", list[nn.Module]())
     for path, module in unwrapped(model).named_modules():
         blocks = list(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
@@ -97,7 +100,7 @@ def _sharded_states() -> None:
 
 
 def _sharded() -> None:
-    """Shard a model with FSDP2 in place of wrapping it. (torch.nn.parallel.DistributedDataParallel)"""
+    """Shard a model with FSDP2 instead of wrapping it in DDP. (torch.nn.parallel.DistributedDataParallel)"""
     from torch.distributed.fsdp import fully_shard
 
     replaced: list[weakref.ref[nn.Parameter]] = []  # weak, since their memory is freed

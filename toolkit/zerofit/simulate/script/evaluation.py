@@ -1,4 +1,4 @@
-"""Simulate what a script does between steps: a Trainer's evaluation, and gathering weights for saving."""
+"""Simulate a script between steps: a Trainer's evaluation, and the gathering of weights for a save."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def evaluations(log: PhaseLog) -> None:
 def gather_to_save(engines: Sequence[DeepSpeedEngine], log: PhaseLog) -> None:
     """Gather ZeRO-3's 16-bit weights as for saving, if the JSON asks for it.
 
-    They are gathered layer by layer, and rank 0 keeps all in host memory (stage3_gather_16bit_weights_on_model_save).
+    The weights are gathered layer by layer, and rank 0 keeps all of them in host memory
+    (stage3_gather_16bit_weights_on_model_save).
     """
     for engine in engines:
         asked = engine.zero_optimization_partition_weights() and engine.zero_gather_16bit_weights_on_model_save()

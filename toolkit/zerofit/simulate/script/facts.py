@@ -1,4 +1,4 @@
-"""Collect what was seen of a script while it ran: its engines, batches and approximations."""
+"""Collect the facts seen while a script ran: its engines, batches and approximations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BatchShapes:
 def script_facts(
     target: ScriptTarget, meter: ScriptTracker, phases: ScriptPhases, shapes: BatchShapes, lengths: Lengths, how: str
 ) -> ScriptFacts:
-    """Return a result's facts about a script, other than its memory."""
+    """Return the facts about a script in a result, except its memory."""
     allowed, allowed_by = lengths.limit() if shapes.longest else (0, "")
     engine = next(filter(has_optimizer, phases.engines), None)
     models: list[Any] = [engine.module] if engine else phases.models or [nn.Module()]
@@ -96,7 +96,7 @@ def elements_of(parameter: Any) -> int:
 
 
 def _sharding(model: nn.Module) -> str:
-    """Return what of torch.distributed wraps a model, with the dimensions of its mesh as the script names them."""
+    """Return the wrapper of torch.distributed around a model, with the script's names of its mesh dimensions."""
     kinds = {FSDPModule: "FSDP2", FullyShardedDataParallel: "FSDP", DistributedDataParallel: "DDP"}
     name = next((kinds[kind] for kind in kinds if any(isinstance(m, kind) for m in model.modules())), "")
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
@@ -108,7 +108,7 @@ def _sharding(model: nn.Module) -> str:
 
 
 def _gathered(model: nn.Module) -> torch.dtype | None:
-    """Return the type to which FSDP2 casts the weights that it gathers (MixedPrecisionPolicy); None if to no other."""
+    """Return the type to which FSDP2 casts gathered weights (MixedPrecisionPolicy); None if it does not cast them."""
     states: list[Any] = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
     return next((found for state in states if (found := state._mp_policy.param_dtype)), None)
 

@@ -1,6 +1,6 @@
 """Explain why a script ended before it trained: its own exit or error, or something zerofit cannot simulate.
 
-How the script would end on the real machine is unknown.
+It is unknown how the script would end on the real machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RETRY = "run the command without zerofit to see whether it ends the same way"
 #   2. no fake tensor and no object of this package is involved: the script's own error, with its traceback;
 #   3. otherwise the simulation may have caused it: the message names the op, the module and the line.
 def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) -> Problem:
-    """Return the script's own error with its traceback, or what cannot be simulated and where."""
+    """Return a problem: the script's own error with its traceback, or the place that cannot be simulated."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if is_own(f.filename)] or frames
     where = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}"
@@ -105,7 +105,7 @@ def _from_script(error: BaseException) -> TracebackType | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and those that caused it."""
+    """Yield an error, then the errors that caused it."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -114,7 +114,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _entries(error: BaseException) -> list[TracebackType]:
-    """Return the traceback's entries from the script's first frame to the one that raised."""
+    """Return the traceback's entries from the script's first frame to the frame that raised the error."""
     entry, found = _from_script(error), []
     while entry is not None:
         found.append(entry)
@@ -133,7 +133,7 @@ def _involves_stand_ins(error: BaseException) -> bool:
 
 
 def _is_of_zerofit(error: BaseException) -> bool:
-    """Return whether the simulation's code or devices are the cause: they raised, or the message names them."""
+    """Return whether the simulation's code raised the error, or the message names the simulation's code or device."""
     last, text = (_entries(error) or [None])[-1], str(error)
     called = _SIGNATURE.match(text) if isinstance(error, TypeError) else None
     file = last.tb_frame.f_code.co_filename if last else ""
@@ -147,7 +147,7 @@ def _is_of_zerofit(error: BaseException) -> bool:
 
 
 def _is_in_call(entry: TracebackType) -> bool:
-    """Return whether a C function that this frame called has raised: wrappers call what they have replaced."""
+    """Return whether a C function that this frame called raised the error. Wrappers call the replaced functions."""
     return dis.opname[entry.tb_frame.f_code.co_code[entry.tb_lasti]].startswith("CALL")
 
 
@@ -175,7 +175,7 @@ def _is_stand_in(value: object) -> bool:
 
 
 def _is_plain_bug(error: BaseException, meter: ScriptTracker) -> bool:
-    """Return whether the script's own line uses a missing name, key or attribute, and no value was assumed before."""
+    """Return whether the script's own line uses a missing name, key or attribute, before any value was assumed."""
     frames = traceback.extract_tb(error.__traceback__)
     made_up = any("taken as" in note for note in meter.notes)
     plain = isinstance(error, (NameError, LookupError, AttributeError)) and is_own(frames[-1].filename)

@@ -1,4 +1,4 @@
-"""Watch a script for what `faults` judges: padding, kept gradients and graphs, casts, engines, experts, checkpoints."""
+"""Record the facts that `faults` needs: padding, kept gradients and graphs, casts, engines, experts, checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zerofit.simulate.script.values import known_value
 
 
 class FaultLog:
-    """What a script did, with its lines ("file:line", "" if unknown)."""
+    """Facts about a script, with its lines ("file:line", "" if unknown)."""
 
     def __init__(self, meter: ScriptTracker):
         self.meter = meter
@@ -48,7 +48,7 @@ class FaultLog:
         self._step = -1
 
     def watch(self) -> None:
-        """Wrap what scripts call, for the rest of this process."""
+        """Wrap the functions that scripts call, for the rest of this process."""
         backward, check = torch.autograd.backward, torch.utils.checkpoint.check_backward_validity
         bound = inspect.signature(backward).bind
         wrap, enable = DistributedDataParallel.__init__, PreTrainedModel.gradient_checkpointing_enable
@@ -153,7 +153,7 @@ def _are_experts(name: str, child: nn.Module) -> bool:
 
 
 class Lives:
-    """From when until when each storage lives, in numbers of the ledger's events."""
+    """The lifetime of each storage: the numbers of the ledger's events at its begin and end."""
 
     def __init__(self, meter: ScriptTracker):
         self.storages, self.end = meter.ledger.storages, len(meter.ledger.events)

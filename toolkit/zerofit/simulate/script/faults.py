@@ -1,6 +1,6 @@
-"""The table of a script's faults: what each is, what it costs, what to change, and how it is found.
+"""The table of a script's faults: message, cost, change and detector of each fault.
 
-Each detector reads what was recorded of the simulated rank: its storages with kind, line and phase, and the `FaultLog`.
+Each detector reads the records of the simulated rank: its storages with kind, line and phase, and the `FaultLog`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OF_GRAPH = (ACTIVATIONS, LOGITS, TEMPORARIES)
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What the detectors read."""
+    """The data that the detectors read."""
 
     log: FaultLog
     target: ScriptTarget
@@ -94,7 +94,7 @@ class Fault:
 
 
 def find_faults(log: FaultLog, target: ScriptTarget, phases: ScriptPhases, lengths: Lengths) -> None:
-    """Set the log's faults, those that cost most memory first, unless they were found at the last step."""
+    """Set the log's faults, in the order of their memory, unless they were already found at the last step."""
     if log.faults is not None:
         return
     peak = max([log.meter.peak(), *(phase.peak_bytes for phase in phases.log.done)])
@@ -104,12 +104,12 @@ def find_faults(log: FaultLog, target: ScriptTarget, phases: ScriptPhases, lengt
         try:
             found += [fault.named(*seen) for seen in fault.find(script)]
         except Exception as error:  # an optimizer or model of a kind that no detector expects: the figures stand
-            log.meter.note(f"fault {fault.code}: not looked for ({type(error).__name__}: {error})")
+            log.meter.note(f"fault {fault.code}: the check failed ({type(error).__name__}: {error})")
     log.faults = tuple(sorted(found, key=lambda fault: -fault.bytes))
 
 
 def _whole_model(script: Script) -> Iterator[Found]:
-    """Find parameters that DeepSpeed got whole at ZeRO-3: they exist on each rank until the engine splits them."""
+    """Find parameters that DeepSpeed got unpartitioned at ZeRO-3. Each rank has all of them until the engine starts."""
     log, ranks = script.log, script.target.world_size
     extra = log.plain_bytes - log.plain_bytes // ranks
     if any(engine.zero_optimization_stage() == 3 for engine in script.engines) and script.is_worth(extra):
@@ -164,13 +164,13 @@ def _total(sizes: Counter[int]) -> int:
 
 
 def _coverage(sizes: Counter[int], of: Counter[int]) -> float:
-    """Return the share of `of` (bytes -> storages) that `sizes` contains, among storages large enough for a line."""
+    """Return the share of `of` (bytes -> number of storages) that `sizes` contains. Small storages are ignored."""
     large = Counter({size: times for size, times in of.items() if size >= OWN_LINE_BYTES})
     return _total(sizes & large) / max(1, _total(large))
 
 
 def _owned(script: Script) -> Iterator[Storage]:
-    """Yield the storages of what trains: parameters, buffers, gradients, optimizer states."""
+    """Yield the storages of trained models: parameters, buffers, gradients, optimizer states."""
     optimizers = [o for engine in script.engines for o in optimizer_chain(engine.optimizer)]
     tensors = tree_leaves([vars(optimizer) for optimizer in (*script.phases.optimizers, *optimizers)])
     tensors += [t for model in script.models for t in (*model.parameters(), *model.buffers())]
@@ -290,7 +290,7 @@ def _unused_search(script: Script) -> Iterator[Found]:
 
 
 def _pinned(script: Script) -> Iterator[Found]:
-    """Find page-locked memory beyond what a node's host has."""
+    """Find page-locked memory that exceeds the host memory of a node."""
     target, moments = script.target, host_moments(script.log.meter.ledger)
     parts = highest(moments)
     size = parts["pinned"] + parts["pinned_free"]
@@ -312,7 +312,7 @@ LOST_GRADIENTS = Fault(
 FAULTS = (
     Fault(
         code="whole-model",
-        problem="every rank builds the whole model, {bytes}, before ZeRO-3 splits it ({detail} a rank)",
+        problem="every rank builds the full model, {bytes}, before ZeRO-3 partitions it ({detail} per rank)",
         mend="build it under deepspeed.zero.Init(), or call from_pretrained or from_config after TrainingArguments",
         find=_whole_model,
     ),
@@ -344,7 +344,7 @@ FAULTS = (
     Fault(
         code="kept-graph",
         problem="retain_graph=True keeps {bytes} of activations until the next batch",
-        mend="leave it out of the last backward, or delete the loss before the next forward",
+        mend="remove retain_graph from the last backward, or delete the loss before the next forward",
         find=_kept_graph,
     ),
     Fault(
@@ -367,7 +367,7 @@ FAULTS = (
     ),
     Fault(
         code="expert-leaves",
-        problem="{detail} chooses experts by token: under ZeRO-3 ranks gather different ones and wait for ever",
+        problem="{detail} chooses experts by token: under ZeRO-3 ranks gather different experts and wait forever",
         mend="call deepspeed.utils.set_z3_leaf_modules(model, [{detail}]) before deepspeed.initialize",
         find=_experts,
     ),
@@ -375,12 +375,12 @@ FAULTS = (
     Fault(
         code="unused-search",
         problem="find_unused_parameters=True searches the graph in each step, and all parameters are used",
-        mend="leave find_unused_parameters out",
+        mend="remove find_unused_parameters",
         find=_unused_search,
     ),
     Fault(
         code="pinned-memory",
-        problem="page-locked memory of {bytes} a rank needs {detail}",
+        problem="page-locked memory of {bytes} per rank needs {detail}",
         mend='set "pin_memory": false in the offload section or the DataLoader, or use more nodes',
         find=_pinned,
     ),

@@ -1,4 +1,4 @@
-"""Simulate transformers' generation: sequences reach their length limit, and few of their tokens are computed."""
+"""Simulate transformers' generation. Sequences reach their length limit, but only few tokens are computed."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _POSITIONS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type
 def generation(meter: ScriptTracker, log: PhaseLog) -> None:
     """Give generation a phase, and let it reach its limit in a few tokens.
 
-    The end-of-sequence token is never known to be sampled. A token of a large model takes a second, so those between
-    the second and the last are left out: the cache grows at once. (transformers.GenerationMixin.generate, _sample,
-    _beam_search, _beam_search_has_unfinished_sequences, _update_model_kwargs_for_generation)
+    A simulation never knows that the end-of-sequence token was sampled. A token of a large model takes a second, so the
+    tokens between the second and the last are left out, and the cache grows at once.
+    (transformers.GenerationMixin.generate, _sample, _beam_search, _beam_search_has_unfinished_sequences,
+    _update_model_kwargs_for_generation)
     """
     left_out: list[int] = []  # of the running generation: what each of the next updates leaves out, last first
     for name in ("_sample", "_beam_search"):
@@ -98,7 +99,7 @@ def _can_grow(cache: Any) -> bool:
 
 
 def _lengthen(kwargs: dict[str, Any], tokens: int) -> None:
-    """Lengthen the cache, and what has one element per token, as if this number of tokens had been generated."""
+    """Lengthen the cache, and tensors with one element per token, as if this number of tokens had been generated."""
     prefix = "decoder_" if "encoder_outputs" in kwargs else ""  # other masks are those of the encoder's input
     for name in (f"{prefix}{name}" for name in _POSITIONS):
         if isinstance(kwargs.get(name), Tensor):
@@ -116,12 +117,15 @@ def _lengthen(kwargs: dict[str, Any], tokens: int) -> None:
 
 
 def _up_to(tokens: Tensor, limit: int) -> Tensor:
-    """Return sequences of the limit's length, also where beam search has cut them to a length it read from values."""
+    """Return sequences of the limit's length, even if beam search has cut them to a length that it read from values."""
     return tokens if tokens.shape[1] >= limit else tokens.new_empty((tokens.shape[0], limit))
 
 
 def _longer(value: Tensor, tokens: int, *, counts: bool = False) -> Tensor:
-    """Return a tensor with more elements like its last ones in the last dimension; `counts`: they count on."""
+    """Return a tensor whose last dimension has `tokens` more elements.
+
+    They repeat the last element or, with `counts`, continue to count.
+    """
     more = value[..., -1:].expand(*value.shape[:-1], tokens)
     if counts:
         more = more + torch.arange(1, tokens + 1, dtype=value.dtype, device=value.device)

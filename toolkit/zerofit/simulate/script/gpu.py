@@ -1,4 +1,4 @@
-"""Simulate a GPU for scripts: Python sees cuda:N, torch's C++ code sees the simulated device.
+"""Simulate a GPU for scripts: Python sees cuda:N, and torch's C++ code sees the simulated device.
 
 Without a GPU, a fake tensor on a CUDA device crashes in autograd (torch/csrc/autograd/engine.cpp,
 hasPrimaryContext). So C++ gets the device of `simulate.fakes.device`. Devices that Python reads or names are
@@ -63,7 +63,7 @@ def install_gpu(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Show the rank's CUDA device to Python, and translate it to the simulated one.
+    """Show the rank's CUDA device to Python, and translate it to the simulated device.
 
     Before torch 2.14 `fake_device` is an entry in each tensor's dictionary, not a property. Making a fake also
     initialises the device's context, which does not exist.
@@ -94,7 +94,7 @@ def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Translate a CUDA device to the simulated one in `.to()` and `.cuda()`. (torch.Tensor.to, cuda)"""
+    """Translate a CUDA device to the simulated device in `.to()` and `.cuda()`. (torch.Tensor.to, cuda)"""
     original = Tensor.to
 
     def named(value: object) -> object:

@@ -1,7 +1,8 @@
 """Patch torch so that a script's tensors are real on the host and fake on the device.
 
 The patches are applied once, in the process of a script's simulation, in addition to those of `simulate.fakes.patches`.
-The docstring of each explains why it is needed and names what it replaces; `tests/simulate/test_patches.py` tests it.
+The docstring of each patch explains why it is needed and names the replaced functions. `tests/simulate/test_patches.py`
+tests each patch.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def parameter_data(meter: ScriptTracker) -> None:
 def gradients(meter: ScriptTracker, parameter: Tensor) -> None:
     """Make the gradient of a small host tensor fake, as its parameter is.
 
-    DeepSpeed sets `grad.data` to a part of its buffers, and a real tensor's cannot be part of a fake. (Tensor hooks)
+    DeepSpeed sets `grad.data` to a part of its buffers. The data of a real tensor cannot be part of a fake. (Tensor
+    hooks)
     """
 
     def faked(gradient: Tensor) -> Tensor:
@@ -79,7 +81,7 @@ def gradients(meter: ScriptTracker, parameter: Tensor) -> None:
 
 
 def tensor_values(meter: ScriptTracker) -> None:
-    """Return a fake tensor's values to Python: the known ones, otherwise zeros.
+    """Return a fake tensor's values to Python: its known values, otherwise zeros.
 
     (torch.Tensor.numpy, tolist, __format__)
     """
@@ -103,7 +105,7 @@ def tensor_values(meter: ScriptTracker) -> None:
 
 
 def equality() -> None:
-    """Compare real tensors and known values by value, others by shape. (torch.equal)"""
+    """Compare real tensors and known values by value, and other tensors by shape. (torch.equal)"""
     original = torch.Tensor.equal
 
     def equal(one: Tensor, other: Tensor) -> bool:
@@ -114,7 +116,7 @@ def equality() -> None:
 
 
 def addresses() -> None:
-    """Give fakes addresses like those of real tensors: libraries compare them to find shared memory.
+    """Give fakes addresses like real tensors, since libraries compare addresses to find shared memory.
 
     (FakeTensor.data_ptr, torch.UntypedStorage.data_ptr; torch/distributed/fsdp/_flat_param.py, _same_storage)
     """
@@ -155,7 +157,7 @@ def loaders() -> None:
 
 
 def compiling(meter: ScriptTracker) -> None:
-    """Run compiled functions and models eagerly. Compiled kernels would keep less memory, but how much is unknown.
+    """Run compiled functions and models eagerly. Compiled kernels would keep an unknown smaller amount of memory.
 
     (torch.compile, torch.nn.Module.compile)
     """
@@ -228,7 +230,7 @@ def triton_kernels(meter: ScriptTracker) -> None:
 
 
 def higher_order_ops(meter: ScriptTracker) -> None:
-    """Run the bodies of higher-order ops op by op. torch.cond keeps what its branch computes, instead of the operands.
+    """Run the bodies of higher-order ops op by op. torch.cond keeps the activations of its branch, not the operands.
 
     Their eager kernels assert that no mode is active, and torch.cond needs a compiler for gradients.
     (torch.cond; torch._higher_order_ops: `_get_current_dispatch_mode` in cond_op_dense and others)
@@ -251,7 +253,7 @@ def higher_order_ops(meter: ScriptTracker) -> None:
 
 
 class _Unknown(_Mixin):
-    """A fake tensor of unknown shape; when the shape is known it becomes an ordinary fake."""
+    """A fake tensor of unknown shape. It becomes an ordinary fake when the shape is known."""
 
     cls_to_become = FakeTensor
     shape = torch._C.TensorBase.shape  # of no elements: ops on fakes read it
@@ -279,10 +281,10 @@ class _UnknownBuffer(_Unknown, UninitializedBuffer, FakeTensor):
 
 
 def lazy_modules(meter: ScriptTracker, watch: Callable[[Tensor], None]) -> None:
-    """Make parameters and buffers of unknown shape fakes from the start: a real tensor cannot become one in place.
+    """Make parameters and buffers of unknown shape fakes at once, since a real tensor cannot become a fake in place.
 
-    `watch` is called for each one whose shape becomes known. (torch.nn.parameter.UninitializedParameter.__new__,
-    UninitializedBuffer.__new__)
+    `watch` is called for each parameter or buffer whose shape becomes known.
+    (torch.nn.parameter.UninitializedParameter.__new__, UninitializedBuffer.__new__)
     """
 
     def became_known(tensor: Tensor) -> None:

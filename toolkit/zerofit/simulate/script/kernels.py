@@ -1,4 +1,4 @@
-"""Define shapes for GPU kernels that scripts call and that have no shape rule: what they allocate and keep."""
+"""Define the outputs and the kept tensors of GPU kernels that scripts call and that have no shape rule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NARROW, _WIDE = 32, 64  # and widths of heads to these, up to 128 and above
 def synchronized_norms(meter: ScriptTracker) -> None:
     """Give the CUDA-only kernels of torch.nn.SyncBatchNorm their output shapes.
 
-    SyncBatchNorm masks ranks without samples. No rank is without samples, since other ranks are like this one.
+    SyncBatchNorm masks ranks without samples. Here every rank has samples, since other ranks are like this rank.
     (torch/nn/modules/_functions.py: SyncBatchNorm.forward; aten/src/ATen/native/cuda/Normalization.cu)
     """
     original = SyncBatchNorm.forward
@@ -75,7 +75,7 @@ def synchronized_norms(meter: ScriptTracker) -> None:
 def sparse_gradients(meter: ScriptTracker) -> None:
     """Make the sparse gradients of embeddings dense, which is an upper bound: fakes cannot be sparse.
 
-    (torch.embedding, torch.embedding_bag; torch.optim.SparseAdam.step, which refuses dense ones)
+    (torch.embedding, torch.embedding_bag; torch.optim.SparseAdam.step, which refuses dense gradients)
     """
 
     def dense(original: Any, place: int) -> Any:
@@ -108,7 +108,7 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, packed: int, sequences: int, *given: Tensor) -> Tensor:
-        """Return the output. `packed`: how many of q, k, v share the last tensor; `sequences`: 0 unless varlen."""
+        """Return the output. `packed`: the number of q, k and v in the last tensor. `sequences`: 0 unless varlen."""
         query = given[0][..., 0, :, :] if packed == 3 else given[0]
         width = query.shape[-1]
         if width % 8:
@@ -143,7 +143,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def flash_attention_package(meter: ScriptTracker) -> None:
-    """Replace the flash_attn package, installed or not: it needs a GPU to build and to import. (sys.modules)
+    """Replace the flash_attn package, installed or not, since it needs a GPU to build and to import. (sys.modules)
 
     Only its attention functions exist; other names raise an ImportError.
     """

@@ -30,7 +30,7 @@ class LaunchedInside(BaseException):
 
 
 def launchers_inside() -> None:
-    """Do not start ranks from a program such as llamafactory-cli or axolotl: one runs in this process instead.
+    """Keep a program such as llamafactory-cli or axolotl from starting ranks. One rank runs in this process instead.
 
     (subprocess.Popen.__init__, os.execv, os.execve; the other functions of os call these)
     """
@@ -70,7 +70,7 @@ def _words(args: object) -> list[str]:
 
 
 def environment(target: ScriptTarget) -> dict[str, str]:
-    """Return a rank's environment variables: its place, and what its launcher adds."""
+    """Return a rank's environment variables: its coordinates, and the variables of its launcher."""
     local, node = target.rank % target.gpus, target.rank // target.gpus
     found = {
         "RANK": target.rank,
@@ -92,7 +92,7 @@ def environment(target: ScriptTarget) -> dict[str, str]:
 
 
 def _of_accelerate(target: ScriptTarget) -> dict[str, str]:
-    """Return what `accelerate launch` adds to the environment, by running its code without starting anything."""
+    """Return the variables of `accelerate launch`, by running its code without starting a process."""
     from accelerate.commands import launch
     from accelerate.utils import launch as prepare
 

@@ -45,7 +45,7 @@ class Lengths:
             "the trainer's max_length": self.trainer,
             "max_length of the tokenizer": self.tokenizer,
             "the longest row of the data set": self._rows.get(id(self.dataset), 0),
-            "the positions of the model": self.positions,
+            "the model's max_position_embeddings": self.positions,
         }
         return next(((tokens * self.packed, by) for by, tokens in said.items() if tokens), (0, ""))
 
@@ -148,7 +148,7 @@ def batches(lengths: Lengths, longest: bool) -> None:
 
 
 def _longest_row(dataset: Any) -> int:
-    """Return the tokens of the longest row among those read within ROWS_S; 0 if rows have no tokens."""
+    """Return the tokens of the longest row that is read within ROWS_S; 0 if rows have no tokens."""
     longest, deadline = 0, time.monotonic() + ROWS_S
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return 0
@@ -163,7 +163,7 @@ def _longest_row(dataset: Any) -> int:
 
 
 def _longer(value: Any, seen: int, wanted: int, targets: int) -> Any:
-    """Lengthen dimensions of `seen` elements to `wanted`; those of decoder inputs to `targets`."""
+    """Lengthen dimensions of `seen` elements to `wanted` (in decoder inputs to `targets`)."""
     if isinstance(value, Tensor):
         for dimension in range(1, value.dim()):
             if value.shape[dimension] == seen:

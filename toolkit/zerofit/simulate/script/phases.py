@@ -1,4 +1,4 @@
-"""Divide a script's run into phases by what its engines and optimizers do, in real and in simulated ranks."""
+"""Divide a script's run into phases by the calls of its engines and optimizers, in real and simulated ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerofit.simulate.script.errors import ScriptStop
 WAITED = 10  # stop when the leading engine has made this many times the wanted steps, even if others have not
 
 
-# A script has no loop of ours, so phases follow from what it calls:
+# A script does not use zerofit's loop, so phases follow from its calls:
 #
 #   with an engine      DeepSpeedEngine.__init__ -> init   forward -> forward   backward -> backward   step -> step
 #   without an engine   Module.__call__ of the outermost trained module -> forward
@@ -59,7 +59,7 @@ class ScriptPhases:
         self._ran: set[int] = set()  # ids of the modules that it contains, and of others that ran after it
 
     def cut(self) -> None:
-        """Wrap what scripts train with, for the rest of this process."""
+        """Wrap the engines, optimizers and models that scripts train, for the rest of this process."""
         for engine, name, wrap in (
             (DeepSpeedEngine, "__init__", self._init),
             (DeepSpeedEngine, "forward", self._forward),
@@ -145,7 +145,7 @@ class ScriptPhases:
             self._busy -= 1
 
     def _stepped(self, one: object, of: list[object]) -> None:
-        """Count an optimizer step. Raises ScriptStop when all have made enough."""
+        """Count an optimizer step. Raises ScriptStop when all optimizers have made enough steps."""
         self.steps[id(one)] += 1
         made = [self.steps[id(other)] for other in of]
         if min(made) >= self.wanted or max(made) >= WAITED * self.wanted:
@@ -237,5 +237,5 @@ class ScriptPhases:
 
 
 def has_optimizer(engine: DeepSpeedEngine) -> bool:
-    """Return whether an engine has an optimizer from the script or its JSON: others get a dummy."""
+    """Return whether an engine has an optimizer from the script or its JSON. Other engines get a dummy."""
     return bool(engine.optimizer_name())

@@ -19,7 +19,7 @@ _BUSY = 0.5  # share of a core: below it the host waits for something
 def watch_progress(meter: ScriptTracker, log: PhaseLog, give_up: Callable[[Problem], object]) -> None:
     """Call `give_up` from a thread once a phase has lasted LIMIT_S.
 
-    Work on the script's own data, such as tokenizing, does not count: it is real, and its end is not in doubt.
+    Work on the script's own data, such as tokenizing, does not count, because it is real and will end.
     """
 
     def watch() -> None:
@@ -31,7 +31,7 @@ def watch_progress(meter: ScriptTracker, log: PhaseLog, give_up: Callable[[Probl
             works_on_data = ops == before[1] and cpu - before[2] > _BUSY * POLL_S
             spent = 0.0 if phase != before[0] else spent if works_on_data else spent + POLL_S
         message = f"{phase_name(*phase)} did not end within {LIMIT_S / 60:.0f} minutes"
-        hint = "a loop that ends by values, or a wait for another process: leave it out, or give it a limit of its own"
+        hint = "a loop that ends by values, or a wait for another process: remove it, or set a limit for it"
         give_up(Problem(kind="not-simulated", message=message, hint=hint, where=own_line()))
 
     threading.Thread(target=watch, daemon=True).start()

@@ -60,9 +60,8 @@ def simulate_script(
 ) -> RankRecord:
     """Run the script until it has made its optimizer steps; return the record.
 
-    `give_up` is called from a thread if a phase does not end, and must end the process.
-    Patches torch and DeepSpeed for the rest of this process. Raises UserError if the script cannot be simulated, or
-    ends without training.
+    `give_up` is called from a thread if a phase does not end. It must end the process. Patches torch and DeepSpeed for
+    the rest of this process. Raises UserError if the script cannot be simulated, or ends without training.
     """
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     shown = gpu.SHOWN if target.on_gpu else "cpu"

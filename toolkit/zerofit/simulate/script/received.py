@@ -1,4 +1,4 @@
-"""Compute what collectives return on real tensors, if other ranks have this rank's values."""
+"""Compute the results of collectives on real tensors, if all other ranks have this rank's values."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class _Recurrent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Return gradients; those of the weights are parts of one tensor."""
+        """Return gradients. The gradients of the weights are parts of one tensor."""
         x, hx, cx, _, _, _, *weights = ctx.saved_tensors
         output = None if grads[0] is None else grads[0].contiguous()
         workspace = _workspace(ctx.layers, weights)
@@ -75,7 +75,7 @@ def _workspace(layers: _Layers, weights: Sequence[Tensor]) -> Tensor:
 def recurrent_layers(meter: ScriptTracker) -> None:
     """Run LSTM, GRU and RNN layers on the device by cuDNN's shapes, and keep their weights in one tensor.
 
-    torch would run them step by step: it asks for a CUDA device in C++. Packing reads the lengths in C++, too.
+    Without a CUDA device in C++, torch would run the layers step by step. Packing reads the lengths in C++, too.
     (torch._VF.lstm, gru, rnn_tanh, rnn_relu; torch._VF._pack_padded_sequence; torch.nn.RNNBase.flatten_parameters)
     """
 

@@ -1,4 +1,4 @@
-"""Simulate the stages of a script's pipeline one by one: each receives what the stage before was seen to send."""
+"""Simulate the stages of a script's pipeline one by one. Each receives the tensors that the previous stage has sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StageJoints:
         self._sent: Any = None  # what the first of torch's stages of this rank sends
 
     def join(self) -> None:
-        """Give engines and torch's stages their inputs and record what they send, for the rest of this process."""
+        """Give engines and torch's stages their inputs and record the tensors that they send, in the entire process."""
         if hasattr(PipelineStage, "_warmup_forward_vote"):  # from torch 2.14 on
             self._join_torch()
         made = PipelineEngine.__init__
@@ -72,9 +72,9 @@ class StageJoints:
     def _join_torch(self) -> None:
         """Connect torch's stages, which exchange the shapes of their inputs before the first micro batch.
 
-        The next stage sends gradients like this stage's outputs. A later stage of the same rank receives what the
-        earlier one sends. (torch.distributed.pipelining.PipelineStage: _send_meta, _recv_meta, _warmup_forward_vote,
-        _warmup_backward_result)
+        The next stage sends gradients like this stage's outputs. A later stage of the same rank receives the tensors
+        that the earlier stage sends. (torch.distributed.pipelining.PipelineStage: _send_meta, _recv_meta,
+        _warmup_forward_vote, _warmup_backward_result)
         """
 
         def own_vote(stage: Any, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
@@ -107,7 +107,7 @@ class StageJoints:
 
 
 def _stage_of(stage: Any) -> ScriptStage:
-    """Return the place of a rank's first stage; groups of pipelines are alike, at a constant distance of ranks."""
+    """Return the first stage of this rank and of each rank. The ranks of a pipeline have a constant distance."""
     ranks = dist.get_process_group_ranks(stage.group)
     distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     of_rank = tuple(rank // distance % len(ranks) for rank in range(dist.get_world_size()))
@@ -115,7 +115,7 @@ def _stage_of(stage: Any) -> ScriptStage:
 
 
 def _sizes(meta: Any) -> SentTensors:
-    """Return what the next rank receives. Raises NotSimulated for DTensors."""
+    """Return the shapes that the next rank receives. Raises NotSimulated for DTensors."""
     if any(type(one) is not pipes._TensorMeta for one in meta.forward_metas):
         hint = "simulate the first rank (--rank 0), or let stages return local tensors"
         raise not_simulated("a pipeline stage that sends DTensors", hint)

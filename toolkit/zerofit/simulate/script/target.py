@@ -1,4 +1,4 @@
-"""Define the data that enters a script's process: the rank and its device."""
+"""Define the input of a script's process: the rank and its device."""
 
 from __future__ import annotations
 

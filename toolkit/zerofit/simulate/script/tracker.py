@@ -1,7 +1,7 @@
 """Track the ops of a user's script: host tensors are real; device tensors and parameters are fake.
 
-So the script's own data, samplers, tokenizers and collators run unchanged. Fake copies of integers
-and masks on the device keep their values, and ops on them are computed, so a script branches correctly.
+So the script's own data, samplers, tokenizers and collators run unchanged. Fake copies of integers and masks on the
+device keep their values, and ops on them are computed. So a script takes the right branches.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ScriptTracker(AllocationTracker):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: OpArguments = (), kwargs: OpKeywords | None = None
     ) -> OpOutput:
-        """Run the op for real or on fakes, and note what it did."""
+        """Run the op for real or on fakes, and record its effects."""
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
@@ -183,7 +183,7 @@ class ScriptTracker(AllocationTracker):
         return out
 
     def _higher_order(self, op: HigherOrderOperator, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
-        """Run the ops of a higher-order op's body, as torch's eager kernel does; without one, its rule for shapes.
+        """Run the ops of a higher-order op's body like torch's eager kernel; without such a kernel, use its shape rule.
 
         If the script compiles, attention is one kernel that stores no scores (torch/_inductor/kernel/flex).
         """
@@ -251,7 +251,10 @@ class ScriptTracker(AllocationTracker):
         self.streams.issued.send(self._issued(op, bytes=moved), ranks, [number])
 
     def wait_for(self, handle: object) -> None:
-        """Record that the current stream waits for a collective, by its handle or the result of a functional one."""
+        """Record that the current stream waits for a collective.
+
+        `handle`: the collective's handle, or the result of a functional collective.
+        """
         number = self._awaited.get(handle)
         if self.streams.issued is not None and number is not None:
             self.streams.issued.wait_for(number, self.streams.current.number)
@@ -322,7 +325,7 @@ class ScriptTracker(AllocationTracker):
         return out
 
     def _stand_in(self, func: OpOverload, args: OpArguments) -> object:
-        """Return a harmless value for one that only a GPU could compute; note it if the script's own code needs it."""
+        """Return a harmless value for one that only a GPU could compute. Note it if the script's own code needs it."""
         value = func(*args)
         code = self._call_site()[1]
         if code is not None and is_own(code.co_filename):
@@ -356,7 +359,8 @@ class ScriptTracker(AllocationTracker):
     ) -> OpOutput:
         """Return the output of an op whose shape depends on values. Raises `error` if the values are unknown.
 
-        The largest output is a bound for some ops: of a mask that is all True, of elements that all differ.
+        For some ops the largest output is a bound. It is the output for a mask that is all True, or for distinct
+        elements.
         """
         known = all(known_value(t) is not None for t in leaves)
         if not known:
@@ -383,7 +387,7 @@ class ScriptTracker(AllocationTracker):
     ) -> None:
         """Compute the values of small outputs from known inputs.
 
-        Forget values that an op overwrites with unknown ones.
+        Values that an op overwrites with unknown values are forgotten.
         """
         if name == "c10d::_allgather_base_" and known_value(args[1]) is not None:
             with unset_fake_temporarily(), _disable_current_modes():
@@ -430,7 +434,7 @@ class ScriptTracker(AllocationTracker):
         return True
 
     def in_own_code(self) -> bool:
-        """Return False: a script's own modules get an answer, too, with a note."""
+        """Return False: a script's own modules also get an assumed value, with a note."""
         return False
 
     def adopt(self, real: Tensor, fake: Tensor) -> None:
@@ -471,7 +475,7 @@ def on_simulated(value: object) -> object:
 
 @cache
 def _is_composite(func: OpOverload) -> bool:
-    """Return whether an op only calls other ops; silu_backward, for one, has kernels too."""
+    """Return whether an op only calls other ops. silu_backward, for example, also has kernels."""
     kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     name = func.name()
     return func.namespace != "prim" and kernel(name, "CompositeImplicitAutograd") and not kernel(name, "CPU")

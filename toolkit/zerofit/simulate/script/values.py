@@ -1,6 +1,6 @@
-"""Store the values of small device tensors, and decide those that control flow reads.
+"""Store the values of small device tensors, and decide the values that control flow reads.
 
-Known operands decide, or that training goes on.
+The decision follows from known operands, or from the assumption that training continues.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def forget(fake: FakeTensor) -> None:
 
 
 def largest(value: object) -> object:
-    """Return real values for a fake of unknown ones: masks are all True, other elements are distinct, and not zero."""
+    """Return real values for a fake of unknown values. Masks are all True; other elements are distinct and not zero."""
     if not isinstance(value, FakeTensor) or known_value(value) is not None:
         return value
     with unset_fake_temporarily(), _disable_current_modes():
@@ -50,10 +50,11 @@ def largest(value: object) -> object:
 
 # `done = unknown | (length >= limit)` ends a loop of generation at its own limit only by this logic of three values.
 def decided(func: OpOverload, args: OpArguments, known: OpArguments) -> bool | None:
-    """Return the value of every element of a bool output, or False for zeros; None if values decide it.
+    """Return the value of every element of a bool output, or False for zeros; None if it depends on values.
 
-    One known operand decides: True in an `or`, False or zero in an `and` or product. Unknown floats are finite, as in
-    training that goes on: isnan and isinf are False, and so are their longer forms `x != x` and `abs(x) == inf`.
+    A known operand can decide alone: True in an `or`, False or zero in an `and` or product. Unknown floats are assumed
+    to be finite, as in training that continues. So isnan, isinf and their longer forms `x != x` and `abs(x) == inf` are
+    False.
     """
     packet = func._overloadpacket
     if packet not in _RULES:

@@ -57,7 +57,7 @@ class SilentWriter:
 
 
 def saving(meter: ScriptTracker) -> None:
-    """Save nothing and push nothing: files would contain zeros. (the functions of SAVERS)"""
+    """Save and push nothing, since files would contain zeros. (the functions of SAVERS)"""
     for module, names in SAVERS.items():
         if module == "peft" and "peft" not in sys.modules:
             continue
