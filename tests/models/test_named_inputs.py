@@ -61,7 +61,7 @@ def test_a_place_in_the_text_for_each_patch_of_the_image():
         ("whisper-small", 16, {"decoder": 9}, "has no input decoder"),
         ("qwen2.5-vl-7b", 1024, {"image": (3, 450)}, "a multiple of 28 pixels"),
         ("whisper-small", 16, {"frames": 101}, "needs an even number of frames"),
-        ("llava-1.5-7b", 512, {}, "needs 576 of the 512 tokens"),
+        ("llava-1.5-7b", 512, {}, "needs 576 tokens, but a sample has only 512"),
     ],
 )
 def test_what_a_model_is_not_fed(name, seq_len, what, message):
