@@ -206,7 +206,7 @@ TENSOR_AND_SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": 2, "ranks": 4}
         ("zero2", {"ranks": 3, "tensor_parallel": 2}, "not a multiple"),
         ("pipeline", {"pipeline": 8, "ranks": 8}, "has 6"),
         ("zero2", {"precision": "fp16"}, "not supported"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "DeepSpeed ignores offload_param"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "ignores offload_param"),
         ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, {}, "offloads nothing"),
         pytest.param(with_nvme_at("/proc/local_nvme"), {}, "not a folder", id="zero3_nvme"),
         ({"zero_optimization": {"stage": 7}}, {}, "allowed: 0, 1, 2, 3"),

@@ -161,7 +161,7 @@ def _places(path: str, key: str, value: Any, c: CheckSubject) -> list[str]:
 
 
 def _is_certain(path: str, place: str, value: Any, c: CheckSubject) -> bool:
-    """Return whether a key clearly belongs to a place: in its own section, or in another section of the file.
+    """Return whether an unknown key clearly belongs at `place`, in its own section or in another section of the file.
 
     It is not clear if that section is missing, or if the key is a single word at the top level: a program may read it.
     """

@@ -110,7 +110,7 @@ def verify(path: Path, as_json: bool) -> None:
 @ckpt.command()
 @click.argument("path", type=PATH)
 @click.argument("out", type=PATH)
-@click.option("--to", type=click.Choice(FORMATS), default="universal", help="program that loads it [universal]")
+@click.option("--to", type=click.Choice(FORMATS), default="universal", help="format to write [universal]")
 @click.option("--ranks", type=int, help="data parallel ranks that load it (--to deepspeed)")
 @click.option("--stage", type=int, help="ZeRO stage that loads it (--to deepspeed)")
 @click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the weights [the training's]")

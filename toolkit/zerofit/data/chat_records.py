@@ -40,7 +40,7 @@ _TEMPLATE_FIELDS = ("tools", "functions", "documents", "chat_template_kwargs")  
 
 
 class NotAConversation(ValueError):
-    """Raised with the reason why a record is not a conversation of its form."""
+    """Raised if a record is not a conversation in the expected form; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)

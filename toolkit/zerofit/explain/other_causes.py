@@ -35,7 +35,7 @@ def _driver(evidence: LogEvidence) -> Cause | None:
         )
     return Cause(
         name=UNKNOWN,
-        summary="The driver ran out outside of torch's allocator: a library, a custom kernel or another process.",
+        summary="The driver ran out of memory outside of torch's allocator: in a library, a kernel or another process.",
         run_next=f"{NVIDIA_SMI} -l 1, while it runs",
     )
 

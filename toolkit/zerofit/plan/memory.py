@@ -77,7 +77,10 @@ class _StageMoments(NamedTuple):
 
 
 def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> LayoutMemory:
-    """Return the memory of the rank that needs most. Raises KeyError if the profile lacks the setting."""
+    """Return the memory of the rank that needs most.
+
+    Raises KeyError if the profile was not traced for a setting of the layout (e.g. its tensor parallel degree).
+    """
     return Forecaster(profile, device).memory(layout)
 
 

@@ -72,8 +72,8 @@ class StageJoints:
     def _join_torch(self) -> None:
         """Connect torch's stages, which exchange the shapes of their inputs before the first micro batch.
 
-        The next stage sends gradients like this stage's outputs. A later stage of the same rank receives the tensors
-        that the earlier stage sends. (torch.distributed.pipelining.PipelineStage: _send_meta, _recv_meta,
+        Gradients from the next stage have the shapes and dtypes of this stage's outputs. A later stage of the same
+        rank receives the tensors that the earlier stage sends. (torch.distributed.pipelining.PipelineStage: _send_meta, _recv_meta,
         _warmup_forward_vote, _warmup_backward_result)
         """
 
