@@ -73,8 +73,8 @@ class StageJoints:
         """Connect torch's stages, which exchange the shapes of their inputs before the first micro batch.
 
         Gradients from the next stage have the shapes and dtypes of this stage's outputs. A later stage of the same
-        rank receives the tensors that the earlier stage sends. (torch.distributed.pipelining.PipelineStage: _send_meta, _recv_meta,
-        _warmup_forward_vote, _warmup_backward_result)
+        rank receives the tensors that the earlier stage sends. (torch.distributed.pipelining.PipelineStage:
+        _send_meta, _recv_meta, _warmup_forward_vote, _warmup_backward_result)
         """
 
         def own_vote(stage: Any, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
