@@ -305,7 +305,7 @@ parser.parse_args(["--bf16"])
         ),
         (ENGINE + "torch._C._cuda_getCurrentRawStream(0)\n", "train.py:7 calls the GPU's driver", "turn this one off"),
         (ENGINE + "torch.ones(3, device='cuda') @ torch.ones(4, device='cuda')\n", "train.py fails at", "own error"),
-        (ENGINE + "torch.bincount(torch.rand(9, device='cuda').long())\n", "depends on values that only a GPU", "masks"),
+        (ENGINE + "torch.bincount(torch.rand(9, device=0).long())\n", "depends on values that only a GPU", "masks"),
     ],
 )
 def test_refusals(folder, text, said, hint):
