@@ -16,6 +16,7 @@ import yaml
 from tests.checkpoint.made import JOB
 from tests.plan.stub import make_profile
 from zerofit.app.checking import check, read_arguments
+from zerofit.app.explaining import explain
 from zerofit.app.fitting.fit import read_choice
 from zerofit.app.job.hub_models import missing_files
 from zerofit.app.job.requests import is_run_file
@@ -98,6 +99,14 @@ def _as_plan(path: Path) -> None:
     Job.read(folder)
 
 
+def _as_evidence(path: Path) -> None:
+    folder = RunFolder(path.parent)
+    JOB.write(folder, {})
+    folder.logs.mkdir(exist_ok=True)
+    path.replace(folder.metrics if path.name == "metrics.jsonl" else folder.logs / path.name)
+    explain(folder.path)
+
+
 def _checked(path: Path) -> None:
     result = check(path)
     result.fixed()
@@ -125,6 +134,9 @@ KINDS: dict[str, tuple[Any, Callable[[Path], object]]] = {
     "index.json": ({"metadata": {}, "weight_map": {"a": "a.safetensors"}}, _as_index),
     "made.json": (MANIFEST_OF, _as_manifest),
     "plan.json": (_job(), _as_plan),
+    "metrics.jsonl": ({"step": 3, "memory_bytes": 5, "loss": 1.5}, _as_evidence),
+    "rank-0.error.json": ({"rank": 0, "problems": [{"kind": "x", "message": "y", "hint": ""}]}, _as_evidence),
+    "faults.jsonl": ({"message": "y", "time_s": 1.0}, _as_evidence),
     "run.json": ({"model": "gpt2", "steps": 3}, lambda path: is_run_file(str(path))),
     "accelerate.yaml": (ACCELERATE, lambda path: read_arguments(path, accelerate=True)),
     "axolotl.yaml": (AXOLOTL, lambda path: read_arguments(path, accelerate=False)),
@@ -136,7 +148,7 @@ KINDS: dict[str, tuple[Any, Callable[[Path], object]]] = {
 def mutations(valid: Any, name: str) -> Iterator[str]:
     """Yield texts: the valid one, broken ones, and ones in which a value or a key is another, or cut."""
     chance = random.Random(name)
-    write = json.dumps if name.endswith(".json") else yaml.safe_dump
+    write = json.dumps if name.endswith((".json", ".jsonl")) else yaml.safe_dump
     yield write(valid)
     yield from BROKEN
     for _ in range(ROUNDS):

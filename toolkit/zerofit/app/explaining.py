@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerofit.explain.from_log import explain_log
-from zerofit.explain.from_snapshot import FRAGMENTS, explain_snapshot
+from zerofit.explain.from_snapshot import ENOUGH, FRAGMENTS, explain_snapshot
 from zerofit.explain.log import MOST_BYTES, LogLine, decoded_log, lines_of, read_log
 from zerofit.explain.result import UNKNOWN, Change, Explanation, ForecastAtMoment
 from zerofit.explain.tracebacks import BACKWARD, FORWARD, INIT, LOADING, LOSS, STEP
-from zerofit.explain.unpickle import is_pickle
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.files import read_jsonl
+from zerofit.spec.files import number_in, read_jsonl
 from zerofit.spec.foreign import Unreadable, read_json, refused
+from zerofit.spec.foreign_pickle import is_pickle
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.spec.units import shown_bytes
 
@@ -123,10 +124,20 @@ def _of_run_folder(folder: RunFolder) -> Explanation:
     found = _of_log(lines, "run folder")
     job = Job.read(folder)
     measured = read_jsonl(folder.metrics)[-1:] if folder.metrics.is_file() else []
-    found = replace(found, steps=max(found.steps, *(int(row.get("step", 0)) for row in measured), 0))
+    found = replace(found, steps=max([found.steps, *(_count(row, "step") for row in measured)]))
+    if folder.result.is_file() and not found.is_known:
+        found = replace(found, cause=ENOUGH, summary="The run finished.", run_next="")
     if job.forecast is None:
         return found
-    return replace(found, forecast=_of_plan(found, job, [int(row.get("memory_bytes") or 0) for row in measured]))
+    return replace(
+        found, forecast=_of_plan(found, job, [size for row in measured if (size := _count(row, "memory_bytes"))])
+    )
+
+
+def _count(record: Mapping[str, Any], key: str) -> int:
+    """Return a count of a record; 0 if it has none."""
+    value = number_in(record, key)
+    return int(value) if value is not None and math.isfinite(value) else 0
 
 
 def _texts(folder: RunFolder) -> Iterator[tuple[str, str]]:
@@ -136,10 +147,11 @@ def _texts(folder: RunFolder) -> Iterator[tuple[str, str]]:
             yield "\n".join(line.text for line in read_log(log)), log.stem.removeprefix("rank-")
     for file in sorted(folder.logs.glob("rank-*.error.json")):
         try:
-            problems = read_json(file).get("problems", [])
+            problems = read_json(file).get("problems")
         except (OSError, Unreadable):
             continue
-        messages = [str(problem.get("message", "")) for problem in problems if isinstance(problem, dict)]
+        listed = problems if isinstance(problems, list) else []
+        messages = [str(problem.get("message", "")) for problem in listed if isinstance(problem, dict)]
         yield "\n".join(messages), file.name.removeprefix("rank-").split(".")[0]
     faults = read_jsonl(folder.faults) if folder.faults.is_file() else []
     yield "\n".join(str(fault.get("message", "")) for fault in faults), ""

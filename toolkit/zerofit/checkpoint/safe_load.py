@@ -19,6 +19,8 @@ import torch
 from safetensors import safe_open
 
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.foreign import Unreadable
+from zerofit.spec.foreign_pickle import PlainUnpickler, read_pickle
 from zerofit.spec.process import deepspeed_quiet
 
 
@@ -123,7 +125,7 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False, span: tu
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
 
 
-class _MetadataReader(pickle.Unpickler):
+class _MetadataReader(PlainUnpickler):
     """An unpickler for the metadata of torch.distributed.checkpoint, which names only these classes.
 
     Its dataclasses become plain objects. torch's weights-only unpickler does not read the newer protocol of this file.
@@ -167,14 +169,13 @@ PLAIN: dict[tuple[str, str], Any] = {
 def load_metadata(path: Path) -> Any:
     """Load the `.metadata` of a PyTorch distributed checkpoint, without running code. Raises like `load`."""
     try:
-        with open(path, "rb") as file:
-            metadata = _MetadataReader(file).load()
+        metadata = read_pickle(path, _MetadataReader)
         if not isinstance(metadata.storage_data, dict) or not isinstance(metadata.state_dict_metadata, dict):
             raise ValueError("no storage_data")
     except OSError as error:
         raise _error("missing-file", f"{path} cannot be read: {error.strerror}", "", path) from None
-    except pickle.UnpicklingError as error:
-        raise _refused(path, str(error)) from None
+    except Unreadable as error:
+        raise _refused(path, error.reason) from None
     except Exception as error:  # a damaged file can raise anything
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
     return metadata

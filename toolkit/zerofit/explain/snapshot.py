@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zerofit.explain.unpickle import read_plain_pickle
 from zerofit.spec.foreign import Unreadable
+from zerofit.spec.foreign_pickle import read_pickle
 
 Frames = Sequence[dict[str, Any]]  # innermost first: "filename", "name", "line"
 ALIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
@@ -128,7 +128,7 @@ _SEGMENT_SIGN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segm
 
 def read_snapshot(path: Path) -> MemorySnapshot:
     """Read a snapshot's device that ran out of memory, else its fullest device. Raises OSError or Unreadable."""
-    content = read_plain_pickle(path)
+    content = read_pickle(path)
     try:
         devices = _devices(content)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Read a pickle of plain data without running code: no class or function is looked up."""
+"""Read pickles of other programs without running code: only classes that the reader names are looked up."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ GROWTH = 24  # bytes of Python's objects per byte of a pickle: one byte can be a
 SPARE_BYTES = 2 << 30
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Refuses every class, function and persistent object. Without these, a pickle cannot call anything."""
+class PlainUnpickler(pickle.Unpickler):
+    """Refuses every class, function and persistent object. Without these, a pickle cannot call anything.
 
-    def find_class(self, module: str, name: str) -> NoReturn:
+    A subclass may return harmless classes from `find_class`.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuse a class or function."""
         raise pickle.UnpicklingError(f"it has an object of {module}.{name}, not only plain data")
 
     def persistent_load(self, pid: object) -> NoReturn:
+        """Refuse an object outside of the file."""
         raise pickle.UnpicklingError("it refers to objects outside of the file")
 
 
@@ -38,17 +43,17 @@ def is_pickle(path: Path) -> bool:
         return False
 
 
-def read_plain_pickle(path: Path) -> Any:
-    """Return a pickle's plain data. Raises OSError, or Unreadable for other content."""
+def read_pickle(path: Path, unpickler: type[PlainUnpickler] = PlainUnpickler) -> Any:
+    """Return the content of a pickle, compressed by gzip or not. Raises OSError, or Unreadable for other content."""
     with _opened(path) as file, _limited_memory(path.stat().st_size):
         try:
-            return _PlainUnpickler(file).load()
+            return unpickler(file).load()
         except OSError as error:
             if error.errno is not None:  # an error of the disk; gzip's errors have no errno
                 raise
             raise Unreadable(str(error)) from None
         except MemoryError:
-            raise Unreadable("it needs more memory than a snapshot of its size") from None
+            raise Unreadable("it needs more memory than a pickle of its size") from None
         except Exception as error:  # pickle raises many kinds of errors for bytes that are not a pickle
             raise Unreadable(f"it is not a pickle of plain data: {error}") from None
 
