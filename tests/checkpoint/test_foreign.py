@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from tests.checkpoint.conftest import RUNS
 from zerofit.app.checkpoints import Checkpoint
 from zerofit.checkpoint import safe_load
+from zerofit.checkpoint.foreign import foreign_at
+from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
 from zerofit.checkpoint.full_state import FullState
 from zerofit.spec.errors import UserError
 
@@ -106,6 +108,17 @@ def test_no_pickle_runs(distributed, tmp_path):
     with safe_load.trusted_pickles(True):
         safe_load.load(tmp_path / "state.pt")
     assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(("key", "value"), [("ds_config", 5), ("dp_world_size", "x"), ("param_shapes", [None])])
+def test_unexpected_content_is_damage(runs, tmp_path, key, value):
+    saved, _ = plain(runs, "zero2", tmp_path)
+    file = next(saved.glob("*/mp_rank_00_model_states.pt"))
+    torch.save(torch.load(file, weights_only=False) | {key: value}, file)
+    found = foreign_at(saved)
+    assert found
+    (damage,) = [*facts_of(found).damage, *verify_foreign(found)][:1]
+    assert damage.kind in ("unreadable", "incomplete") and "unexpected content" in damage.message
 
 
 class Touch:

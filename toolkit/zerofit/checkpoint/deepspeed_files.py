@@ -134,24 +134,20 @@ class _Parts:
 def deepspeed_index(found: Foreign) -> RankIndex:
     """Build the index. Raises UserError "incomplete-checkpoint", "no-whole-view", "damaged-file", "unsafe-file"."""
     files, parts = DeepSpeedFiles.of(found), _Parts()
-    try:
-        for mp in files.model_ranks:
-            _refuse_tensor_parallel(files, mp, parts)
-            if found.stage_three:
-                _add_stage_three(files, mp, parts)
-            elif any(rank == mp for rank, _ in files.optimizers):
-                _add_flat_groups(files, mp, parts)
-        whole = _whole_weights(files)
-        if not files.optimizers:
-            _add_unpartitioned(files, whole, parts)
-        if not found.stage_three:
-            _add_rest(files, whole, parts)
-        _, state = files.model(files.model_ranks[0])
-        counters = _counters(files, state)
-        parts.groups = parts.groups or _partitioned_groups(files, found.stage_three)
-    except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
-        message = f"its files are not as DeepSpeed writes them ({type(error).__name__}: {error})"
-        raise incomplete(found.files, message) from None
+    for mp in files.model_ranks:
+        _refuse_tensor_parallel(files, mp, parts)
+        if found.stage_three:
+            _add_stage_three(files, mp, parts)
+        elif any(rank == mp for rank, _ in files.optimizers):
+            _add_flat_groups(files, mp, parts)
+    whole = _whole_weights(files)
+    if not files.optimizers:
+        _add_unpartitioned(files, whole, parts)
+    if not found.stage_three:
+        _add_rest(files, whole, parts)
+    _, state = files.model(files.model_ranks[0])
+    counters = _counters(files, state)
+    parts.groups = parts.groups or _partitioned_groups(files, found.stage_three)
     listed: dict[str, None] = dict.fromkeys(state.get("module") or ()) | parts.order
     engine = EngineIndex(
         names=[name for name in listed if name in parts.order],

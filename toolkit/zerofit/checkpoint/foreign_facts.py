@@ -19,11 +19,12 @@ from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.deepspeed_files import DeepSpeedFiles, step_count
 from zerofit.checkpoint.foreign import METADATA, OPTIM_STATES, Foreign, latest_of
 from zerofit.checkpoint.full_state import FullState
+from zerofit.checkpoint.index import expected_content
 from zerofit.checkpoint.store import Damage
 from zerofit.spec.errors import UserError
 from zerofit.spec.foreign import Unreadable, read_json
 
-PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
+PRECISIONS = ("bf16", "fp16")  # sections of a DeepSpeed JSON
 TORCH_FILES = (".pt", ".bin", ".pth", ".ckpt")
 
 
@@ -71,7 +72,8 @@ def facts_of(found: Foreign) -> ForeignFacts:
     }
     try:
         if found.format == "deepspeed":
-            return ForeignFacts(**common | _deepspeed_facts(found))
+            with expected_content(root):
+                return ForeignFacts(**common | _deepspeed_facts(found))
         state = FullState(found.path)
         step = state.counters.get("global_steps") or state.counters.get("step") or found.step
         ranks = {"dcp": len(list(found.files.glob("__*_0.distcp")))}.get(found.format)
@@ -148,11 +150,12 @@ def verify_foreign(found: Foreign, progress: Callable[[str], None] | None = None
             progress(f"verifying {file.name}")
         if file.suffix in TORCH_FILES:
             damage += _torch_file_damage(file, file.relative_to(root).as_posix())
-    if found.format == "dcp":
-        damage += _distributed_damage(found)
     try:
-        if found.format == "deepspeed" and not damage:
-            damage += _rank_damage(found)
+        with expected_content(root):
+            if found.format == "dcp":
+                damage += _distributed_damage(found)
+            elif found.format == "deepspeed" and not damage:
+                damage += _rank_damage(found)
         if damage:
             return damage
         state = FullState(found.path)
@@ -249,7 +252,7 @@ def _distributed_damage(found: Foreign) -> list[Damage]:
             lost = [key.fqn for key, other in stored.items() if other.relative_path == name]
             message = f"it has parts of {len(lost)} tensors, {lost[0]} first"
             damage[name] = Damage(file=name, kind="missing", message=message)
-        elif path.stat().st_size < where.offset + where.length:
+        elif not 0 <= where.offset <= where.offset + where.length <= path.stat().st_size:
             message = f"{path.stat().st_size} bytes; {place.fqn} ends at {where.offset + where.length}"
             damage[name] = Damage(file=name, kind="truncated", message=message)
         else:

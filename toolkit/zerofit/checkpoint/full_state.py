@@ -27,6 +27,7 @@ from zerofit.checkpoint.index import (
     SavedBuffer,
     Shard,
     TensorSlice,
+    expected_content,
     incomplete,
     read_ranks,
 )
@@ -60,13 +61,20 @@ class FullState:
 
     def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE, repair: bool = False):
         self._folder, self._open = Path(checkpoint), {}
-        self._shards: dict[str, list[Shard]] = defaultdict(list)
-        self._buffers: dict[str, list[SavedBuffer]] = defaultdict(list)
-        self.ties: dict[str, str] = {}
-        self.counters: dict[str, Any] = {}
-        order: dict[str, None] = {}
         self.notes: list[str] = []
         self.groups: list[ParameterGroup] = []
+        self.ties: dict[str, str] = {}
+        self.counters: dict[str, Any] = {}
+        self._shards: dict[str, list[Shard]] = defaultdict(list)
+        self._buffers: dict[str, list[SavedBuffer]] = defaultdict(list)
+        with expected_content(self._folder):
+            self.names = self._collect(engines, repair)
+            self._check_names()
+            self._check_coverage()
+
+    def _collect(self, engines: Mapping[str, str], repair: bool) -> list[str]:
+        """Read the indexes of all ranks. Return the names of the parameters."""
+        order: dict[str, None] = {}
         for rank in _indexes(self._folder):
             for engine, prefix in engines.items():
                 if engine not in rank.engines:
@@ -87,9 +95,7 @@ class FullState:
                     self._shards[prefix + shard.name].append(shard)
                 for buffer in index.buffers:
                     self._buffers[prefix + buffer.name].append(buffer)
-        self.names = list(order)
-        self._check_names()
-        self._check_coverage()
+        return list(order)
 
     def match(self, wanted: Iterable[str]) -> None:
         """Remove the prefix that a program's wrapper adds to the names ("module.", "_forward_module.model.")."""

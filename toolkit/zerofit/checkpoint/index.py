@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -142,6 +143,20 @@ def read_ranks(folder: Path) -> Iterator[RankIndex]:
             message = f"it was written by {index.world_size} ranks, but has {len(files)} indexes"
             raise incomplete(folder, message)
         yield index
+
+
+# what reading raises if another program's file has other values than the program writes
+_UNEXPECTED = (LookupError, TypeError, AttributeError, StopIteration, ValueError, ArithmeticError, RuntimeError)
+
+
+@contextmanager
+def expected_content(folder: Path) -> Iterator[None]:
+    """Turn errors about unexpected values in the files of a checkpoint into a UserError "incomplete-checkpoint"."""
+    try:
+        yield
+    except _UNEXPECTED as error:
+        reason = f"its files have unexpected content ({type(error).__name__}: {error})"
+        raise incomplete(folder, reason) from None
 
 
 def incomplete(folder: Path, reason: str, hint: str = HINT) -> UserError:
