@@ -167,9 +167,11 @@ def _of_plan(found: Explanation, job: Job, measured: Sequence[int]) -> ForecastA
     parts = [
         f"at step {found.steps} a rank used {shown_bytes(size)}; forecast {shown_bytes(process)}" for size in measured
     ]
-    if forecast.free_bytes is not None and forecast.free_bytes < process:
-        parts.append(f"{shown_bytes(forecast.free_bytes)} were free on the device when it started")
-    return ForecastAtMoment(phase=phase, kinds={}, allocated_bytes=expected, fits=True, parts=tuple(parts))
+    free = forecast.free_bytes
+    fits = free is None or process <= free
+    if free is not None and not fits:
+        parts.append(f"{shown_bytes(free)} were free on the device when it started")
+    return ForecastAtMoment(phase=phase, kinds={}, allocated_bytes=expected, fits=fits, parts=tuple(parts))
 
 
 def _with_simulation(found: Explanation, simulation: Simulation) -> Explanation:
