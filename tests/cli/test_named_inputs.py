@@ -60,7 +60,8 @@ def test_what_is_refused():
     assert "computes its own loss" in refused("compare", "strategies", "t5-small", "--ranks", 1, "--output", "out")
     assert "has no input frames" in refused("simulate", "t5-small", "--input", "frames:300", *L4)
     assert "decoder:x" in refused("simulate", "t5-small", "--input", "decoder:x", *L4)
-    assert "needs 576 of the 256 tokens" in refused("plan", "llava-1.5-7b", "--seq-len", 256, *L4)
+    too_short = refused("plan", "llava-1.5-7b", "--seq-len", 256, *L4)
+    assert "an image needs 576 tokens, but a sample has only 256" in too_short
     assert "cannot be split into pipeline stages" in refused("simulate", *small("t5-small"), "--pipeline", 2, *L4)
 
 
