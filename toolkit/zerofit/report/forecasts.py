@@ -132,7 +132,7 @@ def memory_chart(name: str, found: SimulationAnswer) -> Chart:
 
 def _hint(moment: ShownMoment) -> str:
     step = f" of step {moment.step + 1}" if moment.step >= 0 else ""
-    return ", ".join(filter(None, (f"in {moment.phase}{step}", moment.module, moment.at)))
+    return ", ".join(filter(None, (f"in {moment.phase}{step}", moment.module, moment.at or "after a release")))
 
 
 def _thinned(moments: Sequence[ShownMoment]) -> list[ShownMoment]:

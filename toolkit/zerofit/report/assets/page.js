@@ -108,7 +108,8 @@ function describe(data, index, hover) {
   const at = data.hints[index] ?? data.x_label + " " + UNITS[data.x_unit](data.x[index]);
   head.textContent = (total ? UNITS[data.y_unit](total) + "  " : "") + at;
   const rest = shown.map(([label, value]) => label + " " + UNITS[data.y_unit](value)).join(", ");
-  hover.append(head, document.createElement("br"), rest);
+  hover.append(head);
+  if (areas.length || !data.hints.length) hover.append(document.createElement("br"), rest);
 }
 
 function chart(figure, data) {
@@ -143,7 +144,7 @@ function chart(figure, data) {
     const top = topOf(data, columns);
     plot = new uPlot({
       width: figure.clientWidth, height: height(), legend: { show: false },
-      cursor: { drag: { x: true, y: false, uni: 10 }, focus: { prox: 30 }, points: { show: !order.some((i) => data.lines[i].style === "area") } },
+      cursor: { drag: { x: true, y: false, uni: 10 }, points: { show: !order.some((i) => data.lines[i].style === "area") } },
       scales: { x: { time: false, range: (_, low, high) => (low == null ? span : low === first && high === last ? span : [low, high]) },
                 y: { range: data.zero ? [0, top] : undefined } },
       axes: [axis(data.x_unit, data.x_label, 2), axis(data.y_unit, "", 3)],
