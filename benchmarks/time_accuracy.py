@@ -42,6 +42,7 @@ from zerofit.spec.errors import ModelError, Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import cache_root
 from zerofit.spec.model_facts import AttentionKernel
+from zerofit.spec.profile import Savings
 
 # where a fit begins, and what holds it where few sources speak: SimuMax's tables, nccl-tests on 4 nodes (1 MiB at 8.8
 # GB/s), hooks as `zerofit calibrate` measures them on an H100
@@ -191,7 +192,7 @@ def is_row(case: Case, row: PlannedLayout) -> bool:
 
 def options_of(case: Case) -> LayoutPins:
     """Return the case's options of `zerofit plan`: what its source says; the fastest of the rest is taken."""
-    kernels, split = case["kernels"], case["stack"] == "other" and case["tp"] > 1
+    split = case["stack"] == "other" and case["tp"] > 1
     options: LayoutPins = {
         "precision": case["precision"],
         "zero_stage": case["zero_stage"],
@@ -206,7 +207,7 @@ def options_of(case: Case) -> LayoutPins:
         "pin_memory": case["table"] in PINNED,
         "attn_implementation": attention_of(case),
         "compile": case["torch_compile"],
-        "liger_kernel": any(word in kernels for word in FUSED),
+        "liger_kernel": is_fused(case),
         "tensor_sequence_parallel": split,
     }
     if case["overlap_comm"] is False:
@@ -227,6 +228,11 @@ def attention_of(case: Case) -> AttentionKernel:
     return "sdpa" if "Transformer Engine" in case["kernels"] else "flash_attention_2"
 
 
+def is_fused(case: Case) -> bool:
+    """Return whether the case has fused kernels like Liger's."""
+    return any(word in case["kernels"] for word in FUSED)
+
+
 def is_unfused(case: Case) -> bool:
     """Return whether attention makes the whole matrix of scores."""
     return not case["flash_attention"] and case["image"] is None
@@ -242,6 +248,7 @@ def profile_of(case: Case, cache: Path) -> Path:
         image=f"image:{case['image']}" if case["image"] else None,
         checkpointings=(case["activation_checkpointing"] is True,),
         degrees=tuple(dict.fromkeys((Degrees(), Degrees(case["tp"], 1, case["sp"])))),
+        savings=Savings(liger_kernel=is_fused(case)),
     )
     file = get_profile(wanted, Reporter())[1]
     assert file

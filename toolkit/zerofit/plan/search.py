@@ -286,7 +286,7 @@ def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]
     for timed_layout in timed:
         c = timed_layout.layout
         key = (c.zero_stage, c.offload_optimizer, c.offload_param, c.micro_batch, c.tp, c.pp, c.sp, c.ep)
-        key += (c.checkpointing, c.engine, c.reshard, c.replicas)
+        key += (c.checkpointing, c.engine, c.reshard, c.replicas, c.sync_each_batch)
         seen.setdefault(key, timed_layout)
         if len(seen) == most:
             break

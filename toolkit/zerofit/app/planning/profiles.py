@@ -24,7 +24,7 @@ from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, EXPERT_TYPES, Task, has_he
 from zerofit.spec.named_code import names_callable
 from zerofit.spec.partial_training import PartialTraining
 from zerofit.spec.process import deepspeed_quiet
-from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings, setting
+from zerofit.spec.profile import NOTHING_SAVED, LayerCost, Profile, Savings, setting
 from zerofit.spec.run import Run
 
 TRACED_RANKS = 8  # largest traced tensor and sequence parallel degree
@@ -111,7 +111,7 @@ def _shipped(wanted: ProfileRequest) -> Profile | None:
 def _traced(wanted: ProfileRequest, report: Reporter) -> Profile:
     report.status(f"tracing {wanted.model} on fake tensors ...")
     try:
-        return trace(wanted, report)
+        return _with_liger(trace(wanted, report), wanted, report)
     except ModuleNotFoundError as error:
         missing = missing_extra(error)
         if missing is None:
@@ -121,6 +121,26 @@ def _traced(wanted: ProfileRequest, report: Reporter) -> Profile:
         message += "not installed"
         hint = f"{missing.hint}; shipped profiles of {wanted.model}: {have}" if have else missing.hint
         raise UserError(Problem(kind=missing.kind, message=message, hint=hint, where="MODEL")) from error
+
+
+def _with_liger(profile: Profile, wanted: ProfileRequest, report: Reporter) -> Profile:
+    """Return the profile with kernels of a plain trace, since a trace with Liger's kernels has only their memory.
+
+    The rates of a plan know how much faster Liger's kernels are than the plain ones.
+    """
+    if not wanted.savings.liger_kernel:
+        return profile
+    plain = get_profile(replace(wanted, savings=wanted.savings._replace(liger_kernel=False)), report)[0]
+
+    def timed(costs: dict[str, tuple[LayerCost, ...]], by: dict[str, tuple[LayerCost, ...]]) -> Any:
+        pairs = {key: zip(layers, by[key], strict=True) for key, layers in costs.items() if key in by}
+        return {key: tuple(_with_kernels(*pair) for pair in layers) for key, layers in pairs.items()}
+
+    return replace(profile, costs=timed(profile.costs, plain.costs), zero3=timed(profile.zero3, plain.zero3))
+
+
+def _with_kernels(cost: LayerCost, by: LayerCost) -> LayerCost:
+    return replace(cost, forward_kernels=by.forward_kernels, backward_kernels=by.backward_kernels)
 
 
 def kept_profile(wanted: ProfileRequest) -> Profile | None:
