@@ -28,9 +28,10 @@ from time_intervals import Case, alike, intervals, source_of
 from zerofit.app.planning.layout_pins import LayoutPins
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
 from zerofit.app.planning.request import PlanningRequest
-from zerofit.app.planning.search_setup import SearchSetup, setup_of
+from zerofit.app.planning.search_setup import SearchSetup, forecast_of, setup_of
 from zerofit.models.presets import PRESETS
 from zerofit.plan.degrees import Degrees
+from zerofit.plan.fit import check_fit
 from zerofit.plan.interval import LONG, class_of
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import FITTED, Coefficients
@@ -88,6 +89,7 @@ def main() -> None:
         "date": f"{datetime.now():%Y-%m-%d}",
         "commit": commit.strip(),
         **summary(cases, ratios),
+        "verdicts": dict(Counter(judge.verdicts().values())),
         "left_out": summary(cases, left_out),
         **intervals(cases, left_out, judge.classes()),
         "coefficients": asdict(FITTED),
@@ -122,6 +124,15 @@ class Judge:
                 speed = max(row.global_batch / timer.step(row).step_s for row in rows)
                 found[case["id"]] = speed / case["published_samples_per_s"]
         return self._known[coefficients]
+
+    def verdicts(self) -> dict[str, str]:
+        """Return whether plan says that each case fits; all of them ran. The smallest of the open layouts counts."""
+        found = {}
+        for case, (setup, cluster, rows) in zip(self.cases, self._planned, strict=True):
+            forecast = forecast_of(setup.profile, cluster)
+            fits = [check_fit(forecast(row), row, cluster) for row in rows]
+            found[case["id"]] = min(fits, key=lambda fit: fit.utilization).verdict
+        return found
 
     def classes(self) -> dict[str, str]:
         """Return the class of each case, as the plan gives it."""
@@ -248,7 +259,8 @@ def profile_of(case: Case, cache: Path) -> Path:
         image=f"image:{case['image']}" if case["image"] else None,
         checkpointings=(case["activation_checkpointing"] is True,),
         degrees=tuple(dict.fromkeys((Degrees(), Degrees(case["tp"], 1, case["sp"])))),
-        savings=Savings(liger_kernel=is_fused(case)),
+        # of a GPT-2 shape, Liger has the cross-entropy alone, as llm-foundry does
+        savings=Savings(liger_kernel=is_fused(case) or "xentropy" in case["kernels"]),
     )
     file = get_profile(wanted, Reporter())[1]
     assert file
@@ -320,6 +332,7 @@ def show(result: dict[str, Any]) -> None:
         print(f"{name:34s}", ", ".join(f"{key} {value:g}" for key, value in row.items()))
     pairs = f"{result['pairs_in_order']} of {result['pairs']} pairs of layouts in the right order"
     print(f"median of tables {result['median_of_tables']:g}; {pairs}")
+    print("verdicts on these runs:", result["verdicts"])
     print("80 % intervals have of figures of other sources", result["coverage"], "widened by", result["wider"])
 
 

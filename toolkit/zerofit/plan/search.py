@@ -19,7 +19,6 @@ from zerofit.plan.measured_rates import unaligned_lengths
 from zerofit.plan.rates import FITTED, Coefficients, Rates, rates_of
 from zerofit.plan.result import PlanResult, RankedLayout, Rejected, plain
 from zerofit.plan.space import PlanRequest, SearchSpace, space_of
-from zerofit.plan.tensor_split import with_split_sequence
 from zerofit.plan.time import StepTime, Timer, model_flops
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problems, UserError
@@ -133,7 +132,7 @@ def timer_of(
     """Return the forecast of step times for the request's software."""
     software = request.software
     rates = rates_of(cluster, request.precision, calibration, software, fitted)
-    return Timer(with_split_sequence(profile) if software.tensor_sequence_parallel else profile, cluster, rates)
+    return Timer(profile, cluster, rates)
 
 
 def _padding(profile: Profile, best: RankedLayout, rates: Rates) -> str:

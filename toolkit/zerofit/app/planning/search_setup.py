@@ -18,6 +18,7 @@ from zerofit.plan.memory import Forecaster
 from zerofit.plan.search import Correct
 from zerofit.plan.software import Software
 from zerofit.plan.space import PlanRequest
+from zerofit.plan.tensor_split import with_split_sequence
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
@@ -65,6 +66,7 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
         request.refuse_meaningless(stored)
         if pins.get("liger_kernel"):
             report.note(f"--liger-kernel changes only times: {request.profile} has the memory of its own kernels")
+        stored = with_split_sequence(stored) if wanted.software.tensor_sequence_parallel else stored
         setup = SearchSetup(profile=stored, request=wanted, top=request.top, correct=correct)
         return setup, request.profile
     assert isinstance(request.model, str)
@@ -82,6 +84,7 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
         savings=savings_of(pins, request.ds_config),
         partial=Run(**request.part).partial,
         task=pins.get("task"),
+        split_sequence=wanted.software.tensor_sequence_parallel,
     )
     profile, file = get_profile(traced, report)
     request.refuse_meaningless(profile)
