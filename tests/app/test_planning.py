@@ -144,8 +144,8 @@ def test_methods_stand_in_one_table():
 def test_quantised_weights_are_a_method():
     pytest.importorskip("bitsandbytes")
     args = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
-    args["num_key_value_heads"] = 4
-    asked = PlanningRequest(model="llama-tiny", pins={"model_args": args, "seq_len": 64, "global_batch": 8})
+    args |= {"num_key_value_heads": 4, "max_position_embeddings": 256}  # nothing longer is traced
+    asked = PlanningRequest(model="llama-tiny", pins={"model_args": args, "seq_len": 256, "global_batch": 8})
     lora, qlora = compare_methods(asked, read_methods("qlora,lora"), H100).rows
     assert (qlora.method, qlora.plan.profile.trained) == ("qlora", lora.plan.profile.trained)
     assert qlora.plan.profile.parameters == lora.plan.profile.parameters
