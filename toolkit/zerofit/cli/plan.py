@@ -26,6 +26,7 @@ from zerofit.cli.options import (
     run_options,
 )
 from zerofit.cli.plan_show import COLUMNS, show, show_end, show_methods
+from zerofit.cli.report import HTML, refuse_page, write_page
 from zerofit.cli.rollout_show import show_serving
 from zerofit.features.engines import ENGINES, NOT_PLANNED
 from zerofit.plan.layout import OFFLOADS
@@ -111,6 +112,7 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option("--from-trace", type=PATH, help=FROM_TRACE_HELP)
 @click.option("--write", type=PATH, help=WRITE_HELP)
 @click.option("--trace", type=PATH, help=TRACE_HELP)
+@HTML
 @click.option("--confirm", type=click.IntRange(min=0), default=0, metavar="N", help="also simulate the N best")
 @click.option(
     "--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="find the largest that fits"
@@ -163,7 +165,7 @@ def _compare(model: str | None, options: dict[str, Any], methods: str) -> Method
     from zerofit.app.planning.training_methods import compare_methods, read_methods
 
     request, kinds = _read_request(model, options)
-    conflicting = [flag for flag in ("write", "trace") if options[flag]] + ["gpu"] * (len(kinds) > 1)
+    conflicting = [flag for flag in ("write", "trace", "html") if options[flag]] + ["gpu"] * (len(kinds) > 1)
     if conflicting:
         message = f"--methods cannot be combined with {', '.join('--' + flag for flag in conflicting)}"
         hint = "leave one of them out; --lora plans one method"
@@ -194,6 +196,7 @@ def _plan(model: str | None, options: dict[str, Any], on_plan: Callable[[Plan], 
         plan = replace(plan, written=plan.write(options["write"]))
     if options["trace"] and (plan.layouts or plan.misfits):
         plan = replace(plan, traced=plan.trace(options["trace"]))
+    write_page(plan.to_dict(), options["html"])
     return plan
 
 
@@ -220,6 +223,7 @@ def _read_request(model: str | None, options: dict[str, Any]) -> tuple[PlanningR
     request = problems.attempt(lambda: PlanningRequest(model=model, pins=pins, **arguments))
     if options["write"]:
         problems.attempt(lambda: refuse_existing(options["write"]))
+    problems.attempt(lambda: refuse_page(options["html"]))
     if options["trace"]:
         problems.attempt(lambda: refuse_place(options["trace"]))
     kinds = problems.attempt(lambda: clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}))

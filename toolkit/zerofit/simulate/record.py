@@ -134,6 +134,8 @@ class MemoryPoint:
     phase: str
     step: int
     bytes: dict[str, int]
+    module: str = ""  # that runs; "" outside of the model, and for a release
+    at: str = ""  # the line that allocates, "file:line"; the user's if it is known
 
 
 @dataclass(frozen=True, kw_only=True)

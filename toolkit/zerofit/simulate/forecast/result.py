@@ -209,7 +209,8 @@ class Simulation:
     trace: Path | None = None  # the trace of a step that was written
     snapshot: Path | None = None  # the memory snapshot that was written
     against: BaselineComparison | None = None  # comparison with an earlier simulation
-    timeline: tuple[MemoryPoint, ...] = field(default=(), repr=False)  # for `plot`; () if layers were extrapolated
+    timeline: tuple[MemoryPoint, ...] = field(default=(), repr=False)  # () if layers were extrapolated
+    with_timeline: bool = field(default=False, repr=False)  # whether `to_dict` has it: it is long
     allocations: RankAllocations | None = field(default=None, repr=False, compare=False)  # for `write_snapshot`
     simulate_knobs: SimulateKnobs | None = field(default=None, repr=False, compare=False)
 
@@ -226,7 +227,8 @@ class Simulation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON of `zerofit simulate --json`; "knobs" are the simulated changes."""
-        left_out = ["tried", "timeline", "allocations", "simulate_knobs"]
+        left_out = ["tried", "with_timeline", "allocations", "simulate_knobs"]
+        left_out += [] if self.with_timeline else ["timeline"]
         left_out += [name for name in ("stages", "picture", "trace", "snapshot", "against") if not getattr(self, name)]
         return {**field_data(self, *left_out), "knobs": plain_data(self.tried)}
 
