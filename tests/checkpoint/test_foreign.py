@@ -284,6 +284,28 @@ def test_deepspeed_needs_ranks_and_stage(tmp_path):
         Checkpoint(tmp_path).convert(tmp_path / "out", to="deepspeed")
 
 
+def test_an_interrupted_conversion_continues(runs, tmp_path):
+    saved, own = plain(runs, "zero2", tmp_path)
+    options, seen, texts = {"to": "deepspeed", "ranks": 2, "stage": 3}, {}, []
+
+    def interrupt(event) -> None:
+        texts.append(event.text)
+        for file in tmp_path.glob(".out.converting/*/*rank_0*optim_states.pt"):
+            seen[file.name] = file.stat().st_mtime_ns
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Checkpoint(saved).convert(tmp_path / "out", **options, on_event=interrupt)
+    assert any(text.startswith("forecast: ") and "host memory" in text for text in texts)
+    assert seen and not (tmp_path / "out").exists()
+    Checkpoint(saved).convert(tmp_path / "out", **options)
+    assert seen == {name: (tmp_path / "out" / "global_step3" / name).stat().st_mtime_ns for name in seen}
+    assert not list(tmp_path.rglob(".*"))
+    ours, theirs = FullState(own), FullState(tmp_path / "out")
+    for name in ours.names:
+        assert torch.equal(theirs.read(name, "exp_avg"), ours.read(name, "exp_avg"))
+
+
 def test_repair_takes_the_weights_of_the_model_states(runs, tmp_path):
     """A lost rank's master weights become those of the model states, and its optimizer states zero."""
     saved, own = plain(runs, "zero2", tmp_path)
