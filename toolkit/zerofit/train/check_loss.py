@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,7 @@ from torch import Tensor
 
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.train.metrics import NAN_HINT, NAN_LOSS
-from zerofit.train.shard_index import loss_scaler
-from zerofit.train.trainer import EngineTrainer
-from zerofit.train.zero_layouts import inner_optimizer
+from zerofit.train.zero_layouts import inner_optimizer, loss_scaler
 
 # The gradients' norm is the same on all ranks, and DeepSpeed computes it before the update. So the check needs no
 # exchange for gradients. Losses differ between ranks: one number of each micro batch is exchanged during its backward.
@@ -22,8 +21,8 @@ from zerofit.train.zero_layouts import inner_optimizer
 class LossCheck:
     """Raises RunFailed on every rank before the update; weights and optimizer states stay as they were."""
 
-    def __init__(self, trainer: EngineTrainer):
-        self._engines = list(trainer.engines().values())
+    def __init__(self, engines: Iterable[Any]):
+        self._engines = list(engines)
         self._pending: list[tuple[Tensor, Any]] = []  # whether a loss of any rank is not finite, and the exchange
         self.losses: list[Tensor] = []  # of this rank's micro batches since the last update
         for engine in self._engines:

@@ -94,7 +94,7 @@ class RankRun:
         events.phase("building the model and the DeepSpeed engine")
         self.trainer = _make_trainer(job, coords, self.data, model)
         if job.run.check_loss:
-            self.trainer.loss_check = LossCheck(self.trainer)
+            self.trainer.loss_check = LossCheck(self.trainer.engines().values())
         if isinstance(self.trainer, PipelineTrainer) and job.run.pipeline_balance == "time":
             events.stages(self.trainer.stages)  # known only after the measurement
         if self.rank == 0 and isinstance(self.trainer, GanTrainer):
