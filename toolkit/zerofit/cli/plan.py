@@ -18,6 +18,7 @@ from zerofit.cli.options import (
     INPUT,
     PATH,
     TRUST_MODEL_CODE,
+    JsonObject,
     add_options,
     clusters,
     given,
@@ -26,6 +27,7 @@ from zerofit.cli.options import (
 )
 from zerofit.cli.plan_show import COLUMNS, show, show_end, show_methods
 from zerofit.cli.report import HTML, refuse_page, write_page
+from zerofit.cli.rollout_show import show_serving
 from zerofit.features.engines import ENGINES, NOT_PLANNED
 from zerofit.plan.layout import OFFLOADS
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -36,6 +38,7 @@ from zerofit.spec.profile import Savings
 if TYPE_CHECKING:
     from zerofit.app.planning.plan import Plan
     from zerofit.app.planning.request import PlanningRequest
+    from zerofit.app.planning.serving import ServingPlan
     from zerofit.app.planning.training_methods import MethodComparison
     from zerofit.spec.cluster import Cluster
 
@@ -64,6 +67,8 @@ OWN_PINS = (
     *("liger_kernel", "tensor_sequence_parallel", "cpu_threads"),
 )
 FROM_HELP = "correct step times by the trials in this folder of `zerofit tune`"
+SERVE_HELP = "answer for inference instead: does the model fit in vLLM, and how many sequences run at once"
+ROLLOUT_HELP = "vLLM's settings, for --serve: gpu_memory_utilization=0.9,max_model_len=8192,release=0.19"
 FROM_TRACE_HELP = "use measured kernel times from RUN_FOLDER/traces/rank-0-step-3.json (`train --profile`)"
 COLUMNS_HELP = f"columns of the table after the layout: {', '.join(COLUMNS)} [as many as fit the terminal]"
 MEASURED_HELP = "scale all times to the speed of the layout given by flags: 5.33samples/s, 21000tokens/s or 0.52s"
@@ -71,7 +76,7 @@ WRITE_HELP = "write ds_config.json and run.yaml (FSDP2: accelerate.yaml) of the 
 METHODS_HELP = "compare full,lora,qlora in one table, with the longest sequence that fits"
 TRACE_HELP = "write the timeline of that layout's step, in Chrome trace format for Perfetto"
 PIN_HELP = "offload to page-locked host memory [the DeepSpeed JSON's pin_memory, else yes]"
-LIGER_HELP = "time Liger's fused norms, rotary embeddings, SwiGLU and cross-entropy"
+LIGER_HELP = "forecast Liger's fused norms, rotary embeddings, SwiGLU and cross-entropy"
 TENSOR_HELP = "time tensor parallel ranks that also split norms, embedding, head and loss, as Megatron's"
 THREADS_HELP = "OMP_NUM_THREADS of each rank, for an offloaded optimizer; torchrun and accelerate set 1 [all cores]"
 ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate) [deepspeed]"
@@ -114,6 +119,8 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 )
 @click.option("--min", "minimum", type=click.Choice(["gpus"]), help="find the smallest number of GPUs that fits")
 @click.option("--methods", metavar="NAMES", help=METHODS_HELP)
+@click.option("--serve", is_flag=True, help=SERVE_HELP)
+@click.option("--rollout", type=JsonObject(), metavar="NAME=VALUE,...", help=ROLLOUT_HELP)
 @click.option("--show-mesh", is_flag=True, help="print the mesh of ranks of the best layout")
 @click.option("--details", is_flag=True, help="print all of the best layout, and all reasons why others do not fit")
 @click.option("--columns", metavar="NAMES", callback=_columns, help=COLUMNS_HELP)
@@ -143,6 +150,9 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
     # As in `simulate`, the table is shown as soon as it is known (`on_plan`): --confirm and --write simulate after it.
     show_mesh, methods, details = (options.pop(name) for name in ("show_mesh", "methods", "details"))
     columns = options.pop("columns")
+    if options["serve"]:
+        serving = answer(lambda: _serve(model, options), as_json, show_serving)
+        sys.exit(0 if serving.engine.fits else FINDING)
     if methods:
         result = answer(lambda: _compare(model, options, methods), as_json, show_methods)
     else:
@@ -162,6 +172,18 @@ def _compare(model: str | None, options: dict[str, Any], methods: str) -> Method
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--methods"))
     with EventConsole() as console:
         return compare_methods(request, read_methods(methods), kinds[0], on_event=console)
+
+
+def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:
+    from zerofit.app.planning.serving import serve
+
+    kinds = clusters(**{name: options[name] for name in ("kinds", *HARDWARE)})
+    if len(kinds) > 1:
+        raise UserError(
+            Problem(kind="usage", message="--serve is for one kind of machine", hint="name one", where="--gpu")
+        )
+    pins = given({name: options[name] for name in (*RUN_FIELDS, *OWN_PINS, "precision")})
+    return serve(model, kinds[0], pins, options["rollout"] or {})
 
 
 def _plan(model: str | None, options: dict[str, Any], on_plan: Callable[[Plan], None] | None) -> Plan:

@@ -19,7 +19,6 @@ from zerofit.plan.measured_rates import unaligned_lengths
 from zerofit.plan.rates import FITTED, Coefficients, Rates, rates_of
 from zerofit.plan.result import FrontierLayout, PlanResult, RankedLayout, Rejected, plain
 from zerofit.plan.space import PlanRequest, SearchSpace, space_of
-from zerofit.plan.tensor_split import with_split_sequence
 from zerofit.plan.time import StepTime, Timer, model_flops
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problems, UserError
@@ -135,7 +134,7 @@ def timer_of(
     """Return the forecast of step times for the request's software."""
     software = request.software
     rates = rates_of(cluster, request.precision, calibration, software, fitted)
-    return Timer(with_split_sequence(profile) if software.tensor_sequence_parallel else profile, cluster, rates)
+    return Timer(profile, cluster, rates)
 
 
 def _padding(profile: Profile, best: RankedLayout, rates: Rates) -> str:
@@ -291,7 +290,7 @@ def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]
     for timed_layout in timed:
         c = timed_layout.layout
         key = (c.zero_stage, c.offload_optimizer, c.offload_param, c.micro_batch, c.tp, c.pp, c.sp, c.ep)
-        key += (c.checkpointing, c.engine, c.reshard, c.replicas)
+        key += (c.checkpointing, c.engine, c.reshard, c.replicas, c.sync_each_batch)
         seen.setdefault(key, timed_layout)
         if len(seen) == most:
             break

@@ -231,6 +231,7 @@ class RankRecord:
     script: ScriptFacts | None = None  # of a user's script
     pipeline: ScriptStage | None = None  # of a user's script with a pipeline
     issued: tuple[IssuedWork | IssuedWait, ...] = ()  # in a script's last step
+    routed: bool = False  # whether shapes depend on the tokens that a script's experts get
     heavier_rank: int | None = None  # the rank with the same parameters and the highest peak; None: this one
 
     @property
