@@ -262,7 +262,7 @@ def _stages(runs: Mapping[str, RunHistory]) -> list[Block]:
     rows = [{"run": name, **stage} for name, stage in rows if isinstance(stage, dict)]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[str(row.get(key, "")) for key in columns] for row in rows]
-    return [Table(columns=columns, rows=cells, words=range(len(columns)))] if rows else []
+    return [Table(columns=columns, rows=cells, words=columns)] if rows else []
 
 
 def _faults(runs: Mapping[str, RunHistory]) -> list[Block]:
@@ -283,7 +283,7 @@ def _faults(runs: Mapping[str, RunHistory]) -> list[Block]:
                 "after": f"{seconds:.3g} s" if seconds else "",
             }
             rows.append(row)
-    return table_of(rows, words=range(6))
+    return table_of(rows, words=("run", "what", "ranks", "host", "why"))
 
 
 def _moment(seconds: float | None) -> str:
