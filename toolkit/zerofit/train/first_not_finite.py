@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 FORWARD, BACKWARD = "forward", "backward"
 INPUTS, LABELS, WEIGHTS = "inputs", "labels", "weights"  # what a tensor is computed from
 _FILLED_LATER = ("empty", "resize_")  # results of these ops have any numbers
-_PACKAGES = ("/torch/", "/deepspeed/", "/zerofit/train/engines.py", "/zerofit/train/trainer.py", __file__)
+_PACKAGES = ("/torch/", "/deepspeed/", "/zerofit/models/build.py", __file__)
+_STEP = ("/zerofit/train/engines.py", "/zerofit/train/pipeline.py", "/zerofit/train/gan.py")  # call the model
 _LAST = 2**63  # sequence numbers of autograd's own nodes are larger
 
 
@@ -280,10 +281,12 @@ def _wide(func: Callable[..., Any], args: Any, kwargs: Any, output: Tensor) -> f
 
 
 def _line() -> str:
-    """Return file:line of the innermost frame outside of torch, DeepSpeed and the trainer."""
+    """Return file:line of the innermost frame of a model or loss, outside of torch and DeepSpeed; "" for none."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
+        if file.endswith(_STEP):
+            return ""
         if not any(package in file for package in _PACKAGES) and not file.startswith("<"):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
