@@ -69,8 +69,9 @@ def a_failed_run(folder: Path) -> Path:
         {"cause": "rank 1 was killed", "restarting_after_s": 12.5, "left_out": []},
     ]
     (folder / "logs" / "faults.jsonl").write_text("".join(json.dumps(fault) + "\n" for fault in faults))
-    problem = {"kind": "out-of-memory", "message": "CUDA out of memory"}
-    (folder / "logs" / "rank-1.error.json").write_text(json.dumps({"rank": 1, "problems": [problem]}))
+    for rank, kind, message in ((0, "peer-lost", "lost rank 1"), (1, "out-of-memory", "CUDA out of memory")):
+        problems = [{"kind": kind, "message": message}]
+        (folder / "logs" / f"rank-{rank}.error.json").write_text(json.dumps({"rank": rank, "problems": problems}))
     return folder
 
 
@@ -88,7 +89,10 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def pages(folder) -> dict[str, Path]:
     """One page of each kind, and one with several results side by side."""
-    found = {name: folder / f"{name}.html" for name in ("plan", "explain", "check", "run", "simulation", "several")}
+    found = {
+        name: folder / f"{name}.html"
+        for name in ("plan", "explain", "check", "run", "simulation", "extreme", "several")
+    }
     plan = folder / "plan.json"
     plan.write_text("a log before it\n" + run(*PLAN, "--html", found["plan"]).stdout)
     (folder / "train.log").write_text(LOG)
@@ -101,6 +105,10 @@ def pages(folder) -> dict[str, Path]:
     failed = a_failed_run(folder / "failed")
     run("report", failed, "--out", found["run"])
     run("report", folder / "first.json", "--out", found["simulation"])
+    far = {"t": 10**30, "phase": MARKUP, "step": 10**20, "bytes": {MARKUP: 10**39}, "module": MARKUP}
+    extreme = a_simulation(peak_bytes=10**39, timeline=[*a_simulation()["timeline"], far])
+    (folder / "extreme.json").write_text(json.dumps(extreme))
+    run("report", folder / "extreme.json", "--out", found["extreme"])
     sources = [folder / "first.json", folder / "second.json", plan, failed, a_run(folder / "other")]
     run("report", *sources, "--out", found["several"])
     return found

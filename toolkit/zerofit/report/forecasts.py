@@ -40,13 +40,13 @@ def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
     place = " ".join(filter(None, (found.peak_at.get("module"), found.peak_at.get("line"))))
     layout = ", ".join(f"{axis} {size}" for axis, size in found.layout.items() if size > 1 and axis != "zero_stage")
     facts = [
-        ("needs", f"{shown_bytes(found.smi_bytes or found.reserved_bytes)} of {shown_bytes(found.device_total_bytes)}"),
+        ("needs", _part(found.smi_bytes or found.reserved_bytes, found.device_total_bytes)),
         ("peak", f"{shown_bytes(found.peak_bytes)} in {found.peak_phase}"),
         ("allocated by", place),
         ("your line", found.peak_at.get("own", "")),
         ("reserved", shown_bytes(found.reserved_bytes)),
         ("outside torch", ", ".join(f"{o.name}: {_span(o.low_bytes, o.high_bytes)}" for o in found.overheads)),
-        ("host, per node", f"{shown_bytes(found.host_node_bytes)} of {shown_bytes(found.host_total_bytes)}"),
+        ("host, per node", _part(found.host_node_bytes, found.host_total_bytes)),
         ("layout", ", ".join(filter(None, (f"ZeRO-{found.layout.get('zero_stage', 0)}", layout)))),
     ]
     return Answer(
@@ -56,6 +56,10 @@ def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
         summary=found.because,
         facts=[(label, text) for label, text in facts if text],
     )
+
+
+def _part(size: int, total: int) -> str:
+    return f"{shown_bytes(size)} of {shown_bytes(total)}" if size else ""
 
 
 def _span(low: int, high: int) -> str:
@@ -91,7 +95,7 @@ def simulation_sections(found: Simulations) -> Iterator[Section]:
         for name, simulation in found.items()
         for c in simulation.comm
     ]
-    yield Section(title="Collectives of a step", blocks=table_of(traffic, words=(0, 1)))
+    yield Section(title="Collectives of a step", blocks=table_of(traffic, words=("phase",)))
 
 
 def _of(name: str, text: str) -> str:
@@ -217,7 +221,7 @@ def _script(run: Mapping[str, object]) -> Iterator[Block]:
         {"line": str(f.get("line", "")), "problem": str(f.get("problem", "")), "change": str(f.get("mend", ""))}
         for f in rows.get("faults", [])
     ]
-    yield from table_of(faults, words=(0, 1, 2))
+    yield from table_of(faults, words=("problem", "change"))
     yield from table_of(
         {"approximation": str(n.get("text", "")), "times": str(n.get("count", ""))} for n in rows.get("notes", [])
     )
@@ -285,13 +289,13 @@ def plan_sections(found: Plans) -> Iterator[Section]:
         for name, plan in found.items()
         for r in plan.rejections
     ]
-    yield Section(title="Why others do not fit", blocks=table_of(reasons, words=(0, 1, 2)))
+    yield Section(title="Why others do not fit", blocks=table_of(reasons, words=("reason", "change")))
     rates = [
         {"rate": _of(name, rate), "value": f"{value:.4g}", "source": plan.rate_sources.get(rate, "")}
         for name, plan in found.items()
         for rate, value in plan.rates.items()
     ]
-    yield Section(title="Rates of the hardware", blocks=table_of(rates, words=(0, 2)))
+    yield Section(title="Rates of the hardware", blocks=table_of(rates, words=("source",)))
 
 
 def _rows(plan: PlanAnswer) -> list[ShownLayout]:

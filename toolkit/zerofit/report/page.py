@@ -58,12 +58,12 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table; the first column names the row. Columns in `words` hold text, the others figures."""
+    """A table; the first column names the row. The columns named in `words` hold text, the others figures."""
 
     block: ClassVar = "table"
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: Sequence[int] = (0,)
+    words: Sequence[str] = ()
     tones: Sequence[Tone] = ()  # of each row
 
 
@@ -220,9 +220,9 @@ def render(template: str, **content: object) -> str:
     return environment.get_template(template).render(**content)
 
 
-def table_of(rows: Iterable[Mapping[str, str]], words: Sequence[int] = (0,), tones: Sequence[Tone] = ()) -> list[Block]:
-    """Return a table of rows with the same keys; [] without rows."""
+def table_of(rows: Iterable[Mapping[str, str]], words: Sequence[str] = (), tones: Sequence[Tone] = ()) -> list[Block]:
+    """Return a table of rows with the same keys, without its empty columns; [] without rows."""
     listed = list(rows)
-    if not listed:
-        return []
-    return [Table(columns=list(listed[0]), rows=[list(row.values()) for row in listed], words=words, tones=tones)]
+    columns = [key for key in (listed[0] if listed else ()) if any(row[key] for row in listed)]
+    cells = [[row[key] for key in columns] for row in listed]
+    return [Table(columns=columns, rows=cells, words=words, tones=tones)] if listed else []

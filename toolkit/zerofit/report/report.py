@@ -120,7 +120,9 @@ def _sections(sources: Sequence[ReportedSource]) -> Iterator[Section]:
             for section in explanation_sections(source.content):
                 yield Section(title=_named(source.name, section.title), blocks=section.blocks, note=section.note)
         elif isinstance(source.content, CheckAnswer):
-            yield Section(title=source.content.file, blocks=check_blocks(source.content))
+            yield Section(
+                title=_named(source.name and source.content.file, "Findings"), blocks=check_blocks(source.content)
+            )
     blocks = [block for source in sources for block in _settings_blocks(source)]
     yield Section(title="Settings", blocks=blocks)
 
@@ -171,7 +173,7 @@ def _differing(settings: Mapping[str, Mapping[str, str]]) -> Iterator[Block]:
     rows = [[key, *(values.get(key, "-") for values in settings.values())] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     if rows:
-        yield Table(columns=["setting", *settings], rows=rows[:MOST_DIFFERENCES], words=range(len(settings) + 1))
+        yield Table(columns=["setting", *settings], rows=rows[:MOST_DIFFERENCES], words=list(settings))
 
 
 def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
