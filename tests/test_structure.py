@@ -200,6 +200,12 @@ def test_only_the_command_line_knows_the_terminal():
     assert not wrong
 
 
+def test_the_longest_tests_are_there():
+    """tests/conftest.py starts them first."""
+    names = (ROOT / "tests" / "longest.txt").read_text().split()
+    assert names and not [name for name in names if not (ROOT / "tests" / f"{name}.py").is_file()]
+
+
 def test_every_package_is_installed():
     """setuptools finds folders that have an __init__.py, and follows the links to models/ and ds_configs/."""
     folders = {path.parent for path in modules().values()}

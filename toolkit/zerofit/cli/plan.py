@@ -26,6 +26,7 @@ from zerofit.cli.options import (
     run_options,
 )
 from zerofit.cli.plan_show import COLUMNS, show, show_end, show_methods
+from zerofit.cli.report import HTML, refuse_page, write_page
 from zerofit.cli.rollout_show import show_rollouts, show_serving
 from zerofit.features.engines import ENGINES, NOT_PLANNED
 from zerofit.plan.layout import OFFLOADS
@@ -78,7 +79,7 @@ WRITE_HELP = "write ds_config.json and run.yaml (FSDP2: accelerate.yaml) of the 
 METHODS_HELP = "compare full,lora,qlora in one table, with the longest sequence that fits"
 TRACE_HELP = "write the timeline of that layout's step, in Chrome trace format for Perfetto"
 PIN_HELP = "offload to page-locked host memory [the DeepSpeed JSON's pin_memory, else yes]"
-LIGER_HELP = "time Liger's fused norms, rotary embeddings, SwiGLU and cross-entropy"
+LIGER_HELP = "forecast Liger's fused norms, rotary embeddings, SwiGLU and cross-entropy"
 TENSOR_HELP = "time tensor parallel ranks that also split norms, embedding, head and loss, as Megatron's"
 THREADS_HELP = "OMP_NUM_THREADS of each rank, for an offloaded optimizer; torchrun and accelerate set 1 [all cores]"
 ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate) [deepspeed]"
@@ -114,6 +115,7 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option("--from-trace", type=PATH, help=FROM_TRACE_HELP)
 @click.option("--write", type=PATH, help=WRITE_HELP)
 @click.option("--trace", type=PATH, help=TRACE_HELP)
+@HTML
 @click.option("--confirm", type=click.IntRange(min=0), default=0, metavar="N", help="also simulate the N best")
 @click.option(
     "--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="find the largest that fits"
@@ -170,7 +172,7 @@ def _compare(model: str | None, options: dict[str, Any], methods: str) -> Method
     from zerofit.app.planning.training_methods import compare_methods, read_methods
 
     request, kinds = _read_request(model, options)
-    conflicting = [flag for flag in ("write", "trace") if options[flag]] + ["gpu"] * (len(kinds) > 1)
+    conflicting = [flag for flag in ("write", "trace", "html") if options[flag]] + ["gpu"] * (len(kinds) > 1)
     if conflicting:
         message = f"--methods cannot be combined with {', '.join('--' + flag for flag in conflicting)}"
         hint = "leave one of them out; --lora plans one method"
@@ -213,6 +215,7 @@ def _plan(model: str | None, options: dict[str, Any], on_plan: Callable[[Plan], 
         plan = replace(plan, written=plan.write(options["write"]))
     if options["trace"] and (plan.layouts or plan.misfits):
         plan = replace(plan, traced=plan.trace(options["trace"]))
+    write_page(plan.to_dict(), options["html"])
     return plan
 
 
@@ -239,6 +242,7 @@ def _read_request(model: str | None, options: dict[str, Any]) -> tuple[PlanningR
     request = problems.attempt(lambda: PlanningRequest(model=model, pins=pins, **arguments))
     if options["write"]:
         problems.attempt(lambda: refuse_existing(options["write"]))
+    problems.attempt(lambda: refuse_page(options["html"]))
     if options["trace"]:
         problems.attempt(lambda: refuse_place(options["trace"]))
     kinds = problems.attempt(lambda: clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}))

@@ -67,7 +67,7 @@ def simulate_script(
     shown = gpu.SHOWN if target.on_gpu else "cpu"
     chosen = scratch or scratch_on("cuda" if target.on_gpu else "cpu")
     meter = ScriptTracker(shown, chosen, fakes, target.workspace_bytes)
-    meter.gpus = target.gpus
+    meter.gpus, meter.crowded = target.gpus, target.crowded
     meter.stacks = StackLog() if target.stacks else None
     apply_patches(meter, target)
     gradients = GradientLog(meter)
@@ -112,7 +112,7 @@ def simulate_script(
     find_faults(watched, target, phases, lengths_seen)  # of a script that ended by itself
     facts = replace(script_facts(target, meter, phases, shapes, lengths_seen, how), faults=watched.faults)
     record = record_of(meter, log, target.alloc_conf, script=facts, heavier_rank=heavier)
-    return replace(record, pipeline=joints.stage, issued=tuple(issued.items))
+    return replace(record, pipeline=joints.stage, issued=tuple(issued.items), routed=meter.routed)
 
 
 def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
