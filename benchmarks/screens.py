@@ -49,6 +49,7 @@ SCREENS = (  # in an order in which each finds what it needs
     "data pysource --show 0 --seq-len 64",
     "models gpt2",
     "plot runs/lenet --out runs.png",
+    "report runs/lenet",
     "compare strategies lenet --data digits --strategies single,ddp --ranks 2 --steps 12 --output compared",
     "tune mlp --data digits --ranks 1 --trials 2 --minutes 5 --output tuned",
     "launch lenet --data digits --slurm job.sbatch --nodes 2 --slots 8 --time 1:00:00 --output runs/job",

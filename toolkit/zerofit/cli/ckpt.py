@@ -25,9 +25,9 @@ if TYPE_CHECKING:
         CheckpointList,
         VerifyResult,
     )
+    from zerofit.checkpoint.conversion import ConvertResult
     from zerofit.checkpoint.diff import CheckpointDiff
     from zerofit.checkpoint.export import ExportResult
-    from zerofit.checkpoint.universal import ConvertResult
     from zerofit.spec.run_folder import Layout
 
 DIFFERENT, DAMAGED = 1, 2
@@ -50,7 +50,7 @@ TRUST_PICKLE = click.option(
 REPAIR = click.option(
     "--repair",
     is_flag=True,
-    help="replace the data of a lost rank of ZeRO-1 or 2: weights from the model states, zeros for the optimizer",
+    help="replace a lost rank's data: weights from the 16-bit weights in the checkpoint, zeros for the optimizer",
 )
 SHARD = "1GiB"
 FEW = 12  # maximum number of tensors to print
