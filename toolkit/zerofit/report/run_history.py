@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from zerofit.report.page import (
     Block,
     Chart,
     ChartLine,
-    Code,
     Section,
     Table,
     Tone,
@@ -58,6 +56,12 @@ class RunHistory:
     def title(self) -> str:
         """The model and the folder."""
         return f"{self.files['run'].get('model', 'run')} in {self.folder}"
+
+    @property
+    def settings(self) -> Record:
+        """The run's settings and the JSON that DeepSpeed got."""
+        given = {key: value for key, value in self.files["run"].items() if value is not None and key != "ds_config"}
+        return {**given, "deepspeed": self.files["ds_config"]}
 
 
 def read_run(path: Path, problems: Problems) -> RunHistory:
@@ -242,7 +246,7 @@ def _against(runs: Mapping[str, RunHistory]) -> list[Block]:
 
 
 def _figure(key: str, value: float) -> str:
-    return f"{value:.3g} s" if key.endswith("_s") else shown_bytes(value)
+    return _seconds(value) if key.endswith("_s") else shown_bytes(value)
 
 
 def _measured(run: RunHistory) -> Record:
@@ -271,7 +275,6 @@ def _faults(runs: Mapping[str, RunHistory]) -> list[Block]:
     for name, run in runs.items():
         errors = [{"kind": "error", "ranks": [rank], "message": message} for rank, message in run.errors.items()]
         for fault in (*run.faults, *errors):
-            seconds = number_in(fault, "restarting_after_s") or number_in(fault, "seen_after_s")
             ranks = fault.get("ranks")
             row = {
                 "when": _moment(number_in(fault, "time_s")),
@@ -280,10 +283,15 @@ def _faults(runs: Mapping[str, RunHistory]) -> list[Block]:
                 "ranks": ", ".join(map(str, ranks)) if isinstance(ranks, list) else "",
                 "host": str(fault.get("host") or ""),
                 "why": str(fault.get("message") or fault.get("cause") or ""),
-                "after": f"{seconds:.3g} s" if seconds else "",
+                "detected after": _seconds(number_in(fault, "seen_after_s")),
+                "restarted after": _seconds(number_in(fault, "restarting_after_s")),
             }
             rows.append(row)
     return table_of(rows, words=("run", "what", "ranks", "host", "why"))
+
+
+def _seconds(value: float | None) -> str:
+    return f"{value:.3g} s" if value is not None else ""
 
 
 def _moment(seconds: float | None) -> str:
@@ -291,14 +299,3 @@ def _moment(seconds: float | None) -> str:
         return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     except (OverflowError, OSError, ValueError):
         return "-"
-
-
-def settings_of(run: RunHistory) -> dict[str, object]:
-    """Return the run's settings and the JSON that DeepSpeed got, as one object."""
-    given = {key: value for key, value in run.files["run"].items() if value is not None and key != "ds_config"}
-    return {**given, "deepspeed": run.files["ds_config"]}
-
-
-def json_blocks(title: str, value: object) -> list[Block]:
-    """Return a JSON that the reader can open and copy; [] for an empty one."""
-    return [Code(title=title, text=json.dumps(value, indent=2))] if value else []
