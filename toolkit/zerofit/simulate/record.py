@@ -134,6 +134,8 @@ class MemoryPoint:
     phase: str
     step: int
     bytes: dict[str, int]
+    module: str = ""  # that runs; "" outside of the model, and for a release
+    at: str = ""  # the line that allocates, "file:line"; the user's if it is known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +231,7 @@ class RankRecord:
     script: ScriptFacts | None = None  # of a user's script
     pipeline: ScriptStage | None = None  # of a user's script with a pipeline
     issued: tuple[IssuedWork | IssuedWait, ...] = ()  # in a script's last step
+    routed: bool = False  # whether shapes depend on the tokens that a script's experts get
     heavier_rank: int | None = None  # the rank with the same parameters and the highest peak; None: this one
 
     @property
