@@ -55,6 +55,12 @@ def replay(
 
     Raises UserError for a folder without a run or a step that it has not reached, and RunFailed if ranks fail in
     another way. The same samples, weights and random numbers as in the run are used, so losses are the same.
+
+    >>> import zerofit as zf
+    >>> _ = zf.train(zf.Run(model="mlp", data="digits", steps=4, ranks=1, output="runs/healthy"))
+    >>> found = zf.replay("runs/healthy")
+    >>> found.cause, found.equal_losses
+    ('unknown', 4)
     """
     report = Reporter(shielded(on_event) if on_event else None)
     folder = RunFolder(Path(run).absolute())

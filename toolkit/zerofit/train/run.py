@@ -42,6 +42,7 @@ from zerofit.train.expert_split import share_of
 from zerofit.train.frozen import frozen_weights
 from zerofit.train.gan import EpochDrawings, GanTrainer
 from zerofit.train.heartbeat import RankProgress
+from zerofit.train.leaks import LeakWatch
 from zerofit.train.loop import Loop, LoopResult
 from zerofit.train.measured import ForecastFigure, memory_figures
 from zerofit.train.memory import MemoryWatch
@@ -119,6 +120,7 @@ class RankRun:
             save=self._saver.save,
             callbacks=callbacks,
             profile=_profile_of(job, self.rank, self.trainer, folder),
+            leaks=LeakWatch(self.trainer.device, events.warning) if self.rank == 0 and not job.run.compile else None,
         )
 
     def _shared_out(self, job: Job) -> Job:

@@ -105,6 +105,7 @@ class ScriptTracker(AllocationTracker):
         self.notes: Counter[str] = Counter()  # each approximation, and how often it was used
         self.inexact: set[str] = set()  # the notes that make the figures an upper bound
         self.without_rule = ""  # the last op without a rule for the shapes of its outputs
+        self.failed: RuntimeError | None = None  # of a gradient's sum, in a thread of autograd
         self.ops_on_fakes = 0  # how many have run
         self.compiles = False  # whether the script has compiled a model or function of its own
         self.gpus = 1  # per node
@@ -323,7 +324,10 @@ class ScriptTracker(AllocationTracker):
         except RuntimeError as error:
             if isinstance(error, NotImplementedError) or "no fake impl" in str(error):
                 self.without_rule = name
-            raise
+            if name != "aten::add_" or args[0].numel() or not args[1].numel():
+                raise
+            # torch's engine crashes if the sum of a gradient fails; `FaultLog.watch` raises the error after backward
+            self.failed, out = error, args[0]
         self._keep_values(func, name, args, kwargs, leaves, out)
         if func is _TO_COPY and isinstance(out, FakeTensor) and out.fake_device.type == "cpu":
             known = self.read(out)
