@@ -22,7 +22,7 @@ _AND = (_aten.bitwise_and, _aten.bitwise_and_, _aten.logical_and, _aten.logical_
 _OF_ALL = (_aten.all, _aten.any, _aten.max, _aten.min)
 _NOT_FINITE = (_aten.isnan, _aten.isinf)
 _EQUAL = {_aten.eq: True, _aten.ne: False}  # whether the op is True for equal operands
-_RULES = {*_OR, *_AND, *_OF_ALL, *_NOT_FINITE, *_EQUAL}
+RULES = {*_OR, *_AND, *_OF_ALL, *_NOT_FINITE, *_EQUAL}
 
 
 def known_value(leaf: object) -> Any:
@@ -50,15 +50,13 @@ def largest(value: object) -> object:
 
 # `done = unknown | (length >= limit)` ends a loop of generation at its own limit only by this logic of three values.
 def decided(func: OpOverload, args: OpArguments, known: OpArguments) -> bool | None:
-    """Return the value of every element of a bool output, or False for zeros; None if it depends on values.
+    """Return the value that an op of RULES gives every element: a bool, False for zeros; None if it depends on values.
 
     A known operand can decide alone: True in an `or`, False or zero in an `and` or product. Unknown floats are assumed
     to be finite, as in training that continues. So isnan, isinf and their longer forms `x != x` and `abs(x) == inf` are
     False.
     """
-    packet = func._overloadpacket
-    if packet not in _RULES:
-        return None
+    packet = func._overloadpacket  # of RULES
     if packet in _NOT_FINITE:
         return False if known[0] is None else None
     if packet in _EQUAL:
