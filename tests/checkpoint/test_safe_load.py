@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import subprocess
@@ -13,7 +14,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from zerofit.checkpoint.safe_load import load
+from zerofit.checkpoint.safe_load import NORESERVE, load
 from zerofit.spec.errors import UserError
 
 
@@ -118,3 +119,14 @@ def test_no_file(tmp_path):
     with pytest.raises(UserError) as error:
         load(tmp_path / "none.pt")
     assert error.value.problems[0].kind == "missing-file"
+
+
+def test_a_file_may_be_larger_than_the_memory(tmp_path):
+    count = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # in float32: twice the memory
+    hole = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    with torch.serialization.skip_data():  # the file has a hole in place of the numbers
+        torch.save({"weight": torch.frombuffer(hole, dtype=torch.float32)}, tmp_path / "large.pt")
+    loaded = load(tmp_path / "large.pt")["weight"]
+    assert len(loaded) == count and not loaded[-3:].any()
+    loaded[0] = 1  # changes the copy in memory, not the file
+    assert not load(tmp_path / "large.pt")["weight"][:1].any()

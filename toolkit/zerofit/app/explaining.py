@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +32,7 @@ STANDARD_INPUT = "-"
 HINT = "give a log, a memory snapshot (torch.cuda.memory._dump_snapshot), a run folder, or - for standard input"
 # phase of a traceback -> phase of a forecast
 PHASES = {LOADING: "build", INIT: "init", FORWARD: "forward", LOSS: "forward", BACKWARD: "backward", STEP: "step"}
+NOT_FINITE = r"the (?:(?:validation )?loss|gradient norm) (?:of|after) step \d+ is [^;\n]+"  # of `zerofit.train`
 APART = 0.05  # differences below this share of the forecast's bytes are ignored
 LEAST_BYTES = 64 << 20  # smaller differences are no cause
 # kind of memory -> why a run may need more of it than its forecast
@@ -127,6 +130,9 @@ def _of_run_folder(folder: RunFolder) -> Explanation:
     found = replace(found, steps=max([found.steps, *(_count(row, "step") for row in measured)]))
     if folder.result.is_file() and not found.is_known:
         found = replace(found, cause=ENOUGH, summary="The run finished.", run_next="")
+    elif not found.is_known and (stopped := re.search(NOT_FINITE, "\n".join(line.text for line in lines))):
+        command = f"zerofit replay {shlex.quote(str(folder.path))}"
+        found = replace(found, summary=f"Memory did not run out: {stopped[0]}.", run_next=command)
     if job.forecast is None:
         return found
     return replace(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.deepspeed_files import DeepSpeedFiles, step_count
-from zerofit.checkpoint.foreign import METADATA, OPTIM_STATES, Foreign, latest_of
+from zerofit.checkpoint.foreign import METADATA, OPTIM_STATES, Foreign, latest_of, weight_files
 from zerofit.checkpoint.full_state import FullState
 from zerofit.checkpoint.index import expected_content
 from zerofit.checkpoint.store import Damage
@@ -332,7 +332,10 @@ def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
     """Return a sentence about the content of a rank's lost optimizer file."""
     names = [name for group in state.get("param_shapes") or [] for name in group]
     if found.stage_three:
-        return f"1/{ranks} of each of {len(names)} parameters, and of their optimizer states, are lost"
+        gone = f"1/{ranks} of each of {len(names)} parameters, and of their optimizer states, are lost"
+        copy = next((file.name for file in weight_files(found.path)), None)
+        repair = "--repair uses its weights, and sets the states to zero"
+        return f"{gone}; {copy} has all weights in 16 bits: {repair}" if copy else gone
     total = sum(shape.numel() for group in state["param_shapes"] for shape in group.values())
     first, end, place, lost = total * dp // ranks, total * (dp + 1) // ranks, 0, []
     for group in state["param_shapes"]:

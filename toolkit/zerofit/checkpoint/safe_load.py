@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from enum import EnumType
+from mmap import MAP_PRIVATE
+from mmap import mmap as map_memory
 from pathlib import Path, PurePosixPath
+from threading import Lock
 from typing import Any
 
 import torch
@@ -63,6 +66,7 @@ REPLACEMENTS: dict[str, type] = {
     **{f"numpy.{core}.multiarray.{name}": Inert for core in ("core", "_core") for name in ("_reconstruct", "scalar")},
 }
 SAFETENSORS = ".safetensors"
+NORESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names since 3.13
 ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}  # members of ZeroStageEnum
 
 
@@ -115,7 +119,7 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False, span: tu
             with torch.serialization.safe_globals(allowed):
                 return torch.load(part, map_location="cpu", weights_only=not _TRUSTED.get())
         in_place = mmap and zipfile.is_zipfile(path)  # torch's older file format cannot be memory-mapped
-        with torch.serialization.safe_globals(allowed):
+        with torch.serialization.safe_globals(allowed), _unreserved_maps():
             return torch.load(path, map_location="cpu", weights_only=not _TRUSTED.get(), mmap=in_place)
     except OSError as error:
         raise _error("missing-file", f"{path} cannot be read: {error.strerror}", "", path) from None
@@ -123,6 +127,29 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False, span: tu
         raise _refused(path, str(error)) from None
     except Exception as error:  # a damaged file can raise anything
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
+
+
+_MAPPING = Lock()
+
+
+@contextmanager
+def _unreserved_maps() -> Iterator[None]:
+    """Let torch map files that are larger than the memory.
+
+    torch (serialization.py, `load`) maps a file privately and writable, for which Linux wants memory of its size.
+    """
+    with _MAPPING:
+        setattr(torch.UntypedStorage, "from_file", _map)  # noqa: B010 - a method of its base class
+        try:
+            yield
+        finally:
+            delattr(torch.UntypedStorage, "from_file")
+
+
+def _map(path: str, shared: bool, size: int) -> torch.UntypedStorage:
+    with open(path, "rb") as file:
+        content = map_memory(file.fileno(), size, flags=MAP_PRIVATE | NORESERVE)
+    return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
 
 
 class _MetadataReader(PlainUnpickler):

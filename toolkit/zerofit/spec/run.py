@@ -272,6 +272,9 @@ class Run(BaseModel):
     # watching
     eval_every: NonNegativeInt = _option(0, "steps between evaluations; 0: only at the end")
     eval_samples: PositiveInt | None = _option(None, "validation samples per evaluation (default: all)")
+    check_loss: bool = _option(
+        False, "stop before an optimizer step whose loss or gradient norm is not finite (weights stay good)"
+    )
     heartbeat_timeout: float = _option(
         60.0, "stop all ranks after this many seconds without a heartbeat of a rank", ge=5, le=1e6
     )

@@ -40,7 +40,7 @@ MODEL = ("model", "model_args")
 SAME_RUN = (*MODEL, *PART_FIELDS, "loss", "data", "text_field", "tokenizer", "chat_template", "packing", "image_size")
 SAME_RUN += ("seq_len", "stream", "seed", "optimizer")
 UNREMARKABLE = {"output", "resume", "ds_config", "steps", "epochs", "ranks", "log_every", "tensorboard", "wandb"}
-UNREMARKABLE |= {"profile", "profile_ranks"}
+UNREMARKABLE |= {"profile", "profile_ranks", "check_loss"}
 ADAMS = ("adam", "adamw")  # optimizers whose states are called exp_avg and exp_avg_sq by other programs
 
 
