@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 WHOLE_SUITE = 1000  # tests
 IDLE_S = 30
 POOLS: dict[int, RankPool] = {}  # of this worker
-# first, so that workers end together: one worker has all of a file, and accuracy's real ranks take it minutes
-LONG = ("simulate/test_accuracy.py", "simulate/test_large_models.py", "launch", "cli", "app", "train", "compare")
-LONG += ("test_structure.py", "test_docs_python.py", "test_fuzz.py", "test_gpu_benchmark.py", "simulate")
+# files of more than a minute, the longest first: one worker runs all of a file, and the workers should end together
+LONGEST = Path(__file__).with_name("longest.txt").read_text().split()
 SIMULATED = [f"tests/simulate/test_{name}.py" for name in ("memory", "patches", "traffic")]  # the fixture `simulated`
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -118,11 +117,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any):
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests come first; those that need a GPU are skipped where there is none."""
-    places = {name: place for place, name in enumerate(LONG)}
+    places = {name: place for place, name in enumerate(LONGEST)}
 
     def place(item: pytest.Item) -> int:
-        path = item.path.relative_to(Path(__file__).parent).as_posix()
-        return places.get(path, places.get(path.partition("/")[0], len(LONG)))
+        path = item.path.relative_to(Path(__file__).parent).with_suffix("")
+        return places.get(path.as_posix(), len(LONGEST))
 
     items.sort(key=place)
     if not any(item.get_closest_marker("gpu") for item in items):

@@ -56,34 +56,46 @@ def test_the_cure_is_that_of_the_page():
     assert all(line.strip() in script for line in ("args = TrainingArguments(", 'output_dir="out",', "bf16=True,"))
 
 
-def test_the_small_model_sees_its_chats(tmp_path):
-    ran(sys.executable, str(EXAMPLES / "lora-7b" / "small.py"), folder=tmp_path)
-    options = {"tokenizer": str(tmp_path / "small"), "chat_template": Path("zephyr"), "seq_len": 64}
-    (sample,) = zf.look_at_data(tmp_path / "chats.jsonl", show=1, **options).samples
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the small model and its chats have been made."""
+    folder = tmp_path_factory.mktemp("small")
+    ran(sys.executable, str(EXAMPLES / "lora-7b" / "small.py"), folder=folder)
+    return folder
+
+
+def test_the_small_model_sees_its_chats(small):
+    options = {"tokenizer": str(small / "small"), "chat_template": Path("zephyr"), "seq_len": 64}
+    (sample,) = zf.look_at_data(small / "chats.jsonl", show=1, **options).samples
     read, learned, *_ = sample.documents[0]
     assert read.text.startswith("<|user|>\n") and read.text.endswith("?</s>\n<|assistant|>\n")
     assert learned.learned and learned.text.startswith("It is ") and learned.text.endswith(".</s>")
 
 
 @pytest.mark.slow
-def test_the_small_path(tmp_path):
-    """The commands of the page, from the small model to a chat with the merged one."""
+def test_the_small_path(small):
+    """The commands of the page, from the small model to a chat with the merged one, with fewer steps."""
     page = (EXAMPLES / "lora-7b" / "README.md").read_text().partition("## The same steps")[2]
-    commands = page.partition("```bash\n")[2].partition("```")[0].splitlines()
-    (tmp_path / "small.py").write_text((EXAMPLES / "lora-7b" / "small.py").read_text())
+    first, *commands = page.partition("```bash\n")[2].partition("```")[0].splitlines()
+    assert first == "python small.py" and len(commands) == 4 and "--steps 60 " in commands[1]
     for command in commands:
-        ran("bash", "-c", command, folder=tmp_path)
-    assert len(commands) == 5 and (tmp_path / "merged" / "chat_template.jinja").is_file()
+        ran("bash", "-c", command.replace("--steps 60 ", "--steps 4 "), folder=small)
+    assert (small / "merged" / "chat_template.jinja").is_file()
 
 
 @pytest.mark.slow
 def test_two_hosts_on_one_machine(tmp_path):
+    """The example's own files, with a tenth of its steps: they are as many as one needs to kill a rank by hand."""
+    fewer = {"steps: 600": "steps: 60", "save_every: 50": "save_every: 15", "step-00000050": "step-00000015"}
     for name in ("run.yaml", "try.sh"):
-        (tmp_path / name).write_bytes((EXAMPLES / "two-hosts-one-machine" / name).read_bytes())
+        text = (EXAMPLES / "two-hosts-one-machine" / name).read_text()
+        for old, new in fewer.items():
+            text = text.replace(old, new)
+        (tmp_path / name).write_text(text)
     said = ran("bash", "try.sh", folder=tmp_path)
     assert "== exit code 3 ==" in said
     result = json.loads((tmp_path / "runs" / "two" / "result.json").read_text())
-    assert result["steps"] == 600
+    assert result["steps"] == 60 and int(result["resumed_from"][-8:]) >= 15
     assert (tmp_path / "exported" / "model.safetensors").is_file()
 
 

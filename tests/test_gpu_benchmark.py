@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu import forecasts  # noqa: E402
+from benchmarks.gpu import run as benchmark  # noqa: E402
 from benchmarks.gpu.merge import TABLES, merge  # noqa: E402
 from benchmarks.gpu.part import PARTS, find, is_done  # noqa: E402
 
@@ -25,20 +27,22 @@ def run(out: Path, *more: str) -> str:
     return done.stdout
 
 
-def test_a_second_call_goes_on_with_what_is_missing(tmp_path):
-    """The first one was killed in its first case."""
+def test_a_second_call_goes_on_with_what_is_missing(tmp_path, monkeypatch, capsys):
+    """The first one was killed in its first case. What starts no ranks runs in this process."""
     assert not is_done("training", tmp_path, rehearse=True)
     path, lenet = tmp_path / "training.json", "lenet zero0 fp32 mb8 x1"
     path.write_text(json.dumps({"cases": {lenet: {"error": "killed"}}}))
     said = run(tmp_path, "--only", "training", "--minutes", "8")
     assert "1 of 2: llama" in said and f"2 of 2: {lenet}: done" in said  # what has failed comes last
-    subprocess.run([sys.executable, "-m", "benchmarks.gpu.forecasts", str(tmp_path)], cwd=ROOT, check=True)
+    monkeypatch.setattr(sys, "argv", ["forecasts", str(tmp_path)])
+    forecasts.main()
     answer = json.loads(path.read_text())["cases"][lenet]
     assert abs(answer["errors"]["allocated_bytes"]) < 1e-4
     assert len(answer["real"]["step_s"]) == 8
     assert sum(answer["real"]["kernels"].values()) > 0
     assert is_done("training", tmp_path, rehearse=True)
-    assert "training: done" in run(tmp_path, "--only", "training", "--minutes", "8")
+    monkeypatch.setattr(sys, "argv", ["run", "--out", str(tmp_path), "--rehearse", "--only", "training"])
+    assert benchmark.main() == 0 and capsys.readouterr().out.endswith("training: done\n")
 
 
 def test_every_part_has_cases_a_limit_and_a_table():

@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "compare": {"spec", "models", "data", "train"},
     "plan": {"spec", "report"},
     "report": {"spec"},
+    "rollout": {"spec", "models", "plan"},
     "tune": {"spec", "plan", "report"},
     "watch": {"spec", "launch"},
     "worker": {"spec", "config", "launch", "models", "data", "train", "watch"},
@@ -197,6 +198,12 @@ def test_only_the_command_line_knows_the_terminal():
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and name not in PROTOCOLS:
                 wrong.append(f"{path}:{node.lineno}")
     assert not wrong
+
+
+def test_the_longest_tests_are_there():
+    """tests/conftest.py starts them first."""
+    names = (ROOT / "tests" / "longest.txt").read_text().split()
+    assert names and not [name for name in names if not (ROOT / "tests" / f"{name}.py").is_file()]
 
 
 def test_every_package_is_installed():

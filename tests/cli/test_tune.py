@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from click.testing import CliRunner
 
@@ -28,18 +27,21 @@ SPACE = {"zero_stage": [1], "pp": [1], "tp": [1], "sp": [1], "overlap_comm": Fal
 SPACE |= {"activation_checkpointing": False}
 
 
-def tune(place: Path, *args: str, env=None):
-    argv = [sys.executable, "-m", "zerofit.cli", "tune", "run.yaml", "--space", "space.yaml", "--json", *args]
-    done = subprocess.run(argv, cwd=place, capture_output=True, text=True, timeout=400, env=env)
+def said(*args: str):
+    """The exit code, the answer and the messages of a command; only its ranks are processes of their own."""
+    done = CliRunner().invoke(main, [*args, "--json"])
     lines = done.stdout.strip().splitlines()
-    return done.returncode, json.loads(lines[-1]) if lines else {}, done.stderr
+    return done.exit_code, json.loads(lines[-1]) if lines else {}, done.stderr
 
 
-def test_failing_trials_are_results_and_the_winner_trains(tmp_path):
-    (tmp_path / "mine.py").write_text(MINE)
-    (tmp_path / "run.yaml").write_text("model: mine:Net\ndata: digits\nglobal_batch: 16\nlr: 1.0e-2\nsteps: 4\n")
+@pytest.mark.usefixtures("short_trials")
+def test_failing_trials_are_results_and_the_winner_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tune = ("tune", "run.yaml", "--space", "space.yaml", "--output", "tuned")
+    (tmp_path / "tuned_net.py").write_text(MINE)
+    (tmp_path / "run.yaml").write_text("model: tuned_net:Net\ndata: digits\nglobal_batch: 16\nlr: 1.0e-2\nsteps: 4\n")
     (tmp_path / "space.yaml").write_text(yaml.safe_dump(SPACE))
-    code, answer, err = tune(tmp_path, "--minutes", "3", "--output", "tuned")
+    code, answer, err = said(*tune, "--minutes", "3")
     assert code == 0, err
     status = {row["micro_batch"]: row["status"] for row in answer["trials"]}
     assert status == {8: "crash", 2: "ok"}  # the planner's favourite is tried first
@@ -56,15 +58,13 @@ def test_failing_trials_are_results_and_the_winner_trains(tmp_path):
     }
     assert yaml.safe_load((tmp_path / "tuned" / "run.yaml").read_text())["ds_config"] == "ds_config.json"
 
-    code, again, err = tune(tmp_path, "--output", "tuned")  # as a tuner that was killed at its end
+    code, again, err = said(*tune)  # as a tuner that was killed at its end
     assert code == 0, err
     assert f"found {len(answer['trials'])} earlier trials of this run" in err
     assert [row["measured_step_s"] for row in again["trials"]] == [row["measured_step_s"] for row in answer["trials"]]
 
-    argv = [sys.executable, "-m", "zerofit.cli", "train", "tuned/run.yaml", "--json"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    trained = json.loads(done.stdout.strip().splitlines()[-1])
+    code, trained, err = said("train", "tuned/run.yaml")
+    assert code == 0, err
     assert (trained["steps"], trained["samples"]) == (4, 4 * 16)
     config = json.loads((Path(trained["run_dir"]) / "ds_config.json").read_text())
     assert (config["train_micro_batch_size_per_gpu"], config["zero_optimization"]["stage"]) == (2, 1)
