@@ -32,7 +32,7 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         Ranks(Path(folder), lambda text: print(text, file=sys.stderr)) as ranks,
     ):
-        simulated = ranks.simulated_rank(job)
+        (simulated,) = ranks.simulated(job, [job.rank])
         real = ranks.real(job)[job.rank]["phases"]
     phases: list[PlotPhase] = []
     for point in simulated["timeline"]:

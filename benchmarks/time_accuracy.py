@@ -28,9 +28,10 @@ from time_intervals import Case, alike, intervals, source_of
 from zerofit.app.planning.layout_pins import LayoutPins
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
 from zerofit.app.planning.request import PlanningRequest
-from zerofit.app.planning.search_setup import SearchSetup, setup_of
+from zerofit.app.planning.search_setup import SearchSetup, forecast_of, setup_of
 from zerofit.models.presets import PRESETS
 from zerofit.plan.degrees import Degrees
+from zerofit.plan.fit import check_fit
 from zerofit.plan.interval import LONG, class_of
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import FITTED, Coefficients
@@ -42,6 +43,7 @@ from zerofit.spec.errors import ModelError, Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import cache_root
 from zerofit.spec.model_facts import AttentionKernel
+from zerofit.spec.profile import Savings
 
 # where a fit begins, and what holds it where few sources speak: SimuMax's tables, nccl-tests on 4 nodes (1 MiB at 8.8
 # GB/s), hooks as `zerofit calibrate` measures them on an H100
@@ -87,6 +89,7 @@ def main() -> None:
         "date": f"{datetime.now():%Y-%m-%d}",
         "commit": commit.strip(),
         **summary(cases, ratios),
+        "verdicts": dict(Counter(judge.verdicts().values())),
         "left_out": summary(cases, left_out),
         **intervals(cases, left_out, judge.classes()),
         "coefficients": asdict(FITTED),
@@ -121,6 +124,15 @@ class Judge:
                 speed = max(row.global_batch / timer.step(row).step_s for row in rows)
                 found[case["id"]] = speed / case["published_samples_per_s"]
         return self._known[coefficients]
+
+    def verdicts(self) -> dict[str, str]:
+        """Return whether plan says that each case fits; all of them ran. The smallest of the open layouts counts."""
+        found = {}
+        for case, (setup, cluster, rows) in zip(self.cases, self._planned, strict=True):
+            forecast = forecast_of(setup.profile, cluster)
+            fits = [check_fit(forecast(row), row, cluster) for row in rows]
+            found[case["id"]] = min(fits, key=lambda fit: fit.utilization).verdict
+        return found
 
     def classes(self) -> dict[str, str]:
         """Return the class of each case, as the plan gives it."""
@@ -184,14 +196,18 @@ def planned(case: Case, cache: Path) -> tuple[SearchSetup, Cluster, list[Planned
 
 
 def is_row(case: Case, row: PlannedLayout) -> bool:
-    """Return whether a row has the case's sharding: buckets and overlap are open, FSDP2's resharding is not."""
+    """Return whether a row has the case's sharding: buckets and overlap are open, FSDP2's ways are not.
+
+    Composer, which llm-foundry trains with, reduces gradients after each micro batch.
+    """
     reshard = "SHARD_GRAD_OP" not in case["framework"]
-    return not row.by_layer or (row.replicas == 1 and row.reshard == reshard)
+    each = "llm-foundry" in case["framework"] and row.accumulation > 1
+    return not row.by_layer or (row.replicas, row.reshard, row.sync_each_batch) == (1, reshard, each)
 
 
 def options_of(case: Case) -> LayoutPins:
     """Return the case's options of `zerofit plan`: what its source says; the fastest of the rest is taken."""
-    kernels, split = case["kernels"], case["stack"] == "other" and case["tp"] > 1
+    split = case["stack"] == "other" and case["tp"] > 1
     options: LayoutPins = {
         "precision": case["precision"],
         "zero_stage": case["zero_stage"],
@@ -206,7 +222,7 @@ def options_of(case: Case) -> LayoutPins:
         "pin_memory": case["table"] in PINNED,
         "attn_implementation": attention_of(case),
         "compile": case["torch_compile"],
-        "liger_kernel": any(word in kernels for word in FUSED),
+        "liger_kernel": is_fused(case),
         "tensor_sequence_parallel": split,
     }
     if case["overlap_comm"] is False:
@@ -227,6 +243,11 @@ def attention_of(case: Case) -> AttentionKernel:
     return "sdpa" if "Transformer Engine" in case["kernels"] else "flash_attention_2"
 
 
+def is_fused(case: Case) -> bool:
+    """Return whether the case has fused kernels like Liger's."""
+    return any(word in case["kernels"] for word in FUSED)
+
+
 def is_unfused(case: Case) -> bool:
     """Return whether attention makes the whole matrix of scores."""
     return not case["flash_attention"] and case["image"] is None
@@ -242,6 +263,8 @@ def profile_of(case: Case, cache: Path) -> Path:
         image=f"image:{case['image']}" if case["image"] else None,
         checkpointings=(case["activation_checkpointing"] is True,),
         degrees=tuple(dict.fromkeys((Degrees(), Degrees(case["tp"], 1, case["sp"])))),
+        # of a GPT-2 shape, Liger has the cross-entropy alone, as llm-foundry does
+        savings=Savings(liger_kernel=is_fused(case) or "xentropy" in case["kernels"]),
     )
     file = get_profile(wanted, Reporter())[1]
     assert file
@@ -313,6 +336,7 @@ def show(result: dict[str, Any]) -> None:
         print(f"{name:34s}", ", ".join(f"{key} {value:g}" for key, value in row.items()))
     pairs = f"{result['pairs_in_order']} of {result['pairs']} pairs of layouts in the right order"
     print(f"median of tables {result['median_of_tables']:g}; {pairs}")
+    print("verdicts on these runs:", result["verdicts"])
     print("80 % intervals have of figures of other sources", result["coverage"], "widened by", result["wider"])
 
 

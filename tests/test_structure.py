@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "compare": {"spec", "models", "data", "train"},
     "plan": {"spec", "report"},
     "report": {"spec"},
+    "rollout": {"spec", "models", "plan"},
     "tune": {"spec", "plan", "report"},
     "watch": {"spec", "launch"},
     "worker": {"spec", "config", "launch", "models", "data", "train", "watch"},

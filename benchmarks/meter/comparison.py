@@ -121,9 +121,9 @@ def _peaks(target: SimulationTarget, real: list[dict[str, Any]], simulated: list
             rank=rank,
             step=step,
             phase=_highest(answer, step)["name"],
-            real_bytes=_peak_bytes(answer, step),
+            real_bytes=peak_bytes(answer, step),
             simulated_bytes=without_kernels[rank][step] - simulated[rank]["phases"][0]["start_bytes"],
-            with_kernels_bytes=_peak_bytes(simulated[rank], step),
+            with_kernels_bytes=peak_bytes(simulated[rank], step),
         )
         for rank, answer in enumerate(real)
         for step in range(-1, target.steps)
@@ -134,6 +134,6 @@ def _highest(answer: dict[str, Any], step: int) -> dict[str, Any]:
     return max((p for p in answer["phases"] if p["step"] == step), key=lambda phase: phase["peak_bytes"])
 
 
-def _peak_bytes(answer: dict[str, Any], step: int) -> int:
+def peak_bytes(answer: dict[str, Any], step: int) -> int:
     """Over what was alive when the rank began to build its model."""
     return _highest(answer, step)["peak_bytes"] - answer["phases"][0]["start_bytes"]

@@ -58,13 +58,10 @@ class Ranks:
         """The same ranks, which end when they have their model."""
         return self._all("built", target, "building")
 
-    def simulated(self, target: SimulationTarget) -> list[dict[str, Any]]:
-        """The same ranks, simulated (`tally.simulated`)."""
-        return self._all("simulated", target, "simulating")
-
-    def simulated_rank(self, target: SimulationTarget) -> dict[str, Any]:
-        """The target's own rank, simulated."""
-        return self._ask("simulated", [target], "simulating")[0]
+    def simulated(self, target: SimulationTarget, ranks: Sequence[int] = ()) -> list[dict[str, Any]]:
+        """The same ranks, or these of them, simulated (`tally.simulated`)."""
+        chosen = [replace(target, rank=rank) for rank in ranks or range(target.job.layout.world_size)]
+        return self._ask("simulated", chosen, "simulating")
 
     def planned(self, target: SimulationTarget) -> dict[str, Any]:
         """The forecast of `zerofit plan` for the rank that needs most."""

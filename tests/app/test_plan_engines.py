@@ -25,11 +25,13 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 SCRIPT = """
-import json, torch
+import json, sys, torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from transformers import AutoConfig, AutoModelForCausalLM
 
-accelerator = Accelerator(gradient_accumulation_steps=2)
+plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sys.argv[1] == "True")
+accelerator = Accelerator(gradient_accumulation_plugin=plugin)
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.load(open("model.json"))), dtype=torch.float32)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 loader = torch.utils.data.DataLoader([{"x": torch.randint(0, 1024, (64,))} for _ in range(64)], batch_size=2)
@@ -43,21 +45,28 @@ for batch in loader:
 
 
 @pytest.mark.versions
-def test_a_forecast_is_the_peak_of_accelerates_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With two replicas on one node of four; the file is read by Accelerate, and its run simulated."""
+@pytest.mark.parametrize("each", [False, True], ids=["once a step", "after each micro batch"])
+def test_a_forecast_is_the_peak_of_accelerates_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: bool):
+    """With two replicas on one node of four; the file is read by Accelerate, and its run simulated.
+
+    `each`: when gradients are reduced.
+    """
     monkeypatch.chdir(tmp_path)
     Path("model.json").write_text(json.dumps(CONFIG))
     Path("train.py").write_text(SCRIPT)
     cluster = zf.Cluster("h100-80gb", gpus=2, nodes=2)
     batch = {"micro_batch": 2, "gradient_accumulation_steps": 2, "activation_checkpointing": False, "offload": "none"}
     plan = zf.plan("model.json", cluster, engines=["fsdp2"], seq_len=64, **batch)
-    planned = next(run for run in plan.layouts if run.layout.reshard and run.layout.replicas == 2)
+    wanted = (True, 2, each)
+    planned = next(
+        run for run in plan.layouts if (run.layout.reshard, run.layout.replicas, run.layout.sync_each_batch) == wanted
+    )
     (file,) = write_accelerate(tmp_path / "out", planned.layout, cluster)
     read = ClusterConfig.from_yaml_file(str(file))
     assert (read.num_processes, read.num_machines, read.mixed_precision) == (4, 2, "bf16")
     assert read.parallelism_config == {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
     place = "--machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500"
-    command = f"accelerate launch --config_file {file} {place} train.py".split()
+    command = f"accelerate launch --config_file {file} {place} train.py {each}".split()
     simulation = zf.simulate_script(command, cluster)
     assert planned.peak_bytes == pytest.approx(simulation.peak_bytes, rel=1e-3)
 

@@ -48,9 +48,32 @@ def test_deepspeeds_files_have_the_names_and_values_of_the_runs_own_index(runs, 
         assert theirs.counters[counter] == ours.counters[counter] > 0
 
 
-def test_shares_of_tensor_parallel_ranks_are_refused(runs, tmp_path):
+def test_shares_of_tensor_parallel_ranks_are_joined(runs, tmp_path):
+    saved, own = plain(runs, "tp-tied", tmp_path)
+    theirs, ours = FullState(saved), FullState(own)
+    assert sorted(theirs.names) == sorted(ours.names) and theirs.ties == ours.ties
+    for name in ours.names:
+        for kind in ours.kinds(name):
+            assert torch.equal(theirs.read(name, kind), ours.read(name, kind)), (name, kind)
+
+
+def test_shares_of_two_steps_are_noticed(runs, tmp_path):
     saved, _ = plain(runs, "tp-tied", tmp_path)
-    with pytest.raises(UserError, match="tensor parallel"):
+    assert not Checkpoint(saved).verify().problems
+    file = next(saved.glob("*/*mp_rank_01_optim_states.pt"))
+    content = torch.load(file, weights_only=False)
+    content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data.add_(1)
+    torch.save(content, file)
+    assert [Path(problem.file).name for problem in Checkpoint(saved).verify().problems] == [file.name]
+
+
+def test_shares_without_rules_are_refused(runs, tmp_path):
+    saved, _ = plain(runs, "tp-tied", tmp_path)
+    for file in saved.glob("*/mp_rank_*_model_states.pt"):
+        content = torch.load(file, weights_only=False)
+        content.pop("universal_checkpoint_info")
+        torch.save(content, file)
+    with pytest.raises(UserError, match="2 tensor parallel ranks, without their rules"):
         FullState(saved)
 
 
@@ -81,6 +104,26 @@ def test_distributed_checkpoints_of_torch(distributed):
     for name, parameter in model.named_parameters():
         assert torch.equal(state.read(name), parameter)
         assert torch.equal(state.read(name, "exp_avg_sq"), optimizer.state[parameter]["exp_avg_sq"])
+
+
+def test_torchtitan_saves_the_settings_of_each_parameter(tmp_path):
+    model, optimizer = trained_model()
+    names = [name for name, _ in model.named_parameters()]
+    states = {
+        f"state.{name}.{kind}": value
+        for number, name in enumerate(names)
+        for kind, value in optimizer.state_dict()["state"][number].items()
+    }
+    settings = {f"param_groups.{name}.lr": 0.1 if "weight" in name else 0.2 for name in names}
+    dcp.save(
+        {**model.state_dict(), "optimizer": states | settings}, checkpoint_id=str(tmp_path / "step-3"), no_dist=True
+    )
+    state = FullState(tmp_path / "step-3")
+    assert {tuple(group.names): group.settings for group in state.groups} == {
+        tuple(name for name in names if "weight" in name): {"lr": 0.1},
+        tuple(name for name in names if "weight" not in name): {"lr": 0.2},
+    }
+    assert torch.equal(state.read("0.weight", "exp_avg"), optimizer.state[model[0].weight]["exp_avg"])
 
 
 def test_state_dicts_in_a_file(tmp_path):
@@ -271,6 +314,28 @@ def test_deepspeed_needs_ranks_and_stage(tmp_path):
         Checkpoint(tmp_path).convert(tmp_path / "out", to="deepspeed")
 
 
+def test_an_interrupted_conversion_continues(runs, tmp_path):
+    saved, own = plain(runs, "zero2", tmp_path)
+    options, seen, texts = {"to": "deepspeed", "ranks": 2, "stage": 3}, {}, []
+
+    def interrupt(event) -> None:
+        texts.append(event.text)
+        for file in tmp_path.glob(".out.converting/*/*rank_0*optim_states.pt"):
+            seen[file.name] = file.stat().st_mtime_ns
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Checkpoint(saved).convert(tmp_path / "out", **options, on_event=interrupt)
+    assert any(text.startswith("forecast: ") and "host memory" in text for text in texts)
+    assert seen and not (tmp_path / "out").exists()
+    Checkpoint(saved).convert(tmp_path / "out", **options)
+    assert seen == {name: (tmp_path / "out" / "global_step3" / name).stat().st_mtime_ns for name in seen}
+    assert not list(tmp_path.rglob(".*"))
+    ours, theirs = FullState(own), FullState(tmp_path / "out")
+    for name in ours.names:
+        assert torch.equal(theirs.read(name, "exp_avg"), ours.read(name, "exp_avg"))
+
+
 def test_repair_takes_the_weights_of_the_model_states(runs, tmp_path):
     """A lost rank's master weights become those of the model states, and its optimizer states zero."""
     saved, own = plain(runs, "zero2", tmp_path)
@@ -291,3 +356,21 @@ def test_a_lost_rank_of_stage_three_cannot_be_repaired(runs, tmp_path):
     lose_rank(saved)
     with pytest.raises(UserError, match="no file has its weights"):
         Checkpoint(saved).export(tmp_path / "out", repair=True)
+
+
+def test_a_lost_rank_of_stage_three_has_the_weights_that_the_program_gathered(runs, tmp_path):
+    saved, own = plain(runs, "zero3-bf16", tmp_path)
+    ours = FullState(own)
+    gathered = {name: ours.read(name).bfloat16() for name in ours.names}
+    torch.save(gathered, saved / "pytorch_model.bin")  # as the Trainer does with stage3_gather_16bit_weights
+    lose_rank(saved)
+    assert "pytorch_model.bin has all weights" in Checkpoint(saved).verify().problems[0].message
+    notes = []
+    Checkpoint(saved).export(
+        tmp_path / "out", repair=True, on_event=lambda e: notes.append(e.text) if e.kind == "note" else None
+    )
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert "optimizer states are zero" in notes[0] and sorted(written) == sorted(gathered)
+    assert all(torch.equal(written[name], gathered[name]) for name in gathered)
+    state = FullState(saved, repair=True)
+    assert all(state.read(name, "exp_avg").any() and not state.read(name, "exp_avg").all() for name in ours.names[:1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import subprocess
@@ -13,7 +14,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from zerofit.checkpoint.safe_load import load
+from zerofit.checkpoint.safe_load import NORESERVE, copy_numbers, load
 from zerofit.spec.errors import UserError
 
 
@@ -118,3 +119,27 @@ def test_no_file(tmp_path):
     with pytest.raises(UserError) as error:
         load(tmp_path / "none.pt")
     assert error.value.problems[0].kind == "missing-file"
+
+
+def test_a_file_may_be_larger_than_the_memory(tmp_path):
+    count = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # in float32: twice the memory
+    hole = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    with torch.serialization.skip_data():  # the file has a hole in place of the numbers
+        torch.save({"weight": torch.frombuffer(hole, dtype=torch.float32)}, tmp_path / "large.pt")
+    loaded = load(tmp_path / "large.pt")["weight"]
+    assert len(loaded) == count and not loaded[-3:].any()
+    loaded[0] = 1  # changes the copy in memory, not the file
+    assert not load(tmp_path / "large.pt")["weight"][:1].any()
+
+
+def test_large_tensors_are_read_from_the_file(tmp_path):
+    torch.save({"a": torch.ones(3), "b": torch.arange(1 << 17) / 3}, tmp_path / "file.pt")
+    stored = load(tmp_path / "file.pt")["b"][5:]
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty(len(stored), dtype=dtype)
+        copy_numbers(out, stored)
+        assert torch.equal(out, stored.to(dtype))
+    with (tmp_path / "file.pt").open("r+b") as file:
+        file.truncate(1 << 18)
+    with pytest.raises(UserError, match="shorter"):
+        copy_numbers(torch.empty(len(stored)), stored)

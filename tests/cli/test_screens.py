@@ -22,10 +22,10 @@ from zerofit.app.inference import Evaluation
 from zerofit.app.planning.planner import plan
 from zerofit.app.simulation.runs import simulate
 from zerofit.app.training.result import TrainingResult
+from zerofit.checkpoint.conversion import ConvertResult
 from zerofit.checkpoint.diff import CheckpointDiff, TensorRow
 from zerofit.checkpoint.export import ExportResult
 from zerofit.checkpoint.store import Damage
-from zerofit.checkpoint.universal import ConvertResult
 from zerofit.cli.check import _report
 from zerofit.cli.check import _show as _show_report
 from zerofit.cli.ckpt import show_converted, show_description, show_difference, show_export, show_list, show_verdict

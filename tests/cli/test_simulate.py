@@ -67,12 +67,19 @@ def test_what_does_not_fit_is_a_finding():
 def test_a_run_file_with_data_and_a_picture(tmp_path: Path):
     run = {"model": "lenet", "data": "digits", "ds_config": "zero1", "micro_batch": 4}
     (tmp_path / "run.yaml").write_text("\n".join(f"{key}: {value}" for key, value in run.items()))
-    picture = tmp_path / "memory.png"
-    result = answer(
-        str(tmp_path / "run.yaml"), "--gpus", "4", "--gpu", "l4", "--plot", str(picture), "--no-knobs", "--rank", "3"
-    )
+    picture, page = tmp_path / "memory.png", tmp_path / "memory.html"
+    files = ["--plot", str(picture), "--html", str(page)]
+    words = [str(tmp_path / "run.yaml"), "--gpus", "4", "--gpu", "l4", "--no-knobs", "--rank", "3", "--details"]
+    result = answer(*words, *files)
     assert result["rank"] == 3
     assert picture.stat().st_size > 10_000
+    highest = max(result["timeline"], key=lambda point: sum(point["bytes"].values()))
+    assert highest["bytes"] == {kind: size for kind, size in result["breakdown"].items() if size}
+    assert highest["at"] == (result["peak_at"]["own"] or result["peak_at"]["line"])
+    chart = json.loads(page.read_text().split('<script type="application/json">')[1].split("</script>")[0])
+    heights = map(sum, zip(*(line["values"] for line in chart["lines"]), strict=True))
+    assert max(heights) == result["peak_bytes"]
+    assert any(highest["at"] in hint for hint in chart["hints"])
 
 
 def test_every_stage_of_a_pipeline_is_looked_at():

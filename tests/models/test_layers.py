@@ -1,6 +1,8 @@
 """A model cut into layers computes what the whole model computes."""
 
 import json
+from copy import deepcopy
+from functools import cache
 
 import pytest
 import torch
@@ -14,20 +16,23 @@ from zerofit.models.layers import as_layers
 EVERY = {**TRANSFORMERS, **{name: (name, {}) for name in [*CNNS, "mlp-table"]}}
 
 
-def made(case: str):
-    """Two equal models, with dropout off, and a batch."""
+@cache
+def original(case: str) -> nn.Module:
     name, args = EVERY[case]
     source = find(name)
-    pair = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        pair.append(build(source, inputs_of(source.task), args))
-        if name.startswith("vgg"):  # its first linear layer alone would be most of the test's time
-            pair[-1].classifier = nn.Sequential(nn.Linear(512 * 49, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 5))
-    for module in [*pair[0].modules(), *pair[1].modules()]:
+    torch.manual_seed(5)
+    model = build(source, inputs_of(source.task), args)
+    if name.startswith("vgg"):  # its first linear layer alone would be most of the test's time
+        model.classifier = nn.Sequential(nn.Linear(512 * 49, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 5))
+    for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return *pair, batch_of(inputs_of(source.task))
+    return model
+
+
+def made(case: str):
+    """Two equal models, with dropout off, and a batch."""
+    return deepcopy(original(case)), deepcopy(original(case)), batch_of(inputs_of(find(EVERY[case][0]).task))
 
 
 def run(layers, x):

@@ -10,9 +10,22 @@ from zerofit.models.inputs import ImageInputs
 from zerofit.models.presets import NAMED
 
 OTHER_SIZES = {"inception_v3": 299}
+# of each kind of network; the others have more or wider layers of the same
+SMALLEST = [
+    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3"),
+    *("maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18"),
+    *("resnet50", "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_0", "squeezenet1_1", "swin_t", "swin_v2_t"),
+    *("vgg11", "vgg11_bn", "vit_b_32", "wide_resnet50_2"),
+]
 
 
-@pytest.mark.parametrize("name", torchvision.models.list_models(module=torchvision.models))
+def test_a_network_of_each_kind_is_tested():
+    names = torchvision.models.list_models(module=torchvision.models)
+    tested, kinds = ({torchvision.models.get_model_builder(n).__module__ for n in some} for some in (SMALLEST, names))
+    assert tested == kinds
+
+
+@pytest.mark.parametrize("name", SMALLEST)
 def test_three_classes_and_one_channel(name):
     inputs = ImageInputs(channels=1, size=OTHER_SIZES.get(name, 224), classes=3)
     with torch.device("meta"):

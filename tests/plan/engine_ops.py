@@ -1,16 +1,18 @@
-"""Kernels that DeepSpeed's engine itself runs in a step, counted on fake tensors: `python engine_ops.py TARGET ANSWER`.
+"""Kernels that DeepSpeed's engine itself runs in a step, counted on fake tensors: `python engine_ops.py TARGET ...`.
 
-TARGET is a pickled SimulationTarget of two steps; ANSWER becomes {phase: [kernels, bytes read and written]} of the
-second. An op is the engine's where its caller is: a hook of backward or the step, not a module's forward and not
-autograd.
+Each TARGET is a pickled SimulationTarget of two steps, counted in a process of its own; TARGET.json becomes
+{phase: [kernels, bytes read and written]} of the second. An op is the engine's where its caller is: a hook of backward
+or the step, not a module's forward and not autograd.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pickle
 import sys
+import traceback
 from collections import defaultdict
 from pathlib import Path
 from types import FrameType
@@ -57,5 +59,13 @@ def count(target: SimulationTarget) -> dict[str, list[int]]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(count(pickle.loads(Path(sys.argv[1]).read_bytes()))))
-    os._exit(0)  # not by way of DeepSpeed's exit handlers
+    for name in ("transformers.integrations.deepspeed", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(name)
+    for path in sys.argv[1:]:
+        if os.fork() == 0:
+            try:
+                Path(f"{path}.json").write_text(json.dumps(count(pickle.loads(Path(path).read_bytes()))))
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)  # not by way of DeepSpeed's exit handlers
+        os.wait()

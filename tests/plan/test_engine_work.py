@@ -21,6 +21,7 @@ from zerofit.config.ds_json import read_for_run
 from zerofit.features.optimizer import SGD_BYTES, UNSTEPPED_BYTES
 from zerofit.plan.engine_work import engine_work
 from zerofit.plan.layout import PlannedLayout
+from zerofit.simulate.record import SimulationTarget
 
 SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 ELEMENTS, PARAMETERS = 1_443_072, 21
@@ -37,17 +38,21 @@ CASES = [  # ZeRO stage, precision, ranks, gradient accumulation steps
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory) -> dict[tuple, tuple[PlannedLayout, dict[str, list[int]]]]:
-    folder, found = tmp_path_factory.mktemp("engine"), {}
-    for start in range(0, len(CASES), 2):
-        running = [(case, *begin(folder / f"{case}", *case)) for case in CASES[start : start + 2]]
-        for case, layout, process, answer in running:
-            log, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, log[-2000:]
-            found[case] = layout, json.loads(answer.read_text())
-    return found
+    folder = tmp_path_factory.mktemp("engine")
+    paths, layouts = [folder / str(number) for number in range(len(CASES))], []
+    for path, case in zip(paths, CASES, strict=True):
+        target = target_of(*case)
+        path.write_bytes(pickle.dumps(target))
+        layouts.append(PlannedLayout.of(target.job))
+    argv = [sys.executable, str(Path(__file__).with_name("engine_ops.py")), *map(str, paths)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=300)
+    answers = [path.with_suffix(".json") for path in paths]
+    assert all(answer.exists() for answer in answers), done.stderr[-2000:]
+    counts = [json.loads(answer.read_text()) for answer in answers]
+    return dict(zip(CASES, zip(layouts, counts, strict=True), strict=True))
 
 
-def begin(path: Path, stage: int, precision: Any, ranks: int, accumulation: int) -> tuple:
+def target_of(stage: int, precision: Any, ranks: int, accumulation: int) -> SimulationTarget:
     run = zf.Run(
         model="llama-tiny",
         model_args={**SMALL, "vocab_size": 512},
@@ -60,12 +65,7 @@ def begin(path: Path, stage: int, precision: Any, ranks: int, accumulation: int)
         gradient_accumulation_steps=accumulation,
         steps=2,
     )
-    target = prepare_simulation(as_request(run), zf.Cluster("h100-80gb", gpus=ranks)).target(0)
-    path.write_bytes(pickle.dumps(target))
-    answer = path.with_suffix(".json")
-    argv = [sys.executable, str(Path(__file__).with_name("engine_ops.py")), str(path), str(answer)]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return PlannedLayout.of(target.job), process, answer
+    return prepare_simulation(as_request(run), zf.Cluster("h100-80gb", gpus=ranks)).target(0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

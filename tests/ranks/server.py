@@ -36,6 +36,7 @@ from zerofit.spec.errors import RunFailed
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train import engines
 from zerofit.train.process_group import start
+from zerofit.train.replay import replay
 from zerofit.train.run import train
 
 MODULES = (groups, parallel_state_sp)
@@ -113,7 +114,8 @@ def _end_engines() -> None:
 
 def _do(folder: RunFolder, rank: int) -> str:
     try:
-        train(Job.read(folder), folder)
+        job = Job.read(folder)
+        (replay if job.replay else train)(job, folder)
     except RunFailed as error:
         return json.dumps(error.problem.as_dict())
     except BaseException:

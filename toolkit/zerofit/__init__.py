@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from zerofit.app.inference import generate as generate
     from zerofit.app.planning.plan import Plan as Plan
     from zerofit.app.planning.planner import plan as plan
+    from zerofit.app.replaying import replay as replay
     from zerofit.app.simulation.runs import simulate as simulate
     from zerofit.app.simulation.scripts import simulate_script as simulate_script
     from zerofit.app.training.result import TrainingResult as TrainingResult
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from zerofit.app.training.train import TrainingRun as TrainingRun
     from zerofit.app.training.train import train as train
     from zerofit.app.tuning.tune import tune as tune
+    from zerofit.explain.not_finite import Replay as Replay
     from zerofit.explain.result import Explanation as Explanation
     from zerofit.simulate.forecast.result import Simulation as Simulation
     from zerofit.spec.cluster import Cluster as Cluster
@@ -63,6 +65,7 @@ __all__ = [
     "Generation",
     "Plan",
     "Problem",
+    "Replay",
     "Run",
     "RunFailed",
     "Session",
@@ -83,6 +86,7 @@ __all__ = [
     "hf",
     "look_at_data",
     "plan",
+    "replay",
     "simulate",
     "simulate_script",
     "train",
@@ -98,12 +102,14 @@ _MODULES = {
     "zerofit.app.inference": ("ChatResult", "Evaluation", "Generation", "chat", "evaluate", "generate"),
     "zerofit.app.planning.plan": ("Plan",),
     "zerofit.app.planning.planner": ("plan",),
+    "zerofit.app.replaying": ("replay",),
     "zerofit.app.simulation.scripts": ("simulate_script",),
     "zerofit.app.training.session": ("Session",),
     "zerofit.app.simulation.runs": ("simulate",),
     "zerofit.app.training.result": ("TrainingResult",),
     "zerofit.app.training.train": ("TrainingRun", "train"),
     "zerofit.app.tuning.tune": ("tune",),
+    "zerofit.explain.not_finite": ("Replay",),
     "zerofit.explain.result": ("Explanation",),
     "zerofit.hf": ("hf",),
     "zerofit.simulate.forecast.result": ("Simulation",),

@@ -133,11 +133,14 @@ def _train(folder: RunFolder, signals: SignalNotes, progress: RankProgress) -> N
     from zerofit.models.without_dynamo import without_dynamo
 
     with collector_off():
-        from zerofit.train.run import train
+        if job.replay:
+            from zerofit.train.replay import replay as work
+        else:
+            from zerofit.train.run import train as work
 
         gc.freeze()
     with nullcontext() if job.run.compile else without_dynamo():
-        train(job, folder, signals, progress)
+        work(job, folder, signals, progress)
     stop()
 
 

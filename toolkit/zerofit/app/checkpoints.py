@@ -28,10 +28,10 @@ from zerofit.spec.run_folder import Batch, Layout
 from zerofit.spec.units import parse_bytes
 
 if TYPE_CHECKING:
+    from zerofit.checkpoint.conversion import ConvertResult
     from zerofit.checkpoint.diff import CheckpointDiff
     from zerofit.checkpoint.export import ExportResult
     from zerofit.checkpoint.foreign_facts import ForeignFacts
-    from zerofit.checkpoint.universal import ConvertResult
     from zerofit.spec.run import Precision
 
 SHARD_SIZE = "1GiB"
@@ -253,7 +253,7 @@ class Checkpoint:
         if to == "hf":
             result = self.export(out, dtype=dtype, repair=repair, on_event=on_event)
             size = sum((result.out / file).stat().st_size for file in result.files)
-            from zerofit.checkpoint.universal import ConvertResult
+            from zerofit.checkpoint.conversion import ConvertResult
 
             return ConvertResult(out=result.out, tag="", parameters=result.parameters, bytes=size, format=to)
         report.status("importing torch ...")

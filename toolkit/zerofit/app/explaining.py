@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +32,7 @@ STANDARD_INPUT = "-"
 HINT = "give a log, a memory snapshot (torch.cuda.memory._dump_snapshot), a run folder, or - for standard input"
 # phase of a traceback -> phase of a forecast
 PHASES = {LOADING: "build", INIT: "init", FORWARD: "forward", LOSS: "forward", BACKWARD: "backward", STEP: "step"}
+NOT_FINITE = r"the (?:(?:validation )?loss|gradient norm) (?:of|after) step \d+ is [^;\n]+"  # of `zerofit.train`
 APART = 0.05  # differences below this share of the forecast's bytes are ignored
 LEAST_BYTES = 64 << 20  # smaller differences are no cause
 # kind of memory -> why a run may need more of it than its forecast
@@ -122,15 +125,31 @@ def _of_run_folder(folder: RunFolder) -> Explanation:
         start = len(lines)
         lines += [LogLine(start + line.number, line.text, line.rank or rank) for line in lines_of(text)]
     found = _of_log(lines, "run folder")
+    for snapshot in sorted(folder.logs.glob("rank-*.memory.pickle"))[:1]:  # of --record-memory
+        with refused(snapshot):
+            found = _with_snapshot(found, explain_snapshot(snapshot))
     job = Job.read(folder)
     measured = read_jsonl(folder.metrics)[-1:] if folder.metrics.is_file() else []
     found = replace(found, steps=max([found.steps, *(_count(row, "step") for row in measured)]))
     if folder.result.is_file() and not found.is_known:
         found = replace(found, cause=ENOUGH, summary="The run finished.", run_next="")
+    elif not found.is_known and (stopped := re.search(NOT_FINITE, "\n".join(line.text for line in lines))):
+        command = f"zerofit replay {shlex.quote(str(folder.path))}"
+        found = replace(found, summary=f"Memory did not run out: {stopped[0]}.", run_next=command)
     if job.forecast is None:
         return found
     return replace(
         found, forecast=_of_plan(found, job, [size for row in measured if (size := _count(row, "memory_bytes"))])
+    )
+
+
+def _with_snapshot(found: Explanation, snapshot: Explanation) -> Explanation:
+    """Return a snapshot's explanation with what only the log has; the log's if the snapshot shows no cause."""
+    if not snapshot.is_known:
+        return replace(found, alive=snapshot.alive, lines=snapshot.lines)
+    figures = snapshot.figures if found.figures.total_bytes is None else found.figures
+    return replace(
+        snapshot, source=found.source, message=found.message, ranks=found.ranks, steps=found.steps, figures=figures
     )
 
 

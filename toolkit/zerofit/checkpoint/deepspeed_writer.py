@@ -8,25 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from zerofit.checkpoint.conversion import ConvertResult, conversion_plan, forecast, progress
 from zerofit.checkpoint.foreign import foreign_at
 from zerofit.checkpoint.foreign_facts import facts_of
 from zerofit.checkpoint.full_state import FullState, full_model
 from zerofit.checkpoint.index import MASTER, ParameterGroup
-from zerofit.checkpoint.model_folder import refuse_existing, refuse_small_disk, staged_folder
+from zerofit.checkpoint.model_folder import PLAN, refuse_existing, refuse_small_disk, staged_folder
 from zerofit.checkpoint.store import STATE, is_own, manifest_of
-from zerofit.checkpoint.universal import ConvertResult, engine_facts, refuse_without_frozen
+from zerofit.checkpoint.universal import engine_facts, refuse_without_frozen
 from zerofit.models.dtypes import DTYPES
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.files import atomic_write
 from zerofit.spec.model_facts import Precision
 from zerofit.spec.process import deepspeed_quiet
-from zerofit.spec.units import shown_bytes
 
 ALIGNMENT = 2  # elements a rank: runtime/zero/stage_1_and_2.py, nccl_start_alignment_factor
 SUB_GROUP = 10**9  # elements: the default of zero_optimization.sub_group_size
@@ -80,9 +82,13 @@ class _TargetWriter:
     def step(self) -> Tensor:
         return torch.tensor(float(self.state.counters["step"] or 0))
 
-    def save(self, value: Any, path: Path) -> None:
-        with path.open("wb") as file:  # an opened file, so that errors are OSErrors; torch.save itself raises others
-            torch.save(value, file)
+    def save(self, path: Path, content: Callable[[], Any]) -> None:
+        """Write a file completely or not at all, unless an interrupted call has written it."""
+        if path.exists():
+            self.wrote(path.stat().st_size)
+            return
+        with atomic_write(path) as file:
+            torch.save(content(), file)
 
 
 def groups_of(state: FullState) -> list[ParameterGroup]:
@@ -101,7 +107,7 @@ def write_deepspeed(
     The engine must have the same parameters in the same groups. Raises UserError if the optimizer's states are missing.
     """
     place = folder / tag
-    place.mkdir()
+    place.mkdir(exist_ok=True)
     groups = groups_of(state)
     writer = _TargetWriter(state=state, groups=groups, target=target, scratch=folder / ".scratch", wrote=wrote)
     if not writer.kinds() or state.counters["step"] is None:
@@ -113,14 +119,15 @@ def write_deepspeed(
         release = deepspeed.__version__
     common = _model_states(writer) | {"ds_version": release}
     if target.stage == 0:
-        writer.save(common | {"module": _weights(writer), "optimizer": _unpartitioned(writer)}, place / MODEL)
+        writer.save(place / MODEL, lambda: common | {"module": _weights(writer), "optimizer": _unpartitioned(writer)})
     elif target.stage == 3:
         _write_stage_three(writer, common, place)
     else:
-        writer.save(common | {"module": _weights(writer), "param_shapes": _shapes(writer)}, place / MODEL)
+        writer.save(place / MODEL, lambda: common | {"module": _weights(writer), "param_shapes": _shapes(writer)})
+        versions = {key: common[key] for key in ("ds_version", "ds_config")}
         for rank in range(target.ranks):
-            saved = {"optimizer_state_dict": _partition(writer, rank, release), "ds_version": release}
-            writer.save(saved | {"ds_config": common["ds_config"]}, place / _optimizer_file(target, rank))
+            partition = partial(_partition, writer, rank, release)
+            writer.save(place / _optimizer_file(target, rank), _optimizer_states(partition, versions))
     (folder / "latest").write_text(tag)
 
 
@@ -252,10 +259,13 @@ def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], place: Pat
         group.settings | {"params": [i for i, (owner, _) in enumerate(subs) if owner == n]}
         for n, group in enumerate(writer.groups)
     ]
-    for rank in range(target.ranks):
-        saved = {
+    scaler = LossScaler(scale=1)
+    versions = {key: common[key] for key in ("ds_version", "ds_config")}
+
+    def partition(rank: int) -> dict[str, Any]:
+        return {
             "zero_stage": 3,
-            "loss_scaler": LossScaler(scale=1),
+            "loss_scaler": scaler,
             "dynamic_loss_scale": False,
             "overflow": False,
             "partition_count": target.ranks,
@@ -268,13 +278,15 @@ def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], place: Pat
             },
             "fp32_flat_groups": [_share(writer, names, MASTER, rank) for _, names in subs],
         }
-        writer.save(model, place / f"zero_pp_rank_{rank}_{MODEL}")
-        optimizer = {
-            "optimizer_state_dict": saved,
-            "ds_version": common["ds_version"],
-            "ds_config": common["ds_config"],
-        }
-        writer.save(optimizer, place / _optimizer_file(target, rank))
+
+    for rank in range(target.ranks):
+        writer.save(place / f"zero_pp_rank_{rank}_{MODEL}", lambda: model)
+        writer.save(place / _optimizer_file(target, rank), _optimizer_states(partial(partition, rank), versions))
+
+
+def _optimizer_states(partition: Callable[[], dict[str, Any]], versions: dict[str, Any]) -> Callable[[], Any]:
+    """Return the function that makes the content of a rank's optimizer file."""
+    return lambda: {"optimizer_state_dict": partition(), **versions}
 
 
 def _sub_groups(writer: _TargetWriter, names: list[str]) -> list[list[str]]:
@@ -337,6 +349,8 @@ def convert_to(
     report = report or Reporter()
     refuse_existing(out)
     state, precision = _opened(checkpoint, repair)
+    for repaired in state.repaired:
+        report.note(repaired)
     if expert := next((name for name in state.names if ".deepspeed_experts." in name), None):
         message = f"{checkpoint} has a mixture of experts ({expert}), whose ranks have different parameters"
         raise UserError(
@@ -348,20 +362,15 @@ def convert_to(
     total = sum(4 * math.prod(state.shape(name)) * len(state.kinds(name)) for name in state.names)
     # the distributed checkpoint is copied from the mapped files
     refuse_small_disk(out, total * (1 if target else 2))
-    done, step = 0, state.counters["global_steps"]
-
-    def wrote(written: int) -> None:
-        nonlocal done
-        done += written
-        report.status(f"converting {shown_bytes(min(done, total))} of {shown_bytes(total)}")
-
-    tag = f"global_step{step}"
-    with staged_folder(out) as staging:
+    report.note(forecast(state, total, out, target.ranks if target and target.stage == 3 else 1))
+    wrote, step = progress(report, total), state.counters["global_steps"]
+    tag, plan = f"global_step{step}", conversion_plan(checkpoint, target, dtype, repair) if target else None
+    with staged_folder(out, plan=plan) as staging:
         if target:
             write_deepspeed(state, target, staging, tag, wrote)
         else:
             write_distributed(state, staging, wrote)
-        written = sum(file.stat().st_size for file in staging.rglob("*") if file.is_file())
+        written = sum(file.stat().st_size for file in staging.rglob("*") if file.is_file() and file.name != PLAN)
     kind = "deepspeed" if target else "dcp"
     return ConvertResult(out=out, tag=tag if target else "", parameters=count, bytes=written, format=kind)
 

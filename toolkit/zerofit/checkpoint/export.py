@@ -145,6 +145,8 @@ def export_foreign(
     config, tensors have the checkpoint's names. `repair` replaces the data of a lost rank. Raises UserError.
     """
     state, folder = FullState(found.path, repair=repair), config or model_config_folder(found)
+    for repaired in state.repaired:
+        report.note(repaired)
     precision = facts_of(found).precision
     wanted = dtype or cast("Precision", precision or NAMES.get(state.saved_dtype, "fp32"))
     adapters = next((f for f in (found.path, found.path.parent) if is_adapters(f)), None)

@@ -25,6 +25,7 @@ NUMBERED = re.compile(r"(?:.*[-_=])?(?:global_step|checkpoint-|step[-=]?)(\d+)(?
 STATE_DICTS = ("pytorch_model_fsdp*.bin", "pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 BESIDE = ("training_args.bin", "scheduler.pt", "scaler.pt", "optimizer.pt", "optimizer.bin")  # no weights
 FILES: dict[str, Format] = {".safetensors": "safetensors", **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), "torch")}
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 
@@ -116,6 +117,11 @@ def _has_states(folder: Path) -> bool:
 def _is_distributed_model(path: Path, child: Path) -> bool:
     here = child == path or child.name.startswith("pytorch_model_fsdp")
     return here and ((child / METADATA).is_file() or any(child.glob("__*_*.distcp")))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the files with a model's weights, as `save_pretrained` and DeepSpeed's `save_16bit_model` name them."""
+    return [file for pattern in WEIGHTS for file in sorted(folder.glob(pattern))]
 
 
 def latest_of(path: Path) -> str | None:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.deepspeed_files import DeepSpeedFiles, step_count
-from zerofit.checkpoint.foreign import METADATA, OPTIM_STATES, Foreign, latest_of
+from zerofit.checkpoint.foreign import METADATA, OPTIM_STATES, Foreign, latest_of, weight_files
 from zerofit.checkpoint.full_state import FullState
-from zerofit.checkpoint.index import expected_content
+from zerofit.checkpoint.index import MASTER, expected_content
 from zerofit.checkpoint.store import Damage
 from zerofit.spec.errors import UserError
 from zerofit.spec.foreign import Unreadable, read_json
@@ -332,7 +332,10 @@ def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
     """Return a sentence about the content of a rank's lost optimizer file."""
     names = [name for group in state.get("param_shapes") or [] for name in group]
     if found.stage_three:
-        return f"1/{ranks} of each of {len(names)} parameters, and of their optimizer states, are lost"
+        gone = f"1/{ranks} of each of {len(names)} parameters, and of their optimizer states, are lost"
+        copy = next((file.name for file in weight_files(found.path)), None)
+        repair = "--repair uses its weights, and sets the states to zero"
+        return f"{gone}; {copy} has all weights in 16 bits: {repair}" if copy else gone
     total = sum(shape.numel() for group in state["param_shapes"] for shape in group.values())
     first, end, place, lost = total * dp // ranks, total * (dp + 1) // ranks, 0, []
     for group in state["param_shapes"]:
@@ -358,8 +361,12 @@ def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
             saved = module.get(name)
             if not isinstance(saved, Tensor) or saved.numel() == 0:
                 continue
-            differ = (state.read(name).to(saved.dtype) != saved).flatten()
-            for file, start, numel in state.places(name):
+            shares = state.shares(name)
+            share = shares[mp % files.tensor_ranks % len(shares)]
+            whole, cut = state.read(name), share[0].cut
+            differ = ((cut.take(whole) if cut else whole).to(saved.dtype) != saved).flatten()
+            for shard in share:
+                file, start, numel = shard.where[MASTER].file, shard.start, shard.numel
                 if (
                     file not in damage
                     and OPTIM_STATES.fullmatch(Path(file).name)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
-from zerofit.checkpoint.deepspeed_files import deepspeed_index
+from zerofit.checkpoint.deepspeed_index import deepspeed_index
 from zerofit.checkpoint.foreign import Foreign, foreign_at
 from zerofit.checkpoint.index import (
     MASTER,
@@ -56,12 +56,13 @@ class FullState:
     (`global_steps`, `step`, `loss_scaler`, ...); `notes` describe data that the files lack. Raises UserError
     "incomplete-checkpoint" if the files do not cover every element exactly once or an index is invalid, "no-whole-view"
     if the layout does not save all state. With `repair` the data of a lost rank is replaced, if other files have the
-    weights.
+    weights; `repaired` describes it.
     """
 
     def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE, repair: bool = False):
         self._folder, self._open = Path(checkpoint), {}
         self.notes: list[str] = []
+        self.repaired: list[str] = []
         self.groups: list[ParameterGroup] = []
         self.ties: dict[str, str] = {}
         self.counters: dict[str, Any] = {}
@@ -89,6 +90,9 @@ class FullState:
                 self.counters = self.counters or index.counters
                 if index.lost and not repair:
                     raise self._incomplete(f"{', '.join(index.lost)} is missing")
+                if index.lost:
+                    copied = "its weights are copied from the 16-bit weights, and its optimizer states are zero"
+                    self.repaired += [f"{file} is missing: {copied}" for file in index.lost]
                 self.notes += index.notes
                 self.groups += index.groups
                 for shard in index.parameters:
@@ -129,11 +133,9 @@ class FullState:
         """List the kinds of a tensor: "fp32", and after the first step a parameter's optimizer states."""
         return [MASTER] if name in self._buffers else list(self._shards_of(name)[0].where)
 
-    def places(self, name: str) -> list[tuple[str, int, int]]:
-        """Return the file, first element and number of elements of each stretch of a parameter."""
-        return [
-            (shard.where[MASTER].file, shard.start, shard.numel) for shard in self._shards_of(name) if not shard.cut
-        ]
+    def shares(self, name: str) -> list[list[Shard]]:
+        """Return the stretches of each tensor parallel rank's share of a parameter, or of the only one."""
+        return list(_by_cut(self._shards_of(name)).values())
 
     def read(self, name: str, kind: str = MASTER, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a parameter or state in full shape as `dtype`, or a buffer; only this tensor is in memory."""
@@ -163,7 +165,7 @@ class FullState:
                 parts.append((first - start, self._stored(shard, kind, first - shard.start, end - first)))
         out = torch.empty(numel, dtype=dtype)
         for offset, part in parts:
-            out[offset : offset + len(part)] = part
+            safe_load.copy_numbers(out[offset : offset + len(part)], part)
         return out
 
     def buffer(self, name: str) -> Tensor:

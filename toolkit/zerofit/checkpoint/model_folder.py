@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from zerofit.spec.units import shown_bytes
 
 SPARE_BYTES = 1 << 24  # for files other than weights
 PIECE = 1 << 24  # elements converted at a time
+PLAN = ".plan.json"  # of an interrupted conversion
 CARD = "zerofit.json"  # the model and its inputs
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -61,31 +63,58 @@ def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
 
 
 @contextmanager
-def staged_folder(out: Path, where: str = "OUT") -> Iterator[Path]:
-    """Yield a folder to write into; on success it is synced and renamed to `out`, else removed."""
+def staged_folder(out: Path, where: str = "OUT", plan: dict[str, Any] | None = None) -> Iterator[Path]:
+    """Yield a folder to write into; on success it is synced and renamed to `out`, else removed.
+
+    With a `plan`, the folder of an interrupted call stays, and the next call with this plan gets it with its files.
+    """
     refuse_existing(out, where)
     out = out.absolute()
     # next to `out`, so that the rename stays on one file system; with the process id, so that two exports do not
     # collide
-    staging = out.with_name(f".{out.name}.writing-{os.getpid()}")
+    staging = out.with_name(f".{out.name}.{'converting' if plan else f'writing-{os.getpid()}'}")
+    hint = "check the free disk space and permissions" + ("; the same command then continues" if plan else "")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        staging.mkdir()
-        yield staging
-        for path in staging.rglob("*"):
-            if path.is_file():
-                sync_file(path)
-        sync_folders(staging)
-        os.rename(staging, out)
-        sync_folder(out.parent)
+        with _continued(staging, plan, where) if plan else nullcontext(staging.mkdir(parents=True)):
+            try:
+                yield staging
+                for path in staging.rglob("*"):
+                    if path.is_file():
+                        sync_file(path)
+                (staging / PLAN).unlink(missing_ok=True)
+                sync_folders(staging)
+                os.rename(staging, out)
+                sync_folder(out.parent)
+            except BaseException:
+                if not plan or not any(path.is_file() for path in staging.rglob("[!.]*")):
+                    shutil.rmtree(staging, ignore_errors=True)
+                raise
     except OSError as error:
-        shutil.rmtree(staging, ignore_errors=True)
         message = f"{out} cannot be written: {error.strerror or error}"
-        hint = "check the free disk space and the permissions"
         raise UserError(Problem(kind="output-unwritable", message=message, hint=hint, where=where)) from error
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+
+
+@contextmanager
+def _continued(staging: Path, plan: dict[str, Any], where: str) -> Iterator[None]:
+    """Hold the lock of a staging folder; empty the folder if it was written with another plan."""
+    staging.mkdir(parents=True, exist_ok=True)
+    with (staging / PLAN).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message, hint = f"another process is writing {staging}", "wait for it, or use another folder"
+            raise UserError(Problem(kind="output-exists", message=message, hint=hint, where=where)) from None
+        file.seek(0)
+        wanted = json.dumps(plan, sort_keys=True)
+        continues = file.read() == wanted
+        for path in staging.rglob("*"):  # files with a dot were not complete
+            if path.is_file() and path.name != PLAN and not (continues and path.name[0] != "."):
+                path.unlink()
+        if not continues:
+            file.truncate(0)
+            file.write(wanted)
+            file.flush()
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)

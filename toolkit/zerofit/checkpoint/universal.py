@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
+from zerofit.checkpoint.conversion import ConvertResult, conversion_plan, forecast, progress
 from zerofit.checkpoint.foreign import foreign_at
 from zerofit.checkpoint.foreign_facts import facts_of
 from zerofit.checkpoint.full_state import GAN_ENGINES, ONE_ENGINE, FullState
@@ -32,27 +32,12 @@ from zerofit.checkpoint.model_folder import refuse_existing, refuse_small_disk, 
 from zerofit.checkpoint.store import STATE, Manifest, folder_name, is_own, manifest_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.units import shown_bytes
+from zerofit.spec.files import atomic_write
 
 # the files with an engine's counters: for stages 0 to 2, and for stage 3
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
 GLOBALS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "zero_stage")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertResult:
-    """The folder written by a conversion."""
-
-    out: Path
-    tag: str
-    parameters: int  # elements
-    bytes: int
-    format: str = "universal"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the object for `zerofit ckpt convert --json`."""
-        return {**vars(self), "out": str(self.out)}
 
 
 def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> ConvertResult:
@@ -69,12 +54,12 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> Conv
     states = {engine: FullState(checkpoint, {engine: ""}) for engine in sources}
     total = sum(4 * _numel(state, name) * len(state.kinds(name)) for state in states.values() for name in state.names)
     refuse_small_disk(out, total)
-    with staged_folder(out) as staging:
-        done = 0
+    report.note(forecast(states[STATE], total, out))
+    wrote = progress(report, total)
+    with staged_folder(out, plan=conversion_plan(checkpoint)) as staging:
         for engine, state in states.items():
             for written in _write_engine(sources[engine], state, ranks, staging / tags[engine]):
-                done += written
-                report.status(f"converting {shown_bytes(done)} of {shown_bytes(total)}")
+                wrote(written)
         (staging / "latest_universal").write_text(tag)
     parameters = sum(_numel(state, name) for state in states.values() for name in state.names)
     return ConvertResult(out=out, tag=tag, parameters=parameters, bytes=total)
@@ -111,9 +96,10 @@ def _write_engine(source: Path | None, state: FullState, ranks: int, folder: Pat
         raise UserError(Problem(kind="incomplete-checkpoint", message=message, hint=HINT, where="PATH")) from None
     for name in state.names:
         place = folder / "zero" / name
-        place.mkdir(parents=True)
+        place.mkdir(parents=True, exist_ok=True)
         for kind in state.kinds(name):
-            _save({"param": state.read(name, kind).contiguous(), "cat_dim": 0}, place / f"{kind}.pt")
+            if not (place / f"{kind}.pt").exists():  # of an interrupted conversion
+                _save({"param": state.read(name, kind).contiguous(), "cat_dim": 0}, place / f"{kind}.pt")
             yield 4 * _numel(state, name)
         if optimizer["step"] is not None:
             _save(optimizer["step"], place / "step.pt")
@@ -143,7 +129,7 @@ def engine_facts(source: Path | None, state: FullState) -> tuple[dict[str, Any],
 
 
 def _save(value: Any, path: Path) -> None:
-    with path.open("wb") as file:  # an opened file, so that errors are OSErrors; torch.save itself raises others
+    with atomic_write(path) as file:
         torch.save(value, file)
 
 

@@ -16,6 +16,7 @@ from zerofit.check.reader import READERS
 from zerofit.cli.check_show import UnreadFile, github, sarif, show_findings
 from zerofit.cli.console import EventConsole, answer_watched, err, out, print_facts
 from zerofit.cli.options import AS_JSON, given, run_options
+from zerofit.cli.report import HTML, refuse_page, write_page
 from zerofit.cli.terminal import style
 from zerofit.spec.errors import UserError
 from zerofit.spec.partial_training import PART_FIELDS
@@ -106,6 +107,7 @@ class CheckReports:
 @click.option("--explain", is_flag=True, help="which keys take effect, which are ignored, and which defaults matter")
 @click.option("--resolve", is_flag=True, help='print the plain DeepSpeed JSON of a run, every "auto" filled in')
 @click.option("--all", "show_all", is_flag=True, help="show all findings; without it, the first ones")
+@HTML
 @click.option("--format", "form", type=click.Choice(("text", "json", "github", "sarif")), default="text")
 @AS_JSON
 def check(
@@ -130,6 +132,7 @@ def check(
     form = "json" if as_json else options["form"]
 
     def work(console: EventConsole) -> CheckReports:
+        refuse_page(options["html"])
         names, run = find_files(files) or [None], load_run(None, flags)
         several = len(names) > 1 or names != list(files or [None])
         if several and options["resolve"]:
@@ -143,7 +146,9 @@ def check(
                     raise
                 return _unread(name or "-", error)
 
-        return CheckReports(reports=tuple(map(check_file, names)), several=several)
+        reports = CheckReports(reports=tuple(map(check_file, names)), several=several)
+        write_page(reports.to_dict(), options["html"])
+        return reports
 
     def show(reports: CheckReports) -> None:
         if form != "text":

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
         CheckpointList,
         VerifyResult,
     )
+    from zerofit.checkpoint.conversion import ConvertResult
     from zerofit.checkpoint.diff import CheckpointDiff
     from zerofit.checkpoint.export import ExportResult
-    from zerofit.checkpoint.universal import ConvertResult
     from zerofit.spec.run_folder import Layout
 
 DIFFERENT, DAMAGED = 1, 2
@@ -50,7 +50,7 @@ TRUST_PICKLE = click.option(
 REPAIR = click.option(
     "--repair",
     is_flag=True,
-    help="replace the data of a lost rank of ZeRO-1 or 2: weights from the model states, zeros for the optimizer",
+    help="replace a lost rank's data: weights from the 16-bit weights in the checkpoint, zeros for the optimizer",
 )
 SHARD = "1GiB"
 FEW = 12  # maximum number of tensors to print
@@ -118,7 +118,9 @@ def verify(path: Path, as_json: bool) -> None:
 @TRUST_PICKLE
 @AS_JSON
 def convert(path: Path, out: Path, as_json: bool, **options: Any) -> None:
-    """Write a checkpoint for another program, with the optimizer's states.
+    """Write a checkpoint for another program, or for other ranks and another stage, with the optimizer's states.
+
+    After an interruption, the same command continues with the next file (--to deepspeed and universal).
 
     universal: DeepSpeed on any number of ranks, with load_universal.
 

@@ -13,6 +13,7 @@ from zerofit.app.explaining import explain as explain_what
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, hardware_options
+from zerofit.cli.report import HTML, refuse_page, write_page
 from zerofit.cli.simulate import HARDWARE_FIELDS, SCRIPT, CommandAfterDashes, command_cluster, single_cluster
 from zerofit.cli.simulate_show import CHANGES, KINDS, cost
 from zerofit.explain.result import Change, Explanation
@@ -29,9 +30,10 @@ CANNOT_KNOW = "CANNOT KNOW"
 @click.command(cls=CommandAfterDashes)
 @click.argument("what", metavar="LOG | SNAPSHOT | RUN_FOLDER | -  [-- COMMAND]")
 @hardware_options(*HARDWARE_FIELDS, kinds="hardware of COMMAND or RUN_FOLDER, such as h100-80gb")
+@HTML
 @AS_JSON
 @click.pass_context
-def explain(ctx: click.Context, what: str, as_json: bool, **hardware: Any) -> None:
+def explain(ctx: click.Context, what: str, html: Path | None, as_json: bool, **hardware: Any) -> None:
     """Explain why a run went out of memory.
 
     WHAT is the log of any program, a snapshot of torch.cuda.memory._dump_snapshot() (.pickle, also .gz), a run folder
@@ -46,8 +48,11 @@ def explain(ctx: click.Context, what: str, as_json: bool, **hardware: Any) -> No
     """
 
     def work() -> Explanation:
+        refuse_page(html)
         with EventConsole() as console:
-            return explain_what(what, ctx.meta[SCRIPT], _cluster(ctx, what, hardware), on_event=console)
+            found = explain_what(what, ctx.meta[SCRIPT], _cluster(ctx, what, hardware), on_event=console)
+        write_page(found.to_dict(), html)
+        return found
 
     result = answer(work, as_json, show)
     sys.exit(0 if result.is_known else NOT_KNOWN)

@@ -36,6 +36,8 @@ COMMANDS = {
     "models": ("train", "List the named models with their parameter counts."),
     "plan": ("plan", "Rank the layouts of a model that fit a cluster, by speed."),
     "plot": ("train", "Plot loss, throughput and memory of run folders."),
+    "replay": ("replay", "Repeat the steps before a loss that is not finite, and name the cause."),
+    "report": ("report", "Write one page about runs, simulations, plans, explanations and checks."),
     "schema": ("check", "Print a JSON Schema of DeepSpeed's configuration, for editors."),
     "simulate": ("simulate", "Forecast the memory of one rank to the byte, without a GPU."),
     "train": ("train", "Train a model on the devices of this machine."),

@@ -18,6 +18,7 @@ from zerofit.cli.options import (
     INPUT,
     PATH,
     TRUST_MODEL_CODE,
+    JsonObject,
     add_options,
     clusters,
     given,
@@ -25,8 +26,11 @@ from zerofit.cli.options import (
     run_options,
 )
 from zerofit.cli.plan_show import COLUMNS, show, show_end, show_methods
+from zerofit.cli.report import HTML, refuse_page, write_page
+from zerofit.cli.rollout_show import show_rollouts, show_serving
 from zerofit.features.engines import ENGINES, NOT_PLANNED
 from zerofit.plan.layout import OFFLOADS
+from zerofit.rollout.methods import METHODS
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.partial_training import PART_FIELDS
@@ -35,6 +39,8 @@ from zerofit.spec.profile import Savings
 if TYPE_CHECKING:
     from zerofit.app.planning.plan import Plan
     from zerofit.app.planning.request import PlanningRequest
+    from zerofit.app.planning.rollouts import RolloutPlan
+    from zerofit.app.planning.serving import ServingPlan
     from zerofit.app.planning.training_methods import MethodComparison
     from zerofit.spec.cluster import Cluster
 
@@ -63,6 +69,9 @@ OWN_PINS = (
     *("liger_kernel", "tensor_sequence_parallel", "cpu_threads"),
 )
 FROM_HELP = "correct step times by the trials in this folder of `zerofit tune`"
+SERVE_HELP = "answer for inference instead: does the model fit in vLLM, and how many sequences run at once"
+METHOD_HELP = "plan reinforcement learning, preferences or distillation: trainer and rollout by phase"
+ROLLOUT_HELP = "settings by their own names: of vLLM for --serve (max_model_len=8192), of TRL for --method"
 FROM_TRACE_HELP = "use measured kernel times from RUN_FOLDER/traces/rank-0-step-3.json (`train --profile`)"
 COLUMNS_HELP = f"columns of the table after the layout: {', '.join(COLUMNS)} [as many as fit the terminal]"
 MEASURED_HELP = "scale all times to the speed of the layout given by flags: 5.33samples/s, 21000tokens/s or 0.52s"
@@ -70,7 +79,7 @@ WRITE_HELP = "write ds_config.json and run.yaml (FSDP2: accelerate.yaml) of the 
 METHODS_HELP = "compare full,lora,qlora in one table, with the longest sequence that fits"
 TRACE_HELP = "write the timeline of that layout's step, in Chrome trace format for Perfetto"
 PIN_HELP = "offload to page-locked host memory [the DeepSpeed JSON's pin_memory, else yes]"
-LIGER_HELP = "time Liger's fused norms, rotary embeddings, SwiGLU and cross-entropy"
+LIGER_HELP = "forecast Liger's fused norms, rotary embeddings, SwiGLU and cross-entropy"
 TENSOR_HELP = "time tensor parallel ranks that also split norms, embedding, head and loss, as Megatron's"
 THREADS_HELP = "OMP_NUM_THREADS of each rank, for an offloaded optimizer; torchrun and accelerate set 1 [all cores]"
 ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate) [deepspeed]"
@@ -106,12 +115,16 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option("--from-trace", type=PATH, help=FROM_TRACE_HELP)
 @click.option("--write", type=PATH, help=WRITE_HELP)
 @click.option("--trace", type=PATH, help=TRACE_HELP)
+@HTML
 @click.option("--confirm", type=click.IntRange(min=0), default=0, metavar="N", help="also simulate the N best")
 @click.option(
     "--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="find the largest that fits"
 )
 @click.option("--min", "minimum", type=click.Choice(["gpus"]), help="find the smallest number of GPUs that fits")
 @click.option("--methods", metavar="NAMES", help=METHODS_HELP)
+@click.option("--method", type=click.Choice(list(METHODS)), help=METHOD_HELP)
+@click.option("--serve", is_flag=True, help=SERVE_HELP)
+@click.option("--rollout", type=JsonObject(), metavar="NAME=VALUE,...", help=ROLLOUT_HELP)
 @click.option("--show-mesh", is_flag=True, help="print the mesh of ranks of the best layout")
 @click.option("--details", is_flag=True, help="print all of the best layout, and all reasons why others do not fit")
 @click.option("--columns", metavar="NAMES", callback=_columns, help=COLUMNS_HELP)
@@ -141,6 +154,12 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
     # As in `simulate`, the table is shown as soon as it is known (`on_plan`): --confirm and --write simulate after it.
     show_mesh, methods, details = (options.pop(name) for name in ("show_mesh", "methods", "details"))
     columns = options.pop("columns")
+    if options["serve"]:
+        serving = answer(lambda: _serve(model, options), as_json, show_serving)
+        sys.exit(0 if serving.engine.fits else FINDING)
+    if options["method"]:
+        rollouts = answer(lambda: _rollouts(model, options), as_json, show_rollouts)
+        sys.exit(0 if rollouts.best.fits else FINDING)
     if methods:
         result = answer(lambda: _compare(model, options, methods), as_json, show_methods)
     else:
@@ -153,13 +172,37 @@ def _compare(model: str | None, options: dict[str, Any], methods: str) -> Method
     from zerofit.app.planning.training_methods import compare_methods, read_methods
 
     request, kinds = _read_request(model, options)
-    conflicting = [flag for flag in ("write", "trace") if options[flag]] + ["gpu"] * (len(kinds) > 1)
+    conflicting = [flag for flag in ("write", "trace", "html") if options[flag]] + ["gpu"] * (len(kinds) > 1)
     if conflicting:
         message = f"--methods cannot be combined with {', '.join('--' + flag for flag in conflicting)}"
         hint = "leave one of them out; --lora plans one method"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--methods"))
     with EventConsole() as console:
         return compare_methods(request, read_methods(methods), kinds[0], on_event=console)
+
+
+def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:
+    from zerofit.app.planning.serving import serve
+
+    kinds = clusters(**{name: options[name] for name in ("kinds", *HARDWARE)})
+    if len(kinds) > 1:
+        raise UserError(
+            Problem(kind="usage", message="--serve is for one kind of machine", hint="name one", where="--gpu")
+        )
+    pins = given({name: options[name] for name in (*RUN_FIELDS, *OWN_PINS, "precision")})
+    return serve(model, kinds[0], pins, options["rollout"] or {})
+
+
+def _rollouts(model: str | None, options: dict[str, Any]) -> RolloutPlan:
+    from zerofit.app.planning.rollouts import plan_rollouts
+
+    request, kinds = _read_request(model, options)
+    if len(kinds) > 1:
+        message = "--method is for one kind of machine"
+        raise UserError(Problem(kind="usage", message=message, hint="name one", where="--gpu"))
+    with EventConsole() as console:
+        plan = plan_rollouts(options["method"], request, kinds[0], options["rollout"] or {}, on_event=console)
+    return replace(plan, written=plan.write(options["write"])) if options["write"] else plan
 
 
 def _plan(model: str | None, options: dict[str, Any], on_plan: Callable[[Plan], None] | None) -> Plan:
@@ -172,6 +215,7 @@ def _plan(model: str | None, options: dict[str, Any], on_plan: Callable[[Plan], 
         plan = replace(plan, written=plan.write(options["write"]))
     if options["trace"] and (plan.layouts or plan.misfits):
         plan = replace(plan, traced=plan.trace(options["trace"]))
+    write_page(plan.to_dict(), options["html"])
     return plan
 
 
@@ -198,6 +242,7 @@ def _read_request(model: str | None, options: dict[str, Any]) -> tuple[PlanningR
     request = problems.attempt(lambda: PlanningRequest(model=model, pins=pins, **arguments))
     if options["write"]:
         problems.attempt(lambda: refuse_existing(options["write"]))
+    problems.attempt(lambda: refuse_page(options["html"]))
     if options["trace"]:
         problems.attempt(lambda: refuse_place(options["trace"]))
     kinds = problems.attempt(lambda: clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}))

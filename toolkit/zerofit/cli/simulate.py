@@ -28,13 +28,13 @@ from zerofit.cli.options import (
     hardware_options,
     run_options,
 )
+from zerofit.cli.report import refuse_page, write_page
 from zerofit.cli.simulate_show import show, show_knobs
 from zerofit.config.ds_json import write_for_trainer
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.files import write_text
 from zerofit.spec.partial_training import PART_FIELDS
-from zerofit.spec.profile import Savings
 from zerofit.spec.run import RunRequest
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ RUN_FIELDS = (
     *("model_args", "task", "loss", "data", "data_root", "text_field", "pair_field", "label_field", "target_len"),
     *("tokenizer", "image_size", "steps", "micro_batch", "micro_batch_by_rank"),
     *("gradient_accumulation_steps", "global_batch", "seq_len", "optimizer", "gradient_clipping", "precision"),
-    *("activation_checkpointing", *Savings._fields, "attn_implementation", "ds_config", "ranks"),
+    *("activation_checkpointing", "loss_chunk", "mlp_chunk", "activation_offload", "attn_implementation"),
+    *("ds_config", "ranks"),
     *("tensor_parallel", "pipeline", "pipeline_schedule", "sequence_parallel", "expert_parallel"),
     *PART_FIELDS,
     *("pretrained", "label_smoothing", "mixup", "cutmix", "image_sizes", "sync_batch_norm", "ema"),
@@ -58,6 +59,8 @@ PLACES = {name: f"--{field.replace('_', '-')}" for name, field in RELEASES.items
 FAIL_ABOVE = 0.01
 FAIL_HELP = "exit with 1 if the peak grows by more than this, or the run no longer fits [1%]"
 SNAPSHOT_HELP = "write a memory snapshot in torch's format, for memory_viz and `zerofit explain` (implies --exact)"
+DETAILS_HELP = "also print memory by phase and kind, collectives and all changes; with --json the memory over time"
+HTML_HELP = "write the answer as a page, with the memory over time (implies --exact)"
 TRACE_HELP = "write the timeline of a step, in Chrome trace format for Perfetto (implies --exact)"
 
 
@@ -93,7 +96,7 @@ def _share(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--exact", is_flag=True, help="simulate all layers of a large model instead of extrapolating from a few")
 @click.option("--alloc-conf", default="", metavar="OPTIONS", help="as in PYTORCH_CUDA_ALLOC_CONF")
 @click.option("--knobs/--no-knobs", default=True, help="also simulate changes that may help")
-@click.option("--details", is_flag=True, help="also print memory by phase and kind, collectives and all changes")
+@click.option("--details", is_flag=True, help=DETAILS_HELP)
 @click.option("--longest", is_flag=True, help="script (--): also simulate the longest batches that it allows")
 @click.option("--deepspeed-version", metavar="X.Y.Z", help="use this release of DeepSpeed, installed separately")
 @click.option("--transformers-version", metavar="X.Y.Z", help="use this release of transformers, installed separately")
@@ -101,6 +104,7 @@ def _share(context: click.Context, parameter: click.Parameter, value: str | None
     "--write-config", type=PATH, help="write the file of the first change that fits, for DeepSpeed, Accelerate or FSDP"
 )
 @click.option("--plot", type=PATH, help="write a picture of the memory over time (implies --exact)")
+@click.option("--html", type=PATH, metavar="FILE", help=HTML_HELP)
 @click.option("--trace", type=PATH, help=TRACE_HELP)
 @click.option("--snapshot", type=PATH, help=SNAPSHOT_HELP)
 @click.option("--baseline", type=PATH, help="output of --json before a change: print what the change adds")
@@ -127,17 +131,21 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
         with EventConsole() as console:
             rerun_with(releases, PLACES, Reporter(console), own=words is None)
         options["base"] = _read_baseline(options)
+        refuse_page(options["html"])
         if options["write_config"]:
             _refuse_place(options["write_config"], options["knobs"])
         try:
             if words is not None:
-                return _script(ctx, words, as_json, options)
-            return _simulate(_named(target, options["longest"]), as_json, options)
+                result = _script(ctx, words, as_json, options)
+            else:
+                result = _simulate(_named(target, options["longest"]), as_json, options)
         # an older or newer release may lack what the simulator needs; with the installed ones it is a bug of zerofit
         except (RuntimeError, ImportError, AttributeError) as error:
             if not releases:
                 raise
             raise UserError(_unknown_release(releases, error)) from error
+        write_page(replace(result, with_timeline=True).to_dict(), options["html"])
+        return replace(result, with_timeline=options["details"])
 
     result = answer(work, as_json, lambda result: show_knobs(result, options["details"]))
     _annotate(result)
@@ -261,7 +269,7 @@ def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation
         console(Event(kind="status", text="checking the run and the model ..."))  # importing torch takes seconds
         from zerofit.app.simulation.runs import simulate as run
 
-        exact = options["exact"] or options["plot"] is not None
+        exact = options["exact"] or options["plot"] is not None or options["html"] is not None
         settings = {name: options[name] for name in ("rank", "image", "alloc_conf", "trace", "snapshot")}
         result = run(request, cluster, **settings, exact=exact, on_event=console)
     result = _with_knobs(_shown(result, as_json, options), options)

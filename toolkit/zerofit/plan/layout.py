@@ -24,6 +24,8 @@ DEFAULTS = {"prefetch": 50_000_000, "persistence": 100_000, "live": LIVE, "reuse
 # sizes of a layout that a DeepSpeed JSON may leave to zerofit ("auto") or to DeepSpeed (UNSET)
 SIZES = ("bucket", "overlap", "prefetch", "persistence")
 UNSET = "unset"
+# attributes of FSDP2's layouts by their names in --json
+OF_FSDP2 = {"reshard_after_forward": "reshard", "replicas": "replicas", "sync_each_batch": "sync_each_batch"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,7 @@ class PlannedLayout:
     engine: Engine = "deepspeed"
     reshard: bool = True  # FSDP2: whether layers are gathered again for backward
     replicas: int = 1  # FSDP2: groups of ranks that each hold all parameters (HSDP)
+    sync_each_batch: bool = False  # FSDP2: whether every micro batch ends with a reduction
 
     def __str__(self) -> str:
         degrees = [
@@ -67,6 +70,7 @@ class PlannedLayout:
         words = [first, *degrees, f"micro batch {self.micro_batch}"]
         words += [f"{self.replicas} replicas"] if self.replicas > 1 else []
         words += [] if self.reshard else ["no reshard"]
+        words += ["sync each batch"] if self.sync_each_batch else []
         words += [self.schedule] if self.schedule != "1f1b" else []
         words += [self.optimizer] if self.optimizer != "adamw" else []
         words += [f"by rank {', '.join(map(str, self.by_rank))}"] if self.by_rank else []
@@ -168,7 +172,7 @@ class PlannedLayout:
     @property
     def keeps_full_gradients(self) -> bool:
         """Whether FSDP2 reduces gradients once a step, and accumulates full gradients until then."""
-        return self.accumulation > 1 and ENGINES[self.engine].accumulates_full_gradients
+        return self.accumulation > 1 and not self.sync_each_batch and ENGINES[self.engine].accumulates_full_gradients
 
     @property
     def element_bytes(self) -> int:
@@ -191,7 +195,7 @@ class PlannedLayout:
         return {
             "engine": self.engine,
             "zero_stage": self.zero_stage,
-            **({"reshard_after_forward": self.reshard, "replicas": self.replicas} if self.by_layer else {}),
+            **({name: getattr(self, field) for name, field in OF_FSDP2.items()} if self.by_layer else {}),
             "offload": self.offload,
             "micro_batch": self.micro_batch,
             **({"micro_batch_by_rank": list(self.by_rank)} if self.by_rank else {}),

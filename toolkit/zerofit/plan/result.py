@@ -86,6 +86,15 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FrontierLayout:
+    """A layout that no other layout beats in both speed and memory."""
+
+    layout: str
+    peak_bytes: int
+    samples_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanResult:
     """The layouts of a model on one cluster."""
 
@@ -102,6 +111,7 @@ class PlanResult:
     seconds: float
     padding: str = ""  # what the first layout loses to sizes of the model that are not multiples of 8
     close: tuple[RankedLayout, ...] = ()  # faster than the first layout; their peak fits, but not with the margin
+    frontier: tuple[FrontierLayout, ...] = ()  # fastest first
     misfits: tuple[RankedLayout, ...] = ()  # layouts that need the least memory, if fewer fit than were requested
 
     @property
@@ -144,6 +154,7 @@ class PlanResult:
             "layouts": [ranked.to_dict() for ranked in self.layouts],
             "misfits": [ranked.to_dict() for ranked in self.misfits],
             "close": [ranked.to_dict() for ranked in self.close],
+            "frontier": [field_data(row) for row in self.frontier],
             "plainest": self.plainest,
             "padding": self.padding,
             "fitting": self.fitting,

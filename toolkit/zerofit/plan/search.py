@@ -17,9 +17,8 @@ from zerofit.plan.kernels import kernel_s
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.measured_rates import unaligned_lengths
 from zerofit.plan.rates import FITTED, Coefficients, Rates, rates_of
-from zerofit.plan.result import PlanResult, RankedLayout, Rejected, plain
+from zerofit.plan.result import FrontierLayout, PlanResult, RankedLayout, Rejected, plain
 from zerofit.plan.space import PlanRequest, SearchSpace, space_of
-from zerofit.plan.tensor_split import with_split_sequence
 from zerofit.plan.time import StepTime, Timer, model_flops
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problems, UserError
@@ -92,9 +91,10 @@ def search(
         raise UserError(*(problem for problem, _ in space.left_out.values()))
     timer = timer_of(profile, cluster, request, calibration)
     fitting, misfits, too_large = _divide(space.families, cluster, forecast)
-    timed = [_timed(layout, timer, correct) for layout in fitting]
+    pairs = [(_timed(layout, timer, correct), least_bytes) for layout, least_bytes in fitting]
     # fastest first; the simplest of equally fast layouts comes first
-    timed.sort(key=lambda timed_layout: (-timed_layout.samples_per_s, *plain(timed_layout.layout)))
+    pairs.sort(key=lambda pair: (-pair[0].samples_per_s, *plain(pair[0].layout)))
+    timed = [timed_layout for timed_layout, _ in pairs]
     plain_setting = setting(request.precision, False, 1, 1)
     flops = model_flops(profile, request.precision) if plain_setting in profile.costs else None
     best = _best(timed, top, request.every)
@@ -115,6 +115,7 @@ def search(
         layouts=tuple(ranked[: len(best)]),
         misfits=tuple(ranked[len(best) : len(best) + len(near)]),
         close=tuple(ranked[len(best) + len(near) :]),
+        frontier=tuple(_frontier(pairs, cluster, forecast)),
         padding=_padding(profile, ranked[0], timer.rates) if ranked else "",
         rejections=tuple(_rejections(misfits, space, cluster, forecast)),
         considered=sum(map(len, space.families)),
@@ -133,7 +134,7 @@ def timer_of(
     """Return the forecast of step times for the request's software."""
     software = request.software
     rates = rates_of(cluster, request.precision, calibration, software, fitted)
-    return Timer(with_split_sequence(profile) if software.tensor_sequence_parallel else profile, cluster, rates)
+    return Timer(profile, cluster, rates)
 
 
 def _padding(profile: Profile, best: RankedLayout, rates: Rates) -> str:
@@ -216,13 +217,15 @@ def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -
 
 def _divide(
     families: list[list[PlannedLayout]], cluster: Cluster, forecast: Forecast
-) -> tuple[list[PlannedLayout], dict[str, Misfits], list[tuple[Fit, list[PlannedLayout]]]]:
+) -> tuple[list[tuple[PlannedLayout, int]], dict[str, Misfits], list[tuple[Fit, list[PlannedLayout]]]]:
     """Return the layouts that fit, the misfits by reason, and the misfits' families with the fit of their first layout.
+
+    A layout that fits comes with the least peak of its family.
 
     The first layout of a family needs the least memory. If it does not fit, no other layout of the family does. If it
     leaves enough memory for larger buckets, all of the family fit.
     """
-    fitting: list[PlannedLayout] = []
+    fitting: list[tuple[PlannedLayout, int]] = []
     misfits: dict[str, Misfits] = {}
     too_large: list[tuple[Fit, list[PlannedLayout]]] = []
     for family in families:
@@ -231,7 +234,8 @@ def _divide(
             too_large.append((fit, family))
             _count(misfits, Misfits(len(family), family[0], memory, fit))
             continue
-        fitting.append(family[0])
+        least_bytes = memory.peak_bytes
+        fitting.append((family[0], least_bytes))
         spare = fit.device_available_bytes - fit.device_bytes
         for variant in family[1:]:
             # upper limit of what buckets add: in float32, flattened, sent and received, twice with overlap
@@ -241,7 +245,7 @@ def _divide(
                 if fit.exceeded:
                     _count(misfits, Misfits(1, variant, memory, fit))
                     continue
-            fitting.append(variant)
+            fitting.append((variant, least_bytes))
     too_large.sort(key=lambda pair: pair[0].utilization)
     return fitting, misfits, too_large
 
@@ -286,11 +290,23 @@ def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]
     for timed_layout in timed:
         c = timed_layout.layout
         key = (c.zero_stage, c.offload_optimizer, c.offload_param, c.micro_batch, c.tp, c.pp, c.sp, c.ep)
-        key += (c.checkpointing, c.engine, c.reshard, c.replicas)
+        key += (c.checkpointing, c.engine, c.reshard, c.replicas, c.sync_each_batch)
         seen.setdefault(key, timed_layout)
         if len(seen) == most:
             break
     return list(seen.values())
+
+
+def _frontier(pairs: list[tuple[TimedLayout, int]], cluster: Cluster, forecast: Forecast) -> Iterator[FrontierLayout]:
+    """Yield the layouts that no other layout beats in both speed and memory, fastest first.
+
+    `pairs`: layouts by speed, each with the least peak of its family.
+    """
+    lowest = math.inf
+    for timed, least_bytes in pairs:
+        if least_bytes < lowest and (size := _forecast_fit(timed.layout, cluster, forecast)[0].peak_bytes) < lowest:
+            lowest = size
+            yield FrontierLayout(layout=str(timed.layout), peak_bytes=size, samples_per_s=timed.samples_per_s)
 
 
 def _ranked(

@@ -154,7 +154,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
 
 
 def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: PlanRequest, space: SearchSpace) -> None:
-    """Add FSDP2's layouts: one group of ranks or a group per node, parameters gathered once or twice, with offload."""
+    """Add FSDP2's layouts: groups of ranks, offload, how often parameters are gathered and gradients reduced."""
     if problem := _by_layer_problem(engine, profile, cluster, request):
         space.leave_out(problem)
         return
@@ -164,9 +164,10 @@ def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: P
     groups = (1, cluster.nodes) if 1 < cluster.nodes < cluster.ranks else (1,)
     reshards = (True, False) if cluster.ranks > 1 else (True,)
     batches = list(_batches(Degrees(), profile, cluster, request, space))
-    for replicas, reshard, offload, checkpointing, (micro, accumulation) in product(
-        groups, reshards, offloads, traced, batches
-    ):
+    places = product(groups, reshards, offloads, traced, batches, (False, True))
+    for replicas, reshard, offload, checkpointing, (micro, accumulation), each in places:
+        if each and accumulation == 1:
+            continue
         layout = PlannedLayout(
             engine=engine,
             zero_stage=3,
@@ -175,6 +176,7 @@ def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: P
             dp=cluster.ranks,
             replicas=replicas,
             reshard=reshard,
+            sync_each_batch=each,
             precision=request.precision,
             checkpointing=checkpointing,
             offload_optimizer=offload,

@@ -4,28 +4,52 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zerofit.spec.profile import Kernel, LayerCost, Linear, Profile
+from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear, Profile
 
 
 # DeepSpeed's AutoTP runs norms, residuals, embedding and loss on all tokens of each tensor rank. With sequence
 # parallelism inside tensor parallelism (Korthikanti et al., 2022), each rank runs them on a share of the tokens, and
 # embedding, head and loss on a share of the vocabulary. All-gathers and reduce-scatters send the bytes of all-reduces.
+# So a rank keeps a share of all activations. While a product runs, it also has the gathered input of all tokens, and in
+# backward that input and its gradient.
 def with_split_sequence(profile: Profile) -> Profile:
-    """Return the profile with the kernels of such tensor ranks. Memory stays that of AutoTP, an upper bound."""
+    """Return the profile with the kernels and the memory of such tensor ranks."""
     costs = dict(profile.costs)
     for key in costs:
         tp = int(key.partition("/tp=")[2].partition("/")[0])
         whole = profile.costs.get(key.replace(f"/tp={tp}/", "/tp=1/"))
         if tp > 1 and whole:
             rows = zip(whole, costs[key], profile.layers, strict=True)
-            costs[key] = tuple(_layer(all_of, mine, run.name == "block", tp) for all_of, mine, run in rows)
+            costs[key] = tuple(_layer(all_of, mine, run, tp) for all_of, mine, run in rows)
     return replace(profile, costs=costs)
 
 
-def _layer(whole: LayerCost, mine: LayerCost, block: bool, tp: int) -> LayerCost:
+def _layer(whole: LayerCost, mine: LayerCost, run: LayerRun, tp: int) -> LayerCost:
+    block, gathered = run.name == "block", whole.output_bytes
     directions = ("forward_kernels", "backward_kernels")
     found = {name: _kernels(getattr(whole, name), getattr(mine, name), block, tp) for name in directions}
-    return replace(mine, **found)
+    bytes_of = ("saved_bytes", "output_bytes", "largest_bytes", "host_bytes")
+    matrices = mine.matrices if block else tuple(-(-numel // tp) for numel in run.matrices)
+    return replace(
+        mine,
+        **found,
+        **{name: _part(getattr(whole, name), tp) for name in bytes_of},
+        forward_peak_bytes=_sum(_part(whole.forward_peak_bytes, tp), gathered),
+        backward_peak_bytes=_sum(_part(whole.backward_peak_bytes, tp), gathered, gathered),
+        forward=tuple(_sum(_part(line, tp), gathered) for line in whole.forward),
+        backward=tuple(_moment(moment, gathered, tp) for moment in whole.backward),
+        matrices=matrices,
+        vectors=mine.vectors or run.vectors,
+    )
+
+
+def _moment(moment: BackwardMoment, gathered: Linear, tp: int) -> BackwardMoment:
+    live = tuple(_sum(_part(line, tp), gathered, gathered) for line in moment.live)
+    return replace(moment, live=live, end=_part(moment.end, tp))
+
+
+def _sum(*lines: Linear) -> Linear:
+    return Linear(fixed=sum(line.fixed for line in lines), per_sample=sum(line.per_sample for line in lines))
 
 
 def _kernels(whole: tuple[Kernel, ...], mine: tuple[Kernel, ...], block: bool, tp: int) -> tuple[Kernel, ...]:

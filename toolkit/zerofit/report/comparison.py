@@ -11,7 +11,7 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerofit.report.experiment_pages import render
+from zerofit.report.page import Answer, Page, Picture, Section, Table, Tone
 from zerofit.spec.files import write_json
 from zerofit.spec.foreign_yaml import read_yaml
 from zerofit.spec.units import shown_bytes
@@ -79,27 +79,30 @@ def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
     named = {name: value for name, value in about.items() if value not in (None, {}) and name not in ("model", "data")}
     if "hosts" in named:
         named["hosts"] = " + ".join(f"{host} x {slots}" for host, slots in named["hosts"])
-    filled = [
-        any(row.get(key) is not None for row in rows) for _, key, _ in description(kind)["columns"]
-    ]  # columns with a figure
-    return render(
-        "comparison.html.jinja",
-        title=f"{about['model']} on {about['data']}: {kind.replace('-', ' ')}",
-        words=", ".join(f"{name.replace('_', ' ')} {value}" for name, value in named.items()),
-        columns=[description(kind)["first"].replace("_", " "), *compress(labels(kind), filled)],
-        rows=[
-            {
-                "name": row[description(kind)["first"]],
-                "title": row.get("title", ""),
-                "status": row["status"],
-                "reason": row["reason"],
-                "cells": list(compress(cells(kind, row), filled)),
-            }
-            for row in rows
-        ],
-        picture=base64.b64encode(picture.read_bytes()).decode(),
-        meanings=description(kind)["meanings"].items(),
-    )
+    first = description(kind)["first"]
+    good = [row for row in rows if not row["reason"]]
+    filled = [any(row.get(key) is not None for row in good) for _, key, _ in description(kind)["columns"]]
+    listed = [[str(row[first]), *compress(cells(kind, row), filled)] for row in good]
+    columns = [first.replace("_", " "), *compress(labels(kind), filled)]
+    others = [[str(row[first]), row["status"].replace("-", " "), row["reason"]] for row in rows if row["reason"]]
+    tones: list[Tone] = ["" if row["status"] == "not-here" else "bad" for row in rows if row["reason"]]
+    title = f"{about['model']} on {about['data']}: {kind.replace('-', ' ')}"
+    measured = Picture(title=f"{title}, drawn", base64=base64.b64encode(picture.read_bytes()).decode())
+    tables = [
+        Section(title="Measured", blocks=[Table(columns=columns, rows=listed), measured] if listed else [measured]),
+        Section(
+            title="Not measured",
+            blocks=[
+                Table(columns=[columns[0], "status", "reason"], rows=others, words=("status", "reason"), tones=tones)
+            ]
+            if others
+            else [],
+        ),
+    ]
+    facts = [(name.replace("_", " "), str(value)) for name, value in named.items()]
+    answer = Answer(name="", verdict=f"{len(good)} of {len(rows)} measured", facts=facts)
+    meanings = {str(row[first]): row["title"] for row in rows if row.get("title")} | description(kind)["meanings"]
+    return Page(title=title, answers=[answer], sections=tables, meanings=meanings).to_html()
 
 
 def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerofit.report.page import render
 from zerofit.spec.files import write_text
 from zerofit.spec.local_machine import usable_cores, versions
 
@@ -73,15 +74,6 @@ def write_laboratory(folder: Path, title: str, sections: Sequence[Evidence]) -> 
 def _write(page: Path, template: str, **content: Any) -> None:
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
     write_text(page, render(template, **content, versions=used, home=page.parent.absolute(), line=_line))
-
-
-def render(template: str, **content: Any) -> str:
-    """Return a page from a file in `templates/`."""
-    from jinja2 import Environment, FileSystemLoader
-
-    loader = FileSystemLoader(Path(__file__).with_name("templates"))
-    environment = Environment(loader=loader, autoescape=".html" in template, keep_trailing_newline=True)
-    return environment.get_template(template).render(**content)
 
 
 def draw_epochs(lines: Mapping[str, Sequence[Sequence[float]]], label: str, out: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
+from zerofit.report.page import COLOURS
 from zerofit.report.plot import check_picture, save
 from zerofit.spec.errors import Problems
 from zerofit.spec.units import shown_bytes
@@ -13,21 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# From the bottom of the stack up: what stays through the run comes first. Colours are Paul Tol's "muted" scheme, which
-# suits all kinds of colour vision (https://personal.sron.nl/~pault/), with light next to dark.
-COLOURS = {
-    "parameters": "#332288",
-    "master weights": "#88CCEE",
-    "optimizer state": "#117733",
-    "gradients": "#DDCC77",
-    "gathered parameters": "#882255",
-    "communication buckets": "#44AA99",
-    "activations": "#CC6677",
-    "logits and loss": "#AA4499",
-    "temporaries": "#999933",
-    "workspaces": "#661100",
-    "other": "#BBBBBB",
-}
 _DARK, _RED = "#222222", "#B00020"
 _BEHIND = {"boxstyle": "square,pad=0.2", "facecolor": "white", "alpha": 0.85, "linewidth": 0}  # behind text over areas
 

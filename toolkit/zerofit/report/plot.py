@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,10 @@ def draw(runs: list[Path], out: Path) -> dict[str, Any]:
     Raises UserError with every folder that has no metrics, and if the file cannot be written.
     """
     problems = Problems()
-    histories = {str(run): _read(run, problems) for run in runs}
+    histories = {str(run): steps_of(run, problems) for run in runs}
     check_picture(out, "--out", problems)
     problems.raise_if_any()
-    save(_figure(histories, {str(run): _evaluations(run) for run in runs}), out, "--out", dpi=120)
+    save(_figure(histories, {str(run): evaluations(run) for run in runs}), out, "--out", dpi=120)
     return {"picture": str(out), "runs": {name: len(steps) for name, steps in histories.items()}}
 
 
@@ -48,7 +49,8 @@ def save(figure: Figure, path: Path, option: str, dpi: int) -> None:
         raise UserError(Problem(kind="unwritable", message=f"cannot write {path}: {error}", where=option)) from None
 
 
-def _read(run: Path, problems: Problems) -> list[Record]:
+def steps_of(run: Path, problems: Problems) -> list[Record]:
+    """Return the records of all steps of a run folder; [] with a problem if it has none."""
     path = RunFolder(run).metrics
     try:
         steps = [record for record in read_jsonl(path) if number_in(record, "step") is not None]
@@ -60,20 +62,22 @@ def _read(run: Path, problems: Problems) -> list[Record]:
     return steps
 
 
-def _evaluations(run: Path) -> list[Record]:
+def evaluations(run: Path) -> list[Record]:
+    """Return the evaluations of a run folder."""
     path = RunFolder(run).events
     return [event for event in read_jsonl(path) if event.get("event") == "eval"] if path.is_file() else []
 
 
-def _points(records: list[Record], value: str | Callable[[Record], float | None]) -> Any:
+def points(records: Sequence[Record], value: str | Callable[[Record], float | None]) -> tuple[list[float], list[float]]:
     """Return steps and values (by key, or computed) of all records that have both."""
     read = value if callable(value) else lambda record: number_in(record, value)
-    points = [(number_in(record, "step"), read(record)) for record in records]
-    complete = [point for point in points if None not in point]
+    both = [(number_in(record, "step"), read(record)) for record in records]
+    # JSON from Python may have NaN, which no axis shows
+    complete = [(x, y) for x, y in both if x is not None and y is not None and math.isfinite(x) and math.isfinite(y)]
     return [x for x, _ in complete], [y for _, y in complete]
 
 
-def _figure(histories: dict[str, list[Record]], evaluations: dict[str, list[Record]]) -> Figure:
+def _figure(histories: dict[str, list[Record]], validated: dict[str, list[Record]]) -> Figure:
     from matplotlib.figure import Figure
 
     spread = any("expert_load_most" in record for steps in histories.values() for record in steps)
@@ -83,12 +87,12 @@ def _figure(histories: dict[str, list[Record]], evaluations: dict[str, list[Reco
     key = "tokens_per_s" if text else "samples_per_s"
     for name, steps in histories.items():
         label = Path(name).name
-        (line,) = loss.plot(*_points(steps, "loss"), label=label, linewidth=1)
-        evals = _points(evaluations[name], "loss")
+        (line,) = loss.plot(*points(steps, "loss"), label=label, linewidth=1)
+        evals = points(validated[name], "loss")
         if evals[0]:
             marks = {"marker": "o", "linestyle": "--", "color": line.get_color(), "label": f"{label} (validation)"}
             loss.plot(*evals, **marks)
-        rate.plot(*_points(steps, key), label=label, linewidth=1)
+        rate.plot(*points(steps, key), label=label, linewidth=1)
         _draw_memory(memory, steps, label)
         for axes in loads:
             _draw_loads(axes, steps, label)
@@ -110,8 +114,8 @@ def _draw_memory(axes: Axes, steps: list[Record], label: str) -> None:
     def gib(*keys: str) -> Callable[[Record], float | None]:
         return lambda record: next((size / 2**30 for key in keys if (size := number_in(record, key))), None)
 
-    (line,) = axes.plot(*_points(steps, gib("reserved_bytes", "memory_bytes")), label=label, linewidth=1)
-    forecasts = _points(steps, gib("forecast_bytes"))
+    (line,) = axes.plot(*points(steps, gib("reserved_bytes", "memory_bytes")), label=label, linewidth=1)
+    forecasts = points(steps, gib("forecast_bytes"))
     if forecasts[0]:
         style = {"color": line.get_color(), "linestyle": "--", "linewidth": 1}
         axes.plot(*forecasts, label=f"{label} (forecast)", **style)
@@ -120,8 +124,8 @@ def _draw_memory(axes: Axes, steps: list[Record], label: str) -> None:
 def _draw_loads(axes: Axes, steps: list[Record], label: str) -> None:
     """Draw the range between the least and the most loaded expert."""
     both = [s for s in steps if None not in (number_in(s, "expert_load_least"), number_in(s, "expert_load_most"))]
-    x, least = _points(both, "expert_load_least")
-    axes.fill_between(x, least, _points(both, "expert_load_most")[1], label=label, alpha=0.4)
+    x, least = points(both, "expert_load_least")
+    axes.fill_between(x, least, points(both, "expert_load_most")[1], label=label, alpha=0.4)
     axes.set_ylabel("tokens of the least and the\nmost loaded expert / even share")
 
 

@@ -134,6 +134,8 @@ class MemoryPoint:
     phase: str
     step: int
     bytes: dict[str, int]
+    module: str = ""  # that runs; "" outside of the model, and for a release
+    at: str = ""  # the line that allocates, "file:line"; the user's if it is known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,7 @@ class ScriptFacts:
     blocks: str  # path of its repeated blocks, such as "model.layers"; "" without any
     block: str  # their class
     checkpointing_switch: bool  # whether it has gradient_checkpointing_enable()
+    takes_liger: bool  # whether Liger has kernels for its type, and they are not in use
     parameters: int
     trained_parameters: int
     largest_parameter: int
@@ -229,6 +232,7 @@ class RankRecord:
     script: ScriptFacts | None = None  # of a user's script
     pipeline: ScriptStage | None = None  # of a user's script with a pipeline
     issued: tuple[IssuedWork | IssuedWait, ...] = ()  # in a script's last step
+    routed: bool = False  # whether shapes depend on the tokens that a script's experts get
     heavier_rank: int | None = None  # the rank with the same parameters and the highest peak; None: this one
 
     @property

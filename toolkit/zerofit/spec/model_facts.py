@@ -67,6 +67,11 @@ EXPERT_TYPES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 PLAIN_HEAD_TYPES = ("deepseek_v2", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 # model types whose blocks have an `mlp` that maps each token by itself, without dropout
 TILED_MLP_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# model types with Liger's norms, rotary embeddings, MLPs and loss (liger_kernel/transformers/monkey_patch.py, 0.8.5)
+LIGER_TYPES = (
+    *("falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "internlm2", "llama", "ministral", "mistral"),
+    *("mixtral", "nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "smollm3"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

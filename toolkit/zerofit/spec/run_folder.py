@@ -47,6 +47,10 @@ class RunFolder:
         """Return the log of all output of one rank."""
         return self.logs / f"rank-{rank}.log"
 
+    def rank_memory(self, rank: int) -> Path:
+        """Return the file of one rank's last allocations before it ran out of memory (torch's memory snapshot)."""
+        return self.logs / f"rank-{rank}.memory.pickle"
+
     def rank_trace(self, rank: int, step: int) -> Path:
         """Return the file of one rank's torch.profiler trace that begins at `step` (from 1)."""
         return self.traces / f"rank-{rank}-step-{step}.json"
@@ -165,6 +169,14 @@ class FittedLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplayRequest:
+    """What the ranks of `zerofit replay` do instead of training to the end."""
+
+    step: int  # last step to repeat, from 1
+    double: bool = False  # in float64
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """The job of a run: all that its ranks need, stored in the run folder as readable files."""
 
@@ -178,6 +190,7 @@ class Job:
     forecast: MemoryForecast | None = None
     fit: FittedLayout | None = None  # None without `--fit`
     step_s: float | None = None  # forecast seconds per step; None without a stored profile
+    replay: ReplayRequest | None = None  # None: train
 
     @property
     def precision(self) -> Precision:
@@ -223,7 +236,7 @@ class Job:
         write_json(folder.run, resolved.model_dump(mode="json"))
         write_json(folder.profile, asdict(self.facts))
         plan = {"layout": asdict(self.layout), "batch": asdict(self.batch), "steps": self.steps, "step_s": self.step_s}
-        for name in ("start", "forecast", "fit"):
+        for name in ("start", "forecast", "fit", "replay"):
             value = getattr(self, name)
             plan[name] = asdict(value) if value else None
         write_json(folder.plan, plan)

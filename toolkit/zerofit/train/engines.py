@@ -312,6 +312,8 @@ class ZeroTrainer(EngineTrainer):
         The graph would keep alive the tensors that a model's own autograd functions store on its nodes.
         """
         loss = self._loss(batch)
+        if self.loss_check:
+            self.loss_check.see(loss)
         self.engine.backward(loss if self._excess == 1 else loss / self._excess)
         return loss.detach().float()
 

@@ -27,6 +27,7 @@ from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job
 from zerofit.train.callbacks import Callback, EventLog, overridden
 from zerofit.train.heartbeat import RankProgress
+from zerofit.train.leaks import LeakWatch
 from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.step_profile import StepProfile
 from zerofit.train.stop_signals import StopRequests
@@ -58,6 +59,7 @@ class Loop:
     save: Callable[[int, dict[str, Any], bool], Problem | None]  # of `zerofit.train.saver.Saver`
     callbacks: Sequence[Callback] = ()
     profile: StepProfile | None = None  # of the chosen steps, if this rank is profiled
+    leaks: LeakWatch | None = None  # on rank 0
 
     def run(self) -> LoopResult:
         """Train all steps, or until a stop is requested."""
@@ -76,13 +78,25 @@ class Loop:
         for step, batches, indices in self.steps():
             lr = trainer.engine.get_lr()[0]
             with self.profile.step(step + 1) if self.profile else nullcontext():
-                losses = trainer.train_step(batches)
+                losses = self.train_step(batches)
             self.record(step, losses, indices, lr)
             if step + 1 == job.steps or (every and (step + 1) % every == 0):
                 figures = self.evaluate(step)
             if self.save_and_stop(step + 1):
                 return LoopResult(step=step + 1, stopped=True, figures=figures)
         return LoopResult(step=job.steps, stopped=False, figures=figures or self.evaluate(job.steps - 1))
+
+    def train_step(self, batches: Iterator[Batch]) -> Tensor:
+        """Make one optimizer step; return the losses of its micro batches. Raises RunFailed with --check-loss."""
+        try:
+            with self.leaks.step() if self.leaks else nullcontext():
+                losses = self.trainer.train_step(batches)
+            if self.trainer.loss_check:
+                self.trainer.loss_check.after_step()
+        except RunFailed:  # on all ranks: the last good steps must be in the metrics
+            self.recorder.flush()
+            raise
+        return losses
 
     def steps(self) -> Iterator[tuple[int, Iterator[Batch], list[np.ndarray]]]:
         """Yield each remaining step (0-based), its micro batches, and a list that gets their sample indices."""

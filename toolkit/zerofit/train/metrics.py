@@ -37,6 +37,8 @@ from zerofit.train.stop_signals import StopRequests
 BLOCK_S = 0.5  # seconds between exchanges: below what a person notices
 BLOCK_STEPS = 100
 TIMED_STEPS = 1000  # the run's step time is the median of the last 1000
+NAN_LOSS = "nan-loss"  # kind of the failure of a run whose loss or gradients are not finite
+NAN_HINT = "lower --lr, lengthen --warmup-steps, or set --gradient-clipping"
 # keys of a StepRecord that `extra_metrics` may return
 EXTRA = ("loss_d", "loss_g", "loss_scale", "skipped_steps", "router_loss", "expert_load_most", "expert_load_least")
 OF_DATA = ("truncated", "dropped")  # keys of a StepRecord, if the data has conversations
@@ -180,8 +182,7 @@ class MetricsRecorder:
     def stop_at_evaluation(self, step: int, loss: float) -> None:
         """Raise RunFailed for a validation loss that is not finite. The loss is the same on all ranks."""
         message = f"the validation loss after step {step + 1} is {loss}; {self._last_good()}"
-        hint = "lower --lr, lengthen --warmup-steps, or set --gradient-clipping"
-        raise RunFailed(Problem(kind="nan-loss", message=message, hint=hint, where=f"step {step + 1}"))
+        raise RunFailed(Problem(kind=NAN_LOSS, message=message, hint=NAN_HINT, where=f"step {step + 1}"))
 
     def _last_good(self) -> str:
         good = self.last
@@ -196,7 +197,5 @@ class MetricsRecorder:
         samples = sorted({n for part in gathered for n in part})
         message = f"the loss of step {step.step + 1} is {loss}; sample indices of its batch: {samples}; "
         hint = "lower --lr, lengthen --warmup-steps, set --gradient-clipping, or inspect these samples"
-        problem = Problem(
-            kind="nan-loss", message=message + self._last_good(), hint=hint, where=f"step {step.step + 1}"
-        )
+        problem = Problem(kind=NAN_LOSS, message=message + self._last_good(), hint=hint, where=f"step {step.step + 1}")
         raise RunFailed(problem)

@@ -22,9 +22,9 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run_folder import Start
 from zerofit.train.checkpoint_engine import SyncedCheckpointEngine
 from zerofit.train.frozen import refuse_other_frozen
-from zerofit.train.shard_index import IndexedShard, indexed_shards, loss_scaler
+from zerofit.train.shard_index import IndexedShard, indexed_shards
 from zerofit.train.trainer import EngineTrainer, persistent_buffers
-from zerofit.train.zero_layouts import Unsupported, in_memory, inner_optimizer, to_training_precision
+from zerofit.train.zero_layouts import Unsupported, in_memory, inner_optimizer, loss_scaler, to_training_precision
 
 # Which way a checkpoint is read:
 #

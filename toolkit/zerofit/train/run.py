@@ -36,16 +36,19 @@ from zerofit.spec.profiling import Numbers
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.build import stored_by_engine
 from zerofit.train.callbacks import Callback, EventLog, StepRecord, load_callbacks, make_loggers
+from zerofit.train.check_loss import LossCheck
 from zerofit.train.engines import ZeroTrainer
 from zerofit.train.expert_split import share_of
 from zerofit.train.frozen import frozen_weights
 from zerofit.train.gan import EpochDrawings, GanTrainer
 from zerofit.train.heartbeat import RankProgress
+from zerofit.train.leaks import LeakWatch
 from zerofit.train.loop import Loop, LoopResult
 from zerofit.train.measured import ForecastFigure, memory_figures
-from zerofit.train.memory import MemoryWatch
+from zerofit.train.memory import MemoryWatch, record_allocations
 from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.pipeline import PipelineTrainer
+from zerofit.train.process_group import rank_device
 from zerofit.train.rank_shares import measured_shares
 from zerofit.train.restore import resume
 from zerofit.train.saver import Saver
@@ -88,10 +91,14 @@ class RankRun:
         if self.rank == 0:
             watches = [self._watch] if self._watch else []
             callbacks = [*make_loggers(job, folder), *watches, *load_callbacks(job.run.callbacks), *callbacks]
+        if job.run.record_memory:
+            self._record_memory()
         events.phase("reading the data")
         self.data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
         events.phase("building the model and the DeepSpeed engine")
         self.trainer = _make_trainer(job, coords, self.data, model)
+        if job.run.check_loss:
+            self.trainer.loss_check = LossCheck(self.trainer.engines().values())
         if isinstance(self.trainer, PipelineTrainer) and job.run.pipeline_balance == "time":
             events.stages(self.trainer.stages)  # known only after the measurement
         if self.rank == 0 and isinstance(self.trainer, GanTrainer):
@@ -116,7 +123,14 @@ class RankRun:
             save=self._saver.save,
             callbacks=callbacks,
             profile=_profile_of(job, self.rank, self.trainer, folder),
+            leaks=LeakWatch(self.trainer.device, events.warning) if self.rank == 0 and not job.run.compile else None,
         )
+
+    def _record_memory(self) -> None:
+        if rank_device().type == "cuda":
+            record_allocations(self.folder.rank_memory(self.rank))
+        else:
+            self._events.note("--record-memory has no effect: it needs GPUs")
 
     def _shared_out(self, job: Job) -> Job:
         """Return the job with samples distributed by the ranks' measured speeds, if the run requests it."""
@@ -286,17 +300,24 @@ def check_replicas(trainer: EngineTrainer) -> None:
     Replicas get the same gradients, so a difference means that a collective or a device has failed. ZeRO-3 has no
     replicas.
     """
+    apart = replicas_apart(trainer)
+    if apart:
+        count = len(list(trainer.module.parameters()))
+        message = f"{len(apart)} of {count} parameters differ between ranks, {apart[0]} first"
+        raise RunFailed(Problem(kind="ranks-apart", message=message, hint="check every rank's log and device"))
+
+
+def replicas_apart(trainer: EngineTrainer) -> list[str]:
+    """Return the names of parameters that differ between the ranks that hold a replica; all ranks call this."""
     if trainer.job.layout.zero_stage == 3:
-        return
+        return []
     engine, held = trainer.engine, dict(trainer.module.named_parameters())
     experts = {name: p for name, p in held.items() if share_of(p)}
     apart = _apart({name: p for name, p in held.items() if name not in experts}, engine.seq_data_parallel_group)
     if experts:
         (group,) = engine.expert_data_parallel_group.values()
         apart += _apart(experts, group)
-    if apart:
-        message = f"{len(apart)} of {len(held)} parameters differ between ranks, {apart[0]} first"
-        raise RunFailed(Problem(kind="ranks-apart", message=message, hint="check every rank's log and device"))
+    return apart
 
 
 def _apart(parameters: dict[str, nn.Parameter], group: Any) -> list[str]:

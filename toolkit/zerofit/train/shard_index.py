@@ -24,6 +24,7 @@ from zerofit.train.zero_layouts import (
     frozen_shards,
     inner_optimizer,
     local_shards,
+    loss_scaler,
     states_of,
 )
 
@@ -163,11 +164,3 @@ def _counters(engine: Any) -> dict[str, Any]:
         "lr_scheduler": {k: v for k, v in schedule.items() if type(v) in (int, float)},
         "loss_scaler": scaler and {k: getattr(scaler, k) for k in SCALER if hasattr(scaler, k)},
     }
-
-
-def loss_scaler(engine: Any) -> Any | None:
-    """Return fp16's dynamic loss scaler at any ZeRO stage; None if there is none."""
-    optimizer = engine.optimizer
-    scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
-    dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
-    return scaler if dynamic else None

@@ -24,6 +24,7 @@ from zerofit.train.expert_split import gathered_experts, published_names
 
 if TYPE_CHECKING:
     from zerofit.train.averaging import AveragedWeights
+    from zerofit.train.check_loss import LossCheck
 
 Batch = dict[str, Any]  # one micro batch: "inputs", "labels", "weight", "indices", ...
 
@@ -51,6 +52,7 @@ class EngineTrainer(ABC):
     engine: Any  # the engine whose learning rate and gradient norm are recorded
     device: torch.device
     averaged: AveragedWeights | None = None  # if the run averages its weights
+    loss_check: LossCheck | None = None  # with --check-loss
 
     @property
     def module(self) -> nn.Module:

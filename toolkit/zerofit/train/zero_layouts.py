@@ -133,6 +133,14 @@ def inner_optimizer(engine: Any) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
+def loss_scaler(engine: Any) -> Any | None:
+    """Return fp16's dynamic loss scaler at any ZeRO stage; None if there is none."""
+    optimizer = engine.optimizer
+    scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
+    return scaler if dynamic else None
+
+
 def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
     """Return the states of a master by kind; {} for optimizers that keep numbers per block, row or column.
 

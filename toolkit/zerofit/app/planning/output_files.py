@@ -51,7 +51,8 @@ def write_accelerate(folder: Path, layout: PlannedLayout, cluster: Cluster) -> t
     """Write a layout of FSDP2 for `accelerate launch`; return its path. Raises UserError."""
     batch = f"per_device_train_batch_size {layout.micro_batch}, gradient_accumulation_steps {layout.accumulation}"
     more = "" if cluster.nodes == 1 else "; give --machine_rank, --main_process_ip and --main_process_port on each node"
-    text = f"# with {batch} in your script{more}\n" + yaml.safe_dump(
+    each = "gradient_accumulation_kwargs {sync_each_batch: true}, " if layout.sync_each_batch else ""
+    text = f"# with {each}{batch} in your script{more}\n" + yaml.safe_dump(
         accelerate_config(layout, cluster), sort_keys=False
     )
     return _write(folder, {NAMES[2]: text})
@@ -83,6 +84,11 @@ def accelerate_config(layout: PlannedLayout, cluster: Cluster) -> dict[str, Any]
             else {}
         ),
     }
+
+
+def write_files(folder: Path, texts: Mapping[str, str], config: Mapping[str, Any]) -> tuple[Path, ...]:
+    """Write a DeepSpeed JSON and other files; return their paths. Raises UserError."""
+    return _write(folder, {NAMES[0]: json.dumps(config, indent=2) + "\n", **texts})
 
 
 def _write(folder: Path, texts: Mapping[str, str]) -> tuple[Path, ...]:

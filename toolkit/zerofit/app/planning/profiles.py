@@ -15,6 +15,7 @@ from zerofit.models.inputs import Inputs, are_packed
 from zerofit.models.presets import PRESETS
 from zerofit.models.shipped_profiles import shipped_profile, shipped_settings
 from zerofit.plan.degrees import Degrees, heads_take, settings_of
+from zerofit.plan.tensor_split import with_split_sequence
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.extras import installed_version, missing_extra
@@ -24,7 +25,7 @@ from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, EXPERT_TYPES, Task, has_he
 from zerofit.spec.named_code import names_callable
 from zerofit.spec.partial_training import PartialTraining
 from zerofit.spec.process import deepspeed_quiet
-from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings, setting
+from zerofit.spec.profile import NOTHING_SAVED, LayerCost, Profile, Savings, setting
 from zerofit.spec.run import Run
 
 TRACED_RANKS = 8  # largest traced tensor and sequence parallel degree
@@ -45,6 +46,7 @@ class ProfileRequest:
     savings: Savings = NOTHING_SAVED
     partial: PartialTraining | None = None
     task: str | None = None  # Run.task: the training task, if it differs from the config's
+    split_sequence: bool = False  # whether tensor parallel ranks split the sequence between products too
 
     @classmethod
     def of_run(
@@ -89,7 +91,11 @@ def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, profile.as_dict())
-    return profile, path
+    return _as_split(profile, wanted), path
+
+
+def _as_split(profile: Profile, wanted: ProfileRequest) -> Profile:
+    return with_split_sequence(profile) if wanted.split_sequence else profile
 
 
 def _shipped(wanted: ProfileRequest) -> Profile | None:
@@ -111,7 +117,7 @@ def _shipped(wanted: ProfileRequest) -> Profile | None:
 def _traced(wanted: ProfileRequest, report: Reporter) -> Profile:
     report.status(f"tracing {wanted.model} on fake tensors ...")
     try:
-        return trace(wanted, report)
+        return _trace(wanted, report)
     except ModuleNotFoundError as error:
         missing = missing_extra(error)
         if missing is None:
@@ -121,6 +127,27 @@ def _traced(wanted: ProfileRequest, report: Reporter) -> Profile:
         message += "not installed"
         hint = f"{missing.hint}; shipped profiles of {wanted.model}: {have}" if have else missing.hint
         raise UserError(Problem(kind=missing.kind, message=message, hint=hint, where="MODEL")) from error
+
+
+def _with_liger(profile: Profile, wanted: ProfileRequest, report: Reporter) -> Profile:
+    """Return the profile with kernels of a plain trace, since a trace with Liger's kernels has only their memory.
+
+    The rates of a plan know how much faster Liger's kernels are than the plain ones.
+    """
+    if not wanted.savings.liger_kernel:
+        return profile
+    plain = replace(wanted, savings=wanted.savings._replace(liger_kernel=False), split_sequence=False)
+    by_rates = get_profile(plain, report)[0]
+
+    def timed(costs: dict[str, tuple[LayerCost, ...]], by: dict[str, tuple[LayerCost, ...]]) -> Any:
+        pairs = {key: zip(layers, by[key], strict=True) for key, layers in costs.items() if key in by}
+        return {key: tuple(_with_kernels(*pair) for pair in layers) for key, layers in pairs.items()}
+
+    return replace(profile, costs=timed(profile.costs, by_rates.costs), zero3=timed(profile.zero3, by_rates.zero3))
+
+
+def _with_kernels(cost: LayerCost, by: LayerCost) -> LayerCost:
+    return replace(cost, forward_kernels=by.forward_kernels, backward_kernels=by.backward_kernels)
 
 
 def kept_profile(wanted: ProfileRequest) -> Profile | None:
@@ -137,6 +164,10 @@ def kept_profile(wanted: ProfileRequest) -> Profile | None:
 
 def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
     """Trace the model on fake tensors, and report unsupported degrees. Raises UserError and ModelError."""
+    return _as_split(_trace(wanted, report), wanted)
+
+
+def _trace(wanted: ProfileRequest, report: Reporter) -> Profile:
     with deepspeed_quiet():
         from zerofit.simulate.costs.profile import TraceSetting, profile_model
     from zerofit.train.probe import models_say, task_of
@@ -156,7 +187,8 @@ def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
             pairs = [(degree, c) for degree in ordered for c in checkpointings]
             settings = [TraceSetting(wanted.precision, c, d.tp, d.sp, d.ep, wanted.savings) for d, c in pairs]
             try:
-                return profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
+                found = profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
+                return _with_liger(found, wanted, report)
             except ModelError as error:
                 if error.kind == "model-checkpointing" and len(checkpointings) > 1:
                     report.note(f"skipped: {error.message}")

@@ -26,6 +26,7 @@ from zerofit.spec.run_folder import Layout
 
 Maximum = Literal["seq-len", "micro-batch", "layers"]
 Minimum = Literal["gpus"]
+PLANNED_ONLY = ("liger_kernel", "tensor_sequence_parallel")  # options that `zerofit train` lacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +84,9 @@ class PlanningRequest:
             if size > 0 and batch % size:
                 message = f"{flag} {size} does not divide --global-batch {batch}"
                 problems.add("batch-size", message, f"remove {flag}, or use a divisor", flag)
-        for name in ("liger_kernel", "tensor_sequence_parallel") if self.write else ():
-            if self.pins.get(name):
-                flag = "--" + name.replace("_", "-")
-                problems.add("usage", f"--write with {flag}: zerofit train does not use it", f"remove {flag}", flag)
+        for place in (flag for flag, given in (("--write", self.write), ("--confirm", self.confirm)) if given):
+            for flag in (f"--{name.replace('_', '-')}" for name in PLANNED_ONLY if self.pins.get(name)):
+                problems.add("usage", f"{place} with {flag}: zerofit train does not use it", f"remove {flag}", flag)
         if self.maximum and self.minimum:
             problems.add("usage", "--max and --min exclude each other", "use one of them", "--max, --min")
         if self.tuned and self.measured:
@@ -136,7 +136,9 @@ class PlanningRequest:
     def _check_engines(self, problems: Problems) -> None:
         """Add a problem for each option that applies only to DeepSpeed's layouts, if other engines are planned too."""
         given = {"--from": self.tuned, "--measured": self.measured, "--ds-config": self.pins.get("ds_config")}
-        given |= {f"--{name.replace('_', '-')}": self.pins.get(name) for name in Savings._fields}
+        given |= {
+            f"--{name.replace('_', '-')}": self.pins.get(name) for name in Savings._fields if name not in PLANNED_ONLY
+        }
         for flag in (flag for flag, value in given.items() if value):
             message = f"--engine {','.join(self.engines)} with {flag}, which is for DeepSpeed alone"
             problems.add("usage", message, "remove one of them", f"--engine, {flag}")

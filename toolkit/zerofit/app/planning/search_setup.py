@@ -18,10 +18,12 @@ from zerofit.plan.memory import Forecaster
 from zerofit.plan.search import Correct
 from zerofit.plan.software import Software
 from zerofit.plan.space import PlanRequest
+from zerofit.plan.tensor_split import with_split_sequence
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import Calibration, read_calibration
+from zerofit.spec.model_facts import LIGER_TYPES
 from zerofit.spec.named_code import refuse_foreign_code
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import Profile
@@ -62,6 +64,9 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
     correct = corrections.correct if corrections else None
     if stored is not None:
         request.refuse_meaningless(stored)
+        if pins.get("liger_kernel"):
+            report.note(f"--liger-kernel changes only times: {request.profile} has the memory of its own kernels")
+        stored = with_split_sequence(stored) if wanted.software.tensor_sequence_parallel else stored
         setup = SearchSetup(profile=stored, request=wanted, top=request.top, correct=correct)
         return setup, request.profile
     assert isinstance(request.model, str)
@@ -79,9 +84,12 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
         savings=savings_of(pins, request.ds_config),
         partial=Run(**request.part).partial,
         task=pins.get("task"),
+        split_sequence=wanted.software.tensor_sequence_parallel,
     )
     profile, file = get_profile(traced, report)
     request.refuse_meaningless(profile)
+    if pins.get("liger_kernel") and profile.model_type not in LIGER_TYPES:
+        report.note(f"Liger has no kernels for {profile.model_type or profile.model}: the plan uses its cross-entropy")
     traced = replace(traced, seq_len=profile.seq_len)
     setup = SearchSetup(profile=profile, request=wanted, traced=traced, top=request.top, correct=correct)
     return setup, file

@@ -15,7 +15,15 @@ from zerofit.config.ds_json import write_for_trainer
 from zerofit.simulate.endings import note_failed, optional
 from zerofit.simulate.forecast.assess import SimulatedScriptRank, assess
 from zerofit.simulate.forecast.processes import simulate_all
-from zerofit.simulate.forecast.result import KnobResult, LongestBatch, SimulatedScript, Simulation, in_order, severity
+from zerofit.simulate.forecast.result import (
+    KnobResult,
+    LongestBatch,
+    SimulatedScript,
+    Simulation,
+    WorstCase,
+    in_order,
+    severity,
+)
 from zerofit.simulate.forecast.script_knobs import ScriptKnob, script_knobs
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.record import RankRecord
@@ -103,6 +111,8 @@ def simulate_script(
         simulation = _with_longest(usual, with_longest[0]) if with_longest else usual
         assessed.append((targets[0], records[0], simulation))
     target, record, worst = max(assessed, key=lambda entry: severity(entry[2]))
+    if record.routed:
+        worst = _with_worst_routing(worst, target, cluster, report)
     if trace is not None:
         write_trace(Path(trace), trace_of_script(record, worst.rank, cluster))
     if snapshot is not None:
@@ -216,15 +226,29 @@ def _assessed(target: ScriptTarget, record: RankRecord | Problem, cluster: Clust
 def _with_longest(usual: Simulation, longest: Simulation) -> Simulation:
     """Return a simulation with the memory of the longest batches added. It fits only if these batches fit too."""
     assert isinstance(usual.run, SimulatedScript) and isinstance(longest.run, SimulatedScript)
-    names = ("peak_bytes", "peak_phase", "reserved_bytes", "fits", "because")
     tokens = longest.run.facts.longest_seen
-    run = replace(usual.run, longest=LongestBatch(tokens=tokens, **{name: getattr(longest, name) for name in names}))
+    run = replace(usual.run, longest=LongestBatch.of(longest, tokens=tokens))
     if longest.fits or not usual.fits:
         return replace(usual, run=run)
     because = f"With batches of {tokens} tokens: {longest.because}"
     return replace(
         usual, run=run, fits=False, verdict=longest.verdict, margin_bytes=longest.margin_bytes, because=because
     )
+
+
+def _with_worst_routing(usual: Simulation, target: ScriptTarget, cluster: Cluster, report: Reporter) -> Simulation:
+    """Return a simulation with the memory of a rank whose experts get all tokens. Its verdict does not change.
+
+    The tokens choose the first experts, which are on rank 0 or, in a pipeline, on the first rank of the stage.
+    """
+    crowded = replace(target, crowded=True, rank=target.rank if target.received else 0, stacks=False)
+    records = simulate_all([crowded], lambda text: report.status(f"worst routing: {text}"))
+    if isinstance(records[0], Problem):
+        note_failed(records, "worst routing", report)
+        return usual
+    assert isinstance(usual.run, SimulatedScript)
+    worst = WorstCase.of(_assessed(crowded, records[0], cluster))
+    return replace(usual, run=replace(usual.run, worst_routing=worst))
 
 
 def check_command(script: ScriptCommand, cluster: Cluster, *, rank: int, steps: int) -> None:

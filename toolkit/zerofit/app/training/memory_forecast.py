@@ -35,8 +35,8 @@ SAVE = "save"  # the phase in which the trained model is written
 # fields of a run that do not affect memory; runs that differ only in these fields share one simulation
 _INDIFFERENT = {"output", "resume", "seed", "lr", "min_lr", "steps", "epochs", "data", "data_root", "text_field"}
 _INDIFFERENT |= {"save_every", "save_async", "keep_last", "keep_every", "eval_every", "eval_samples", "log_every"}
-_INDIFFERENT |= {"callbacks", "tensorboard", "wandb", "heartbeat_timeout", "tokenizer", "profile", "profile_ranks"}
-_INDIFFERENT |= {"ds_config"}  # replaced by the job's filled-in JSON
+_INDIFFERENT |= {"callbacks", "tensorboard", "wandb", "heartbeat_timeout", "check_loss", "tokenizer", "profile"}
+_INDIFFERENT |= {"profile_ranks", "record_memory", "ds_config"}  # ds_config is replaced by the job's filled-in JSON
 
 
 # The memory of a rank over its life, from few simulated ranks:

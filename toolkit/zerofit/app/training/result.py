@@ -125,6 +125,9 @@ def _reported(folder: RunFolder, failure: dict[str, Any]) -> Problem:
     problem = Problem(**failure["problems"][0])
     host = f" on {failure['host']}" if "host" in failure else ""
     message = f"rank {failure['rank']}{host}: {problem.message}"
+    if problem.kind == "nan-loss":
+        hint = f"`zerofit replay {shlex.quote(str(folder.path))}` names the cause; or {problem.hint}"
+        problem = replace(problem, hint=hint)
     return replace(problem, message=message, hint=problem.hint or f"see its log: {folder.rank_log(failure['rank'])}")
 
 

@@ -117,7 +117,21 @@ def run_once(
     attempt: int = 1,
     handle_signals: bool = False,
 ) -> TrainingResult:
-    """Start the ranks, report their events, and return their result.
+    """Start the ranks, report their events, and return their result; see `run_ranks`."""
+    result = run_ranks(folder, site, watch, report, attempt=attempt, handle_signals=handle_signals)
+    return TrainingResult.of(folder, result)
+
+
+def run_ranks(
+    folder: RunFolder,
+    site: LaunchSite,
+    watch: Watch,
+    report: Reporter,
+    *,
+    attempt: int = 1,
+    handle_signals: bool = False,
+) -> dict[str, Any]:
+    """Start the ranks, report their events, and return what rank 0 wrote into result.json.
 
     `handle_signals`: the first SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop (main thread only). Raises
     RunFailed with the cause of a failure, DoesNotFit and Stopped.
@@ -153,4 +167,4 @@ def run_once(
         for note in site.sweep(spec.run_id) if site.sweep else ():
             report.note(note)
     seen = ended.verdict.problem if ended.verdict else None
-    return TrainingResult.of(folder, outcome(folder, ended.code, site.again, seen, ended.failures))
+    return outcome(folder, ended.code, site.again, seen, ended.failures)

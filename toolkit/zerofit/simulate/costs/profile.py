@@ -23,6 +23,7 @@ from zerofit.models.depth import of_all_layers
 from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, are_packed, are_padded, tensors_of
 from zerofit.models.layer_drop import EveryLayer
 from zerofit.models.layers import as_layers
+from zerofit.models.liger import fused_linear_loss, fused_loss
 from zerofit.models.sections import ModelSection, watched
 from zerofit.simulate.costs.layers import MICRO_BATCHES, ProfileRecorder, cost_of, layer_of
 from zerofit.simulate.costs.traced_experts import without_ranks
@@ -31,7 +32,7 @@ from zerofit.simulate.fakes.kernels import as_on
 from zerofit.simulate.fakes.quantized import traced_bits
 from zerofit.simulate.ops.costs import scratch_on
 from zerofit.spec.errors import reason_of
-from zerofit.spec.model_facts import Task
+from zerofit.spec.model_facts import LIGER_TYPES, Task
 from zerofit.spec.profile import ZERO3, LayerCost, LayerRun, Linear, Profile, setting
 from zerofit.train import loss as train_loss
 from zerofit.train.loss import head_loss, weighted_cross_entropy
@@ -210,7 +211,7 @@ def _run(
 
     handles = recorder.watch()
     try:
-        with recorder, watched(subject.units, begin), torch.device("meta"), _stand_ins(recorder, device):
+        with recorder, watched(subject.units, begin), torch.device("meta"), _stand_ins(recorder, device, one):
             handles += recorder.watch_modules()  # after the hooks that begin sections
             recorder.mark("forward", 0)
             batch, kept = _batch(inputs, count, one, device)
@@ -234,12 +235,17 @@ def _run(
 
 
 @contextmanager
-def _stand_ins(recorder: ProfileRecorder, device: str) -> Iterator[None]:
-    """Save activations to the host as on a GPU, and run only two chunks of a chunked loss."""
+def _stand_ins(recorder: ProfileRecorder, device: str, one: TraceSetting) -> Iterator[None]:
+    """Save activations to the host as on a GPU, run only two chunks of a chunked loss, and use Liger's loss."""
     to_host = recorder.keeping_on_host if device == "cuda" else lambda pin_memory: nullcontext()
     in_chunks = patch.object(train_loss, "chunk_starts", recorder.few_chunks)
+    liger = (
+        patch.object(train_loss, "linear_cross_entropy", fused_linear_loss)
+        if one.savings.liger_kernel
+        else nullcontext()
+    )
     alone = without_ranks(device, recorder.exchange)
-    with in_chunks, alone, patch.object(models_checkpointing, "save_on_cpu", to_host), EveryLayer():
+    with in_chunks, liger, alone, patch.object(models_checkpointing, "save_on_cpu", to_host), EveryLayer():
         yield
 
 
@@ -267,7 +273,9 @@ def _loss(
     if not hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters:  # computes its loss
         out = model(input_ids=x, labels=labels) if task == "causal-lm" else model(x, labels=labels)
         return output_part(out, "loss")
-    head = head_loss(model, one.savings.loss_chunk, inside=True)
+    liger = one.savings.liger_kernel
+    fused = liger and getattr(getattr(model, "config", None), "model_type", None) in LIGER_TYPES
+    head = head_loss(model, one.savings.loss_chunk or (1 if fused else None), inside=True)  # Liger has its own chunks
     if head:
         with head.with_labels(labels):
             loss, aux = forward_logits(model, x, **extra)
@@ -277,5 +285,6 @@ def _loss(
         logits, aux = forward_logits(model, x, **extra)
         logits = output_part(logits, "logits")
         recorder.handed_on[recorder.segments[-1].key[1]] = logits.nbytes
-        loss = weighted_cross_entropy(logits, labels, 1.0, one.savings.loss_chunk)
+        cross_entropy = fused_loss if liger else weighted_cross_entropy
+        loss = cross_entropy(logits, labels, 1.0, one.savings.loss_chunk)
     return loss if aux is None else loss + aux

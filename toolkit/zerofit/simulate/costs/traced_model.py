@@ -22,6 +22,7 @@ from zerofit.models.dtypes import DTYPES
 from zerofit.models.equal_layers import equal_layers, few_layers
 from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import Inputs
+from zerofit.models.liger import use_liger
 from zerofit.models.quantized import compute_in
 from zerofit.models.sections import ModelSection, block_lists, block_sections, stage_sections
 from zerofit.models.tiled_mlp import tile_mlps
@@ -88,6 +89,8 @@ def make_subject(
         keep_on_host(model)
     if setting.savings.mlp_chunk:
         tile_mlps(model, setting.savings.mlp_chunk)
+    elif setting.savings.liger_kernel:
+        use_liger(model)
     if setting.dtype != torch.float32:
         for parameter in model.parameters():  # buffers keep their dtype (deepspeed/runtime/engine.py:1851)
             if parameter.is_floating_point():

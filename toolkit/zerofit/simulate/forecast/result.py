@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from zerofit.models.inputs import Inputs
 from zerofit.report.html_table import html_table
@@ -56,15 +56,27 @@ class SimulatedRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongestBatch:
-    """The same script with every batch at the longest length that the script allows."""
+class WorstCase:
+    """The memory of the same script under an assumption that makes shapes larger."""
 
-    tokens: int
     peak_bytes: int
     peak_phase: str
     reserved_bytes: int
     fits: bool
     because: str
+
+    @classmethod
+    def of(cls, found: Simulation, **more: int) -> Self:
+        """Return the figures of a simulation."""
+        names = ("peak_bytes", "peak_phase", "reserved_bytes", "fits", "because")
+        return cls(**{name: getattr(found, name) for name in names}, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongestBatch(WorstCase):
+    """The same script with every batch at the longest length that the script allows."""
+
+    tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +86,7 @@ class SimulatedScript:
     command: str  # as typed
     facts: ScriptFacts
     longest: LongestBatch | None = None  # if requested
+    worst_routing: WorstCase | None = None  # with all tokens at the same experts; None if shapes do not depend on it
 
     @property
     def model(self) -> str:
@@ -87,8 +100,9 @@ class SimulatedScript:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the part of `zerofit simulate --json` about the script."""
-        longest = {"longest": field_data(self.longest)} if self.longest else {}
-        return {"command": self.command, **field_data(self.facts), "is_upper_bound": self.is_upper_bound, **longest}
+        cases = {"longest": self.longest, "worst_routing": self.worst_routing}
+        worse = {name: field_data(case) for name, case in cases.items() if case}
+        return {"command": self.command, **field_data(self.facts), "is_upper_bound": self.is_upper_bound, **worse}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +209,8 @@ class Simulation:
     trace: Path | None = None  # the trace of a step that was written
     snapshot: Path | None = None  # the memory snapshot that was written
     against: BaselineComparison | None = None  # comparison with an earlier simulation
-    timeline: tuple[MemoryPoint, ...] = field(default=(), repr=False)  # for `plot`; () if layers were extrapolated
+    timeline: tuple[MemoryPoint, ...] = field(default=(), repr=False)  # () if layers were extrapolated
+    with_timeline: bool = field(default=False, repr=False)  # whether `to_dict` has it: it is long
     allocations: RankAllocations | None = field(default=None, repr=False, compare=False)  # for `write_snapshot`
     simulate_knobs: SimulateKnobs | None = field(default=None, repr=False, compare=False)
 
@@ -212,7 +227,8 @@ class Simulation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON of `zerofit simulate --json`; "knobs" are the simulated changes."""
-        left_out = ["tried", "timeline", "allocations", "simulate_knobs"]
+        left_out = ["tried", "with_timeline", "allocations", "simulate_knobs"]
+        left_out += [] if self.with_timeline else ["timeline"]
         left_out += [name for name in ("stages", "picture", "trace", "snapshot", "against") if not getattr(self, name)]
         return {**field_data(self, *left_out), "knobs": plain_data(self.tried)}
 

@@ -204,7 +204,7 @@ def timeline(ledger: Ledger, points: int = 2000) -> tuple[MemoryPoint, ...]:
     events = list(ledger.events)  # a copy: garbage collection may add releases during the loop
     stretch = max(1, len(events) // points)
     marks = [*ledger.marks, PhaseMark(event=len(events) + 1, name="", step=-1)]
-    found: list[MemoryPoint] = []
+    found: list[tuple[int, PhaseMark, dict[str, int], Storage | None]] = []
     alive: Counter[str] = Counter()
     phase, highest = 0, -1
     for number, (index, change) in enumerate(events):
@@ -218,6 +218,16 @@ def timeline(ledger: Ledger, points: int = 2000) -> tuple[MemoryPoint, ...]:
         if alive.total() > highest:
             if highest >= 0:
                 found.pop()  # a lower moment of the same stretch
-            found.append(MemoryPoint(t=number, phase=marks[phase].name, step=marks[phase].step, bytes=dict(+alive)))
+            found.append((number, marks[phase], dict(+alive), storage if change > 0 else None))
             highest = alive.total()
-    return tuple(found)
+    return tuple(
+        MemoryPoint(
+            t=number,
+            phase=mark.name,
+            step=mark.step,
+            bytes=kinds,
+            module=storage.module if storage else "",
+            at=storage.own or place_in_code(storage) if storage else "",
+        )
+        for number, mark, kinds, storage in found
+    )

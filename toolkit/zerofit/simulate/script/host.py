@@ -87,7 +87,7 @@ def tensor_values(meter: ScriptTracker) -> None:
     """
 
     def to_numpy(self: Any, *, force: bool = False) -> Any:
-        known = known_value(self)
+        known = meter.read(self)
         if known is not None:
             return known.numpy(force=force)
         meter.note("values of a tensor on the device: taken as zeros", here=True)

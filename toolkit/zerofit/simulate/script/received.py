@@ -37,6 +37,9 @@ def replicate(name: str, args: OpArguments, summed: bool) -> None:
     elif name == "c10d::_allgather_base_":
         flat = args[1].reshape(-1)
         args[0].view(-1).copy_(flat.repeat(args[0].numel() // max(1, flat.numel())))
+    elif name == "c10d::alltoall_base_" and not args[3]:  # in equal parts
+        group = dist.ProcessGroup.unbox(args[2])
+        args[0].copy_(args[1].chunk(group.size())[group.rank()].repeat(group.size(), *[1] * (args[1].dim() - 1)))
     elif name == "c10d::allreduce_" and summed:
         for t in args[0]:
             if t.dtype != torch.bool:

@@ -31,14 +31,14 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.distributed_c10d import Work
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofit.simulate.costs.kernels import call_of, one_kernel
 from zerofit.simulate.costs.layers import is_kernel
-from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, bytes_of
+from zerofit.simulate.ops import shortcuts
+from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, bytes_of, leaves_of
 from zerofit.simulate.ops.issued import COPY, HOOKS, HOST_STEP, KERNEL, ON_HOST, STEP, CommunicatingRanks, IssuedWork
-from zerofit.simulate.ops.shortcuts import as_stored
 from zerofit.simulate.ops.tracker import (
     FUNCTIONAL,
     AllocationTracker,
@@ -49,7 +49,7 @@ from zerofit.simulate.ops.tracker import (
     own_line,
 )
 from zerofit.simulate.script.received import alike, replicate
-from zerofit.simulate.script.values import decided, forget, keep, known_value, largest
+from zerofit.simulate.script.values import RULES, choices, decided, forget, is_assumed, keep, known_value, largest
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 _HOST = torch.device("cpu")
@@ -60,13 +60,16 @@ _DEVICE_OF = torch.ops.prim.device.default
 _VALUE_OF = torch.ops.aten._local_scalar_dense.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _TO_COPY = torch.ops.aten._to_copy.default
+_HISTC = torch.ops.aten.histc.default
+_TOP_K = torch.ops.aten.topk.default
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
 _BOUNDED = (
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.masked_select.default,
-    torch.ops.aten._unique2.default,
-    torch.ops.aten.unique_dim.default,
-    torch.ops.aten.unique_consecutive.default,
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "torchvision::nms",  # which then keeps all boxes
 )
 # arguments of theirs are storages, which the key of a cached result would keep alive
 _OF_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
@@ -75,6 +78,7 @@ _NEW = tuple(f"aten::{name}" for name in _FACTORIES)
 _COPIES = ("_to_copy", "copy_")
 _IS_PINNED = "aten::is_pinned"
 _PINNING = (_IS_PINNED, "aten::_pin_memory")
+_FILLED = ("c10d::_allgather_base_", "c10d::alltoall_base_")  # output and input are two tensors
 _PEER_TO_PEER = ("c10d::send", "c10d::recv_")
 _UNDEFINED = ("aten::empty", "aten::new_empty")
 
@@ -101,10 +105,13 @@ class ScriptTracker(AllocationTracker):
         self.notes: Counter[str] = Counter()  # each approximation, and how often it was used
         self.inexact: set[str] = set()  # the notes that make the figures an upper bound
         self.without_rule = ""  # the last op without a rule for the shapes of its outputs
+        self.failed: RuntimeError | None = None  # of a gradient's sum, in a thread of autograd
         self.ops_on_fakes = 0  # how many have run
         self.compiles = False  # whether the script has compiled a model or function of its own
         self.gpus = 1  # per node
         self.all_true = False  # whether masks of unknown values count as all True without a note
+        self.crowded = False  # whether all tokens choose the same experts; otherwise experts get equal shares
+        self.routed = False  # whether the script has read which tokens an expert gets
         self.widened: list[tuple[int, int]] = []  # float32 copies of 16-bit tensors: index, last dimension
         self.autocast: torch.dtype | None = None  # the type that autocast used in training
         # handle of a send or receive -> its tensors, which it keeps alive (WorkNCCL::outputs_)
@@ -147,7 +154,7 @@ class ScriptTracker(AllocationTracker):
             return args[0]
         pins = self.device == "cuda" and kwargs.get("pin_memory")
         kwargs = {**kwargs, "pin_memory": False} if pins else kwargs
-        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        leaves = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
         faked = any(isinstance(t, FakeTensor) for t in leaves)
         if faked or kwargs.get("device") == SIMULATED or (not leaves and self._holds_nothing(name, args, kwargs)):
             out = self._on_fakes(func, name, args, kwargs, leaves)
@@ -161,7 +168,7 @@ class ScriptTracker(AllocationTracker):
         sends = name.startswith("c10d::")
         if is_collective(name):
             self._note_collective(name, args, out)
-            self._works = [Work.unbox(t) for t in tree_leaves(out) if isinstance(t, torch._C.ScriptObject)]
+            self._works = [Work.unbox(t) for t in leaves_of(out) if isinstance(t, torch._C.ScriptObject)]
             if name in _PEER_TO_PEER:
                 self._held[self._works[0]] = args[0]
             self.received = tree_map(lambda t: weakref.ref(t) if isinstance(t, Tensor) else t, args[0])
@@ -223,7 +230,7 @@ class ScriptTracker(AllocationTracker):
         """Record what an op launches: a kernel, a copy between host and device, or work on the host."""
         assert self.streams.issued is not None
         copies = func._overloadpacket.__name__ in _COPIES  # copies of real batches count, too
-        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor if copies else FakeTensor)]
+        tensors = [t for t in leaves_of((args, kwargs, out)) if isinstance(t, Tensor if copies else FakeTensor)]
         places = {t.device.type for t in tensors}
         backward = torch._C._current_autograd_node() is not None
         module, inside = self._call_site()[0] if backward else self._module, backward or bool(self._running)
@@ -245,7 +252,7 @@ class ScriptTracker(AllocationTracker):
         near = sum(rank // self.gpus == dist.get_rank() // self.gpus for rank in members)
         ranks = CommunicatingRanks(group.group_name, len(members), max(1, near))
         number = object()
-        for handle in self._works or tree_leaves(out):  # a functional collective returns no handle but its result
+        for handle in self._works or leaves_of(out):  # a functional collective returns no handle but its result
             self._awaited[handle] = number
         moved = max(map(bytes_of, (*args, out)), default=0)
         self.streams.issued.send(self._issued(op, bytes=moved), ranks, [number])
@@ -266,7 +273,7 @@ class ScriptTracker(AllocationTracker):
 
     def ran(self, name: str, args: object) -> None:
         """Record that one of DeepSpeed's C++ ops ran in place, such as Adam on the device or on the host."""
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()]
+        tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor) and leaf.dim()]
         if self.streams.issued is None or not tensors:
             return
         size = sum(t.nbytes for t in tensors)
@@ -292,7 +299,7 @@ class ScriptTracker(AllocationTracker):
     ) -> OpOutput:
         self.ops_on_fakes += 1
         if func is _VALUE_OF:
-            known = known_value(args[0])
+            known = self.read(args[0])
             if known is None:
                 return self._stand_in(func, args)
             with unset_fake_temporarily():
@@ -311,18 +318,29 @@ class ScriptTracker(AllocationTracker):
         keyed = disable_fake_tensor_cache(self.fakes) if func in _OF_STORAGES else nullcontext()
         try:
             with keyed:
-                out = as_stored(func, taken, func(*taken, **named))
+                out = shortcuts.run(func, taken, named)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             out = self._by_values(func, args, kwargs, leaves, error)
         except RuntimeError as error:
             if isinstance(error, NotImplementedError) or "no fake impl" in str(error):
                 self.without_rule = name
-            raise
+            if name != "aten::add_" or args[0].numel() or not args[1].numel():
+                raise
+            # torch's engine crashes if the sum of a gradient fails; `FaultLog.watch` raises the error after backward
+            self.failed, out = error, args[0]
         self._keep_values(func, name, args, kwargs, leaves, out)
         if func is _TO_COPY and isinstance(out, FakeTensor) and out.fake_device.type == "cpu":
-            known = known_value(out)
+            known = self.read(out)
             return out if known is None else known  # back on the host, where tensors are real
         return out
+
+    def read(self, tensor: Tensor) -> Any:
+        """Return a tensor's known value, on which a shape or the script's control flow depends; None if unknown."""
+        if is_assumed(tensor) and not self.routed:
+            self.routed = True
+            share = "all tokens choose the same experts" if self.crowded else "every expert gets as many tokens"
+            self.note(f"tokens choose experts by values on the device: {share}", here=True)
+        return known_value(tensor)
 
     def _stand_in(self, func: OpOverload, args: OpArguments) -> object:
         """Return a harmless value for one that only a GPU could compute. Note it if the script's own code needs it."""
@@ -339,7 +357,7 @@ class ScriptTracker(AllocationTracker):
         """
         if not isinstance(index, FakeTensor) or index.dtype != torch.bool:
             return [index]
-        known = known_value(index)
+        known = self.read(index)
         with unset_fake_temporarily():
             if known is None:
                 if not self.all_true:
@@ -362,9 +380,12 @@ class ScriptTracker(AllocationTracker):
         For some ops the largest output is a bound. It is the output for a mask that is all True, or for distinct
         elements.
         """
-        known = all(known_value(t) is not None for t in leaves)
+        known = all(self.read(t) is not None for t in leaves)
         if not known:
-            if func not in _BOUNDED or max(t.numel() for t in leaves) > HOLDS_NOTHING_BYTES:
+            if (
+                func._overloadpacket._qualified_op_name not in _BOUNDED
+                or max(t.numel() for t in leaves) > HOLDS_NOTHING_BYTES
+            ):
                 raise error
             self.note(f"{func._overloadpacket} of unknown values: taken as its largest output", bound=True, here=True)
             args, kwargs = tree_map(largest, (args, kwargs))
@@ -377,7 +398,7 @@ class ScriptTracker(AllocationTracker):
             made = torch.empty(t.shape, dtype=t.dtype, device=where)
             made = made if isinstance(made, FakeTensor) else self.fakes.from_tensor(made)
             if known:
-                keep(made, t)
+                keep(made, t, assumed=any(map(is_assumed, leaves)))
             return made
 
         return tree_map(faked, real)
@@ -389,13 +410,19 @@ class ScriptTracker(AllocationTracker):
 
         Values that an op overwrites with unknown values are forgotten.
         """
-        if name == "c10d::_allgather_base_" and known_value(args[1]) is not None:
+        outs = [t for t in leaves_of(out) if isinstance(t, FakeTensor)]
+        if name in _FILLED and isinstance(args[0], FakeTensor) and known_value(args[1]) is not None:
             with unset_fake_temporarily(), _disable_current_modes():
-                flat = known_value(args[1]).reshape(-1)
-                gathered = flat.repeat(args[0].numel() // max(1, flat.numel())).view(args[0].shape)
-            keep(args[0], gathered)
+                filled = torch.zeros(args[0].shape, dtype=args[0].dtype)
+                replicate(name, (filled, known_value(args[1]), *args[2:]), self.reduction == dist.ReduceOp.SUM)
+            keep(args[0], filled, assumed=is_assumed(args[1]))
             return
-        outs = [t for t in tree_leaves(out) if isinstance(t, FakeTensor)]
+        if func is _TOP_K and known_value(args[0]) is None and out[1].numel() <= KEPT_INTEGERS:
+            with unset_fake_temporarily(), _disable_current_modes():
+                chosen = choices(out[1].shape, args[0].shape, crowded=self.crowded)
+            if chosen is not None:
+                keep(out[1], chosen, assumed=True)
+                return
         if len(outs) == 1 and self._keep_decided(func, args, outs[0]):
             return
         small = all(t.numel() <= (KEPT_FLOATS if t.is_floating_point() else KEPT_INTEGERS) for t in outs)
@@ -419,12 +446,14 @@ class ScriptTracker(AllocationTracker):
             for t in outs:
                 forget(t)
             return
-        for t, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
+        for t, value in zip(leaves_of(out), leaves_of(real), strict=True):
             if isinstance(t, FakeTensor) and isinstance(value, Tensor) and value.shape == t.shape:
-                keep(t, value)
+                keep(t, value, assumed=any(map(is_assumed, leaves)))
 
     def _keep_decided(self, func: OpOverload, args: OpArguments, out: FakeTensor) -> bool:
         """Keep the value of all elements of an output, if it does not depend on unknown values."""
+        if func._overloadpacket not in RULES:
+            return False
         with unset_fake_temporarily(), _disable_current_modes():
             value = decided(func, args, tuple(map(known_value, args[:2])))
             if value is None or (out.numel() > KEPT_FLOATS and out.is_floating_point()):
@@ -485,4 +514,6 @@ def _computed(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutp
     """Run an op on the host with the known values of its arguments."""
     host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == SIMULATED else kwargs
     with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+        if func is _HISTC:  # the host has no kernel for integers
+            return func(known_value(args[0]).double(), *args[1:], **host).to(args[0].dtype)
         return func(*tree_map(known_value, args), **tree_map(known_value, host))

@@ -6,6 +6,7 @@ The decision follows from known operands, or from the assumption that training c
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ _OR = (_aten.bitwise_or, _aten.bitwise_or_, _aten.logical_or, _aten.logical_or_)
 _AND = (_aten.bitwise_and, _aten.bitwise_and_, _aten.logical_and, _aten.logical_and_, _aten.mul, _aten.mul_)
 _OF_ALL = (_aten.all, _aten.any, _aten.max, _aten.min)
 _NOT_FINITE = (_aten.isnan, _aten.isinf)
+_MOST_EXPERTS = 1024  # more choices are tokens of a vocabulary, or boxes
 _EQUAL = {_aten.eq: True, _aten.ne: False}  # whether the op is True for equal operands
-_RULES = {*_OR, *_AND, *_OF_ALL, *_NOT_FINITE, *_EQUAL}
+_FILLED = {_aten.zeros_like: False, _aten.new_zeros: False, _aten.ones_like: True, _aten.new_ones: True}
+RULES = {*_OR, *_AND, *_OF_ALL, *_NOT_FINITE, *_EQUAL, *_FILLED}
 
 
 def known_value(leaf: object) -> Any:
@@ -30,14 +33,32 @@ def known_value(leaf: object) -> Any:
     return leaf.__dict__.get("_known") if isinstance(leaf, FakeTensor) else leaf
 
 
-def keep(fake: FakeTensor, value: Tensor) -> None:
-    """Store the value of a fake tensor."""
-    vars(fake)["_known"] = value  # pyright: ignore[reportIndexIssue]
+def keep(fake: FakeTensor, value: Tensor, *, assumed: bool = False) -> None:
+    """Store the value of a fake tensor. `assumed`: it follows from an assumption about a router's choices."""
+    vars(fake).update(_known=value, _assumed=assumed)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def forget(fake: FakeTensor) -> None:
     """Delete the stored value of a fake tensor."""
     vars(fake).pop("_known", None)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_assumed(leaf: object) -> bool:
+    """Return whether a tensor's value is known only by an assumption about a router's choices."""
+    return isinstance(leaf, FakeTensor) and known_value(leaf) is not None and leaf.__dict__["_assumed"]
+
+
+def choices(shape: Sequence[int], scores: Sequence[int], *, crowded: bool) -> Tensor | None:
+    """Return the indices of experts, of `shape` (..., k), that a router's top-k chooses by scores of unknown values.
+
+    The experts get equal shares or, if `crowded`, every token chooses the first k. None: a choice among so many is not
+    one of experts.
+    """
+    if len(scores) < 2 or not 0 < scores[-1] <= _MOST_EXPERTS or shape[:-1] != scores[:-1]:
+        return None
+    if crowded:
+        return torch.arange(shape[-1]).expand(*shape).contiguous()
+    return torch.arange(math.prod(shape)).reshape(*shape) % scores[-1]
 
 
 def largest(value: object) -> object:
@@ -50,15 +71,15 @@ def largest(value: object) -> object:
 
 # `done = unknown | (length >= limit)` ends a loop of generation at its own limit only by this logic of three values.
 def decided(func: OpOverload, args: OpArguments, known: OpArguments) -> bool | None:
-    """Return the value of every element of a bool output, or False for zeros; None if it depends on values.
+    """Return the value that an op of RULES gives every element: False for 0, True for 1; None if it depends on values.
 
     A known operand can decide alone: True in an `or`, False or zero in an `and` or product. Unknown floats are assumed
     to be finite, as in training that continues. So isnan, isinf and their longer forms `x != x` and `abs(x) == inf` are
     False.
     """
     packet = func._overloadpacket
-    if packet not in _RULES:
-        return None
+    if packet in _FILLED:
+        return _FILLED[packet]
     if packet in _NOT_FINITE:
         return False if known[0] is None else None
     if packet in _EQUAL:

@@ -1,0 +1,82 @@
+"""Mixtures that route tokens by values on the device, compared with steps whose routing is written out."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulate.script.scripts import facts, refused, simulated
+
+MIXTURE = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group()
+EXPERTS, CHOSEN, TOKENS, WIDTH = 8, 2, 4096, 256
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        own = EXPERTS // dist.get_world_size()
+        expert = lambda: nn.Sequential(nn.Linear(WIDTH, 1024), nn.ReLU(), nn.Linear(1024, WIDTH))
+        self.experts = nn.ModuleList(expert() for _ in range(own))
+
+    def forward(self, x):
+        scores, chosen = self.gate(x).softmax(-1).topk(CHOSEN, -1)
+        # written out: equal shares or, in the last step, the first experts for all tokens
+        numbers = torch.arange(TOKENS * CHOSEN, device="cuda").view(TOKENS, CHOSEN)
+        written = numbers % (CHOSEN if step == 3 else EXPERTS)
+        chosen = chosen if step == 1 else written
+        taken = nn.functional.one_hot(chosen, EXPERTS).sum(dim=(0, 1))
+        order = chosen.reshape(-1).argsort()
+        received = torch.empty_like(taken)
+        dist.all_to_all_single(received, taken)
+        ranks = dist.get_world_size()
+        sent, got = (counts.view(ranks, -1).sum(1).tolist() for counts in (taken, received))
+        rows = x[order // CHOSEN]
+        mine = x.new_empty((sum(got), WIDTH))
+        dist.all_to_all_single(mine, rows.detach(), got, sent)
+        parts = mine.split(received.view(ranks, -1).sum(0).tolist())
+        out = torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
+        return out.square().mean() + scores.sum()
+
+net = Mixture().cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(5):
+    net(torch.randn(TOKENS, WIDTH, device="cuda")).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.usefixtures("folder")
+def test_equal_shares_and_the_worst_routing():
+    found = simulated(MIXTURE, "torchrun --nproc_per_node 2 train.py", steps=4)
+    seen, worst = facts(found), facts(found).worst_routing
+    peaks = {step: [phase.peak_bytes for phase in found.phases if phase.step == step] for step in range(4)}
+    assert len(peaks[1]) == 3 and peaks[1] == peaks[2]
+    assert worst and worst.fits and found.peak_bytes == worst.peak_bytes == max(peaks[3]) > 1.5 * max(peaks[1])
+    assert seen.to_dict()["worst_routing"]["peak_bytes"] == worst.peak_bytes
+    assert any(note.text.startswith("tokens choose experts by values on the device") for note in seen.facts.notes)
+
+
+LEAF = """\
+import deepspeed, torch
+from deepspeed.utils import set_z3_leaf_modules
+from torch import nn
+
+net = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), nn.Linear(64, 64))
+set_z3_leaf_modules(net[0], [nn.Sequential])
+config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}
+engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+engine.backward(engine(torch.randn(4, 64).to(engine.device)).square().mean())
+"""
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_leaf_module_of_zero_3_whose_inputs_need_no_gradient():
+    """Real ranks of DeepSpeed 0.19.8 fail in the same backward, and train if the inputs require a gradient."""
+    problem = refused(LEAF)
+    assert "aten::add_" in problem.message and "SystemError" not in problem.message and problem.where == "train.py:9"
+    assert "call x.requires_grad_() on them" in problem.hint

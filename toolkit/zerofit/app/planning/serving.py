@@ -1,0 +1,146 @@
+"""`zerofit plan --serve`: whether a model fits GPUs in vLLM, and how many sequences run at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zerofit.models.catalog import find, shape_named
+from zerofit.rollout.served import ServedModel
+from zerofit.rollout.vllm import EngineMemory, EngineSettings
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.model_facts import is_text
+from zerofit.spec.run import Run
+from zerofit.spec.units import shown_bytes
+
+SETTINGS = "--rollout"
+# options of a run that are settings of vLLM, too
+SAME = {
+    "seq_len": "max_model_len",
+    "tensor_parallel": "tensor_parallel_size",
+    "precision": "dtype",
+    "quantize": "quantization",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPlan:
+    """The memory of vLLM on each GPU of a cluster."""
+
+    cluster: Cluster
+    engine: EngineMemory
+
+    @property
+    def copies(self) -> int:
+        """The number of engines that the cluster holds."""
+        return self.cluster.ranks // self.engine.settings.tensor_parallel_size
+
+    @property
+    def problem(self) -> str:
+        """Why vLLM does not start, in its own terms; "" if it does."""
+        engine, s = self.engine, self.engine.settings
+        if engine.cache_bytes <= 0:
+            counted, requested = shown_bytes(engine.counted), shown_bytes(engine.requested)
+            return f"no memory for cache blocks: weights and activations need {counted} of the {requested} allowed"
+        if engine.sequences < 1:
+            needed = shown_bytes(engine.cache.blocks_of_request(engine.need) * engine.cache.block_bytes)
+            has = shown_bytes(engine.cache_bytes)
+            return f"one request of {s.max_model_len:,} tokens needs {needed} of KV cache, but {has} are left"
+        if s.gpu_memory_utilization > engine.largest_utilization:
+            return "the memory that vLLM does not count (CUDA graphs, fragmentation) has no room"
+        return ""
+
+    @property
+    def remedies(self) -> list[str]:
+        """Changes with which it fits."""
+        engine, s = self.engine, self.engine.settings
+        low, high = engine.smallest_utilization, engine.largest_utilization
+        found = [f"gpu_memory_utilization={max(low, min(s.gpu_memory_utilization, high)):.2f}"] if low <= high else []
+        if engine.sequences < 1 and engine.longest:
+            found.append(f"max_model_len={engine.longest}")
+        if engine.sequences < 1 and self.copies > 1:
+            found.append(f"tensor_parallel_size={2 * s.tensor_parallel_size}")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the data that `zerofit plan --serve --json` prints."""
+        engine, s = self.engine, self.engine.settings
+        return {
+            "model": engine.model.name,
+            "gpu": self.cluster.device.kind,
+            "gpus": self.cluster.ranks,
+            "copies": self.copies,
+            "release": ".".join(map(str, s.release)),
+            "settings": {name: getattr(s, name) for name in EngineSettings.__dataclass_fields__ if name != "release"},
+            "device_total_bytes": self.cluster.device.memory_bytes,
+            "requested_bytes": engine.requested,
+            "breakdown": {part.name: part.bytes for part in engine.parts},
+            "cache_bytes": engine.cache_bytes,
+            "block_bytes": engine.cache.block_bytes,
+            "blocks": engine.blocks,
+            "cache_tokens": engine.cache.tokens(engine.blocks, engine.need),
+            "sequences": round(engine.sequences, 2),
+            "largest_utilization": engine.largest_utilization,
+            "smallest_utilization": engine.smallest_utilization,
+            "longest": engine.longest,
+            "fits": engine.fits,
+            "problem": self.problem or None,
+            "remedies": [] if engine.fits else self.remedies,
+        }
+
+
+def served_model(name: str, model_args: Mapping[str, Any]) -> ServedModel:
+    """Return what an engine's memory depends on in a named model or a config. Raises UserError."""
+    from zerofit.app.job.model_facts import facts_of
+    from zerofit.models.hf_config import make_config
+    from zerofit.train.probe import models_say, task_of
+
+    with models_say("MODEL"):
+        source = find(shape_named(name).name)
+        if source.family != "transformers" or not is_text(source.task):
+            message = f"{name} is not a decoder that generates text"
+            raise UserError(Problem(kind="usage", message=message, hint="name a language model", where="MODEL"))
+        args, run = dict(model_args), Run(model=source.name, model_args=dict(model_args))
+        facts = facts_of(source, task_of(source, run), None, run)
+        return ServedModel.of(source.name, make_config(source, None, args), facts.parameters)
+
+
+def settings_of(pins: Mapping[str, Any], values: Mapping[str, Any]) -> EngineSettings:
+    """Return vLLM's settings from `--rollout` and the options of a run that mean the same. Raises UserError."""
+    problems, found = Problems(), dict(values)
+    for name, value in pins.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name not in (*SAME, "model_args"):
+            problems.add("usage", f"--serve with {flag}, which is for training", "remove one of them", flag)
+        elif name in SAME and found.setdefault(SAME[name], value) != value:
+            message = f"{flag} {value}, but {SETTINGS} {SAME[name]}={found[SAME[name]]}"
+            problems.add("usage", message, "remove one of them", flag)
+    problems.raise_if_any()
+    return EngineSettings.read(found, SETTINGS)
+
+
+def serve(model: str | None, cluster: Cluster, pins: Mapping[str, Any], values: Mapping[str, Any]) -> ServingPlan:
+    """Return the memory of vLLM for a model on a cluster. Raises UserError with all problems."""
+    problems = Problems()
+    settings = problems.attempt(lambda: settings_of(pins, values))
+    if model is None:
+        problems.add("usage", "--serve needs MODEL", "name it", "MODEL")
+    if cluster.on_cpu:
+        problems.add("usage", "--serve is for GPUs", "name a kind with --gpu", "--gpu")
+    if settings and cluster.ranks % settings.tensor_parallel_size:
+        message = f"tensor_parallel_size={settings.tensor_parallel_size} does not divide {cluster.ranks} GPUs"
+        problems.add("usage", message, "use a divisor", SETTINGS)
+    problems.raise_if_any()
+    assert model and settings
+    served = served_model(model, pins.get("model_args") or {})
+    length = settings.max_model_len
+    if length and served.positions and length > served.positions:
+        message = f"max_model_len={length} is more than the {served.positions} positions of {served.name}"
+        raise UserError(Problem(kind="seq-len", message=message, hint="use fewer", where=SETTINGS))
+    if served.heads % settings.tensor_parallel_size:
+        message = f"tensor_parallel_size={settings.tensor_parallel_size} does not divide {served.heads} heads"
+        raise UserError(Problem(kind="usage", message=message, hint="use a divisor", where=SETTINGS))
+    engine = EngineMemory(model=served, settings=settings.settled(served, cluster.device), device=cluster.device)
+    return ServingPlan(cluster=cluster, engine=engine)

@@ -1,0 +1,166 @@
+"""Repeat steps of a run, and name where and why they stop being finite (`zerofit replay`)."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from zerofit.app.training.prepare_folder import find_start
+from zerofit.app.training.run_ranks import run_ranks
+from zerofit.checkpoint.store import Store
+from zerofit.config.batch import regroup
+from zerofit.explain.not_finite import Replay, cause_of
+from zerofit.launch.host import this_machine
+from zerofit.launch.local import local_site
+from zerofit.launch.ops import build_ops, needed_ops
+from zerofit.launch.run_lock import refuse_if_held
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import OnEvent, Reporter, shielded
+from zerofit.spec.files import number_in, read_jsonl
+from zerofit.spec.foreign import Unreadable, read_json
+from zerofit.spec.named_code import refuse_foreign_code
+from zerofit.spec.run_folder import Job, Layout, ReplayRequest, RunFolder, Start
+from zerofit.watch.supervise import Watch
+
+WidePrecision = Literal["fp32", "fp64"]
+ROSE = 3.0  # times the lowest loss so far: the step from which a loss that stayed finite is suspicious
+# settings of a run that a replay must not repeat: they write elsewhere, or change what is timed or compiled
+_QUIET: dict[str, Any] = {"callbacks": (), "tensorboard": False, "wandb": None, "profile": None, "compile": False}
+_QUIET |= {"save_every": "0", "ema": None, "check_loss": True, "record_memory": False, "output": None}
+KEPT = ("optimizer", "scheduler", "gradient_clipping")  # of the run's DeepSpeed JSON, on one CPU
+
+
+def replay(
+    run: str | Path,
+    step: int | None = None,
+    *,
+    precision: WidePrecision | None = None,
+    trust_model_code: bool = False,
+    on_event: OnEvent | None = None,
+) -> Replay:
+    """Repeat a run's steps from the checkpoint before `step`, and name the cause of a loss that is not finite.
+
+    Args:
+        run: the run folder.
+        step: the step that went wrong, from 1 (None: by the run's errors and metrics).
+        precision: repeat on one CPU in float32 or float64 (None: in the layout and precision of the run).
+        trust_model_code: run the Python code that the run folder names as its model.
+        on_event: gets progress.
+
+    Raises UserError for a folder without a run or a step that it has not reached, and RunFailed if ranks fail in
+    another way. The same samples, weights and random numbers as in the run are used, so losses are the same.
+
+    >>> import zerofit as zf
+    >>> _ = zf.train(zf.Run(model="mlp", data="digits", steps=4, ranks=1, output="runs/healthy"))
+    >>> found = zf.replay("runs/healthy")
+    >>> found.cause, found.equal_losses
+    ('unknown', 4)
+    """
+    report = Reporter(shielded(on_event) if on_event else None)
+    folder = RunFolder(Path(run).absolute())
+    if not folder.plan.is_file():
+        message = f"{run} is no run folder of zerofit: it has no plan.json"
+        raise UserError(Problem(kind="run-folder", message=message, hint="give the --output of a run", where="RUN"))
+    refuse_if_held(folder)
+    job = Job.read(folder)
+    refuse_foreign_code(folder.run, trust_model_code, model=job.run.model, model_args=job.run.model_args)
+    records = read_jsonl(folder.metrics) if folder.metrics.is_file() else []
+    losses = {int(at): loss for row in records if (at := number_in(row, "step")) and (loss := _loss(row)) is not None}
+    last = step or _failed_step(folder, losses, job)
+    if not 1 <= last <= max([job.steps, *losses]):
+        message = f"--step {last}: the run has {job.steps} steps"
+        raise UserError(Problem(kind="steps", message=message, hint="give a step from 1", where="--step"))
+    start = _start_before(last, folder, job, report)
+    report.note(f"replaying steps {start.step + 1 if start else 1} to {last}")
+    target = RunFolder(folder.path / "replay" / f"step-{last}{f'-{precision}' if precision else ''}")
+    repeated = _job(job, start, last, precision)
+    ranks = _run(repeated, target, report, on_cpu=precision is not None)
+    replayed = {int(row["step"]): row["loss"] for row in read_jsonl(target.metrics)} if target.metrics.is_file() else {}
+    compared = sorted(replayed.keys() & losses.keys())
+    found = cause_of(ranks, [losses[at] for at in sorted(losses) if at < last] + list(replayed.values())[-1:])
+    return replace(
+        found,
+        start=start.checkpoint if start else "",
+        start_step=start.step if start else 0,
+        compared_losses=len(compared),
+        equal_losses=sum(replayed[at] == losses[at] for at in compared),
+        precision=precision or job.precision,
+        run_dir=str(folder.path),
+    )
+
+
+def _loss(record: dict[str, Any]) -> float | None:
+    loss = record.get("loss")
+    return float(loss) if isinstance(loss, int | float) else None
+
+
+def _failed_step(folder: RunFolder, losses: dict[int, float], job: Job) -> int:
+    """Return the step that the ranks' errors name, else where the loss began to rise, else the last step."""
+    for file in sorted(folder.logs.glob("rank-*.error.json")):
+        try:
+            text = str(read_json(file))
+        except (OSError, Unreadable):
+            continue
+        if named := re.search(r"step (\d{1,9})\b", text) if "nan-loss" in text else None:
+            return int(named[1])
+    lowest = math.inf
+    for at in sorted(losses):
+        if not losses[at] <= ROSE * max(lowest, 1e-6):
+            return at
+        lowest = min(lowest, losses[at])
+    return min(job.steps, max(losses, default=0) + 1)
+
+
+def _start_before(step: int, folder: RunFolder, job: Job, report: Reporter) -> Start | None:
+    """Return the newest complete checkpoint before a step, else the start of the run itself."""
+    for entry in reversed([entry for entry in Store(folder.checkpoints).entries() if entry.step < step]):
+        try:
+            return find_start(replace(job, run=job.run.model_copy(update={"resume": str(entry.path)})), folder, report)
+        except UserError as error:
+            report.note(f"{entry.path.name} is not used: {error}")
+    if job.start and job.start.step >= step:
+        message = f"the run started at step {job.start.step}, and has no checkpoint before step {step}"
+        raise UserError(Problem(kind="steps", message=message, hint="give a later --step", where="--step"))
+    return job.start
+
+
+def _job(job: Job, start: Start | None, last: int, precision: WidePrecision | None) -> Job:
+    """Return the job of the replay's ranks: the run's own, or on one CPU in another precision."""
+    run = job.run.model_copy(update=_QUIET)
+    job = replace(job, run=run, start=start, forecast=None, fit=None, batch=replace(job.batch, limit=0))
+    if precision is None:
+        return replace(job, replay=ReplayRequest(step=last))
+    grouped = regroup(job.batch, 1, 1)
+    assert grouped  # one rank can always take the batch
+    _, batch = grouped
+    config = {key: job.ds_config[key] for key in KEPT if key in job.ds_config}
+    config |= {"train_batch_size": batch.total, "train_micro_batch_size_per_gpu": batch.micro}
+    config |= {"gradient_accumulation_steps": batch.accumulation, "zero_optimization": {"stage": 0}}
+    alone = {"precision": "fp32", "ranks": 1, "tensor_parallel": 1, "pipeline": 1, "sequence_parallel": 1}
+    return replace(
+        job,
+        run=run.model_copy(update={**alone, "expert_parallel": 1, "micro_batch_by_rank": None}),
+        layout=Layout(dp=1),
+        batch=batch,
+        ds_config=config,
+        start=replace(start, same_layout=False, shares=()) if start else None,
+        replay=ReplayRequest(step=last, double=precision == "fp64"),
+    )
+
+
+def _run(job: Job, folder: RunFolder, report: Reporter, on_cpu: bool) -> Sequence[dict[str, Any]]:
+    """Start the ranks of a replay, and return their findings."""
+    shutil.rmtree(folder.path, ignore_errors=True)  # of an earlier replay of this step
+    folder.logs.mkdir(parents=True)
+    job.write(folder, job.ds_config)
+    machine = replace(this_machine(), accelerator="cpu") if on_cpu else this_machine()
+    site = local_site(job, machine)
+    build_ops(needed_ops(job.ds_config, machine), site.env(""), report.phase)
+    with closing(Watch("127.0.0.1")) as watch:
+        return run_ranks(folder, site, watch, report)["ranks"]

@@ -1,0 +1,79 @@
+"""Conversions of checkpoints: their result, forecast and progress, and the plan by which an interrupted one goes on."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerofit.checkpoint.full_state import FullState
+from zerofit.checkpoint.index import MASTER
+from zerofit.spec.events import Reporter
+from zerofit.spec.units import shown_bytes
+
+SETTLED_S = 10.0  # before that, a speed is not measured
+PROBE = 1 << 24  # elements that are copied for a forecast of the time
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertResult:
+    """The folder written by a conversion."""
+
+    out: Path
+    tag: str
+    parameters: int  # elements
+    bytes: int
+    format: str = "universal"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object for `zerofit ckpt convert --json`."""
+        return {**vars(self), "out": str(self.out)}
+
+
+def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:
+    """Forecast disk, memory and time of a conversion: copy a small part of the largest parameter, and flush it.
+
+    `ranks` have a part of each parameter in their files (ZeRO 3).
+    """
+    name = max(state.names, key=lambda name: math.prod(state.shape(name)))
+    numel = math.prod(state.shape(name))
+    start, probe = time.monotonic(), state.read_flat(name, MASTER, 0, min(numel, PROBE))
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    with tempfile.TemporaryFile(dir=existing) as file:
+        for _ in range(2):  # into the mapped file, and into the result
+            file.write(probe.numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = (time.monotonic() - start) * total / (4 * len(probe))
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + 4 * -(-numel // ranks)
+    took = f"about {seconds / 60:.0f} min" if seconds > 60 else "less than a minute"
+    return f"forecast: {shown_bytes(total)} of disk, at most {shown_bytes(memory)} of host memory, {took}"
+
+
+def conversion_plan(checkpoint: Path, *options: object) -> dict[str, Any]:
+    """Return the identity of a conversion, so that an interrupted one only continues with the same input."""
+    root = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    files = sorted(file for file in root.rglob("*") if file.is_file()) if checkpoint.is_dir() else [checkpoint]
+    seen = {str(file.relative_to(root)): [(s := file.stat()).st_size, s.st_mtime_ns] for file in files}
+    return {"checkpoint": str(checkpoint.resolve()), "files": seen, "options": [str(option) for option in options]}
+
+
+def progress(report: Reporter, total: int) -> Callable[[int], None]:
+    """Return the function that counts written bytes and reports them, with the time that is left."""
+    done, begun = 0, time.monotonic()
+
+    def wrote(count: int) -> None:
+        nonlocal done
+        done = min(done + count, total)
+        passed = time.monotonic() - begun
+        seconds = passed * (total / done - 1) if done and passed > SETTLED_S else 0.0
+        left = f", about {seconds / 60:.0f} min left" if seconds > 60 else ""
+        report.status(f"converting {shown_bytes(done)} of {shown_bytes(total)}{left}")
+
+    return wrote

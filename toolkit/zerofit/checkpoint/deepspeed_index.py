@@ -1,0 +1,174 @@
+"""Index of a checkpoint that a DeepSpeed engine wrote, from the metadata in its files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from zerofit.checkpoint.deepspeed_files import EXPERTS, DeepSpeedFiles, Keys, Parts, step_count
+from zerofit.checkpoint.deepspeed_partitions import add_flat_groups, add_stage_three, partitioned_groups
+from zerofit.checkpoint.foreign import Foreign
+from zerofit.checkpoint.index import MASTER, EngineIndex, Location, ParameterGroup, RankIndex, SavedBuffer
+from zerofit.checkpoint.optimizer_names import state_names
+from zerofit.checkpoint.store import STATE
+from zerofit.checkpoint.tensor_shares import whole_shards
+
+SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def deepspeed_index(found: Foreign) -> RankIndex:
+    """Build the index. Raises UserError "incomplete-checkpoint", "no-whole-view", "damaged-file", "unsafe-file"."""
+    files = DeepSpeedFiles.of(found)
+    parts = Parts(tensor_ranks=files.tensor_ranks)
+    for mp in files.model_ranks:
+        if found.stage_three:
+            add_stage_three(files, mp, parts)
+        elif any(rank == mp for rank, _ in files.optimizers):
+            add_flat_groups(files, mp, parts)
+    for tp in range(files.tensor_ranks):
+        whole = _whole_weights(files, tp)
+        if not files.optimizers:
+            _add_unpartitioned(files, tp, whole, parts)
+        if not found.stage_three:
+            _add_rest(files, tp, whole, parts)
+    _, state = files.model(files.model_ranks[0])
+    listed = dict.fromkeys(state.get("module") or ()) | dict.fromkeys(parts.shards)
+    engine = EngineIndex(
+        names=[name for name in listed if name in parts.shards],
+        parameters=whole_shards(found, parts, state.get("universal_checkpoint_info")),
+        buffers=list(parts.buffers.values()),
+        ties=parts.ties,
+        counters=_counters(files, state),
+        unsupported=None,
+        notes=parts.notes,
+        lost=parts.lost,
+        groups=parts.groups or partitioned_groups(files, found.stage_three),
+    )
+    world = int(state.get("dp_world_size") or 1) * len(files.model_ranks)
+    return RankIndex(world_size=world, engines={STATE: engine})
+
+
+Whole = dict[str, tuple[str, Keys, Tensor]]  # by name: file, keys, tensor
+
+
+def _whole_weights(files: DeepSpeedFiles, tp: int) -> Whole:
+    """Return the weights of a tensor parallel rank that are saved in one piece."""
+    whole: Whole = {}
+    for (number, rank), name in sorted(files.layers.items()):
+        if rank == tp:
+            whole |= {f"{number}.{key}": (name, [key], value) for key, value in files.load(name).items()}
+    for mp in files.model_ranks[tp :: files.tensor_ranks]:
+        name, state = files.model(mp)
+        whole |= {key: (name, ["module", key], value) for key, value in (state.get("module") or {}).items()}
+    for name in files.experts:
+        whole |= {key: (name, [key], value) for key, value in files.load(name).items()}
+    return {name: entry for name, entry in whole.items() if isinstance(entry[2], Tensor) and entry[2].numel()}
+
+
+def _add_rest(files: DeepSpeedFiles, tp: int, whole: Whole, parts: Parts) -> None:
+    """Add tensors without optimizer states: frozen weights, buffers, other names of tied weights."""
+    buffers = _buffers(files)
+    for name, (file, keys, value) in whole.items():
+        if tp in parts.shards.get(name, ()) or name in parts.ties:
+            continue
+        where = files.at(file, keys)
+        if name in buffers or not value.is_floating_point():
+            parts.buffers.setdefault(name, SavedBuffer(name, where.file, keys))
+        else:
+            parts.add(tp, name, tuple(value.shape), 0, value.numel(), {MASTER: where})
+
+
+def _buffers(files: DeepSpeedFiles) -> set[str]:
+    return {name for mp in files.model_ranks for name in files.model(mp)[1].get("buffer_names") or []}
+
+
+def _add_unpartitioned(files: DeepSpeedFiles, tp: int, whole: Whole, parts: Parts) -> None:
+    """Add the parameters of stage 0. Its optimizer numbers them in the order of its groups."""
+    buffers = _buffers(files)
+    places: dict[tuple[int, int], str] = {}
+    for name, (_, _, value) in whole.items():
+        first = places.setdefault((value.untyped_storage().data_ptr(), int(value.storage_offset())), name)
+        if first != name and tuple(value.shape) == tuple(whole[first][2].shape):
+            parts.ties[name] = first
+    shapes = {n: tuple(v.shape) for n, (_, _, v) in whole.items() if n not in buffers and n not in parts.ties}
+    ranks = files.model_ranks[tp :: files.tensor_ranks]
+    done = 0
+    for key, file in (files.expert_optimizers or {(mp, 0): files.model(mp)[0] for mp in ranks}).items():
+        saved = files.load(file).get("optimizer")
+        if not saved:
+            continue
+        base = saved.get("optimizer_state_dict", saved)
+        local = _experts_of(shapes, files, key)
+        if files.layers:  # a stage of a pipeline has the next layers
+            count = sum(len(group["params"]) for group in base["param_groups"])
+            local, done = dict(list(shapes.items())[done : done + count]), done + count
+        groups = state_names(base, local, saved.get("fp32_groups"))
+        if groups is None:
+            parts.notes.append(f"the optimizer's states in {file} cannot be matched with the parameters' names")
+            continue
+        for number, (named, entry) in enumerate(zip(groups, base["param_groups"], strict=True)):
+            settings = {key: value for key, value in entry.items() if key != "params"}
+            if tp == 0:
+                parts.groups.append(ParameterGroup([name for _, name in named], settings))
+            for name, where in _unpartitioned_places(files, file, saved, number, named, whole):
+                if tp not in parts.shards.get(name, ()):
+                    parts.add(tp, name, shapes[name], 0, math.prod(shapes[name]), where)
+
+
+def _unpartitioned_places(
+    files: DeepSpeedFiles,
+    file: str,
+    saved: dict[str, Any],
+    group: int,
+    named: list[tuple[int, str]],
+    whole: Whole,
+) -> Iterator[tuple[str, dict[str, Location]]]:
+    """Yield the parameters of a group and their places: one by one, or in flat tensors (DeepSpeed's FP16_Optimizer)."""
+    flat, offset = "fp32_groups_flat" in saved, 0
+    inner: Keys = ["optimizer", "optimizer_state_dict"] if "optimizer_state_dict" in saved else ["optimizer"]
+    base = saved.get("optimizer_state_dict", saved)
+    for number, (index, name) in enumerate(named):
+        own, keys, value = whole[name]
+        where = {MASTER: files.at(own, keys)}
+        if "fp32_groups" in saved:
+            where[MASTER] = files.at(file, ["optimizer", "fp32_groups", group, number])
+        elif flat:
+            where[MASTER] = files.at(file, ["optimizer", "fp32_groups_flat", group], offset)
+            index = base["param_groups"][group]["params"][0]
+        for kind, state in base["state"].get(index, {}).items():
+            if isinstance(state, Tensor) and state.dim() and state.numel() >= value.numel():
+                where[kind] = files.at(file, [*inner, "state", index, kind], offset if flat else 0)
+        yield name, where
+        offset += value.numel()
+
+
+def _experts_of(
+    shapes: dict[str, tuple[int, ...]], files: DeepSpeedFiles, key: tuple[int, int]
+) -> dict[str, tuple[int, ...]]:
+    """Return a rank's parameters in a mixture of experts: the shared parameters, and the rank's own experts."""
+    numbers = {name: int(match[2]) for name in shapes if (match := EXPERTS.fullmatch(name))}
+    if not files.expert_optimizers or not numbers:
+        return shapes
+    each = (1 + max(numbers.values())) // len({expert_rank for _, expert_rank in files.expert_optimizers}) or 1
+    return {name: s for name, s in shapes.items() if name not in numbers or numbers[name] // each == key[1]}
+
+
+def _counters(files: DeepSpeedFiles, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the counters of the run, as `train.shard_index` writes them."""
+    file = next(iter(files.optimizers.values()), None)
+    saved = files.load(file)["optimizer_state_dict"] if file else (state.get("optimizer") or {})
+    # the new run has its own schedule; only the position is taken from the file
+    schedule = state.get("lr_scheduler") or {"last_epoch": int(state.get("global_steps") or 0)}
+    scaler = saved.get("loss_scaler")
+    return {
+        "step": step_count(saved),
+        "global_steps": int(state.get("global_steps") or 0),
+        "skipped_steps": int(state.get("skipped_steps") or 0),
+        "global_samples": int(state.get("global_samples") or 0),
+        "lr_scheduler": {k: v for k, v in schedule.items() if type(v) in (int, float)},
+        "schedule": state.get("lr_scheduler"),
+        "loss_scaler": {k: getattr(scaler, k) for k in SCALER if hasattr(scaler, k)} or None,
+    }

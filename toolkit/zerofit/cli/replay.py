@@ -1,0 +1,82 @@
+"""`zerofit replay`: where and why a run's steps stop being finite."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from zerofit.app.replaying import WidePrecision
+from zerofit.app.replaying import replay as replay_run
+from zerofit.cli.answer import answer
+from zerofit.cli.console import EventConsole, out, print_facts, print_verdict
+from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE
+from zerofit.explain.not_finite import Replay
+
+NOTHING = 1
+SHOWN = 8  # samples
+
+
+@click.command()
+@click.argument("run", metavar="RUN_FOLDER", type=PATH)
+@click.option("--step", type=click.IntRange(min=1), help="the step that went wrong (default: by the run's log)")
+@click.option(
+    "--precision", type=click.Choice(["fp32", "fp64"]), help="repeat on one CPU in this precision (default: as the run)"
+)
+@TRUST_MODEL_CODE
+@AS_JSON
+def replay(run: Path, step: int | None, precision: WidePrecision | None, trust_model_code: bool, as_json: bool) -> None:
+    """Repeat a run's steps before a loss that is not finite, and name the cause.
+
+    The replay starts at the newest checkpoint before the step, with the same samples, weights and random numbers in the
+    same layout. It names the first module, operation and tensor that is not finite, and why: a sample, an overflow of
+    fp16, the loss scale, the learning rate, a collective or the checkpoint's weights. The run folder stays as it is;
+    the replay's files are in RUN_FOLDER/replay.
+
+    Exit code 0: the answer names a cause; 1: all steps are finite; 2: bad input; 3: the ranks failed.
+    """
+
+    def work() -> Replay:
+        with EventConsole() as console:
+            return replay_run(run, step, precision=precision, trust_model_code=trust_model_code, on_event=console)
+
+    result = answer(work, as_json, show)
+    sys.exit(0 if result.is_known else NOTHING)
+
+
+def show(result: Replay) -> None:
+    """Print the cause, then where and with which numbers, then what to do."""
+    console = out()
+    console.print()
+    verdict = result.cause.replace("-", " ").upper() if result.is_known else "NOTHING FOUND"
+    print_verdict(console, verdict, result.summary, good=False)
+    print_facts(console, _facts(result))
+
+
+def _facts(result: Replay) -> Iterator[tuple[str, str]]:
+    if result.step is not None:
+        rank = f", rank {result.rank}" if result.rank is not None else ""
+        yield "when", f"step {result.step}{f', {result.phase}' if result.phase else ''}{rank}"
+    if result.module:
+        yield "module", result.module
+    if result.op:
+        yield "operation", result.op
+    if result.tensor:
+        yield "tensor", result.tensor
+    if result.line:
+        yield "line", result.line
+    for number, text in enumerate(result.inputs):
+        yield "" if number else "inputs", text
+    if result.samples:
+        more = f" and {len(result.samples) - SHOWN} more" if result.samples[SHOWN:] else ""
+        yield "samples", ", ".join(map(str, result.samples[:SHOWN])) + more + " (indices in the training data)"
+    for number, text in enumerate(result.evidence):
+        yield "" if number else "because", text
+    if result.advice:
+        yield "to do", result.advice
+    start = f"{Path(result.start).name} (step {result.start_step})" if result.start else "the first step"
+    yield "started at", f"{start}, in {result.precision}"
+    if result.compared_losses:
+        yield "losses", f"{result.equal_losses} of {result.compared_losses} equal to the run's, bit for bit"

@@ -1,0 +1,343 @@
+"""What `--json` prints, as a page reads it: from a command's result or from a saved file, which may be anybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import FiniteFloat, NonNegativeInt, TypeAdapter
+
+from zerofit.spec.foreign import MAX_BYTES, Unreadable, bounded, of_kind, parse_json, shaped
+
+Settings = dict[str, object]
+Sizes = dict[str, NonNegativeInt]
+NO_RESULT = "it contains no result of zerofit --json (plan, simulate, explain, check or train)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownMoment:
+    """A moment of a simulation's timeline."""
+
+    t: NonNegativeInt
+    phase: str
+    step: int
+    bytes: Sizes
+    module: str = ""
+    at: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownPhase:
+    """A phase of a simulated rank."""
+
+    name: str
+    peak_bytes: NonNegativeInt
+    step: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownOverhead:
+    """Device memory outside of torch."""
+
+    name: str
+    low_bytes: NonNegativeInt
+    high_bytes: NonNegativeInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownKnob:
+    """A simulated change."""
+
+    change: str
+    peak_bytes: NonNegativeInt
+    reserved_bytes: NonNegativeInt
+    fits: bool
+    slowdown: FiniteFloat | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownStage:
+    """The simulated rank of a pipeline stage."""
+
+    rank: int
+    peak_bytes: NonNegativeInt
+    peak_phase: str
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownTraffic:
+    """Calls of a collective."""
+
+    op: str
+    bytes: NonNegativeInt
+    group_size: int
+    phase: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationAnswer:
+    """`zerofit simulate --json`."""
+
+    world_size: int
+    rank: int
+    device: str
+    device_total_bytes: NonNegativeInt
+    verdict: str
+    fits: bool
+    because: str
+    peak_bytes: NonNegativeInt
+    peak_phase: str
+    peak_at: dict[str, str]
+    breakdown: Sizes
+    reserved_bytes: NonNegativeInt
+    phases: list[ShownPhase]
+    run: Settings
+    layout: dict[str, int]
+    margin_bytes: int = 0
+    smi_bytes: NonNegativeInt = 0
+    host_node_bytes: NonNegativeInt = 0
+    host_total_bytes: NonNegativeInt = 0
+    overheads: list[ShownOverhead] = field(default_factory=list)
+    stages: list[ShownStage] = field(default_factory=list)
+    knobs: list[ShownKnob] = field(default_factory=list)
+    comm: list[ShownTraffic] = field(default_factory=list)
+    timeline: list[ShownMoment] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """Model or script, rank and device."""
+        name = self.run.get("name") or self.run.get("model")
+        return f"{name}, rank {self.rank} of {self.world_size} on {self.device}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownLayout:
+    """A layout of a plan."""
+
+    zero_stage: int
+    micro_batch: int
+    peak_bytes: NonNegativeInt
+    samples_per_s: FiniteFloat
+    step_s: FiniteFloat
+    fits: bool
+    verdict: str
+    time: dict[str, FiniteFloat] = field(default_factory=dict)
+    breakdown: Sizes = field(default_factory=dict)
+    step_s_range: tuple[FiniteFloat, FiniteFloat] | None = None
+    device_total_bytes: NonNegativeInt = 0
+    host_bytes: NonNegativeInt = 0
+    tokens_per_s: FiniteFloat | None = None
+    mfu: FiniteFloat | None = None
+    engine: str = "deepspeed"
+    offload: str = "none"
+    activation_checkpointing: bool = False
+    gradient_accumulation_steps: int = 1
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
+    ep: int = 1
+
+    def __str__(self) -> str:
+        degrees = [
+            f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "sp", "ep") if getattr(self, name) > 1
+        ]
+        words = [f"ZeRO-{self.zero_stage}" if self.engine == "deepspeed" else self.engine, *degrees]
+        words += [f"micro batch {self.micro_batch}"]
+        steps = self.gradient_accumulation_steps
+        words += [f"accumulation {steps}"] if steps > 1 else []
+        words += [f"offload {self.offload}"] if self.offload != "none" else []
+        return ", ".join([*words, "checkpointing"] if self.activation_checkpointing else words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownFrontier:
+    """A layout that no other one beats in both memory and speed."""
+
+    layout: str
+    peak_bytes: NonNegativeInt
+    samples_per_s: FiniteFloat
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownRejection:
+    """Layouts that do not fit for one reason."""
+
+    count: int
+    message: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownCluster:
+    """The planned hardware."""
+
+    gpu: str
+    gpus: int
+    nodes: int
+    device_bytes: NonNegativeInt
+    assumed: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanAnswer:
+    """`zerofit plan --json`."""
+
+    model: str
+    parameters: NonNegativeInt
+    precision: str
+    cluster: ShownCluster
+    layouts: list[ShownLayout]
+    considered: int
+    fitting: int
+    seq_len: int | None = None
+    misfits: list[ShownLayout] = field(default_factory=list)
+    close: list[ShownLayout] = field(default_factory=list)
+    frontier: list[ShownFrontier] = field(default_factory=list)
+    rejections: list[ShownRejection] = field(default_factory=list)
+    plainest: int | None = None
+    padding: str = ""
+    remedies: list[str] = field(default_factory=list)
+    rates: dict[str, FiniteFloat] = field(default_factory=dict)
+    rate_sources: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """The hardware."""
+        nodes = f"{self.cluster.nodes} x " if self.cluster.nodes > 1 else ""
+        return f"{nodes}{self.cluster.gpus} x {self.cluster.gpu}"
+
+    @property
+    def title(self) -> str:
+        """Model and hardware."""
+        return f"{self.model} in {self.precision} on {self.where}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownLine:
+    """A line of code and what it allocated."""
+
+    place: str
+    function: str
+    kind: str
+    bytes: NonNegativeInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownForecast:
+    """The simulated memory at the moment of an error."""
+
+    phase: str
+    kinds: Sizes
+    allocated_bytes: NonNegativeInt
+    parts: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownChange:
+    """A change that would help."""
+
+    change: str
+    reserved_bytes: NonNegativeInt | None = None
+    fits: bool | None = None
+    slowdown: FiniteFloat | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplanationAnswer:
+    """`zerofit explain --json`."""
+
+    cause: str
+    summary: str
+    source: str
+    evidence: list[str] = field(default_factory=list)
+    message: str = ""
+    at: str = ""
+    code: str = ""
+    asked_by: str = ""
+    phase: str = ""
+    steps: int = 0
+    ranks: list[str] = field(default_factory=list)
+    figures: Settings = field(default_factory=dict)
+    alive: Sizes = field(default_factory=dict)
+    lines: list[ShownLine] = field(default_factory=list)
+    changes: list[ShownChange] = field(default_factory=list)
+    run_next: str = ""
+    forecast: ShownForecast | None = None
+
+    @property
+    def title(self) -> str:
+        """The cause."""
+        return f"out of memory: {self.cause.replace('-', ' ')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownFinding:
+    """A finding of the checker."""
+
+    severity: str
+    message: str
+    path: str = ""
+    line: int = 0
+    why: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckAnswer:
+    """`zerofit check --json` for one file."""
+
+    file: str
+    problems: list[ShownFinding]
+    reader: str = ""
+    note: str = ""
+    resolved: Settings = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The file."""
+        return self.file
+
+
+Result = SimulationAnswer | PlanAnswer | ExplanationAnswer | CheckAnswer
+# keys that tell what a JSON is -> its form
+FORMS: tuple[tuple[set[str], type[Result]], ...] = (
+    ({"peak_bytes", "breakdown", "world_size"}, SimulationAnswer),
+    ({"layouts", "considered", "cluster"}, PlanAnswer),
+    ({"cause", "summary", "source"}, ExplanationAnswer),
+    ({"file", "problems"}, CheckAnswer),
+)
+
+
+def results_of(value: Mapping[str, object]) -> list[Result]:
+    """Return the results of a command's JSON; `check` has one for each file. Raises Unreadable."""
+    files = value.get("files")
+    if isinstance(files, list):
+        return [found for file in files for found in results_of(of_kind(file, dict))]
+    if isinstance(error := value.get("error"), dict):
+        message = str(error.get("message"))
+        if "file" not in value:
+            raise Unreadable(f"it is the error of a command: {message}")
+        value = {"file": value["file"], "problems": [{"severity": "error", "message": message}]}
+    for keys, form in FORMS:
+        if keys <= value.keys():
+            return [shaped(value, TypeAdapter(form))]
+    raise Unreadable(NO_RESULT)
+
+
+def read_saved(path: Path) -> dict[str, object]:
+    """Return the JSON of a file: all of it, or its last line, as a log with --json has it.
+
+    Raises OSError and Unreadable.
+    """
+    text = bounded(path, MAX_BYTES)
+    try:
+        return of_kind(parse_json(text), dict)
+    except Unreadable:
+        with suppress(Unreadable):
+            return of_kind(parse_json(text.strip().rpartition(b"\n")[2]), dict)
+        raise

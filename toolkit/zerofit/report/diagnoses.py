@@ -1,0 +1,94 @@
+"""The sections of a page about explanations of errors and about findings in DeepSpeed JSONs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerofit.report.answers import CheckAnswer, ExplanationAnswer
+from zerofit.report.forecasts import cost, kind_blocks
+from zerofit.report.page import Answer, Block, Code, Section, Tone, table_of
+from zerofit.spec.files import number_in
+from zerofit.spec.units import shown_bytes
+
+UNKNOWN = "unknown"
+FIGURES = {  # of an error, and what each is called
+    "asked_bytes": "asked for",
+    "total_bytes": "total",
+    "allocated_bytes": "in tensors",
+    "unallocated_bytes": "unused by torch",
+    "reserved_bytes": "reserved by torch",
+    "process_bytes": "this process",
+    "free_bytes": "free",
+}
+
+
+def explanation_answer(name: str, found: ExplanationAnswer) -> Answer:
+    """Return the cause of an out-of-memory error, and the evidence."""
+    facts = [("because", reason) for reason in found.evidence]
+    facts += [("your line", " ".join(filter(None, (found.at, found.code)))), ("asked by", found.asked_by)]
+    facts += [("phase", found.phase), ("steps before", str(found.steps or "")), ("ranks", ", ".join(found.ranks))]
+    sizes = {label: number_in(found.figures, key) for key, label in FIGURES.items()}
+    facts += [(label, shown_bytes(size)) for label, size in sizes.items() if size is not None]
+    verdict = "Cannot know" if found.cause == UNKNOWN else found.cause.replace("-", " ").capitalize()
+    return Answer(
+        name=name,
+        verdict=verdict,
+        tone="warn" if found.cause == UNKNOWN else "bad",
+        summary=found.summary,
+        facts=[(label, text) for label, text in facts if text],
+    )
+
+
+def explanation_sections(found: ExplanationAnswer) -> Iterator[Section]:
+    """Yield what to run next, the memory in use next to the forecast, the lines, changes and the message."""
+    yield Section(title="Run next", blocks=[Code(text=found.run_next)] if found.run_next else [])
+    kinds = {"in use": found.alive} if found.alive else {}
+    if found.forecast and found.forecast.kinds:
+        kinds["forecast"] = found.forecast.kinds
+    parts = table_of({"run and forecast": part} for part in (found.forecast.parts if found.forecast else ()))
+    yield Section(title="Memory in use", blocks=[*kind_blocks(kinds), *parts])
+    lines = (
+        {"line": r.place, "function": r.function, "kind": r.kind, "bytes": shown_bytes(r.bytes)} for r in found.lines
+    )
+    yield Section(title="Lines that hold the most memory", blocks=table_of(lines, words=("function", "kind")))
+    changes = (
+        {
+            "change": row.change,
+            "reserved": shown_bytes(row.reserved_bytes) if row.reserved_bytes is not None else "",
+            "step time": cost(row.slowdown),
+            "verdict": {True: "fits", False: "does not fit alone", None: "not simulated"}[row.fits],
+        }
+        for row in found.changes
+    )
+    listed: list[Tone] = ["" if row.fits is None else "good" if row.fits else "bad" for row in found.changes]
+    yield Section(title="Changes that make room", blocks=table_of(changes, tones=listed))
+    yield Section(title="The error", blocks=[Code(text=found.message)] if found.message else [])
+
+
+def check_answer(name: str, found: CheckAnswer) -> Answer:
+    """Return the number of errors and warnings in a DeepSpeed JSON."""
+    errors = sum(problem.severity == "error" for problem in found.problems)
+    warnings = len(found.problems) - errors
+    counts = [f"{n} {word}{'s' if n > 1 else ''}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
+    facts = [(label, text) for label, text in (("read by", found.reader), ("note", found.note)) if text]
+    tone: Tone = "bad" if errors else "warn" if warnings else "good"
+    verdict = ", ".join(counts).capitalize() or "No findings"
+    label = found.file if name == found.file else f"{name}: {found.file}"
+    return Answer(name=name and label, verdict=verdict, tone=tone, facts=facts)
+
+
+def check_blocks(found: CheckAnswer) -> list[Block]:
+    """Return the findings as a table, errors first."""
+    listed = sorted(found.problems, key=lambda problem: problem.severity != "error")
+    tones: list[Tone] = ["bad" if problem.severity == "error" else "warn" for problem in listed]
+    rows = (
+        {
+            "key": problem.path or "(the file)",
+            "line": str(problem.line or ""),
+            "what is wrong": problem.message,
+            "effect": problem.why,
+            "fix": problem.fix,
+        }
+        for problem in listed
+    )
+    return table_of(rows, words=("what is wrong", "effect", "fix"), tones=tones)

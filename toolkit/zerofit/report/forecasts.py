@@ -1,0 +1,369 @@
+"""The sections of a page about simulations and plans. Several of them share tables and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from zerofit.report.answers import PlanAnswer, ShownLayout, ShownMoment, SimulationAnswer
+from zerofit.report.page import COLOURS, Answer, Bar, Bars, Block, Chart, ChartLine, Section, Table, Tone, table_of
+from zerofit.spec.units import shown_bytes
+
+MOMENTS = 1500  # of a timeline on a page with up to three
+PARTS = {  # of a step's time
+    "compute_s": "forward and backward",
+    "gather_s": "gather parameters",
+    "reduce_s": "reduce gradients",
+    "tensor_s": "tensor parallel",
+    "sequence_s": "sequence parallel",
+    "experts_s": "experts",
+    "bubble_s": "pipeline bubble",
+    "optimizer_s": "optimizer",
+    "transfer_s": "offload",
+}
+Simulations = Mapping[str, SimulationAnswer]  # name -> simulation
+Plans = Mapping[str, PlanAnswer]
+
+
+def verdict_tone(verdict: str, fits: bool) -> Tone:
+    """Return the tone of a verdict: "close to the limit" is between the others."""
+    return "warn" if verdict.startswith("close") else "good" if fits else "bad"
+
+
+def cost(slowdown: float | None) -> str:
+    """Return a forecast slowdown as text."""
+    return "" if slowdown is None else f"{slowdown:+.1%}"
+
+
+def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
+    """Return the verdict of a simulation and the figures behind it."""
+    place = " ".join(filter(None, (found.peak_at.get("module"), found.peak_at.get("line"))))
+    layout = ", ".join(f"{axis} {size}" for axis, size in found.layout.items() if size > 1 and axis != "zero_stage")
+    facts = [
+        ("needs", _part(found.smi_bytes or found.reserved_bytes, found.device_total_bytes)),
+        ("peak", f"{shown_bytes(found.peak_bytes)} in {found.peak_phase}"),
+        ("allocated by", place),
+        ("your line", found.peak_at.get("own", "")),
+        ("reserved", shown_bytes(found.reserved_bytes)),
+        ("outside torch", ", ".join(f"{o.name}: {_span(o.low_bytes, o.high_bytes)}" for o in found.overheads)),
+        ("host, per node", _part(found.host_node_bytes, found.host_total_bytes)),
+        ("layout", ", ".join(filter(None, (f"ZeRO-{found.layout.get('zero_stage', 0)}", layout)))),
+    ]
+    return Answer(
+        name=name and f"{name}: {found.title}",
+        verdict=found.verdict.capitalize(),
+        tone=verdict_tone(found.verdict, found.fits),
+        summary=found.because,
+        facts=[(label, text) for label, text in facts if text],
+    )
+
+
+def _part(size: int, total: int) -> str:
+    return f"{shown_bytes(size)} of {shown_bytes(total)}" if size else ""
+
+
+def _span(low: int, high: int) -> str:
+    return shown_bytes(low) if low == high else f"{shown_bytes(low)} to {shown_bytes(high)}"
+
+
+def simulation_sections(found: Simulations) -> Iterator[Section]:
+    """Yield memory over time, at the peak and by phase, ranks, changes, faults of the script and traffic."""
+    timed = {name: simulation for name, simulation in found.items() if simulation.timeline}
+    note = "Device memory by kind. Point at a moment for the module and the line that allocates."
+    most = min(MOMENTS, 3 * MOMENTS // max(1, len(timed)))
+    yield Section(title="Memory over time", blocks=[memory_chart(*item, most) for item in timed.items()], note=note)
+    yield Section(
+        title="Memory at the peak", blocks=kind_blocks({n: s.breakdown for n, s in found.items()}, _limit(found))
+    )
+    yield Section(title="Peak of each phase", blocks=[_phases(found)])
+    stages = [
+        Bar(label=_of(name, f"rank {s.rank}"), parts={"peak": s.peak_bytes}, text=_peak(s.peak_bytes, s.peak_phase))
+        for name, simulation in found.items()
+        for s in simulation.stages
+    ]
+    yield Section(title="Ranks", blocks=[Bars(bars=stages)] if stages else [])
+    yield Section(title="Changes", blocks=_changes(found), note="Each change was simulated alone.")
+    for name, simulation in found.items():
+        yield Section(title=_of(name, "The script"), blocks=list(_script(simulation.run)))
+    traffic = [
+        {
+            "collective": _of(name, c.op),
+            "phase": c.phase,
+            "ranks": str(c.group_size),
+            "calls": f"{c.count:,}",
+            "bytes": shown_bytes(c.bytes),
+        }
+        for name, simulation in found.items()
+        for c in simulation.comm
+    ]
+    yield Section(title="Collectives of a step", blocks=table_of(traffic, words=("phase",)))
+
+
+def _of(name: str, text: str) -> str:
+    """Return the text with the name of its file, if the page has several."""
+    return f"{name}: {text}" if name else text
+
+
+def _peak(size: int, phase: str) -> str:
+    return f"{shown_bytes(size)} in {phase}"
+
+
+def _limit(found: Simulations) -> tuple[str, float] | None:
+    """Return the memory of the device, if all simulations have the same one."""
+    devices = {(s.device, s.device_total_bytes) for s in found.values()}
+    if len(devices) != 1:
+        return None
+    ((device, total),) = devices
+    return f"{device}, {shown_bytes(total)}", total
+
+
+def memory_chart(name: str, found: SimulationAnswer, most: int) -> Chart:
+    """Return the chart of memory over time, stacked by kind, at `most` moments."""
+    moments = _thinned(found.timeline, most)
+    seen = {kind for moment in moments for kind, size in moment.bytes.items() if size}
+    kinds = [*(kind for kind in COLOURS if kind in seen), *sorted(seen - {*COLOURS})]
+    starts = [(float(next(group).t), phase) for (phase, _), group in groupby(moments, key=lambda m: (m.phase, m.step))]
+    return Chart(
+        title=_of(name, f"memory of {found.title} ({shown_bytes(found.device_total_bytes)})"),
+        x=[moment.t for moment in moments],
+        x_label="allocations and releases",
+        y_unit="bytes",
+        lines=[ChartLine(label=kind, values=[m.bytes.get(kind, 0) for m in moments], style="area") for kind in kinds],
+        hints=[_hint(moment) for moment in moments],
+        phases=starts,
+        limit=(f"{found.device}, {shown_bytes(found.device_total_bytes)}", found.device_total_bytes),
+    )
+
+
+def _hint(moment: ShownMoment) -> str:
+    step = f" of step {moment.step + 1}" if moment.step >= 0 else ""
+    return ", ".join(filter(None, (f"in {moment.phase}{step}", moment.module, moment.at or "after a release")))
+
+
+def _thinned(moments: Sequence[ShownMoment], most: int) -> list[ShownMoment]:
+    """Return the highest moment of each stretch, in order of time."""
+    ordered = sorted(moments, key=lambda moment: moment.t)
+    stretch = -(-len(ordered) // most) or 1
+    parts = (ordered[start : start + stretch] for start in range(0, len(ordered), stretch))
+    highest = [max(part, key=lambda moment: sum(moment.bytes.values())) for part in parts]
+    return [next(group) for _, group in groupby(highest, key=lambda moment: moment.t)]  # an axis has no t twice
+
+
+def kind_blocks(found: Mapping[str, Mapping[str, int]], limit: tuple[str, float] | None = None) -> list[Block]:
+    """Return stacked bars of memory by kind, and their figures."""
+    if not any(found.values()):
+        return []
+    totals = {name: sum(kinds.values()) for name, kinds in found.items()}
+    bars = [Bar(label=name or "peak", parts=kinds, text=shown_bytes(totals[name])) for name, kinds in found.items()]
+    names = [
+        kind
+        for kind in dict.fromkeys(k for kinds in found.values() for k in kinds)
+        if any(k.get(kind) for k in found.values())
+    ]
+    columns = [column for name in found for column in (name or "bytes", "share")]
+    rows = [
+        [
+            kind,
+            *(
+                cell
+                for name, k in found.items()
+                for cell in (shown_bytes(k.get(kind, 0)), _share(k.get(kind, 0), totals[name]))
+            ),
+        ]
+        for kind in names
+    ]
+    return [Bars(bars=bars, limit=limit), Table(columns=["kind", *columns], rows=rows)]
+
+
+def _share(size: float, total: float) -> str:
+    return f"{size / total:.1%}" if total else ""
+
+
+def _phases(found: Simulations) -> Bars:
+    """Return the peak of each phase, the highest of all steps."""
+    peaks: dict[tuple[str, str], int] = {}
+    for name, simulation in found.items():
+        for phase in simulation.phases:
+            key = _of(name, phase.name), phase.name
+            peaks[key] = max(peaks.get(key, 0), phase.peak_bytes)
+    bars = [Bar(label=label, parts={"peak": size}, text=shown_bytes(size)) for (label, _), size in peaks.items()]
+    return Bars(bars=bars, limit=_limit(found))
+
+
+def _changes(found: Simulations) -> list[Block]:
+    rows, tones = [], list[Tone]()
+    for name, simulation in found.items():
+        for knob in simulation.knobs:
+            rows.append(
+                {
+                    "change": _of(name, knob.change),
+                    "peak": shown_bytes(knob.peak_bytes),
+                    "against now": f"{_relative(knob.peak_bytes, simulation.peak_bytes)}",
+                    "reserved": shown_bytes(knob.reserved_bytes),
+                    "step time": cost(knob.slowdown) or "unknown",
+                    "verdict": "fits" if knob.fits else "does not fit",
+                }
+            )
+            tones.append("good" if knob.fits else "bad")
+    return table_of(rows, tones=tones)
+
+
+def _relative(size: float, base: float) -> str:
+    return f"{size / base - 1:+.0%}" if base else ""
+
+
+def _script(run: Mapping[str, object]) -> Iterator[Block]:
+    """Yield the faults and the notes of a user's script."""
+    listed = {key: run.get(key) for key in ("faults", "notes")}
+    rows = {
+        key: [row for row in value if isinstance(row, dict)] for key, value in listed.items() if isinstance(value, list)
+    }
+    faults = [
+        {"line": str(f.get("line", "")), "problem": str(f.get("problem", "")), "change": str(f.get("mend", ""))}
+        for f in rows.get("faults", [])
+    ]
+    yield from table_of(faults, words=("problem", "change"))
+    yield from table_of(
+        {"approximation": str(n.get("text", "")), "times": str(n.get("count", ""))} for n in rows.get("notes", [])
+    )
+
+
+def plan_answer(name: str, found: PlanAnswer) -> Answer:
+    """Return how many layouts fit, and the first one."""
+    facts = [
+        (
+            "model",
+            f"{found.parameters / 1e9:.3g} B parameters" + (f", {found.seq_len:,} tokens" if found.seq_len else ""),
+        )
+    ]
+    if found.layouts:
+        facts += list(_first(found))
+    else:
+        facts += [("instead", remedy) for remedy in found.remedies]
+    facts += [("assumed", note) for note in found.cluster.assumed]
+    facts += [("note", found.padding)] if found.padding else []
+    number = f"{found.fitting:,} of {found.considered:,} layouts"
+    verdict, tone = (
+        (f"Fits: {number}", "good") if found.layouts else (f"Nothing fits of {found.considered:,} layouts", "bad")
+    )
+    return Answer(name=name and _of(name, found.title), verdict=verdict, tone=tone, facts=facts)
+
+
+def _first(found: PlanAnswer) -> Iterator[tuple[str, str]]:
+    best = found.layouts[0]
+    yield "fastest", str(best)
+    yield "step time", _step(best)
+    yield "speed", _speed(best) + (f", MFU {best.mfu:.0%}" if best.mfu is not None else "")
+    yield "memory", f"{shown_bytes(best.peak_bytes)} of {shown_bytes(best.device_total_bytes)} per device"
+    number = found.plainest
+    if number and 0 < number < len(found.layouts):
+        yield "simplest nearly as fast", f"{found.layouts[number]}: {_step(found.layouts[number])}"
+
+
+def _step(row: ShownLayout) -> str:
+    span = f" ({row.step_s_range[0]:.3g} to {row.step_s_range[1]:.3g} s in 8 of 10 runs)" if row.step_s_range else ""
+    return f"{row.step_s:.3g} s{span}"
+
+
+def _speed(row: ShownLayout) -> str:
+    return f"{row.tokens_per_s:,.0f} tokens/s" if row.tokens_per_s else f"{row.samples_per_s:,.3g} samples/s"
+
+
+def plan_sections(found: Plans) -> Iterator[Section]:
+    """Yield the map of layouts, step times, memory, all figures, and why other layouts do not fit."""
+    drawn = {name: plan for name, plan in found.items() if plan.layouts or plan.misfits}
+    note = "Further left needs less memory, further up is faster. No layout beats those on the dashed line in both."
+    yield Section(title="Map of layouts", blocks=[_map(*item) for item in drawn.items()], note=note)
+    note = "The line with ends is the interval that contains 8 of 10 published figures."
+    yield Section(title="Step time by part", blocks=[_times(plan) for plan in drawn.values()], note=note)
+    memory = [
+        Bars(
+            bars=[Bar(label=_of(name, str(r)), parts=r.breakdown, text=shown_bytes(r.peak_bytes)) for r in _rows(plan)],
+            limit=(f"device, {shown_bytes(plan.cluster.device_bytes)}", plan.cluster.device_bytes),
+        )
+        for name, plan in drawn.items()
+    ]
+    yield Section(title="Memory of each layout", blocks=memory)
+    yield Section(title="Layouts", blocks=_layouts(found))
+    reasons = [
+        {"layouts": _of(name, f"{r.count:,}"), "reason": r.message, "change": r.hint}
+        for name, plan in found.items()
+        for r in plan.rejections
+    ]
+    yield Section(title="Why others do not fit", blocks=table_of(reasons, words=("reason", "change")))
+    rates = [
+        {"rate": _of(name, rate), "value": f"{value:.4g}", "source": plan.rate_sources.get(rate, "")}
+        for name, plan in found.items()
+        for rate, value in plan.rates.items()
+    ]
+    yield Section(title="Rates of the hardware", blocks=table_of(rates, words=("source",)))
+
+
+def _rows(plan: PlanAnswer) -> list[ShownLayout]:
+    return [*plan.layouts, *plan.misfits]
+
+
+def _map(name: str, plan: PlanAnswer) -> Chart:
+    """Return the map of memory against speed, with the frontier."""
+    groups = {"fits": plan.layouts, "close to the limit": plan.close, "does not fit": plan.misfits}
+    places = [(row.peak_bytes, row.samples_per_s, group, str(row)) for group, rows in groups.items() for row in rows]
+    places += [(point.peak_bytes, point.samples_per_s, "frontier", point.layout) for point in plan.frontier]
+    places.sort()
+    lines = [
+        ChartLine(
+            label=group,
+            values=[speed if group == of else None for _, speed, of, _ in places],
+            style="dashed" if group == "frontier" else "dots",
+            colour=f"var(--{colour})",
+        )
+        for group, colour in (
+            ("frontier", "soft"),
+            ("fits", "good"),
+            ("close to the limit", "warn"),
+            ("does not fit", "bad"),
+        )
+        if any(group == of for _, _, of, _ in places)
+    ]
+    return Chart(
+        title=_of(name, f"samples per second against memory of a device, {plan.title}"),
+        x=[size for size, *_ in places],
+        x_unit="bytes",
+        x_label="peak memory of a device",
+        lines=lines,
+        hints=[f"{layout}: {shown_bytes(size)}, {speed:,.3g} samples/s" for size, speed, _, layout in places],
+        zero=False,
+    )
+
+
+def _times(plan: PlanAnswer) -> Bars:
+    bars = [
+        Bar(
+            label=str(row),
+            parts={name: row.time.get(key, 0.0) for key, name in PARTS.items()},
+            text=f"{row.step_s:.3g} s",
+            low=row.step_s_range[0] if row.step_s_range else None,
+            high=row.step_s_range[1] if row.step_s_range else None,
+        )
+        for row in _rows(plan)
+    ]
+    return Bars(bars=bars)
+
+
+def _layouts(found: Plans) -> list[Block]:
+    rows, tones = [], list[Tone]()
+    for name, plan in found.items():
+        for row in (*_rows(plan), *plan.close):
+            rows.append(
+                {
+                    "layout": _of(name, str(row)),
+                    "memory": shown_bytes(row.peak_bytes),
+                    "host": shown_bytes(row.host_bytes) if row.host_bytes else "",
+                    "step": f"{row.step_s:.3g} s",
+                    "8 of 10 runs": "{:.3g} to {:.3g} s".format(*row.step_s_range) if row.step_s_range else "",
+                    "speed": _speed(row),
+                    "MFU": f"{row.mfu:.0%}" if row.mfu is not None else "",
+                    "verdict": row.verdict,
+                }
+            )
+            tones.append(verdict_tone(row.verdict, row.fits))
+    return table_of(rows, tones=tones)

@@ -1,0 +1,232 @@
+"""The contents of a page, and its HTML: one file that loads nothing, with the answer first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from zerofit.spec.files import write_text
+from zerofit.spec.foreign import refused
+
+Tone = Literal["good", "bad", "warn", ""]
+Unit = Literal["bytes", "seconds", "number"]
+Style = Literal["area", "line", "dashed", "dots"]
+LEAST = 1e-4  # of the scale; shorter parts of bars cannot be seen
+ASSETS = Path(__file__).with_name("assets")
+
+# From the bottom of a stack up: what stays through the run comes first. Colours are Paul Tol's "muted" scheme, which
+# suits all kinds of colour vision (https://personal.sron.nl/~pault/), with light next to dark.
+COLOURS = {
+    "parameters": "#332288",
+    "master weights": "#88CCEE",
+    "optimizer state": "#117733",
+    "gradients": "#DDCC77",
+    "gathered parameters": "#882255",
+    "communication buckets": "#44AA99",
+    "activations": "#CC6677",
+    "logits and loss": "#AA4499",
+    "temporaries": "#999933",
+    "workspaces": "#661100",
+    "other": "#BBBBBB",
+}
+# The three darkest are lighter on a dark page.
+ON_DARK = {"#332288": "#7B6BD6", "#117733": "#3FA35E", "#882255": "#C2588C", "#661100": "#B5533C"}
+SERIES = ("#332288", "#CC6677", "#117733", "#AA4499", "#44AA99", "#999933", "#88CCEE", "#882255")
+
+
+def colour_of(name: str, number: int) -> str:
+    """Return the colour of a kind of memory, else of the `number`-th series, for light and dark pages."""
+    light = COLOURS.get(name) or SERIES[number % len(SERIES)]
+    return f"light-dark({light}, {ON_DARK.get(light, light)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The answer about one run, simulation or plan: the first thing on the page."""
+
+    block: ClassVar = "answer"
+    name: str
+    verdict: str
+    tone: Tone = ""
+    summary: str = ""
+    facts: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table; the first column names the row. The columns named in `words` hold text, the others figures."""
+
+    block: ClassVar = "table"
+    most: ClassVar = 300  # rows on a page
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Sequence[str] = ()
+    tones: Sequence[Tone] = ()  # of each row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A bar with parts. `low` and `high` are the ends of an interval around its length."""
+
+    label: str
+    parts: Mapping[str, float]
+    text: str
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def end(self) -> float:
+        """The length that the scale must show."""
+        return max(self.high or 0.0, sum(size for size in self.parts.values() if size > 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars:
+    """Bars on one scale, with a legend if they have several parts. `limit`: a line, with its name."""
+
+    block: ClassVar = "bars"
+    most: ClassVar = 40  # bars on a page
+    bars: Sequence[Bar]
+    limit: tuple[str, float] | None = None
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of the parts, from the left."""
+        found = {name for bar in self.bars for name, size in bar.parts.items() if size > self.scale * LEAST}
+        order = [*COLOURS, *(name for bar in self.bars for name in bar.parts)]
+        return [name for name in dict.fromkeys(order) if name in found]
+
+    @cached_property
+    def colours(self) -> dict[str, str]:
+        """The colour of each part."""
+        return {name: colour_of(name, number) for number, name in enumerate(self.names)}
+
+    @cached_property
+    def scale(self) -> float:
+        """The value at the right end. A limit far away would make all bars too short to read."""
+        longest = max((bar.end for bar in self.bars), default=0.0)
+        limit = self.limit[1] if self.limit else 0.0
+        return max(longest, limit if limit <= 3 * longest else 0.0)
+
+    def percent(self, size: float) -> str:
+        """Return a length as CSS."""
+        return f"{min(100.0, max(0.0, 100 * size / self.scale)) if self.scale > 0 else 0.0:.3f}%"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChartLine:
+    """The values of a chart's series, None where it has none."""
+
+    label: str
+    values: Sequence[float | None]
+    style: Style = "line"
+    colour: str = ""  # of its label if empty
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart with zoom and hover, also with the keyboard. Areas are stacked."""
+
+    block: ClassVar = "chart"
+    title: str
+    x: Sequence[float]
+    lines: Sequence[ChartLine]
+    y_unit: Unit = "number"
+    x_unit: Unit = "number"
+    x_label: str = ""
+    hints: Sequence[str] = ()  # shown at each x
+    phases: Sequence[tuple[float, str]] = ()  # where a phase begins, and its name
+    limit: tuple[str, float] | None = None
+    zero: bool = True  # whether the axis begins at 0
+
+    def to_json(self) -> str:
+        """Return the data for page.js. No text of it can end the element that contains it."""
+        lines = [
+            {**asdict(line), "colour": line.colour or colour_of(line.label, number)}
+            for number, line in enumerate(self.lines)
+        ]
+        text = json.dumps(asdict(self) | {"lines": lines}, allow_nan=False, separators=(",", ":"))
+        return text.replace("<", "\\u003c")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """Text to copy: a file, or a command."""
+
+    block: ClassVar = "code"
+    most: ClassVar = 50_000  # characters on a page
+    text: str
+    title: str = ""  # of a block that is closed until the reader opens it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A PNG."""
+
+    block: ClassVar = "picture"
+    title: str
+    base64: str
+
+
+Block = Answer | Table | Bars | Chart | Code | Picture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page with a heading. `note` explains it in a sentence."""
+
+    title: str
+    blocks: Sequence[Block]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page; its answers come first."""
+
+    title: str
+    answers: Sequence[Answer] = ()
+    sections: Sequence[Section] = ()
+    meanings: Mapping[str, str] = field(default_factory=dict)  # explanations at the end
+
+    def to_html(self) -> str:
+        """Return the page. All text is escaped."""
+        filled = [section for section in self.sections if section.blocks]
+        charts = any(block.block == "chart" for section in filled for block in section.blocks)
+        scripts = [ASSETS / "uPlot.iife.min.js", ASSETS / "page.js"] if charts else []
+        styles = [*([ASSETS / "uPlot.min.css"] if charts else []), ASSETS / "page.css"]
+        return render(
+            "page.html.jinja",
+            page=self,
+            sections=filled,
+            styles=[path.read_text(encoding="utf-8") for path in styles],
+            scripts=[path.read_text(encoding="utf-8") for path in scripts],
+            version=version("zerofit"),
+        )
+
+    def write(self, path: Path, option: str) -> None:
+        """Write the page into a file. Raises UserError that names `option` if that fails."""
+        with refused(path, kind="unwritable", where=option):
+            write_text(path, self.to_html())
+
+
+def render(template: str, **content: object) -> str:
+    """Return a page from a file in `templates/`; values are escaped in HTML."""
+    from jinja2 import Environment, FileSystemLoader
+
+    loader = FileSystemLoader(Path(__file__).with_name("templates"))
+    environment = Environment(loader=loader, autoescape=".html" in template, keep_trailing_newline=True)
+    return environment.get_template(template).render(**content)
+
+
+def table_of(rows: Iterable[Mapping[str, str]], words: Sequence[str] = (), tones: Sequence[Tone] = ()) -> list[Block]:
+    """Return a table of rows with the same keys, without its empty columns; [] without rows."""
+    listed = list(rows)
+    columns = [key for key in (listed[0] if listed else ()) if any(row[key] for row in listed)]
+    cells = [[row[key] for key in columns] for row in listed]
+    return [Table(columns=columns, rows=cells, words=words, tones=tones)] if listed else []

@@ -1,0 +1,168 @@
+"""One page about runs, simulations, plans, explanations and checks (`zerofit report`, and `--html` of commands)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from zerofit.report.answers import (
+    CheckAnswer,
+    ExplanationAnswer,
+    PlanAnswer,
+    Result,
+    SimulationAnswer,
+    read_saved,
+    results_of,
+)
+from zerofit.report.diagnoses import check_answer, check_blocks, explanation_answer, explanation_sections
+from zerofit.report.forecasts import plan_answer, plan_sections, simulation_answer, simulation_sections
+from zerofit.report.page import Answer, Block, Code, Page, Section, Table
+from zerofit.report.run_history import RunHistory, read_run, run_answer, run_sections
+from zerofit.spec.errors import Problems
+from zerofit.spec.foreign import refused
+
+HINT = "give run folders, or files with the output of --json"
+
+S = TypeVar("S")
+
+
+Reported = RunHistory | Result
+Sources = Mapping[str, Reported]  # name on the page, "" if there is no other -> run or result
+KINDS: dict[type, str] = {  # in `zerofit report --json`
+    RunHistory: "run",
+    SimulationAnswer: "simulation",
+    PlanAnswer: "plan",
+    ExplanationAnswer: "explanation",
+    CheckAnswer: "check",
+}
+
+
+def read_sources(paths: Sequence[Path]) -> Sources:
+    """Read run folders and saved results. Raises UserError with every path that is neither."""
+    problems, found = Problems(), list[tuple[str, Reported]]()
+    for path, name in zip(paths, _names(paths), strict=True):
+        if path.is_dir():
+            found.append((name, read_run(path, problems)))
+        else:
+            contents = problems.attempt(lambda path=path: _read_file(path, problems)) or ()
+            found += [(name, content) for content in contents]
+    problems.raise_if_any()
+    return with_names(found)
+
+
+def with_names(found: Sequence[tuple[str, Reported]]) -> Sources:
+    """Return runs and results by name; equal names are numbered."""
+    if len(found) == 1:
+        return {"": found[0][1]}
+    counts, named = Counter[str](), dict[str, Reported]()
+    for name, content in found:
+        counts[name] += 1
+        named[f"{name} ({counts[name]})" if counts[name] > 1 else name] = content
+    return named
+
+
+def _read_file(path: Path, problems: Problems) -> Sequence[RunHistory | Result]:
+    """Return the results in a file; the result of a training names its run folder. Raises UserError."""
+    with refused(path, kind="no-result", hint=HINT, where=str(path)):
+        value = read_saved(path)
+        folder = value.get("run_dir")
+        if isinstance(folder, str) and "train_loss" in value:
+            return [read_run(Path(folder), problems)]
+        return results_of(value)
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest end of each path that is different from the others."""
+    for length in range(1, 5):
+        names = ["/".join(path.resolve().parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def make_page(sources: Sources) -> Page:
+    """Return the page: all answers, then what differs, then each kind's sections with the sources side by side."""
+    title = next(iter(sources.values())).title if len(sources) == 1 else f"{len(sources)} results side by side"
+    answers = [_answer(name, content) for name, content in sources.items()]
+    return Page(title=title, answers=answers, sections=[_differences(sources), *_sections(sources)])
+
+
+def _answer(name: str, content: Reported) -> Answer:
+    if isinstance(content, RunHistory):
+        return run_answer(name, content)
+    if isinstance(content, SimulationAnswer):
+        return simulation_answer(name, content)
+    if isinstance(content, PlanAnswer):
+        return plan_answer(name, content)
+    return explanation_answer(name, content) if isinstance(content, ExplanationAnswer) else check_answer(name, content)
+
+
+def _sections(sources: Sources) -> Iterator[Section]:
+    if runs := _of(sources, RunHistory):
+        yield from run_sections(runs)
+    if simulations := _of(sources, SimulationAnswer):
+        yield from simulation_sections(simulations)
+    if plans := _of(sources, PlanAnswer):
+        yield from plan_sections(plans)
+    for name, explained in _of(sources, ExplanationAnswer).items():
+        for section in explanation_sections(explained):
+            yield replace(section, title=_named(name, section.title))
+    for name, checked in _of(sources, CheckAnswer).items():
+        yield Section(title=_named(name, "Findings"), blocks=check_blocks(checked))
+    settings = [block for source in sources.items() for block in _settings_blocks(*source)]
+    yield Section(title="Settings", blocks=settings)
+
+
+def _named(name: str, title: str) -> str:
+    return f"{name}: {title}" if name else title
+
+
+def _of(sources: Sources, form: type[S]) -> dict[str, S]:
+    return {name: content for name, content in sources.items() if isinstance(content, form)}
+
+
+def _settings_blocks(name: str, content: Reported) -> Iterator[Block]:
+    """Yield JSONs that the reader can open."""
+    shown: dict[str, object] = {}
+    if isinstance(content, RunHistory):
+        files = {"ds_config": "what DeepSpeed got", "run": "the run", "env": "versions and hardware"}
+        shown = {f"{file}.json: {what}": content.files[file] for file, what in files.items()}
+    elif isinstance(content, SimulationAnswer):
+        shown = {"the simulated run": content.run}
+    elif isinstance(content, CheckAnswer):
+        shown = {"what DeepSpeed gets": content.resolved}
+    for title, value in shown.items():
+        if value:
+            yield Code(title=_named(name, title), text=json.dumps(value, indent=2))
+
+
+def _differences(sources: Sources) -> Section:
+    """Return tables of the settings that differ between runs, and between simulations."""
+    runs = {name: dict(_flat(run.settings)) for name, run in _of(sources, RunHistory).items()}
+    simulated = {
+        name: dict(_flat({"device": found.device, "layout": found.layout, **found.run}))
+        for name, found in _of(sources, SimulationAnswer).items()
+    }
+    blocks = [*_differing(runs), *_differing(simulated)]
+    return Section(title="Differences", blocks=blocks, note="Settings that differ.")
+
+
+def _differing(settings: Mapping[str, Mapping[str, str]]) -> Iterator[Block]:
+    keys = dict.fromkeys(key for values in settings.values() for key in values)
+    rows = [[key, *(values.get(key, "-") for values in settings.values())] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    if rows:
+        yield Table(columns=["setting", *settings], rows=rows, words=list(settings))
+
+
+def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the values of a JSON by dotted key."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, str(value)

@@ -1,0 +1,245 @@
+"""vLLM's memory by its own rule: what a start finds free for the KV cache, by release.
+
+    KV cache = gpu_memory_utilization x total - weights - activations of the profile run - memory outside torch
+               - CUDA graphs (from 0.21)
+
+vllm/worker/worker.py (V0), v1/worker/gpu_worker.py, `determine_available_memory`. The profile run feeds
+`max_num_batched_tokens` tokens and samples `max_num_seqs` sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from zerofit.rollout.cache import BLOCK, CachePlan, Need, plan_cache
+from zerofit.rollout.served import BITS, ServedModel
+from zerofit.spec.device import GIB, Device
+from zerofit.spec.errors import Problems
+from zerofit.spec.model_facts import ELEMENT_BYTES, PRECISIONS
+
+Release = tuple[int, int]
+RELEASE: Release = (0, 27)
+V1: Release = (0, 8)  # the first release whose engine is V1 by default
+GRAPHS_COUNTED: Release = (0, 21)
+# Memory of sampling in the profile run, in units of one row of fp32 logits per sequence: torch's sort for top-p kept
+# values, indices, probabilities and sums; a kernel replaced it in 0.17. Fitted to start-up logs
+# (benchmarks/serving_memory.py), as are the constants below.
+SORTED, KERNEL, KERNEL_FROM = 9.5, 3.73, (0, 17)
+# Alive next to an MLP's activations, in rows of the hidden size: residual, input, output of attention, and its buffer
+HIDDEN_ROWS = 4.2
+GRAPH_BYTES = 0.0075 * GIB  # of one captured size
+# Outside torch's allocator: context, kernels, cuBLAS; communicators of tensor parallelism
+OUTSIDE = {(0, 0): 0.07, (0, 15): 0.13, (0, 18): 0.25, (0, 25): 0.35}
+NVLINK_BYTES, PCIE_BYTES = 1.85 * GIB, 0.15 * GIB
+UNSEEN_BYTES = 0.3 * GIB  # fragmentation and kernels loaded after the profile run
+STEP = 100  # utilisations are in hundredths
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """vLLM's arguments that decide its memory, by their own names; None: vLLM's default."""
+
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    tensor_parallel_size: int = 1
+    dtype: str = "bf16"
+    kv_cache_dtype: str = "auto"
+    quantization: str | None = None
+    enforce_eager: bool = False
+    block_size: int = BLOCK
+    release: Release = RELEASE
+    v1: bool | None = None
+
+    @classmethod
+    def read(cls, values: dict[str, Any], where: str) -> EngineSettings:
+        """Return the settings of `name=value` pairs. Raises UserError with all problems."""
+        problems, known = Problems(), set(cls.__dataclass_fields__)
+        found = dict(values)
+        for name in found.keys() - known:
+            problems.add("usage", f"{where}: no setting {name!r}", f"settings: {', '.join(sorted(known))}", where)
+            found.pop(name)
+        if "release" in found:
+            parts = str(found["release"]).split(".")
+            if len(parts) < 2 or not all(part.isdecimal() for part in parts[:2]):
+                problems.add("bad-value", f"release={found['release']}", "use a release of vLLM, like 0.19", where)
+            else:
+                found["release"] = int(parts[0]), int(parts[1])
+        share = found.get("gpu_memory_utilization", 0.9)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            problems.add("bad-value", f"gpu_memory_utilization={share}", "use a fraction above 0, at most 1", where)
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "block_size"):
+            size = found.get(name, 1)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                problems.add("bad-value", f"{name}={size}", "use a whole number from 1", where)
+        choices = {
+            "quantization": (None, *BITS),
+            "kv_cache_dtype": ("auto", "fp8", "bf16", "fp16"),
+            "dtype": PRECISIONS,
+        }
+        for name, allowed in choices.items():
+            if name in found and found[name] not in allowed:
+                words = ", ".join(str(word) for word in allowed if word)
+                problems.add("bad-value", f"{name}={found[name]}", f"use one of {words}", where)
+        problems.raise_if_any()
+        return cls(**found)
+
+    def settled(self, model: ServedModel, device: Device) -> EngineSettings:
+        """Return the settings with vLLM's defaults for this model and device (engine/arg_utils.py)."""
+        length = self.max_model_len or model.positions or 2048
+        large = device.memory_bytes >= 70 * GIB and "A100" not in device.name
+        batched = (8192 if large else 2048) if self.is_v1 else 2048 if length > 32768 else max(length, 2048)
+        return replace(
+            self,
+            max_model_len=length,
+            max_num_batched_tokens=self.max_num_batched_tokens or batched,
+            max_num_seqs=self.max_num_seqs or (1024 if large and self.is_v1 else 256),
+        )
+
+    @property
+    def is_v1(self) -> bool:
+        """Whether the engine is V1."""
+        return self.release >= V1 if self.v1 is None else self.v1
+
+
+class EnginePart(NamedTuple):
+    """A part of an engine's memory on one GPU."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMemory:
+    """The memory of one GPU of an engine after its start."""
+
+    model: ServedModel
+    settings: EngineSettings  # settled
+    device: Device = field(repr=False)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights."""
+        settings = self.settings
+        return self.model.weight_bytes(
+            ELEMENT_BYTES[settings.dtype], settings.tensor_parallel_size, settings.quantization
+        )
+
+    @cached_property
+    def activations(self) -> int:
+        """Peak of the profile run above the weights: an MLP of all tokens, or the sampling of all sequences."""
+        model, s = self.model, self.settings
+        tokens = s.max_num_batched_tokens or 0
+        element, rank = ELEMENT_BYTES[s.dtype], s.tensor_parallel_size
+        hidden = tokens * model.hidden * element
+        routed = tokens * model.experts_of_token * element
+        # experts keep their workspaces after the forward
+        kept = routed * max(2 * model.expert // rank, model.hidden) + routed * model.expert // rank
+        mlp = 0 if model.expert else tokens * model.mlp // rank * element
+        rows = min(s.max_num_seqs or 0, tokens) * model.vocabulary * 4
+        factor = SORTED if s.release < KERNEL_FROM else KERNEL
+        chunked_v0 = not s.is_v1 and s.release < V1 and (s.max_model_len or 0) > 32768  # samples no sequence
+        sampled = 0 if chunked_v0 else round(factor * rows) + hidden
+        return round(max(mlp + HIDDEN_ROWS * hidden, sampled) + kept)
+
+    @property
+    def graphs(self) -> int:
+        """Bytes of the CUDA graphs; V1 captures two kinds."""
+        settings = self.settings
+        if settings.enforce_eager:
+            return 0
+        seqs = settings.max_num_seqs or 0
+        sizes = 4 + min(seqs, 256) // 8 + max(0, min(2 * seqs, 512) - 256) // 16
+        decode = 4 + min(seqs, 256) // 8 + max(0, min(seqs, 512) - 256) // 16 if settings.release >= (0, 11) else 0
+        return round((sizes + decode) * GRAPH_BYTES)
+
+    @property
+    def outside(self) -> int:
+        """Bytes outside torch's allocator."""
+        own = OUTSIDE[max(release for release in OUTSIDE if release <= self.settings.release)] * GIB
+        if self.settings.tensor_parallel_size == 1:
+            return round(own)
+        return round(own + (PCIE_BYTES if "PCIe" in self.device.link_name else NVLINK_BYTES))
+
+    @property
+    def requested(self) -> int:
+        """Bytes that the utilisation allows."""
+        return math.ceil(self.settings.gpu_memory_utilization * self.device.memory_bytes)
+
+    @property
+    def counted(self) -> int:
+        """Bytes that the start subtracts from `requested`."""
+        graphs = self.graphs if self.settings.release >= GRAPHS_COUNTED else 0
+        return self.weights + self.activations + self.outside + graphs
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes for the KV cache; negative if there is no room."""
+        return self.requested - self.counted
+
+    @cached_property
+    def cache(self) -> CachePlan:
+        """The division of the KV cache."""
+        s = self.settings
+        element = ELEMENT_BYTES[s.dtype]
+        of_cache = {"auto": element, "fp8": 1}.get(s.kv_cache_dtype, 2)
+        kinds = self.model.cache_layers(of_cache, element, s.tensor_parallel_size)
+        return plan_cache(kinds, s.block_size, hybrid=s.is_v1)
+
+    @property
+    def need(self) -> Need:
+        """The tokens of the longest request."""
+        return Need(self.settings.max_model_len or 0, self.settings.max_num_batched_tokens or 0)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of the KV cache."""
+        return self.cache.blocks(self.cache_bytes)
+
+    @property
+    def sequences(self) -> float:
+        """Sequences of `max_model_len` that the cache holds."""
+        return self.cache.sequences(self.blocks, self.need)
+
+    @property
+    def fits(self) -> bool:
+        """Whether vLLM starts: one request of `max_model_len` has room, and the GPU holds all of it."""
+        return self.sequences >= 1 and self.settings.gpu_memory_utilization <= self.largest_utilization
+
+    @property
+    def largest_utilization(self) -> float:
+        """The largest utilisation, in hundredths, that leaves room for what the start does not count."""
+        uncounted = UNSEEN_BYTES + (self.graphs if self.settings.release < GRAPHS_COUNTED else 0)
+        return math.floor(STEP * (1 - uncounted / self.device.memory_bytes)) / STEP
+
+    @property
+    def smallest_utilization(self) -> float:
+        """The smallest utilisation, in hundredths, at which one request of `max_model_len` fits."""
+        needed = self.counted + self.cache.blocks_of_request(self.need) * self.cache.block_bytes
+        return math.ceil(STEP * needed / self.device.memory_bytes) / STEP
+
+    @property
+    def longest(self) -> int:
+        """The largest `max_model_len` of which one request fits, up to the model's positions; 0: none."""
+        low, high = 0, self.model.positions or 2**20
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.cache.blocks_of_request(self.need._replace(length=middle)) <= self.blocks
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    @property
+    def parts(self) -> tuple[EnginePart, ...]:
+        """The memory of the GPU by kind."""
+        found = {
+            "weights": self.weights,
+            "KV cache": max(0, self.cache_bytes),
+            "activations": self.activations,
+            "CUDA graphs": self.graphs,
+            "outside torch": self.outside,
+        }
+        return tuple(EnginePart(name, size) for name, size in found.items() if size)

@@ -1,0 +1,76 @@
+"""`--check-loss`: stops all ranks before an optimizer step whose loss or gradients are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerofit.spec.errors import Problem, RunFailed
+from zerofit.train.metrics import NAN_HINT, NAN_LOSS
+from zerofit.train.zero_layouts import inner_optimizer, loss_scaler
+
+# The gradients' norm is the same on all ranks, and DeepSpeed computes it before the update. So the check needs no
+# exchange for gradients. Losses differ between ranks: one number of each micro batch is exchanged during its backward.
+
+
+class LossCheck:
+    """Raises RunFailed on every rank before the update; weights and optimizer states stay as they were."""
+
+    def __init__(self, engines: Iterable[Any]):
+        self._engines = list(engines)
+        self._pending: list[tuple[Tensor, Any]] = []  # whether a loss of any rank is not finite, and the exchange
+        self.losses: list[Tensor] = []  # of this rank's micro batches since the last update
+        for engine in self._engines:
+            inner_optimizer(engine).register_step_pre_hook(partial(self._before_update, engine))
+
+    def see(self, loss: Tensor) -> None:
+        """Start to exchange whether a micro batch's loss is finite; call it before backward."""
+        self.losses.append(loss.detach())
+        flag = torch.isfinite(loss.detach()).all().logical_not().float()
+        self._pending.append((flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)))
+
+    def after_step(self) -> None:
+        """Raise RunFailed if DeepSpeed has skipped the update; with a dynamic loss scale it skips some by design."""
+        self._stop_at_loss(self._engines[0].global_steps)
+        for engine in self._engines:
+            if getattr(engine.optimizer, "overflow", False) and loss_scaler(engine) is None:
+                raise _failure(engine.global_steps, "the gradient norm", "inf or nan")
+        self.losses.clear()
+
+    def _before_update(self, engine: Any, optimizer: Any, *_: Any) -> None:
+        self._stop_at_loss(engine.global_steps + 1)
+        norm = getattr(engine.optimizer, "_global_grad_norm", None)
+        if norm is None and engine.gradient_clipping() > 0:
+            norm = engine.get_global_grad_norm()
+        if norm is None:
+            norm = _largest(optimizer)
+        if not 0 <= float(norm) < float("inf"):  # DeepSpeed's sign of a norm that is not finite is -1
+            raise _failure(engine.global_steps + 1, "the gradient norm", "inf or nan" if norm < 0 else str(float(norm)))
+
+    def _stop_at_loss(self, step: int) -> None:
+        pending, self._pending = self._pending, []
+        for flag, exchange in pending:
+            exchange.wait()
+            if flag:
+                shown = [loss for loss in map(float, self.losses) if loss - loss != 0]
+                value = str(shown[0]) if shown else "not finite on another rank"
+                raise _failure(step, "the loss", value)
+
+
+def _largest(optimizer: Any) -> Tensor:
+    """Return the largest gradient of any rank, for optimizers without a norm; NaN and infinity stay."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    largest = torch.stack([g.abs().max().float() for g in gradients]).max()
+    bad = torch.isfinite(largest).logical_not().float()
+    dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    return torch.where(bad > 0, torch.inf, largest)
+
+
+def _failure(step: int, what: str, value: str) -> RunFailed:
+    message = f"{what} of step {step} is {value}; the optimizer step was not taken"
+    return RunFailed(Problem(kind=NAN_LOSS, message=message, hint=NAN_HINT, where=f"step {step}"))

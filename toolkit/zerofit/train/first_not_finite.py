@@ -1,0 +1,293 @@
+"""Finds where a step stops being finite: the first op with finite inputs and a result that is not finite."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import _get_sequence_nr  # pyright: ignore[reportPrivateImportUsage] - torch.fx uses it, too
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+# A mask of -inf or an unused infinity is no fault. So each result that is not finite remembers its origin: the op that
+# made it from finite inputs. The first origin in the history of the loss (or of the first gradient that is not finite)
+# is the answer. Tensors are followed by their storage, since views and in-place ops share it.
+FORWARD, BACKWARD = "forward", "backward"
+INPUTS, LABELS, WEIGHTS = "inputs", "labels", "weights"  # what a tensor is computed from
+_FILLED_LATER = ("empty", "resize_")  # results of these ops have any numbers
+_PACKAGES = ("/torch/", "/deepspeed/", "/zerofit/models/build.py", "/zerofit/train/leaks.py", __file__)
+_STEP = ("/zerofit/train/engines.py", "/zerofit/train/pipeline.py", "/zerofit/train/gan.py")  # call the model
+_LAST = 2**63  # sequence numbers of autograd's own nodes are larger
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorFacts:
+    """Shape and range of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    low: float  # of the finite elements
+    high: float
+    bad: int  # elements that are not finite
+    zeros: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorFacts:
+        """Return the facts of a floating-point or integer tensor."""
+        finite = tensor.detach()[torch.isfinite(tensor)].double()
+        low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
+        return cls(
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            low=low,
+            high=high,
+            bad=tensor.numel() - finite.numel(),
+            zeros=int((finite == 0).sum()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The op whose inputs are finite and whose result is not."""
+
+    op: str
+    phase: str  # FORWARD or BACKWARD
+    module: str  # its name in the model; in backward the module whose forward it differentiates
+    line: str  # file:line of the forward, outside of torch and DeepSpeed
+    inputs: tuple[TensorFacts, ...]
+    output: TensorFacts
+    depends: tuple[str, ...]  # of INPUTS, LABELS and WEIGHTS
+    micro: int  # number of the micro batch in the step
+    rows: tuple[int, ...]  # samples of the micro batch whose results are not finite; () if there is no such dimension
+    wide: float | None  # largest result in float32 if it is finite there and not in 16 bits
+    tensor: str = ""  # the tensor of the batch or model that was not finite before any op
+
+
+@dataclass
+class _Place:
+    """Module and line of a forward op."""
+
+    module: str
+    line: str
+
+
+class FirstNotFinite(TorchDispatchMode):
+    """Watches all ops of a step for results that are not finite; use it as a context around forward and backward."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.micro = 0  # number of the current micro batch
+        self.samples = 0  # samples in it
+        self.first_nan: Origin | None = None
+        self.gradient: tuple[str, Origin | None] | None = None  # the first gradient that is not finite
+        self._model, self._modules = model, list[str]()
+        self._origins: dict[int, Origin] = {}  # by storage
+        self._depends: dict[int, frozenset[str]] = {}
+        self._places: dict[int, _Place] = {}  # by autograd's number of a forward op
+        self._names = {id(p): name for name, p in model.named_parameters()}
+
+    def origin_of(self, tensor: Tensor) -> Origin | None:
+        """Return where a tensor that is not finite comes from; None if no op of this step made it so."""
+        return self._origins.get(_key(tensor))
+
+    def batches(self, batches: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the micro batches, and mark what depends on their inputs and labels."""
+        for number, batch in enumerate(batches):
+            self.micro, self.samples = number, len(batch["labels"])
+            for name, tensor in batch.items():
+                if isinstance(tensor, Tensor):
+                    self._depends[_key(tensor)] = frozenset([LABELS if name == "labels" else INPUTS])
+                    self._given(name, tensor)
+            yield batch
+
+    @contextmanager
+    def watching(self) -> Iterator[FirstNotFinite]:
+        """Watch within the block: ops, modules, and the gradients of parameters."""
+        with ExitStack() as stack:
+            for name, module in self._model.named_modules():
+                stack.callback(module.register_forward_pre_hook(partial(self._enter, name)).remove)
+                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+            for name, parameter in self._model.named_parameters():
+                if parameter.requires_grad:
+                    stack.callback(parameter.register_hook(partial(self._see_gradient, name)).remove)
+            stack.enter_context(self)
+            yield self
+
+    def _enter(self, name: str, module: nn.Module, *_: Any) -> None:
+        self._modules.append(name or type(module).__name__)
+
+    def _leave(self, *_: Any) -> None:
+        self._modules.pop()
+
+    def _see_gradient(self, name: str, gradient: Tensor) -> None:
+        if self.gradient is None and not _finite(gradient):
+            self.gradient = name, self.origin_of(gradient)
+
+    def _given(self, name: str, tensor: Tensor) -> None:
+        """Record a tensor of the batch that is not finite."""
+        if tensor.is_floating_point() and not _finite(tensor):
+            facts = TensorFacts.of(tensor)
+            self._origins[_key(tensor)] = Origin(
+                op="",
+                phase=FORWARD,
+                module="",
+                line="",
+                inputs=(),
+                output=facts,
+                depends=tuple(self._depends[_key(tensor)]),
+                micro=self.micro,
+                rows=_rows(tensor, self.samples),
+                wide=None,
+                tensor=name,
+            )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the op, and look at its results."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace == "c10d" or func.is_view:
+            return result
+        node = torch._C._current_autograd_node()
+        if node is None and torch.is_grad_enabled():
+            number = _get_sequence_nr() - 1
+            self._places[number] = _Place(self._modules[-1] if self._modules else "", model_line())
+        outputs = [t for t in tree_leaves(result) if _is_dense(t)]
+        if any(func._schema.name.partition("::")[2].find(name) >= 0 for name in _FILLED_LATER):
+            for output in outputs:
+                self._origins.pop(_key(output), None)
+            return result
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        depends = frozenset[str]().union(*map(self._dependence, inputs))
+        for output in outputs:
+            self._depends[_key(output)] = depends
+            if not output.is_floating_point():
+                continue
+            if _finite(output):
+                if output.numel() * output.element_size() == output.untyped_storage().nbytes():
+                    self._origins.pop(_key(output), None)
+                continue
+            known = self._known(inputs, outputs)
+            origin = known or self._made(func, args, kwargs, inputs, output, depends, node)
+            self._origins[_key(output)] = origin
+            if self.first_nan is None and output.isnan().any():
+                self.first_nan = origin
+        return result
+
+    def _dependence(self, tensor: Tensor) -> frozenset[str]:
+        """Return what a tensor is computed from; a tensor that no op has made is a weight."""
+        return self._depends.get(_key(tensor), frozenset([WEIGHTS] if tensor.is_floating_point() else []))
+
+    def _known(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Origin | None:
+        """Return the origin of an input that is not finite, or None if all are finite."""
+        written = {_key(output) for output in outputs}
+        for tensor in inputs:
+            if not tensor.is_floating_point():
+                continue
+            origin = self._origins.get(_key(tensor))
+            if origin is not None and (_key(tensor) in written or not _finite(tensor)):
+                return origin
+            if origin is None and _key(tensor) not in written and not _finite(tensor):
+                return self._outside(tensor)
+        return None
+
+    def _outside(self, tensor: Tensor) -> Origin:
+        """Return the origin of a tensor that was not finite before this step: a weight."""
+        name = self._names.get(id(tensor), "")
+        return Origin(
+            op="",
+            phase=FORWARD if torch._C._current_autograd_node() is None else BACKWARD,
+            module=self._modules[-1] if self._modules else "",
+            line=model_line(),
+            inputs=(),
+            output=TensorFacts.of(tensor),
+            depends=(WEIGHTS,),
+            micro=self.micro,
+            rows=(),
+            wide=None,
+            tensor=name or "a weight",
+        )
+
+    def _made(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[Tensor],
+        output: Tensor,
+        depends: frozenset[str],
+        node: Any,
+    ) -> Origin:
+        """Return the origin for an op that has made a result that is not finite of finite inputs."""
+        place = _Place(self._modules[-1] if self._modules else "", model_line())
+        if node is not None and node._sequence_nr() < _LAST:
+            place = self._places.get(node._sequence_nr(), place)
+        written = func._schema.is_mutable
+        facts = [TensorFacts.of(t) for t in inputs if _is_dense(t) and t.numel() and not t.is_complex()]
+        return Origin(
+            op=func._schema.name.removeprefix("aten::"),
+            phase=FORWARD if node is None else BACKWARD,
+            module=place.module,
+            line=place.line,
+            inputs=() if written else tuple(facts),
+            output=TensorFacts.of(output),
+            depends=tuple(sorted(depends)),
+            micro=self.micro,
+            rows=_rows(output, self.samples),
+            wide=None if written else _wide(func, args, kwargs, output),
+        )
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.numel() or bool(torch.isfinite(tensor.detach()).all())
+
+
+def _rows(tensor: Tensor, samples: int) -> tuple[int, ...]:
+    """Return the samples whose part is not finite, if the first dimension is the samples (or their tokens)."""
+    if not tensor.dim() or not samples or tensor.shape[0] % samples:
+        return ()
+    bad = torch.isfinite(tensor.detach()).logical_not().reshape(samples, -1).any(1)
+    return tuple(int(row) for row in bad.nonzero().flatten())
+
+
+def _wide(func: Callable[..., Any], args: Any, kwargs: Any, output: Tensor) -> float | None:
+    """Return the largest result of a 16-bit op in float32, or None if it is not finite there either."""
+    if output.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+    if inputs and all(t.dtype == torch.float32 for t in inputs):  # a conversion
+        return max(float(t.abs().max()) for t in inputs)
+    args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
+    try:
+        results = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+    except (RuntimeError, TypeError):  # an op that needs the narrow type
+        return None
+    return float(results[0].abs().max()) if results and all(map(_finite, results)) else None
+
+
+def model_line() -> str:
+    """Return file:line of the innermost frame of a model or loss, outside of torch and DeepSpeed; "" for none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.endswith(_STEP):
+            return ""
+        if not any(package in file for package in _PACKAGES) and not file.startswith("<"):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

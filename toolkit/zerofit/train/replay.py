@@ -1,0 +1,187 @@
+"""One rank of `zerofit replay`: repeats steps of a run and looks where they stop being finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerofit.spec.errors import RunFailed
+from zerofit.spec.files import write_json
+from zerofit.spec.model_facts import IGNORE_INDEX
+from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.train.first_not_finite import FirstNotFinite, TensorFacts
+from zerofit.train.heartbeat import RankProgress
+from zerofit.train.run import RankRun, replicas_apart
+from zerofit.train.shard_index import indexed_shards
+from zerofit.train.stop_signals import SignalNotes
+from zerofit.train.trainer import EngineTrainer
+from zerofit.train.zero_layouts import Unsupported, states_of
+
+# The steps before the fault run as in training, so their losses are those of the run. Each step is made with
+# --check-loss: where it stops, the weights are still good, and the same micro batches run again, watched op by op.
+SIXTEEN_BITS = ("fp16", "bf16")
+
+
+def replay(
+    job: Job, folder: RunFolder, signals: SignalNotes | None = None, progress: RankProgress | None = None
+) -> dict[str, Any]:
+    """Repeat the job's steps up to `job.replay.step`; write and return what all ranks found (`RankFindings`)."""
+    assert job.replay
+    run = RankRun(job, folder, signals, progress)
+    if job.replay.double:
+        _widen(run.trainer)
+    run.begin()
+    findings = _RankReplay(run).findings(job.replay.step)
+    run.loop.recorder.flush()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, findings)
+    result = {"ranks": gathered}
+    if dist.get_rank() == 0:
+        write_json(folder.result, result)
+    return result
+
+
+class _RankReplay:
+    def __init__(self, run: RankRun):
+        self._run, self._trainer, self._job = run, run.trainer, run.job
+        self._found: dict[str, Any] = {"rank": dist.get_rank(), "weights": [], "sizes": [], "done": run.loop.first}
+
+    def findings(self, last: int) -> dict[str, Any]:
+        """Repeat the steps up to `last`, or until something is wrong; return what this rank found."""
+        self._look_at_weights(states=True)
+        if self._any(bool(self._found["weights"])):
+            return self._found
+        loop = self._run.loop
+        for step, batches, indices in loop.steps():
+            if step >= last:
+                break
+            if self._step(step, list(batches), indices):
+                return self._found
+            self._found["done"] = step + 1
+            self._look_at_weights()
+            apart = replicas_apart(self._trainer)
+            if apart:
+                self._found |= {"apart": apart, "step": step + 1}
+            if self._any(bool(apart or self._found["weights"])):
+                return self._found | {"step": step + 1}
+        return self._found
+
+    def _step(self, step: int, batches: list[dict[str, Any]], indices: list[Any]) -> bool:
+        """Make a step as in training; return whether it was stopped, and has been watched."""
+        trainer, engines = self._trainer, self._trainer.engines().values()
+        before = trainer.rank_state()  # random states and buffers
+        micro_steps = [engine.micro_steps for engine in engines]
+        lr = trainer.engine.get_lr()[0]
+        try:
+            losses = self._run.loop.train_step(iter(batches))
+        except RunFailed as error:
+            self._found |= {"step": step + 1, "stopped": error.problem.message, "lr": lr, **self._scale()}
+        else:
+            self._run.loop.record(step, losses, indices, lr)
+            return False
+        trainer.restore_rank_state(before)
+        for engine, count in zip(engines, micro_steps, strict=True):
+            engine.micro_steps = count
+            engine.optimizer.zero_grad()
+        self._watch(batches)
+        self._found["batch"] = list(_bad_samples(batches, self._classes))
+        return True
+
+    def _watch(self, batches: list[dict[str, Any]]) -> None:
+        """Run the micro batches of the stopped step again, and note the first op whose result is not finite."""
+        check = self._trainer.loss_check
+        assert check
+        check.losses.clear()
+        watch = FirstNotFinite(self._trainer.module)
+        with watch.watching(), suppress(RunFailed):  # stopped again, before the update
+            self._trainer.train_step(watch.batches(batches))
+        bad = [loss for loss in check.losses if not torch.isfinite(loss).all()]
+        origin = watch.origin_of(bad[0]) if bad else None
+        if watch.gradient and origin is None:
+            self._found["gradient"], origin = watch.gradient
+        origin = origin or (watch.first_nan if bad else None)
+        if origin:
+            samples = batches[origin.micro]["indices"]
+            rows = [int(samples[row]) for row in origin.rows if row < len(samples)]
+            self._found["origin"] = asdict(origin) | {"samples": rows, "of_samples": len(samples)}
+
+    @property
+    def _classes(self) -> int | None:
+        return getattr(self._run.data.inputs, "classes", None)
+
+    def _scale(self) -> dict[str, Any]:
+        if self._job.precision != "fp16":
+            return {}
+        return {"loss_scale": float(self._trainer.engine.optimizer.loss_scale)}
+
+    @torch.no_grad()
+    def _look_at_weights(self, states: bool = False) -> None:
+        """Note weights that are not finite (with `states` also optimizer states), and the size of all weights."""
+        total, count = 0.0, 0
+        for name, kind, tensor in _tensors(self._trainer, states):
+            bad = int(torch.isfinite(tensor).logical_not().sum())
+            if bad:
+                self._found["weights"].append({"name": name, "kind": kind, "bad": bad, "of": tensor.numel()})
+            elif kind == "weight":
+                total, count = total + float(tensor.double().square().sum()), count + tensor.numel()
+        self._found["sizes"].append((total / max(1, count)) ** 0.5)
+
+    def _any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        shared = torch.tensor(float(flag), device=self._trainer.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return bool(shared)
+
+
+def _tensors(trainer: EngineTrainer, states: bool) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield name, kind and values of this rank's weights and, with `states`, of its optimizer's states."""
+    for name, parameter in trainer.module.named_parameters():
+        tensor: Tensor = getattr(parameter, "ds_tensor", parameter)
+        if tensor.is_floating_point() and tensor.numel() and tensor.device.type != "meta":
+            yield name, "weight", tensor
+    for tag, engine in trainer.engines().items() if states else ():
+        try:
+            for indexed in indexed_shards(trainer, engine, tag):
+                slots = indexed.shard.slots(states_of(engine, indexed.shard.master))
+                yield from ((indexed.name, kind, slot.live) for kind, slot in slots.items() if slot.tensor.numel())
+        except Unsupported:  # then only the weights are known by name
+            continue
+
+
+def _bad_samples(batches: Sequence[Mapping[str, Any]], classes: int | None) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a step whose inputs or labels are not finite, or whose label is no class of the data."""
+    for batch in batches:
+        for name, tensor in batch.items():
+            if not isinstance(tensor, Tensor) or not tensor.dim():
+                continue
+            rows = tensor.reshape(len(tensor), -1)
+            if tensor.is_floating_point():
+                wrong, why = torch.isfinite(rows).logical_not().any(1), "not finite"
+            elif name == "labels" and classes is not None:
+                wrong = ((rows < 0) | (rows >= classes)) & (rows != IGNORE_INDEX)
+                wrong, why = wrong.any(1), f"not in 0 to {classes - 1}"
+            else:
+                continue
+            for row in wrong.nonzero().flatten().tolist():
+                facts = asdict(TensorFacts.of(rows[row]))
+                yield {"sample": int(batch["indices"][row]), "tensor": name, "why": why, "values": facts}
+
+
+def _widen(trainer: EngineTrainer) -> None:
+    """Make an engine without ZeRO compute in float64; this process trains nothing else afterwards."""
+    from zerofit.models.dtypes import DTYPES
+
+    DTYPES["fp32"] = torch.float64  # of inputs
+    Tensor.float = Tensor.double  # the loss is computed in "float"
+    trainer.module.double()
+    trainer.engine.enable_backward_allreduce = False  # DeepSpeed's all-reduce refuses float64, and there is one rank
+    for states in trainer.engine.optimizer.state.values():
+        for kind, value in states.items():
+            if isinstance(value, Tensor) and kind != "step":
+                states[kind] = value.double()
