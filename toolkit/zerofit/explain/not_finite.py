@@ -152,7 +152,8 @@ def _of_origin(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> R
     found = [rank for rank in ranks if rank.get("origin")]
     if not found:
         return None
-    rank = min(found, key=lambda rank: (rank["origin"]["phase"] != "forward", rank["rank"]))
+    # a rank that only received the number from another one has no op
+    rank = min(found, key=lambda rank: (not rank["origin"]["op"], rank["origin"]["phase"] != "forward", rank["rank"]))
     origin, step = rank["origin"], rank["step"]
     cause, summary, evidence = _judged(origin, rank, _growth(rank, losses))
     return Replay(
