@@ -1,8 +1,8 @@
 """What vLLM printed at its start (serving_logs.json) beside what `zerofit plan --serve` says.
 
-python benchmarks/serving_memory.py [--held-out] [--output FILE.json]
+python benchmarks/serving_memory.py [tuned|all] [--output FILE.json]
 
-The constants of zerofit.rollout.vllm were chosen with the logs that are marked "tuned". `--held-out` adds the others.
+The constants of zerofit.rollout.vllm were chosen with the logs that are marked "tuned". "all" adds the others.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PRINTED = ("weights", "activations", "kv", "tokens", "blocks", "sequences")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--held-out", action="store_true", help="also the logs that chose no constant")
+    parser.add_argument("logs", nargs="?", choices=("tuned", "all"), default="tuned")
     parser.add_argument("--output", type=Path, help="write the comparison as JSON")
     options = parser.parse_args()
     logs = json.loads((HERE / "serving_logs.json").read_text())["logs"]
-    rows = [compare(log) for log in logs if log["tuned"] or options.held_out]
+    rows = [compare(log) for log in logs if log["tuned"] or options.logs == "all"]
     for row in rows:
         figures = "  ".join(f"{name} {row['errors'][name]:+.1%}" for name in PRINTED if name in row["errors"])
         print(f"{'tuned' if row['tuned'] else 'held out':8}  {row['model']:20} {row['release']:5} {figures}")

@@ -148,6 +148,32 @@ PHASES = {
 }
 # cause -> logs without torch's figures
 OTHERS = {
+    "vllm-gpu-not-free": [
+        "(EngineCore_DP0 pid=6940) ValueError: Free memory on device cuda:1 (19.77/22.05 GiB) on startup is less than "
+        "desired GPU memory utilization (0.9, 19.84 GiB). Decrease GPU memory utilization or reduce GPU memory used by "
+        "other processes."
+    ],
+    "vllm-no-cache": [
+        "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
+        "initializing the engine."
+    ],
+    "vllm-sequence-too-long": [
+        "(EngineCore_DP0 pid=68) ERROR 10-25 13:08:43 [core.py:708] ValueError: To serve at least one request with the "
+        "models's max seq len (131072), (16.00 GiB KV cache is needed, which is larger than the available KV cache "
+        "memory (0.71 GiB). Based on the available memory, the estimated maximum model length is 5632. Try increasing "
+        "`gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine.",
+        "ValueError: To serve at least one request with the model's max seq len (1048576),\n22.5 GiB KV cache is "
+        "needed, which is larger than the available KV cache memory (17.39 GiB).\nBased on the available memory, the "
+        "estimated maximum model length is 810208.",
+        "ValueError: The model's max seq len (4096) is larger than the maximum number of tokens that can be stored in "
+        "KV cache (3664). Try increasing `gpu_memory_utilization` or decreasing `max_model_len`",
+    ],
+    "vllm-warm-up": [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.74 GiB. GPU 1 has a total capacity of 23.57 "
+        "GiB of which 605.88 MiB is free. \n\nThe above exception was the direct cause of the following exception:\n\n"
+        "RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests. Please try "
+        "lowering `max_num_seqs` or `gpu_memory_utilization` when initializing the engine."
+    ],
     "kernel-resources": [
         "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 180224, Hardware "
         "limit: 101376."

@@ -49,6 +49,16 @@ def test_messages_without_figures(cause, text):
     assert found.is_known or found.run_next
 
 
+def test_the_figures_of_vllms_messages_are_its_settings_answers():
+    not_free = explained(OTHERS["vllm-gpu-not-free"][0]).evidence
+    assert not_free[1].endswith("gpu_memory_utilization=0.89")  # 0.89 x 22.05 GiB = 19.62 GiB are free
+    newer, wrapped, older = (explained(text).evidence for text in OTHERS["vllm-sequence-too-long"])
+    assert newer[0] == "one sequence of 131072 tokens needs 16.00 GiB, and the cache has 0.71 GiB"
+    assert [found[1].split("=")[1] for found in (newer, wrapped, older)] == [
+        *("5632 or less", "810208 or less", "3664 or less"),
+    ]
+
+
 def test_a_tensor_larger_than_the_device():
     assert explained(full(asked="31.00 GiB")).cause == "single-tensor"
 

@@ -27,9 +27,10 @@ from zerofit.cli.options import (
 )
 from zerofit.cli.plan_show import COLUMNS, show, show_end, show_methods
 from zerofit.cli.report import HTML, refuse_page, write_page
-from zerofit.cli.rollout_show import show_serving
+from zerofit.cli.rollout_show import show_rollouts, show_serving
 from zerofit.features.engines import ENGINES, NOT_PLANNED
 from zerofit.plan.layout import OFFLOADS
+from zerofit.rollout.methods import METHODS
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.partial_training import PART_FIELDS
@@ -38,6 +39,7 @@ from zerofit.spec.profile import Savings
 if TYPE_CHECKING:
     from zerofit.app.planning.plan import Plan
     from zerofit.app.planning.request import PlanningRequest
+    from zerofit.app.planning.rollouts import RolloutPlan
     from zerofit.app.planning.serving import ServingPlan
     from zerofit.app.planning.training_methods import MethodComparison
     from zerofit.spec.cluster import Cluster
@@ -68,7 +70,8 @@ OWN_PINS = (
 )
 FROM_HELP = "correct step times by the trials in this folder of `zerofit tune`"
 SERVE_HELP = "answer for inference instead: does the model fit in vLLM, and how many sequences run at once"
-ROLLOUT_HELP = "vLLM's settings, for --serve: gpu_memory_utilization=0.9,max_model_len=8192,release=0.19"
+METHOD_HELP = "plan reinforcement learning, preferences or distillation: trainer and rollout by phase"
+ROLLOUT_HELP = "settings by their own names: of vLLM for --serve (max_model_len=8192), of TRL for --method"
 FROM_TRACE_HELP = "use measured kernel times from RUN_FOLDER/traces/rank-0-step-3.json (`train --profile`)"
 COLUMNS_HELP = f"columns of the table after the layout: {', '.join(COLUMNS)} [as many as fit the terminal]"
 MEASURED_HELP = "scale all times to the speed of the layout given by flags: 5.33samples/s, 21000tokens/s or 0.52s"
@@ -119,6 +122,7 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 )
 @click.option("--min", "minimum", type=click.Choice(["gpus"]), help="find the smallest number of GPUs that fits")
 @click.option("--methods", metavar="NAMES", help=METHODS_HELP)
+@click.option("--method", type=click.Choice(list(METHODS)), help=METHOD_HELP)
 @click.option("--serve", is_flag=True, help=SERVE_HELP)
 @click.option("--rollout", type=JsonObject(), metavar="NAME=VALUE,...", help=ROLLOUT_HELP)
 @click.option("--show-mesh", is_flag=True, help="print the mesh of ranks of the best layout")
@@ -153,6 +157,9 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
     if options["serve"]:
         serving = answer(lambda: _serve(model, options), as_json, show_serving)
         sys.exit(0 if serving.engine.fits else FINDING)
+    if options["method"]:
+        rollouts = answer(lambda: _rollouts(model, options), as_json, show_rollouts)
+        sys.exit(0 if rollouts.best.fits else FINDING)
     if methods:
         result = answer(lambda: _compare(model, options, methods), as_json, show_methods)
     else:
@@ -184,6 +191,18 @@ def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:
         )
     pins = given({name: options[name] for name in (*RUN_FIELDS, *OWN_PINS, "precision")})
     return serve(model, kinds[0], pins, options["rollout"] or {})
+
+
+def _rollouts(model: str | None, options: dict[str, Any]) -> RolloutPlan:
+    from zerofit.app.planning.rollouts import plan_rollouts
+
+    request, kinds = _read_request(model, options)
+    if len(kinds) > 1:
+        message = "--method is for one kind of machine"
+        raise UserError(Problem(kind="usage", message=message, hint="name one", where="--gpu"))
+    with EventConsole() as console:
+        plan = plan_rollouts(options["method"], request, kinds[0], options["rollout"] or {}, on_event=console)
+    return replace(plan, written=plan.write(options["write"])) if options["write"] else plan
 
 
 def _plan(model: str | None, options: dict[str, Any], on_plan: Callable[[Plan], None] | None) -> Plan:

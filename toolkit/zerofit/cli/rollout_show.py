@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from zerofit.cli.console import out, print_facts, print_verdict
+from zerofit.cli.console import fitting_table, out, print_facts, print_verdict
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
+    from zerofit.app.planning.rollouts import Arrangement, RolloutPlan
     from zerofit.app.planning.serving import ServingPlan
 
 
@@ -44,3 +45,70 @@ def _serving(plan: ServingPlan) -> Iterator[tuple[str, str]]:
         yield "safe", f"gpu_memory_utilization {low:.2f} to {high:.2f}; max_model_len up to {engine.longest:,}"
     batch = f"{s.max_num_batched_tokens:,} tokens a step (max_num_batched_tokens), {s.dtype}"
     yield "assumed", f"{batch}; other releases and settings: --rollout release=0.19,enforce_eager=true,..."
+
+
+def show_rollouts(plan: RolloutPlan) -> None:
+    """Print whether a method fits, its memory by phase, and the arrangements with their times."""
+    best, console = plan.best, out()
+    total = shown_bytes(plan.cluster.device.memory_bytes)
+    where = f"{plan.cluster.ranks} x {plan.cluster.label} ({total})"
+    verdict = "FITS" if best.fits else "DOES NOT FIT"
+    print_verdict(console, verdict, f"{plan.name} of {plan.setup.profile.model} on {where}: {best.name}", best.fits)
+    console.print()
+    rows = [
+        {"phase": phase.name, "memory": shown_bytes(phase.bytes), "largest parts": _parts(phase.parts)}
+        for phase in best.memory.phases
+    ]
+    highest = best.memory.highest.name
+    styles = ["bold" if row["phase"] == highest else None for row in rows]
+    console.print(
+        fitting_table(console, rows, ("memory",), ("phase", "memory", "largest parts"), "largest parts", styles)
+    )
+    console.print()
+    rows = [_arrangement(row) for row in plan.arrangements]
+    styles = [None if row.fits else "red" for row in plan.arrangements]
+    console.print(fitting_table(console, rows, tuple(rows[0])[2:], tuple(rows[0]), "training", styles))
+    console.print()
+    print_facts(console, _rollout_facts(plan))
+
+
+def _parts(parts: Mapping[str, int]) -> str:
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in largest)
+
+
+def _arrangement(row: Arrangement) -> dict[str, str]:
+    found = {
+        "arrangement": row.name,
+        "training": str(row.ranked.layout),
+        "step": f"{row.time.step_s:.3g} s",
+        "highest": shown_bytes(row.memory.highest.bytes),
+    }
+    if row.engine is None:
+        return found
+    return found | {
+        "generate": f"{row.time.generate_s:.3g} s",
+        "utilisation": f"{row.engine.settings.gpu_memory_utilization:.2f}",
+        "tokens/s": f"{row.time.tokens_per_s:,.0f}",
+    }
+
+
+def _rollout_facts(plan: RolloutPlan) -> Iterator[tuple[str, str]]:
+    best, settings = plan.best, plan.settings
+    highest = best.memory.highest
+    room = best.memory.room
+    left = f"{shown_bytes(room)} are left" if room >= 0 else f"{shown_bytes(-room)} are missing"
+    yield "highest", f"{highest.name}: {shown_bytes(highest.bytes)} on each GPU; {left}"
+    for _, message in plan.findings:
+        yield "note", message
+    if best.memory.engine and best.fits:
+        engine = best.memory.engine
+        largest, smallest = best.memory.largest_utilization, engine.smallest_utilization
+        sequences = f"{min(engine.sequences, engine.settings.max_num_seqs or 0):,.0f} completions at once"
+        yield "safe", f"vllm_gpu_memory_utilization {smallest:.2f} to {largest:.2f}; {sequences}"
+    yield "host", f"{shown_bytes(best.memory.host_bytes)} of each rank"
+    batch = f"{best.ranked.layout.global_batch} completions a step of {plan.setup.profile.seq_len:,} tokens"
+    lengths = f", {settings.max_completion_length:,} of them generated" if best.engine else ""
+    yield "assumed", f"{batch}{lengths}; all of full length"
+    for path in plan.written:
+        yield "written", str(path)

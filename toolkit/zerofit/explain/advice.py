@@ -5,6 +5,9 @@ from __future__ import annotations
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 NVIDIA_SMI = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
 RSS = "print psutil.Process().memory_info().rss after each step: steady growth is a leak, a jump is a longer batch"
+PLAN_SERVE = (
+    "zerofit plan MODEL --serve --gpus N --hw HARDWARE: the least utilisation and the longest sequence that fit"
+)
 KERNEL_LOG = "sudo dmesg -T | grep -i -E 'killed process|oom'"
 # The observer is called before the error is raised, so the snapshot has all live blocks. torch.cuda.init comes first:
 # an observer that is attached before CUDA starts is lost.
@@ -20,9 +23,28 @@ _SMALLER_BATCH = "halve the micro batch and double gradient_accumulation_steps"
 _CHECKPOINTING = "gradient_checkpointing=True (recompute activations in backward)"
 _SHARD = "a higher ZeRO stage (stage 1 splits optimizer states, 2 gradients, 3 parameters)"
 _OFFLOAD = 'zero_optimization.offload_optimizer: {"device": "cpu"} (states in host memory)'
+_VLLM_SHARE = "a higher gpu_memory_utilization, if nothing else uses that memory"
+_VLLM_SPLIT = "a higher tensor_parallel_size, or quantized weights"
 _LOW_MEMORY = "torch_dtype=torch.bfloat16 and low_cpu_mem_usage=True in from_pretrained"
 
 CHANGES: dict[str, tuple[str, ...]] = {
+    "vllm-gpu-not-free": (
+        "a lower gpu_memory_utilization (TRL's vllm_gpu_memory_utilization): it is a share of the whole GPU",
+        f"end the processes that hold the rest: {NVIDIA_SMI}",
+        "beside a trainer: start the engine before the trainer's states exist, or give the engine GPUs of its own",
+    ),
+    "vllm-no-cache": (
+        _VLLM_SHARE,
+        "a smaller max_num_batched_tokens: it sizes the activations that vLLM measures before it sizes its cache",
+        _VLLM_SPLIT,
+    ),
+    "vllm-sequence-too-long": (
+        "max_model_len: the longest prompt and completion that you use (its default is the model's own maximum)",
+        _VLLM_SHARE,
+        'kv_cache_dtype="fp8" halves the cache of 16-bit models',
+        _VLLM_SPLIT,
+    ),
+    "vllm-warm-up": ("a smaller max_num_seqs", "a lower gpu_memory_utilization"),
     "single-tensor": ("look at the shapes on that line: no layout makes room for a tensor larger than the device",),
     "another-process": (
         f"end the other process, or use another GPU (CUDA_VISIBLE_DEVICES); {NVIDIA_SMI} lists them",

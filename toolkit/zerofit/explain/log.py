@@ -11,8 +11,9 @@ MOST_BYTES = 64 << 20  # bytes of a log; of a longer log only the beginning and 
 HEAD_BYTES = 8 << 20
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b\x0c\x0e-\x1f]")
-# Prefixes that launchers put before each line: torchrun (also --tee), mpirun, srun -l, Ray and vLLM, kubectl, and the
-# host name of pdsh and docker compose. A Python class, as in "torch.OutOfMemoryError: ...", is not a host name.
+# Prefixes that launchers put before each line: torchrun (also --tee), mpirun, srun -l, Ray and vLLM (its errors have a
+# time and a place, too), kubectl, and the host name of pdsh and docker compose. A Python class, as in
+# "torch.OutOfMemoryError: ...", is not a host name.
 _PREFIX = re.compile(
     r"""\ *(?:
       \[(?:rank|default|local_rank)?\ ?(?P<rank>\d+)\]:\ ?
@@ -21,6 +22,7 @@ _PREFIX = re.compile(
     | \((?P<actor>\w[^()]*\bpid=\d+[^()]*)\)[ ]
     | (?P<host>(?=[\w.-]*\d)[A-Za-z][\w.-]*(?<!Error)(?<!Exception)(?<!Warning))(?::|\ +\|)[ ]
     | \d{4}-\d\d-\d\dT[\d:.]+Z[ ]
+    | ERROR[ ]\d\d-\d\d[ ][\d:]{8}[ ]\[[\w./]+:\d+\][ ]
     )""",
     re.VERBOSE,
 )

@@ -83,6 +83,12 @@ class Shortage:
 # kind -> (place, pattern). The first matching pattern gives a line its kind. The first kind in this order explains the
 # log: an error with figures explains more than the signal that followed it.
 _SIGNS: dict[str, tuple[str, str]] = {
+    "vllm": (
+        DEVICE,
+        r"No available memory for the cache blocks|is less than desired GPU memory utilization"
+        r"|To serve at least one request with the model"
+        r"|max seq len \(\d+\) is larger than the maximum|out of memory occurred when warming up",
+    ),
     "torch": (DEVICE, _TORCH.pattern),
     "kernel-oom": (HOST, r"Killed process \d+|oom-kill:constraint|out of memory: Killed|Memory cgroup out of memory"),
     "scheduler": (
@@ -134,7 +140,7 @@ _SIGN_PATTERNS = {kind: (place, re.compile(pattern)) for kind, (place, pattern) 
 # a cheap test before the patterns; logs have millions of lines
 _MAYBE = re.compile(
     r"memory|Memory|Memlimit|MEMLIMIT|oom|OOM|OUT_OF_ME|alloc|ALLOC|NOT_INIT|[Kk]ill|KILL|137|-9|resource|/dev/shm"
-    r"|mmap|signal"
+    r"|mmap|signal|max seq len"
 )
 
 

@@ -8,6 +8,7 @@ from zerofit.explain.advice import KERNEL_LOG, NVIDIA_SMI
 from zerofit.explain.evidence import LATER, Cause, LogEvidence, Rule
 from zerofit.explain.result import UNKNOWN
 from zerofit.explain.tracebacks import INIT, LOADING, SAVING, STEP
+from zerofit.explain.vllm_causes import vllm
 from zerofit.spec.units import shown_bytes
 
 FULL_HOST = 0.8  # share of used host memory above which a large allocation may fail
@@ -148,6 +149,7 @@ def _kernel(evidence: LogEvidence) -> Cause | None:
 
 
 OTHER_RULES: dict[str, tuple[Rule, ...]] = {
+    "vllm": (vllm,),
     "kernel-oom": (host,),
     "scheduler": (host,),
     "shared-memory": (_shared,),

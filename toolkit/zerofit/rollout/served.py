@@ -36,6 +36,7 @@ class ServedModel:
     vocabulary: int
     hidden: int
     mlp: int  # alive at once within an MLP: both inputs of the product and the product
+    experts: int = 0  # of a layer
     experts_of_token: int = 0
     expert: int = 0  # width of one expert
     table: int  # parameters of embedding and head, which are not quantised
@@ -43,6 +44,12 @@ class ServedModel:
     rope_bytes: int = 0
     heads: int = 1
     kinds: tuple[tuple[int, str, tuple[int, ...]], ...]  # layers: number, "full", "window", "latent" or "state", sizes
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token uses: without the experts that it is not routed to, and without the embedding."""
+        experts = self.experts - self.experts_of_token
+        return self.parameters - 3 * self.hidden * self.expert * experts * sum(count for count, *_ in self.kinds)
 
     def weight_bytes(self, element_bytes: float, tensor_parallel: int, quantization: str | None = None) -> int:
         """Return the bytes of the weights on one rank."""
@@ -86,6 +93,7 @@ class ServedModel:
             vocabulary=text.vocab_size,
             hidden=hidden,
             mlp=(2 if text.model_type in PLAIN_MLP_TYPES else 3) * inner,
+            experts=experts,
             experts_of_token=getattr(text, "num_experts_per_tok", 0) or 0 if experts else 0,
             expert=(getattr(text, "moe_intermediate_size", None) or inner) if experts else 0,
             table=table,

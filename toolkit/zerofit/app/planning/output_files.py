@@ -86,6 +86,11 @@ def accelerate_config(layout: PlannedLayout, cluster: Cluster) -> dict[str, Any]
     }
 
 
+def write_files(folder: Path, texts: Mapping[str, str], config: Mapping[str, Any]) -> tuple[Path, ...]:
+    """Write a DeepSpeed JSON and other files; return their paths. Raises UserError."""
+    return _write(folder, {NAMES[0]: json.dumps(config, indent=2) + "\n", **texts})
+
+
 def _write(folder: Path, texts: Mapping[str, str]) -> tuple[Path, ...]:
     refuse_existing(folder)
     try:

@@ -1,0 +1,88 @@
+"""`zerofit plan --method`: phases that add up, the safe utilisation at its edge, and a config that TRL reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from zerofit.cli.main import main
+from zerofit.rollout.methods import METHODS, RolloutSettings
+from zerofit.spec.errors import UserError
+
+CASE = ("qwen2.5-0.5b", "--gpu", "l4", "--gpus", "4", "--zero-stage", "2", "--offload", "none")
+
+
+def run(*args: str) -> tuple[int, dict]:
+    done = CliRunner().invoke(main, ["plan", *CASE, *args, "--json"])
+    return done.exit_code, json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("grpo") / "out"
+    code, found = run("--method", "grpo", "--rollout", "beta=0.04", "--write", str(folder))
+    assert code == 0
+    return found
+
+
+def test_phases_come_in_the_order_of_a_step(grpo):
+    best = grpo["arrangements"][0]
+    assert list(best["phases"]) == ["generate", "log-probs", "train", "sync weights", "checkpoint"]
+    sums = {name: sum(parts.values()) for name, parts in best["phases"].items()}
+    assert best["highest_bytes"] == max(sums.values()) == sums[best["highest"]]
+    asleep = best["phases"]["train"]["vLLM asleep"]
+    assert "vLLM KV cache" not in best["phases"]["train"] and asleep < best["phases"]["generate"]["vLLM weights"]
+    # a reference in 16 bits beside ZeRO-2 is whole on each GPU
+    assert best["phases"]["train"]["reference"] == pytest.approx(2 * 494_032_768, rel=0.001)
+    fitting = [row["fits"] for row in grpo["arrangements"]]
+    assert fitting == sorted(fitting, reverse=True)
+
+
+def test_the_largest_utilisation_is_the_edge(grpo):
+    colocated = next(row for row in grpo["arrangements"] if row["largest_utilization"])
+    sleeps = "level" in colocated["name"]
+    fixed = f"beta=0.04,vllm_mode=colocate,vllm_enable_sleep_mode={str(sleeps).lower()}"
+    layout = colocated["layout"]
+    pins = ["--micro-batch", str(layout["micro_batch"]), "--method", "grpo"]
+    pins += ["--activation-checkpointing" if layout["activation_checkpointing"] else "--no-activation-checkpointing"]
+    for more, code in ((0.0, 0), (0.02, 1)):
+        share = round(colocated["largest_utilization"] + more, 2)
+        assert run(*pins, "--rollout", f"{fixed},vllm_gpu_memory_utilization={share}")[0] == code
+
+
+def test_trl_reads_what_is_written(grpo):
+    from trl import GRPOConfig, ModelConfig, ScriptArguments
+
+    ds_config, config = (Path(path) for path in grpo["written"])
+    values = yaml.safe_load(config.read_text())
+    assert values["deepspeed"] == str(ds_config)
+    assert json.loads(ds_config.read_text())["zero_optimization"]["stage"] == 2
+    names = {field.name for kind in (ScriptArguments, GRPOConfig, ModelConfig) for field in fields(kind)}
+    assert values.keys() <= names
+    batch = 4 * values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
+    assert batch % values["num_generations"] == 0 and values["model_name_or_path"].startswith("Qwen/")
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "grpo"])
+def test_every_method_has_its_models(method):
+    code, found = run("--method", method)
+    best = found["arrangements"][0]
+    assert code in (0, 1) and ("generate" in best["phases"] or best["server_gpus"] or method == "dpo")
+    train = best["phases"]["train"]
+    assert ("critic" in train) is METHODS[method].critic
+    assert ("reward model or teacher" in train) is METHODS[method].scorer
+    assert ("reference" in train) is METHODS[method].reference
+
+
+def test_bad_settings_are_reported_at_once():
+    values = {"num_generations": 0, "beta": 3, "vllm_mode": "x", "sleep_level": 3, "foo": 1}
+    with pytest.raises(UserError) as caught:
+        RolloutSettings.read(values, "--rollout")
+    assert len(caught.value.problems) == len(values)
+    assert run("--method", "grpo", "--global-batch", "12")[0] == 2
+    assert run("--method", "grpo", "--rollout", "max_completion_length=1024")[0] == 2

@@ -1,0 +1,156 @@
+"""The phases of a step of reinforcement learning, and the memory of a GPU in each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from zerofit.plan.fit import Fit
+from zerofit.plan.layout import LayoutMemory, PlannedLayout
+from zerofit.rollout.methods import RolloutMethod, RolloutSettings
+from zerofit.rollout.vllm import GRAPHS_COUNTED, STEP, EngineMemory
+from zerofit.spec.profile import Profile, setting
+
+GENERATE, REWARD, LOGPROBS, TRAIN, SYNC, SAVE = "generate", "reward", "log-probs", "train", "sync weights", "checkpoint"
+ENGINE = "vLLM"  # the parts of a phase that the engine allocates begin with it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A phase of a step, and the bytes of one GPU by kind."""
+
+    name: str
+    parts: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """The sum of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutMemory:
+    """The memory of a step on one GPU: a training layout, frozen models, and an engine unless it runs elsewhere."""
+
+    method: RolloutMethod
+    settings: RolloutSettings
+    profile: Profile
+    layout: PlannedLayout
+    memory: LayoutMemory  # of the training
+    fit: Fit  # of the training
+    engine: EngineMemory | None  # None: vLLM runs on other GPUs, or nothing is generated
+
+    @cached_property
+    def resident(self) -> dict[str, int]:
+        """What stays on the GPU in all phases: trained models, frozen models, and the process's margin."""
+        share = self.layout.shard_ranks if self.layout.zero_stage == 3 else self.layout.tp
+        frozen = round(self.layout.element_bytes * self.profile.parameters / share)
+        kinds = {
+            "trained model": self.memory.static_bytes,
+            "critic": self.memory.static_bytes if self.method.critic else 0,
+            "reference": frozen if self._reference else 0,
+            "reward model or teacher": frozen if self.method.scorer else 0,
+            "margin": round(self.fit.margin_bytes),
+        }
+        return {kind: size for kind, size in kinds.items() if size}
+
+    @property
+    def _reference(self) -> bool:
+        """Adapters need no copy: the base model without them is the reference."""
+        return self.settings.needs_reference(self.method) and self.profile.trained == self.profile.parameters
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases in order."""
+        found = {GENERATE: self._awake()} if self.engine else {}
+        if self.method.scorer:
+            found[REWARD] = {**self._asleep, **self._forward(scores=True)}
+        found[LOGPROBS] = {**self._asleep, **self._forward()}
+        found[TRAIN] = {**self._asleep, "training step": self.memory.peak_bytes - self.memory.static_bytes}
+        if self.engine:
+            kept = {} if self.settings.vllm_enable_sleep_mode else self._awake()
+            found[SYNC] = {**self._asleep, f"{ENGINE} weights": self.engine.weights, **self._gathered(), **kept}
+        found[SAVE] = {**self._asleep, "gathered parameter": self._largest}
+        return tuple(Phase(name=name, parts={**self.resident, **parts}) for name, parts in found.items())
+
+    @property
+    def highest(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+    @property
+    def room(self) -> int:
+        """Bytes that the GPU has left in the highest phase; negative if it does not fit."""
+        return self.fit.device_available_bytes - self.highest.bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether all phases fit, and the engine holds a sequence of the full length."""
+        return self.room >= 0 and self.fit.exceeded is None and (self.engine is None or self.engine.sequences >= 1)
+
+    @property
+    def largest_utilization(self) -> float:
+        """The largest `gpu_memory_utilization`, in hundredths, that is safe in every phase; at least 0."""
+        assert self.engine
+        total, own = self.fit.device_available_bytes, self.engine.requested
+        fixed = [phase.bytes - own for phase in self.phases if self._holds_budget(phase)]
+        return max(0.0, math.floor(STEP * (total - max(fixed)) / total) / STEP)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of one rank: offloaded states, and sleeping weights at level 1, which are page-locked."""
+        sleeping = self.engine and self.settings.vllm_enable_sleep_mode and self.settings.sleep_level == 1
+        return self.memory.host_bytes + (self.engine.weights if self.engine and sleeping else 0)
+
+    def _holds_budget(self, phase: Phase) -> bool:
+        return f"{ENGINE} KV cache" in phase.parts
+
+    def _awake(self) -> dict[str, int]:
+        """Return the engine's memory: its budget by kind, and the graphs if the budget does not count them."""
+        assert self.engine
+        engine = self.engine
+        graphs = 0 if engine.settings.release >= GRAPHS_COUNTED else engine.graphs
+        inside = {f"{ENGINE} weights": engine.weights, f"{ENGINE} activations": engine.counted - engine.weights}
+        cache = {f"{ENGINE} KV cache": engine.requested - engine.counted}
+        return inside | cache | ({f"{ENGINE} graphs": graphs} if graphs else {})
+
+    @cached_property
+    def _asleep(self) -> dict[str, int]:
+        """What the engine keeps outside of generation: CUDA graphs and memory outside torch, or all of it."""
+        if self.engine is None:
+            return {}
+        if not self.settings.vllm_enable_sleep_mode:
+            return self._awake()
+        return {f"{ENGINE} asleep": self.engine.graphs + self.engine.outside}
+
+    def _forward(self, scores: bool = False) -> dict[str, int]:
+        """Return the activations of a forward without gradients, and its logits with their log-softmax."""
+        key = setting(self.layout.precision, self.layout.checkpointing, self.layout.tp, self.layout.sp, self.layout.ep)
+        costs = zip(self.profile.layers, self.profile.costs_of(key), strict=True)
+        layers = [cost.forward_peak_bytes.at(self.layout.micro_batch) for layer, cost in costs if layer.count > 1]
+        block = max((sum(r.matrices + r.frozen) for r in self.profile.layers if r.count > 1), default=0)
+        gathered = 2 * block * self.layout.element_bytes if self.layout.zero_stage == 3 else 0
+        tokens = self.layout.micro_batch * (1 if scores else self.settings.max_completion_length + 1)
+        logits = 2 * tokens * self._vocabulary * self.layout.element_bytes
+        found = {"activations": round(max(layers, default=0)), "gathered parameters": gathered, "logits": logits}
+        return {kind: size for kind, size in found.items() if size}
+
+    @property
+    def _vocabulary(self) -> int:
+        return self._largest // (self.layout.element_bytes * (self.profile.hidden_size or 1))
+
+    @property
+    def _largest(self) -> int:
+        """Bytes of the largest parameter: embedding or head."""
+        sizes = [size for layer in self.profile.layers for size in layer.matrices + layer.frozen]
+        return self.layout.element_bytes * max(sizes, default=0)
+
+    def _gathered(self) -> dict[str, int]:
+        """Return what the synchronisation gathers: one parameter at a time; with adapters all, to merge them."""
+        if self.layout.zero_stage < 3:
+            return {}
+        merged = self.profile.trained < self.profile.parameters
+        size = self.layout.element_bytes * self.profile.parameters if merged else self._largest
+        return {"gathered parameters": size}
