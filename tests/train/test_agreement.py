@@ -24,7 +24,7 @@ from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
-STEPS = 10
+STEPS = 6
 SEQ_LEN = 32
 MaskedLM = transformers.AutoModelForMaskedLM
 EXACT = 1e-4  # relative, fp32: sums in another order

@@ -32,7 +32,7 @@ WidePrecision = Literal["fp32", "fp64"]
 ROSE = 3.0  # times the lowest loss so far: the step from which a loss that stayed finite is suspicious
 # settings of a run that a replay must not repeat: they write elsewhere, or change what is timed or compiled
 _QUIET: dict[str, Any] = {"callbacks": (), "tensorboard": False, "wandb": None, "profile": None, "compile": False}
-_QUIET |= {"save_every": "0", "ema": None, "check_loss": True, "output": None}
+_QUIET |= {"save_every": "0", "ema": None, "check_loss": True, "record_memory": False, "output": None}
 KEPT = ("optimizer", "scheduler", "gradient_clipping")  # of the run's DeepSpeed JSON, on one CPU
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from zerofit.report.page import (
     Block,
     Chart,
     ChartLine,
-    Code,
     Section,
     Table,
     Tone,
@@ -31,7 +29,7 @@ from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.units import shown_bytes
 
 MORE = 0.1  # of a forecast: a measured figure above it is marked
-POINTS = 800  # of a curve in a page
+POINTS = 3000  # of the curves of a chart
 LOSS, MEMORY, TIME = "loss (nats)", "memory of a rank", "step time"  # titles of charts
 UNITS: dict[str, Unit] = {MEMORY: "bytes", TIME: "seconds"}
 FIGURES = {  # figures of a step, and what each is called
@@ -58,6 +56,12 @@ class RunHistory:
     def title(self) -> str:
         """The model and the folder."""
         return f"{self.files['run'].get('model', 'run')} in {self.folder}"
+
+    @property
+    def settings(self) -> Record:
+        """The run's settings and the JSON that DeepSpeed got."""
+        given = {key: value for key, value in self.files["run"].items() if value is not None and key != "ds_config"}
+        return {**given, "deepspeed": self.files["ds_config"]}
 
 
 def read_run(path: Path, problems: Problems) -> RunHistory:
@@ -150,7 +154,7 @@ def _layout(layout: object) -> str:
 
 def run_sections(runs: Mapping[str, RunHistory]) -> Iterator[Section]:
     """Yield the curves, forecast against measured, stages, and faults."""
-    curves = {name: _curves(run) for name, run in runs.items()}
+    curves = {name: _curves(run, max(100, POINTS // len(runs))) for name, run in runs.items()}
     titles = dict.fromkeys(title for found in curves.values() for title in found)
     charts = (
         _chart(title, {name: found[title] for name, found in curves.items() if title in found}) for title in titles
@@ -164,9 +168,10 @@ def run_sections(runs: Mapping[str, RunHistory]) -> Iterator[Section]:
 Curves = dict[str, dict[float, float]]  # label, "" for the run itself -> value by step
 
 
-def _curves(run: RunHistory) -> dict[str, Curves]:
-    """Return the curves of each chart by its title."""
-    steps, times = run.steps, _at_steps(run.steps, "step_s")
+def _curves(run: RunHistory, most: int) -> dict[str, Curves]:
+    """Return the curves of each chart by its title, with about `most` points."""
+    steps = run.steps[:: -(-len(run.steps) // most) or 1] + run.steps[-1:]
+    times = _at_steps(steps, "step_s")
     planned = number_in(run.files["plan"], "step_s") or 0.0
     unit = "tokens" if any(number_in(step, "tokens_per_s") for step in steps) else "samples"
     return {
@@ -187,9 +192,8 @@ def _curves(run: RunHistory) -> dict[str, Curves]:
 
 
 def _at_steps(records: Sequence[Record], key: str) -> dict[float, float]:
-    """Return finite values by step, at most POINTS of them and the last."""
-    both = list(zip(*points(records, key), strict=True))
-    return dict([*both[:: -(-len(both) // POINTS) or 1], *both[-1:]])
+    """Return finite values by step."""
+    return dict(zip(*points(records, key), strict=True))
 
 
 def _chart(title: str, runs: Mapping[str, Curves]) -> Chart:
@@ -242,12 +246,12 @@ def _against(runs: Mapping[str, RunHistory]) -> list[Block]:
 
 
 def _figure(key: str, value: float) -> str:
-    return f"{value:.3g} s" if key.endswith("_s") else shown_bytes(value)
+    return _seconds(value) if key.endswith("_s") else shown_bytes(value)
 
 
 def _measured(run: RunHistory) -> Record:
     """Return the same figures of a run without a result, from its steps."""
-    found, curves = Record(), _curves(run)
+    found, curves = Record(), _curves(run, len(run.steps) or 1)
     for key, title, middle in (("memory_bytes", MEMORY, max), ("step_s", TIME, median)):
         if measured := curves[title][""]:
             forecast = list(curves[title]["forecast"].values())
@@ -271,7 +275,6 @@ def _faults(runs: Mapping[str, RunHistory]) -> list[Block]:
     for name, run in runs.items():
         errors = [{"kind": "error", "ranks": [rank], "message": message} for rank, message in run.errors.items()]
         for fault in (*run.faults, *errors):
-            seconds = number_in(fault, "restarting_after_s") or number_in(fault, "seen_after_s")
             ranks = fault.get("ranks")
             row = {
                 "when": _moment(number_in(fault, "time_s")),
@@ -280,10 +283,15 @@ def _faults(runs: Mapping[str, RunHistory]) -> list[Block]:
                 "ranks": ", ".join(map(str, ranks)) if isinstance(ranks, list) else "",
                 "host": str(fault.get("host") or ""),
                 "why": str(fault.get("message") or fault.get("cause") or ""),
-                "after": f"{seconds:.3g} s" if seconds else "",
+                "detected after": _seconds(number_in(fault, "seen_after_s")),
+                "restarted after": _seconds(number_in(fault, "restarting_after_s")),
             }
             rows.append(row)
     return table_of(rows, words=("run", "what", "ranks", "host", "why"))
+
+
+def _seconds(value: float | None) -> str:
+    return f"{value:.3g} s" if value is not None else ""
 
 
 def _moment(seconds: float | None) -> str:
@@ -291,14 +299,3 @@ def _moment(seconds: float | None) -> str:
         return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     except (OverflowError, OSError, ValueError):
         return "-"
-
-
-def settings_of(run: RunHistory) -> dict[str, object]:
-    """Return the run's settings and the JSON that DeepSpeed got, as one object."""
-    given = {key: value for key, value in run.files["run"].items() if value is not None and key != "ds_config"}
-    return {**given, "deepspeed": run.files["ds_config"]}
-
-
-def json_blocks(title: str, value: object) -> list[Block]:
-    """Return a JSON that the reader can open and copy; [] for an empty one."""
-    return [Code(title=title, text=json.dumps(value, indent=2))] if value else []
