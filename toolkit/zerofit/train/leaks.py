@@ -24,7 +24,7 @@ from zerofit.train.first_not_finite import model_line
 GROWING, KEPT = 10, 2  # steps
 LEAST_BYTES = 1 << 20  # growth over GROWING steps; recorded losses need less
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-SHOWN = 2  # lines
+SHOWN, SHARE = 2, 0.05  # lines, and the least share of the leak that a line must have
 
 
 class LeakWatch:
@@ -67,7 +67,8 @@ class LeakWatch:
             return
         lines, self._watched = self._watched.alive(), None
         if sum(lines.values()) >= LEAST_BYTES // GROWING:
-            places = [f"{line or 'an unknown line'} ({shown_bytes(n)} a step)" for line, n in lines.most_common(SHOWN)]
+            largest = [(line, n) for line, n in lines.most_common(SHOWN) if n > SHARE * sum(lines.values())]
+            places = [f"{line or 'an unknown line'} ({shown_bytes(n)} a step)" for line, n in largest]
             grown = shown_bytes((self._sizes[-1] - self._sizes[0]) // (len(self._sizes) - 1))
             self._warn(f"memory grows by {grown} in every step; tensors made here stay: {', '.join(places)}")
             self._done = True
