@@ -21,7 +21,22 @@ from meter.script_cases import SCRIPTS, save_tokenizer
 
 PROGRAMS = SCRIPTS / "programs"
 TITAN = "-m torchtitan.train --hf_assets_path llama --module llama3 --config"
-SHARDED = "--parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_shard_degree 2"
+NO_GRAPHS = "--training.disable_cuda_graphs"  # torchtitan refuses them with pipelines and exchanged tokens
+STAGES = f"--parallelism.pipeline_parallel_degree 2 {NO_GRAPHS} --parallelism.pipeline_parallel_schedule"
+LAYOUTS = {  # name -> GPUs, options
+    "FSDP 2 x TP 2": (4, "--parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_shard_degree 2"),
+    "FSDP 8": (8, ""),
+    "PP 2 (1F1B)": (2, f"{STAGES} 1F1B"),
+    "PP 2 (interleaved)": (2, f"{STAGES} Interleaved1F1B"),
+    "PP 2 x CP 2": (4, f"{STAGES} 1F1B --parallelism.context_parallel_degree 2"),
+}
+EXPERTS = f"--parallelism.expert_parallel_degree 2 {NO_GRAPHS}"
+MODELS = {
+    "ModernBERT": "modernbert",
+    "Whisper that generates": "whisper",
+    "LLaVA": "vlm",
+    "TRL sft of LLaVA": "trl-vlm",
+}
 # name -> package, GPUs, command; {programs} is the folder of the scripts
 CASES: dict[str, tuple[str, int, str]] = {
     **{f"TRL {kind}": ("trl", 1, f"python {{programs}}/trl_trainers.py {kind}") for kind in ("sft", "dpo", "kto")},
@@ -37,13 +52,25 @@ CASES: dict[str, tuple[str, int, str]] = {
     },
     "timm": ("timm", 1, "python {programs}/timm_net.py"),
     "torchvision detection": ("torchvision", 1, "python {programs}/detection.py"),
+    "torchvision segmentation": ("torchvision", 1, "python {programs}/segmentation.py"),
     "Seq2SeqTrainer that generates": ("transformers", 1, "python {programs}/seq2seq_generate.py"),
-    "torchtitan debug, FSDP 2 x TP 2": (
+    **{
+        name: ("trl" if kind == "trl-vlm" else "transformers", 1, f"python {{programs}}/transformers_models.py {kind}")
+        for name, kind in MODELS.items()
+    },
+    **{
+        f"torchtitan debug, {layout}": (
+            "torchtitan",
+            gpus,
+            f"torchrun --nproc_per_node {gpus} {TITAN} llama3_debugmodel {options}",
+        )
+        for layout, (gpus, options) in LAYOUTS.items()
+    },
+    "torchtitan deepseek_v3 debug, FSDP 4, EP 2": (
         "torchtitan",
         4,
-        f"torchrun --nproc_per_node 4 {TITAN} llama3_debugmodel {SHARDED}",
+        f"torchrun --nproc_per_node 4 {TITAN} deepseek_v3_debugmodel {EXPERTS}".replace("llama3", "deepseek_v3"),
     ),
-    "torchtitan debug, FSDP 8": ("torchtitan", 8, f"torchrun --nproc_per_node 8 {TITAN} llama3_debugmodel"),
     "torchtitan 8B, FSDP 8": (
         "torchtitan",
         8,
@@ -56,6 +83,7 @@ LLAMA = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2, "
 def main() -> None:
     asked = parse()
     found = {}
+    out = asked.out.resolve() if asked.out else None  # each program runs in another folder
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         for name in asked.names or CASES:
@@ -65,9 +93,9 @@ def main() -> None:
                 continue
             found[name] = simulate(command.format(programs=PROGRAMS.resolve()), gpus)
             print(f"{name:32} {json.dumps(found[name])}", flush=True)
-    if asked.out:
-        asked.out.mkdir(parents=True, exist_ok=True)
-        (asked.out / "programs.json").write_text(json.dumps({**surroundings(), "cases": found}, indent=1) + "\n")
+            if out:  # after each program, since all take half an hour
+                out.mkdir(parents=True, exist_ok=True)
+                (out / "programs.json").write_text(json.dumps({**surroundings(), "cases": found}, indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:
@@ -95,6 +123,7 @@ def prepare(folder: Path) -> None:
 def simulate(command: str, gpus: int) -> dict[str, object]:
     """Return a program's exit code, seconds, and its peak or what was refused."""
     from zerofit.app.simulation.scripts import simulate_script
+    from zerofit.simulate.forecast.result import SimulatedScript
     from zerofit.spec.cluster import Cluster
     from zerofit.spec.errors import UserError
 
@@ -104,7 +133,11 @@ def simulate(command: str, gpus: int) -> dict[str, object]:
     except UserError as error:
         refused = error.problems[0]
         return {"exit_code": 2, "seconds": round(time.monotonic() - start, 1), "refused": refused.message}
-    answer = {"peak_bytes": result.peak_bytes, "phase": result.peak_phase}
+    answer: dict[str, object] = {"peak_bytes": result.peak_bytes, "phase": result.peak_phase, "rank": result.rank}
+    assert isinstance(result.run, SimulatedScript)
+    answer |= {"upper_bound": result.run.is_upper_bound}
+    if result.run.worst_routing:
+        answer["worst_routing_bytes"] = result.run.worst_routing.peak_bytes
     return {"exit_code": int(not result.fits), "seconds": round(time.monotonic() - start, 1), **answer}
 
 

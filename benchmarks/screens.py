@@ -19,6 +19,8 @@ FAULTY = '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2},\n  "
 FAULTY += '  "bf16": {"enabled": true}\n}\n'
 # for `generate`: README's quickstart, two minutes or more
 PREPARED = "train llama-tiny --data pysource --steps 400 --micro-batch 8 --seq-len 256 --lr 3e-3 --output runs/llama"
+# for `replay`
+DIVERGED = "train lenet --data digits --steps 40 --lr 1e6 --gradient-clipping 0 --check-loss --output runs/diverged"
 OUT_OF_MEMORY = """Traceback (most recent call last):
   File "train.py", line 61, in <module>
     trainer.train()
@@ -35,6 +37,7 @@ SCREENS = (  # in an order in which each finds what it needs
     "simulate llama-tiny --gpus 2 --gpu h100-80gb --device-memory 2GiB --ds-config zero1 --seq-len 512 --micro-batch 8",
     "check ds.json",
     "explain train.log",
+    "replay runs/diverged",
     "ckpt ls runs/lenet",
     "ckpt show runs/lenet",
     "ckpt verify runs/lenet",
@@ -90,6 +93,7 @@ def write(page: Path) -> None:
         Path("ds.json").write_text(FAULTY)
         Path("train.log").write_text(OUT_OF_MEMORY)
         shown(PREPARED)
+        shown(DIVERGED)
         blocks = [title]
         for name, words in ((words.partition(" ")[0], words) for words in SCREENS):
             heading = f"## {name}\n"

@@ -90,8 +90,10 @@ def test_without_torch_what_plans_and_checks_works(light, tmp_path):
     listed = json.loads(run([zerofit, "models", "llama-3.1", "--json"], tmp_path).stdout)["models"]
     assert {"llama-3.1-8b", "llama-3.1-70b"} <= {row["name"] for row in listed}
 
-    done = run([zerofit, "plan", "llama-3.1-8b", "--gpus", "8", "--gpu", "h100-80gb", "--json"], tmp_path)
+    plan = [zerofit, "plan", "llama-3.1-8b", "--gpus", "8", "--gpu", "h100-80gb", "--json"]
+    done = run([*plan, "--html", "plan.html"], tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "uPlot" in (tmp_path / "plan.html").read_text()
     planned = json.loads(done.stdout)
     assert planned["parameters"] == 8_030_261_248 and planned["layouts"]  # as published: 8.03 B
 

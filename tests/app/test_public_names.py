@@ -53,10 +53,16 @@ def test_type_checkers_read_the_names_that_there_are():
         zerofit.trian  # type: ignore  # noqa: B018
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all examples: a run that several of them train is trained once."""
+    return tmp_path_factory.mktemp("examples")
+
+
 @pytest.mark.usefixtures("short_trials")
 @pytest.mark.parametrize("name", zerofit.__all__)
-def test_the_example_of_each_runs(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_example_of_each_runs(name, folder, monkeypatch):
+    monkeypatch.chdir(folder)
     value = getattr(zerofit, name)
     assert inspect.getdoc(value)
     if inspect.isclass(value) and hasattr(value, "to_dict"):

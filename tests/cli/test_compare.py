@@ -163,13 +163,13 @@ def test_scaling(tmp_path):
 
 def test_everything_that_is_wrong_at_once(tmp_path, monkeypatch):
     wrong = ["mlp", "--strategies", "dpp,zero4", "--global-batch", "33", "--ranks", "2", "--json"]
-    code, answer, _ = compared("strategies", *wrong, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, answer, _ = said("strategies", *wrong)
     assert code == 2
     problems = answer["errors"]
     assert [p["kind"] for p in problems] == ["strategy", "strategy", "batch-size"]
     assert "ddp" in problems[0]["hint"]
     assert "32 or 34" in problems[2]["hint"]
-    monkeypatch.chdir(tmp_path)
     code, answer, _ = said("strategies", "vgg16", "--data", "digits", "--json")
     assert (code, answer["error"]["where"]) == (2, "MODEL")  # 8x8 pixels are too few
     code, _, err = said("strategies", "mlp", "--steps", "3")

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from tests.report.browser import CHROMIUM, View, looked_at
 from tests.report.test_plot import a_run
 from zerofit.cli.main import main
+from zerofit.report.page import COLOURS
 
 GIB = 2**30
 MARKUP = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>{{ 7 * 7 }}'
@@ -69,8 +70,9 @@ def a_failed_run(folder: Path) -> Path:
         {"cause": "rank 1 was killed", "restarting_after_s": 12.5, "left_out": []},
     ]
     (folder / "logs" / "faults.jsonl").write_text("".join(json.dumps(fault) + "\n" for fault in faults))
-    problem = {"kind": "out-of-memory", "message": "CUDA out of memory"}
-    (folder / "logs" / "rank-1.error.json").write_text(json.dumps({"rank": 1, "problems": [problem]}))
+    for rank, kind, message in ((0, "peer-lost", "lost rank 1"), (1, "out-of-memory", "CUDA out of memory")):
+        problems = [{"kind": kind, "message": message}]
+        (folder / "logs" / f"rank-{rank}.error.json").write_text(json.dumps({"rank": rank, "problems": problems}))
     return folder
 
 
@@ -88,7 +90,10 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def pages(folder) -> dict[str, Path]:
     """One page of each kind, and one with several results side by side."""
-    found = {name: folder / f"{name}.html" for name in ("plan", "explain", "check", "run", "simulation", "several")}
+    found = {
+        name: folder / f"{name}.html"
+        for name in ("plan", "explain", "check", "run", "simulation", "extreme", "several")
+    }
     plan = folder / "plan.json"
     plan.write_text("a log before it\n" + run(*PLAN, "--html", found["plan"]).stdout)
     (folder / "train.log").write_text(LOG)
@@ -101,6 +106,10 @@ def pages(folder) -> dict[str, Path]:
     failed = a_failed_run(folder / "failed")
     run("report", failed, "--out", found["run"])
     run("report", folder / "first.json", "--out", found["simulation"])
+    far = {"t": 10**30, "phase": MARKUP, "step": 10**20, "bytes": {MARKUP: 10**39}, "module": MARKUP}
+    extreme = a_simulation(peak_bytes=10**39, timeline=[*a_simulation()["timeline"], far])
+    (folder / "extreme.json").write_text(json.dumps(extreme))
+    run("report", folder / "extreme.json", "--out", found["extreme"])
     sources = [folder / "first.json", folder / "second.json", plan, failed, a_run(folder / "other")]
     run("report", *sources, "--out", found["several"])
     return found
@@ -264,3 +273,27 @@ def test_damaged_run_folders_still_have_a_page(tmp_path):
 def test_a_page_that_cannot_be_written_is_refused_before_any_work(command, tmp_path):
     done = run(*command, "--html", tmp_path / "missing" / "page.html", code=2)
     assert "cannot be written" in done.stderr
+
+
+def test_many_large_results_stay_below_two_megabytes(tmp_path):
+    where = {"module": "model.layers.17.mlp.down_proj", "at": "transformers/models/llama/modeling_llama.py:142"}
+    kinds = dict.fromkeys(COLOURS, GIB)
+    moments = [{"t": t, "phase": "forward", "step": 0, "bytes": kinds | {"other": t}, **where} for t in range(2000)]
+    row = {"micro_batch": 1, "peak_bytes": GIB, "samples_per_s": 1.0, "step_s": 1.0, "fits": True, "verdict": "fits"}
+    layouts = [row | {"zero_stage": n, "breakdown": kinds, "time": {"compute_s": 1.0}} for n in range(1000)]
+    cluster = {"gpu": "l4", "gpus": 8, "nodes": 1, "device_bytes": GIB}
+    plan = {"model": "m", "parameters": 1, "precision": "bf16", "cluster": cluster, "layouts": layouts}
+    (tmp_path / "plan.json").write_text(json.dumps(plan | {"considered": 1000, "fitting": 1000}))
+    (tmp_path / "simulation.json").write_text(json.dumps(a_simulation(timeline=moments)))
+    folder = a_run(tmp_path / "run")
+    lines = [json.dumps({"step": n, "loss": 1 / n, "step_s": 0.5, "memory_bytes": n}) for n in range(1, 2001)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    paths = [tmp_path / "plan.json", *[tmp_path / "simulation.json"] * 6, *[folder] * 6]
+    run("report", *paths, "--out", tmp_path / "page.html")
+    text = text_of(tmp_path / "page.html")
+    assert len(text) < 2e6
+    assert "700 more in the output of --json." in text
+    # the highest moment and the last step are never left out
+    charts = [json.loads(part.split("</script>")[0]) for part in text.split('<script type="application/json">')[1:]]
+    assert max(map(max, (line["values"] for line in charts[4]["lines"]))) == GIB
+    assert [chart["x"][-1] for chart in charts if chart["title"] == "loss (nats)"] == [2000]

@@ -1,4 +1,4 @@
-"""Training written with plain PyTorch in float32, one process, no code of zerofit beyond the model itself.
+"""Training written with plain PyTorch in float32, one process, no code of zerofit beyond the model itself and `digits`.
 
 What it must know of a run is public: the order of samples (numpy's Philox permutation of an epoch), the text windows,
 the loss (mean cross entropy over all targets of the global batch), and AdamW without decay for vectors.
@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zerofit.data import open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import Inputs
+from zerofit.spec.events import Reporter
+from zerofit.spec.run import Run
 
 Sample = tuple[Tensor, Tensor]
 
@@ -172,6 +175,17 @@ def text_windows(path: Path, seq_len: int) -> tuple[int, Callable[[np.ndarray, r
         return windows[:, :-1], windows[:, 1:]
 
     return (len(tokens) - 1) // seq_len, samples
+
+
+def digits(image_size: int) -> tuple[int, Callable[[np.ndarray, range], Sample]]:
+    """Digits as zerofit reads them: tests/data checks their split and scaling."""
+    data = open_data(Run(data="digits", image_size=image_size), "image", None, Reporter()).train
+
+    def samples(indices: np.ndarray, positions: range) -> Sample:
+        batch = data.batch(indices, positions)
+        return batch["inputs"], batch["labels"]
+
+    return len(data), samples
 
 
 def relative_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

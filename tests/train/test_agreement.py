@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.train.reference import Plan, follow, relative_difference, text_windows, train, write_corpus
+from tests.train.reference import Plan, digits, follow, relative_difference, text_windows, train, write_corpus
 from zerofit.config.ds_json import read_for_run
 from zerofit.config.validate import TENSOR_PARALLEL_TYPES
 from zerofit.data import Order, open_data
@@ -24,7 +24,7 @@ from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
-STEPS = 10
+STEPS = 6
 SEQ_LEN = 32
 MaskedLM = transformers.AutoModelForMaskedLM
 EXACT = 1e-4  # relative, fp32: sums in another order
@@ -82,18 +82,8 @@ def references(corpus: Path):
     return plans, get
 
 
-# Digits and masked text come from zerofit: their split, scaling and masking are checked in tests/data. What is checked
-# here is that the engine trains on them like plain PyTorch.
-
-
-def digits(image_size: int):
-    data = open_data(Run(data="digits", image_size=image_size), "image", None, Reporter()).train
-
-    def samples(indices: np.ndarray, positions: range):
-        batch = data.batch(indices, positions)
-        return batch["inputs"], batch["labels"]
-
-    return len(data), samples
+# Masked text comes from zerofit, as digits do: tests/data checks the masking. What is checked here is that the engine
+# trains on it like plain PyTorch.
 
 
 def masked(corpus: Path):

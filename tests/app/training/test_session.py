@@ -6,8 +6,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 SCRIPT = """
 import copy, sys
 import torch
@@ -53,25 +51,22 @@ if dist.get_rank() == 0:
 """
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "python"])
-def test_an_own_loop_trains_what_plain_pytorch_does(tmp_path, launcher):
+def test_an_own_loop_trains_what_plain_pytorch_does(tmp_path):
+    """On two ranks; tests/test_docs_python.py starts such a script with python alone."""
     (tmp_path / "own.py").write_text(SCRIPT)
-    ranks = ["-m", "torch.distributed.run", "--nproc_per_node=2"] if launcher == "torchrun" else []
 
     def ended(*args: str) -> str:
-        argv = [sys.executable, *ranks, "own.py", *args]
+        argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "own.py", *args]
         done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=170)
         assert done.returncode == 0, done.stderr[:6000]
         return next(line for line in done.stdout.splitlines() if line.startswith("ENDED"))
 
-    world = 2 if ranks else 1
-    assert ended("6", "compare") == f"ENDED 6 {world} None"
+    assert ended("6", "compare") == "ENDED 6 2 None"
     folder = tmp_path / "run"
-    assert json.loads((folder / "result.json").read_text())["samples"] == 6 * 8 * world
+    assert json.loads((folder / "result.json").read_text())["samples"] == 6 * 8 * 2
     assert (folder / "model" / "model.safetensors").is_file()
-    if launcher == "torchrun":
-        assert ended("9") == f"ENDED 9 2 {folder}/checkpoints/step-00000006"
-        assert len((folder / "metrics.jsonl").read_text().splitlines()) == 9
+    assert ended("9") == f"ENDED 9 2 {folder}/checkpoints/step-00000006"
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 9
 
 
 NAMED = """

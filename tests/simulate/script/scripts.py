@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from zerofit.app.simulation import scripts
 from zerofit.app.simulation.scripts import simulate_script
 from zerofit.simulate.forecast.result import SimulatedScript
+from zerofit.simulate.forecast.script_knobs import script_knobs
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 
@@ -35,3 +37,12 @@ def refused(text: str, words: str = "python train.py", **settings) -> Problem:
 def facts(result) -> SimulatedScript:
     assert isinstance(result.run, SimulatedScript)
     return result.run
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """Simulate only the changes with one of these words, to save time."""
+
+    def kept(*args):
+        return [knob for knob in script_knobs(*args) if any(word in knob.change for word in words)]
+
+    monkeypatch.setattr(scripts, "script_knobs", kept)

@@ -43,16 +43,14 @@ def without_saving(name: str) -> dict[str, Any]:
     return config
 
 
+RECOMPUTED = {"gradient_accumulation_steps": 2, "activation_checkpointing": True}
 RUNS: dict[str, dict[str, Any]] = {
-    "zero1": {"config": "zero1", "kind": "h100-80gb", "precision": "bf16"},
-    "zero2": {"config": "zero2", "kind": "h100-80gb", "precision": "bf16", "gradient_accumulation_steps": 2},
+    "zero2": {"config": "zero2", "kind": "h100-80gb", "precision": "bf16", **RECOMPUTED},
     "zero3": {"config": without_saving("zero3"), "kind": "h100-80gb", "precision": "bf16", "rank": 1},
     "zero3 offload": {"config": without_saving("zero3_offload"), "kind": "h100-80gb", "precision": "bf16"},
-    "checkpointing": {"config": "zero2", "kind": "l4", "precision": "bf16", "activation_checkpointing": True},
-    "cnn": {"config": "zero2", "kind": "l4", "precision": "bf16", "model": "resnet18-small"},
-    "fp16": {"config": "zero2", "kind": "v100-16gb", "precision": "fp16"},
+    "cnn": {"config": "zero2", "kind": "v100-16gb", "precision": "fp16", "model": "resnet18-small"},
     "on CPUs": {"config": "zero2"},
-    "first stage of a pipeline": {"config": "zero1", "kind": "h100-80gb", "precision": "bf16", "pipeline": 2},
+    "first stage of a pipeline": {"config": "zero1", "kind": "l4", "precision": "bf16", "pipeline": 2},
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulate.script.scripts import facts, simulated
+from tests.simulate.script.scripts import facts, refused, simulated
 
 MIXTURE = """\
 import torch
@@ -59,3 +59,24 @@ def test_equal_shares_and_the_worst_routing():
     assert worst and worst.fits and found.peak_bytes == worst.peak_bytes == max(peaks[3]) > 1.5 * max(peaks[1])
     assert seen.to_dict()["worst_routing"]["peak_bytes"] == worst.peak_bytes
     assert any(note.text.startswith("tokens choose experts by values on the device") for note in seen.facts.notes)
+
+
+LEAF = """\
+import deepspeed, torch
+from deepspeed.utils import set_z3_leaf_modules
+from torch import nn
+
+net = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), nn.Linear(64, 64))
+set_z3_leaf_modules(net[0], [nn.Sequential])
+config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}
+engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+engine.backward(engine(torch.randn(4, 64).to(engine.device)).square().mean())
+"""
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_leaf_module_of_zero_3_whose_inputs_need_no_gradient():
+    """Real ranks of DeepSpeed 0.19.8 fail in the same backward, and train if the inputs require a gradient."""
+    problem = refused(LEAF)
+    assert "aten::add_" in problem.message and "SystemError" not in problem.message and problem.where == "train.py:9"
+    assert "call x.requires_grad_() on them" in problem.hint

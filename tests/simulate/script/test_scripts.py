@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulate.script.scripts import CONFIG, facts, refused, simulated
+from tests.simulate.script.scripts import CONFIG, facts, only, refused, simulated
 from zerofit.app.simulation.scripts import simulate_script
 from zerofit.config.ds_json import write_for_trainer
 from zerofit.simulate.forecast.result import ALIKE
@@ -140,10 +140,8 @@ for _ in range(50):
 
 def test_the_rank_that_keeps_most_gradients_is_found(folder):
     """64 x 64 + 64 twice, in three partitions of 2,774: both matrices and a bias reach into the second."""
-    ranks = [simulated(LOOP, gpus=3, rank=rank) for rank in range(3)]
-    found = simulated(LOOP, gpus=3)
-    assert [one.peak_bytes - ranks[0].peak_bytes for one in (ranks[1], found)] == [2 * (4096 + 64)] * 2
-    assert found.rank == 1
+    first, found = simulated(LOOP, gpus=3, rank=0), simulated(LOOP, gpus=3)
+    assert (found.rank, found.peak_bytes - first.peak_bytes) == (1, 2 * (4096 + 64))
 
 
 def test_a_loop_is_stopped_and_writes_nothing(folder):
@@ -367,11 +365,12 @@ def test_each_stage_receives_what_the_one_before_sends(folder, layers, more):
     """A layer on each of three stages, of which the second one alone changes the width."""
     text = PIPELINE.replace(LAYERS, f"{SENDERS}\n{OF_THREE.format(*layers)}").replace("num_stages=2", "num_stages=3")
     text = text.replace("[(batch, batch)]", "[(batch, batch.new_zeros(4, 96))]")
-    result = simulated(text, gpus=3)
     last = simulated(text, gpus=3, rank=2)
     assert facts(last).facts.parameters == 96 * 97
-    assert [stage.rank for stage in result.stages] == [0, 1, 2] and result.stages[2].peak_bytes == last.peak_bytes
-    assert result.reserved_bytes == max(stage.reserved_bytes for stage in result.stages)
+    if more:
+        result = simulated(text, gpus=3)
+        assert [stage.rank for stage in result.stages] == [0, 1, 2] and result.stages[2].peak_bytes == last.peak_bytes
+        assert result.reserved_bytes == max(stage.reserved_bytes for stage in result.stages)
     received = sum(row.bytes for row in last.comm if row.op == "recv" and row.phase == "forward")
     assert received == 2 * (4 * 96 * 2 + more)  # in two micro batches
 
@@ -391,15 +390,16 @@ def test_changes_of_the_json_are_simulated(folder):
 TRAINER = """\
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2, vocab_size=256)
+sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=256)
 rows = [{"input_ids": torch.zeros(64, dtype=torch.long), "labels": torch.zeros(64, dtype=torch.long)}] * 64
 args = TrainingArguments("out", per_device_train_batch_size=8, bf16=True, report_to="none")
 Trainer(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=rows).train()
 """
 
 
-def test_a_trainer_without_deepspeed_is_tried_with_it(folder):
+def test_a_trainer_without_deepspeed_is_tried_with_it(folder, monkeypatch):
     """Each change of TrainingArguments is what the script with these arguments needs; it is written with "auto"."""
+    only(monkeypatch, "gradient_checkpointing", "zero3.json", "fsdp")
     plain = simulated(TRAINER, trace="plain.json")
     rows = {row.change: row for row in plain.knobs()}
     changes = ("gradient_checkpointing=True", "deepspeed='zero3.json'")
@@ -414,11 +414,10 @@ def test_a_trainer_without_deepspeed_is_tried_with_it(folder):
     assert not any("fsdp" in row.change for row in result.knobs())
     costs = sorted(rows.values(), key=lambda row: row.cost_rank)
     assert all(one.slowdown < other.slowdown + 2 * ALIKE for one, other in pairwise(costs))
-    for changed, row in ((changes[0], rows[f"TrainingArguments({changes[0]})"]), (", ".join(changes), best)):
-        result = simulated(TRAINER.replace("bf16=True", f"bf16=True, {changed}"), trace=f"{len(changed)}.json")
-        assert (result.peak_bytes, result.reserved_bytes) == (row.peak_bytes, row.reserved_bytes)
-        before, after = (json.loads(Path(x.trace).read_text())["otherData"]["step_s"] for x in (plain, result))
-        assert row.slowdown == pytest.approx(after / before - 1, abs=1e-3)
+    result = simulated(TRAINER.replace("bf16=True", f"bf16=True, {', '.join(changes)}"), trace="best.json")
+    assert (result.peak_bytes, result.reserved_bytes) == (best.peak_bytes, best.reserved_bytes)
+    before, after = (json.loads(Path(x.trace).read_text())["otherData"]["step_s"] for x in (plain, result))
+    assert best.slowdown == pytest.approx(after / before - 1, abs=1e-3)
     assert not any("deepspeed" in row.change for row in result.knobs())  # it has it
 
 

@@ -122,10 +122,10 @@ class Checkpoint:
     checkpoint. `on_event` gets progress and warnings. Bad input raises UserError.
 
     >>> import zerofit as zf
-    >>> result = zf.train(zf.Run(model="mlp", data="digits", steps=4, ranks=1, output="runs/saved"))
+    >>> result = zf.train(zf.Run(model="mlp", data="digits", steps=20, ranks=1, output="runs/mlp"))
     >>> checkpoint = zf.Checkpoint.latest(result.run_dir)
     >>> checkpoint.verify().ok, checkpoint.describe().step
-    (True, 4)
+    (True, 20)
     """
 
     def __init__(self, path: str | Path):

@@ -93,7 +93,7 @@ def evaluate(folder: str | Path, **options: Unpack[EvaluateOptions]) -> Evaluati
     Keyword arguments are those of EvalDataOptions and InferenceOptions.
 
     >>> import zerofit as zf
-    >>> run = zf.train(zf.Run(model="mlp", data="digits", steps=4, ranks=1, output="runs/evaluated"))
+    >>> run = zf.train(zf.Run(model="mlp", data="digits", steps=20, ranks=1, output="runs/mlp"))
     >>> result = zf.evaluate(run.run_dir, eval_samples=20, max_memory={"cpu": "1GiB"})
     >>> result.samples, 0 <= result.accuracy <= 1, result.device_map
     (20, True, {'': 'cpu'})
@@ -182,7 +182,7 @@ def chat(
     are those of `generate`; `max_new_tokens` limits each answer.
 
     >>> import zerofit as zf
-    >>> text = zf.Run(model="llama-tiny", data="synthetic", seq_len=32, steps=1, ranks=1, output="runs/chat")
+    >>> text = zf.Run(model="llama-tiny", data="synthetic", seq_len=32, steps=1, ranks=1, output="runs/text")
     >>> said = zf.chat(zf.train(text).run_dir, ["Hello", "2 + 2?"], max_new_tokens=5)
     >>> [turn["role"] for turn in said.turns]
     ['user', 'assistant', 'user', 'assistant']

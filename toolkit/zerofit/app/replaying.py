@@ -32,7 +32,7 @@ WidePrecision = Literal["fp32", "fp64"]
 ROSE = 3.0  # times the lowest loss so far: the step from which a loss that stayed finite is suspicious
 # settings of a run that a replay must not repeat: they write elsewhere, or change what is timed or compiled
 _QUIET: dict[str, Any] = {"callbacks": (), "tensorboard": False, "wandb": None, "profile": None, "compile": False}
-_QUIET |= {"save_every": "0", "ema": None, "check_loss": True, "output": None}
+_QUIET |= {"save_every": "0", "ema": None, "check_loss": True, "record_memory": False, "output": None}
 KEPT = ("optimizer", "scheduler", "gradient_clipping")  # of the run's DeepSpeed JSON, on one CPU
 
 
@@ -55,6 +55,12 @@ def replay(
 
     Raises UserError for a folder without a run or a step that it has not reached, and RunFailed if ranks fail in
     another way. The same samples, weights and random numbers as in the run are used, so losses are the same.
+
+    >>> import zerofit as zf
+    >>> _ = zf.train(zf.Run(model="mlp", data="digits", steps=4, ranks=1, output="runs/healthy"))
+    >>> found = zf.replay("runs/healthy")
+    >>> found.cause, found.equal_losses
+    ('unknown', 4)
     """
     report = Reporter(shielded(on_event) if on_event else None)
     folder = RunFolder(Path(run).absolute())

@@ -17,6 +17,7 @@ from zerofit.checkpoint.index import MASTER
 from zerofit.spec.events import Reporter
 from zerofit.spec.units import shown_bytes
 
+SETTLED_S = 10.0  # before that, a speed is not measured
 PROBE = 1 << 24  # elements that are copied for a forecast of the time
 
 
@@ -70,7 +71,8 @@ def progress(report: Reporter, total: int) -> Callable[[int], None]:
     def wrote(count: int) -> None:
         nonlocal done
         done = min(done + count, total)
-        seconds = (time.monotonic() - begun) * (total / done - 1) if done else 0.0
+        passed = time.monotonic() - begun
+        seconds = passed * (total / done - 1) if done and passed > SETTLED_S else 0.0
         left = f", about {seconds / 60:.0f} min left" if seconds > 60 else ""
         report.status(f"converting {shown_bytes(done)} of {shown_bytes(total)}{left}")
 

@@ -32,7 +32,7 @@ from zerofit.models.catalog import find
 from zerofit.spec.errors import Problem, UserError
 
 STATE_KEY = re.compile(r"(?:(?P<prefix>.*)\.)?state\.(?P<name>.+)\.(?P<kind>[a-z_0-9]+)")
-GROUP_KEY = re.compile(r"optim\w*\.param_groups\.(?P<number>\d+)\.(?P<setting>\w+)")
+GROUP_KEY = re.compile(r"optim\w*\.param_groups\.(?P<group>.+)\.(?P<setting>\w+)")
 WEIGHTS = ("model", "state_dict", "module", "model_state_dict")  # keys of a state dict within a file
 STATES = ("optimizer", "optimizer_states", "optimizer_state_dict")
 STATISTICS = (".running_mean", ".running_var")  # batch norm's buffers
@@ -137,12 +137,20 @@ def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Loc
 
 
 def _distributed_groups(found: Foreign, scalars: dict[str, Location]) -> list[ParameterGroup]:
-    """Return the optimizer's groups as `get_optimizer_state_dict` saves them."""
+    """Return the optimizer's groups, which `get_optimizer_state_dict` numbers.
+
+    torchtitan saves the settings of each parameter: parameters with the same settings are a group.
+    """
     groups: dict[str, dict[str, Any]] = {}
     for key, where in scalars.items():
         if match := GROUP_KEY.fullmatch(key):
             value = safe_load.load(found.path / where.file, span=where.span)
-            groups.setdefault(match["number"], {})[match["setting"]] = value
+            groups.setdefault(match["group"], {})[match["setting"]] = value
+    if groups and not all(name.isdecimal() for name in groups):
+        equal: dict[str, ParameterGroup] = {}
+        for name, settings in groups.items():
+            equal.setdefault(repr(settings), ParameterGroup([], settings)).names.append(name)
+        return list(equal.values())
     named = [dict(group) for _, group in sorted(groups.items(), key=lambda item: int(item[0])) if "params" in group]
     return [ParameterGroup(list(group.pop("params")), group) for group in named]
 

@@ -118,7 +118,9 @@ def verify(path: Path, as_json: bool) -> None:
 @TRUST_PICKLE
 @AS_JSON
 def convert(path: Path, out: Path, as_json: bool, **options: Any) -> None:
-    """Write a checkpoint for another program, with the optimizer's states.
+    """Write a checkpoint for another program, or for other ranks and another stage, with the optimizer's states.
+
+    After an interruption, the same command continues with the next file (--to deepspeed and universal).
 
     universal: DeepSpeed on any number of ranks, with load_universal.
 

@@ -24,15 +24,16 @@ def report(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
 
     Several of them are shown side by side, with the settings that differ. The page needs no network.
     """
-    from zerofit.report.report import make_page, read_sources
+    from zerofit.report.report import KINDS, make_page, read_sources
 
     def work() -> dict[str, object]:
         problems = Problems()
         check_page(out, "--out", problems)
-        found = problems.attempt(lambda: read_sources(sources)) or []
+        found = problems.attempt(lambda: read_sources(sources)) or {}
         problems.raise_if_any()
         make_page(found).write(out, "--out")
-        return {"page": str(out), "sources": [{"kind": source.kind, "title": source.content.title} for source in found]}
+        listed = [{"kind": KINDS[type(content)], "title": content.title} for content in found.values()]
+        return {"page": str(out), "sources": listed}
 
     answer(work, as_json, lambda written: click.echo(written["page"]))
 
@@ -57,9 +58,7 @@ def write_page(result: Mapping[str, object], path: Path | None) -> None:
     """Write the page of a command's result, which is what --json prints; do nothing without --html."""
     if path:
         from zerofit.report.answers import results_of
-        from zerofit.report.report import ReportedSource, make_page
+        from zerofit.report.report import make_page, with_names
 
-        found = results_of(result)
-        several = len(found) > 1
-        sources = [ReportedSource(name=one.title if several else "", content=one) for one in found]
-        make_page(sources).write(path, "--html")
+        found = [(content.title, content) for content in results_of(result)]
+        make_page(with_names(found)).write(path, "--html")

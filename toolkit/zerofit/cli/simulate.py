@@ -35,7 +35,6 @@ from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.files import write_text
 from zerofit.spec.partial_training import PART_FIELDS
-from zerofit.spec.profile import Savings
 from zerofit.spec.run import RunRequest
 
 if TYPE_CHECKING:
@@ -48,7 +47,8 @@ RUN_FIELDS = (
     *("model_args", "task", "loss", "data", "data_root", "text_field", "pair_field", "label_field", "target_len"),
     *("tokenizer", "image_size", "steps", "micro_batch", "micro_batch_by_rank"),
     *("gradient_accumulation_steps", "global_batch", "seq_len", "optimizer", "gradient_clipping", "precision"),
-    *("activation_checkpointing", *Savings._fields, "attn_implementation", "ds_config", "ranks"),
+    *("activation_checkpointing", "loss_chunk", "mlp_chunk", "activation_offload", "attn_implementation"),
+    *("ds_config", "ranks"),
     *("tensor_parallel", "pipeline", "pipeline_schedule", "sequence_parallel", "expert_parallel"),
     *PART_FIELDS,
     *("pretrained", "label_smoothing", "mixup", "cutmix", "image_sizes", "sync_batch_norm", "ema"),

@@ -22,6 +22,7 @@ from zerofit.launch.rendezvous import quiet_torch
 from zerofit.launch.run_lock import is_held
 from zerofit.launch.world import drop_settings, given_world, is_first
 from zerofit.models.names import model_table
+from zerofit.report.run_history import FIGURES
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.run_folder import RunFolder
@@ -44,13 +45,6 @@ DEFAULT_JOB = {
     "lr": 3e-3,
     "eval_every": 200,
     "eval_samples": 256,
-}
-FIGURES = {  # labels of `TrainingResult.against_forecast`
-    "memory_bytes": "memory",
-    "reserved_bytes": "reserved",
-    "outside_bytes": "outside torch",
-    "host_bytes": "host memory",
-    "step_s": "step time",
 }
 
 

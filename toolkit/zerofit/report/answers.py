@@ -109,8 +109,8 @@ class SimulationAnswer:
 
     @property
     def title(self) -> str:
-        """Model, rank and device."""
-        name = self.run.get("model") or self.run.get("name")
+        """Model or script, rank and device."""
+        name = self.run.get("name") or self.run.get("model")
         return f"{name}, rank {self.rank} of {self.world_size} on {self.device}"
 
 

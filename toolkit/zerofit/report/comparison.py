@@ -92,7 +92,9 @@ def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
         Section(title="Measured", blocks=[Table(columns=columns, rows=listed), measured] if listed else [measured]),
         Section(
             title="Not measured",
-            blocks=[Table(columns=[columns[0], "status", "reason"], rows=others, words=(0, 1, 2), tones=tones)]
+            blocks=[
+                Table(columns=[columns[0], "status", "reason"], rows=others, words=("status", "reason"), tones=tones)
+            ]
             if others
             else [],
         ),

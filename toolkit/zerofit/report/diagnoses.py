@@ -11,6 +11,15 @@ from zerofit.spec.files import number_in
 from zerofit.spec.units import shown_bytes
 
 UNKNOWN = "unknown"
+FIGURES = {  # of an error, and what each is called
+    "asked_bytes": "asked for",
+    "total_bytes": "total",
+    "allocated_bytes": "in tensors",
+    "unallocated_bytes": "unused by torch",
+    "reserved_bytes": "reserved by torch",
+    "process_bytes": "this process",
+    "free_bytes": "free",
+}
 
 
 def explanation_answer(name: str, found: ExplanationAnswer) -> Answer:
@@ -18,12 +27,8 @@ def explanation_answer(name: str, found: ExplanationAnswer) -> Answer:
     facts = [("because", reason) for reason in found.evidence]
     facts += [("your line", " ".join(filter(None, (found.at, found.code)))), ("asked by", found.asked_by)]
     facts += [("phase", found.phase), ("steps before", str(found.steps or "")), ("ranks", ", ".join(found.ranks))]
-    sizes = {label: number_in(found.figures, label) for label in found.figures if label.endswith("_bytes")}
-    facts += [
-        (label.removesuffix("_bytes").replace("_", " "), shown_bytes(size))
-        for label, size in sizes.items()
-        if size is not None
-    ]
+    sizes = {label: number_in(found.figures, key) for key, label in FIGURES.items()}
+    facts += [(label, shown_bytes(size)) for label, size in sizes.items() if size is not None]
     verdict = "Cannot know" if found.cause == UNKNOWN else found.cause.replace("-", " ").capitalize()
     return Answer(
         name=name,
@@ -45,7 +50,7 @@ def explanation_sections(found: ExplanationAnswer) -> Iterator[Section]:
     lines = (
         {"line": r.place, "function": r.function, "kind": r.kind, "bytes": shown_bytes(r.bytes)} for r in found.lines
     )
-    yield Section(title="Lines that hold the most memory", blocks=table_of(lines, words=(0, 1, 2)))
+    yield Section(title="Lines that hold the most memory", blocks=table_of(lines, words=("function", "kind")))
     changes = (
         {
             "change": row.change,
@@ -86,4 +91,4 @@ def check_blocks(found: CheckAnswer) -> list[Block]:
         }
         for problem in listed
     )
-    return table_of(rows, words=(0, 2, 3, 4), tones=tones)
+    return table_of(rows, words=("what is wrong", "effect", "fix"), tones=tones)

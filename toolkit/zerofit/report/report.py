@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,31 +20,19 @@ from zerofit.report.answers import (
 )
 from zerofit.report.diagnoses import check_answer, check_blocks, explanation_answer, explanation_sections
 from zerofit.report.forecasts import plan_answer, plan_sections, simulation_answer, simulation_sections
-from zerofit.report.page import Answer, Block, Page, Section, Table
-from zerofit.report.run_history import RunHistory, json_blocks, read_run, run_answer, run_sections, settings_of
+from zerofit.report.page import Answer, Block, Code, Page, Section, Table
+from zerofit.report.run_history import RunHistory, read_run, run_answer, run_sections
 from zerofit.spec.errors import Problems
 from zerofit.spec.foreign import refused
 
 HINT = "give run folders, or files with the output of --json"
-MOST_DIFFERENCES = 200  # rows of a table
 
 S = TypeVar("S")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportedSource:
-    """A run folder or a result, and its name on the page."""
-
-    name: str  # "" if the page has no other
-    content: RunHistory | Result
-
-    @property
-    def kind(self) -> str:
-        """The word for it in `zerofit report --json`."""
-        return KINDS[type(self.content)]
-
-
-KINDS: dict[type, str] = {
+Reported = RunHistory | Result
+Sources = Mapping[str, Reported]  # name on the page, "" if there is no other -> run or result
+KINDS: dict[type, str] = {  # in `zerofit report --json`
     RunHistory: "run",
     SimulationAnswer: "simulation",
     PlanAnswer: "plan",
@@ -51,21 +41,28 @@ KINDS: dict[type, str] = {
 }
 
 
-def read_sources(paths: Sequence[Path]) -> list[ReportedSource]:
+def read_sources(paths: Sequence[Path]) -> Sources:
     """Read run folders and saved results. Raises UserError with every path that is neither."""
-    problems, found = Problems(), list[RunHistory | Result]()
-    names: list[str] = []
+    problems, found = Problems(), list[tuple[str, Reported]]()
     for path, name in zip(paths, _names(paths), strict=True):
         if path.is_dir():
-            contents: Sequence[RunHistory | Result] = [read_run(path, problems)]
+            found.append((name, read_run(path, problems)))
         else:
-            contents = problems.attempt(lambda path=path: _read_file(path, problems)) or []
-        found += contents
-        names += [name] * len(contents)
+            contents = problems.attempt(lambda path=path: _read_file(path, problems)) or ()
+            found += [(name, content) for content in contents]
     problems.raise_if_any()
-    return [
-        ReportedSource(name=name if len(found) > 1 else "", content=one) for name, one in zip(names, found, strict=True)
-    ]
+    return with_names(found)
+
+
+def with_names(found: Sequence[tuple[str, Reported]]) -> Sources:
+    """Return runs and results by name; equal names are numbered."""
+    if len(found) == 1:
+        return {"": found[0][1]}
+    counts, named = Counter[str](), dict[str, Reported]()
+    for name, content in found:
+        counts[name] += 1
+        named[f"{name} ({counts[name]})" if counts[name] > 1 else name] = content
+    return named
 
 
 def _read_file(path: Path, problems: Problems) -> Sequence[RunHistory | Result]:
@@ -87,79 +84,67 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def make_page(sources: Sequence[ReportedSource]) -> Page:
+def make_page(sources: Sources) -> Page:
     """Return the page: all answers, then what differs, then each kind's sections with the sources side by side."""
-    title = sources[0].content.title if len(sources) == 1 else f"{len(sources)} results side by side"
-    sections = [_differences(sources), *_sections(sources)]
-    return Page(title=title, answers=list(map(_answer, sources)), sections=sections)
+    title = next(iter(sources.values())).title if len(sources) == 1 else f"{len(sources)} results side by side"
+    answers = [_answer(name, content) for name, content in sources.items()]
+    return Page(title=title, answers=answers, sections=[_differences(sources), *_sections(sources)])
 
 
-def _answer(source: ReportedSource) -> Answer:
-    name, content = source.name, source.content
+def _answer(name: str, content: Reported) -> Answer:
     if isinstance(content, RunHistory):
         return run_answer(name, content)
     if isinstance(content, SimulationAnswer):
         return simulation_answer(name, content)
     if isinstance(content, PlanAnswer):
         return plan_answer(name, content)
-    if isinstance(content, ExplanationAnswer):
-        return explanation_answer(name, content)
-    return check_answer(name, content)
+    return explanation_answer(name, content) if isinstance(content, ExplanationAnswer) else check_answer(name, content)
 
 
-def _sections(sources: Sequence[ReportedSource]) -> Iterator[Section]:
-    runs, simulations, plans = _of(sources, RunHistory), _of(sources, SimulationAnswer), _of(sources, PlanAnswer)
-    if runs:
+def _sections(sources: Sources) -> Iterator[Section]:
+    if runs := _of(sources, RunHistory):
         yield from run_sections(runs)
-    if simulations:
+    if simulations := _of(sources, SimulationAnswer):
         yield from simulation_sections(simulations)
-    if plans:
+    if plans := _of(sources, PlanAnswer):
         yield from plan_sections(plans)
-    for source in sources:
-        if isinstance(source.content, ExplanationAnswer):
-            for section in explanation_sections(source.content):
-                yield Section(title=_named(source.name, section.title), blocks=section.blocks, note=section.note)
-        elif isinstance(source.content, CheckAnswer):
-            yield Section(title=source.content.file, blocks=check_blocks(source.content))
-    blocks = [block for source in sources for block in _settings_blocks(source)]
-    yield Section(title="Settings", blocks=blocks)
+    for name, explained in _of(sources, ExplanationAnswer).items():
+        for section in explanation_sections(explained):
+            yield replace(section, title=_named(name, section.title))
+    for name, checked in _of(sources, CheckAnswer).items():
+        yield Section(title=_named(name, "Findings"), blocks=check_blocks(checked))
+    settings = [block for source in sources.items() for block in _settings_blocks(*source)]
+    yield Section(title="Settings", blocks=settings)
 
 
 def _named(name: str, title: str) -> str:
     return f"{name}: {title}" if name else title
 
 
-def _of(sources: Sequence[ReportedSource], form: type[S]) -> dict[str, S]:
-    """Return the sources of one form by name; equal names are numbered."""
-    found: dict[str, S] = {}
-    for source in sources:
-        if isinstance(source.content, form):
-            number = sum(name == source.name or name.startswith(f"{source.name} (") for name in found)
-            found[f"{source.name} ({number + 1})" if number else source.name] = source.content
-    return found
+def _of(sources: Sources, form: type[S]) -> dict[str, S]:
+    return {name: content for name, content in sources.items() if isinstance(content, form)}
 
 
-def _settings_blocks(source: ReportedSource) -> list[Block]:
-    content = source.content
+def _settings_blocks(name: str, content: Reported) -> Iterator[Block]:
+    """Yield JSONs that the reader can open."""
+    shown: dict[str, object] = {}
     if isinstance(content, RunHistory):
         files = {"ds_config": "what DeepSpeed got", "run": "the run", "env": "versions and hardware"}
-        return [
-            block
-            for file, what in files.items()
-            for block in json_blocks(_named(source.name, f"{file}.json: {what}"), content.files[file])
-        ]
-    if isinstance(content, SimulationAnswer):
-        return json_blocks(_named(source.name, "the simulated run"), content.run)
-    if isinstance(content, CheckAnswer):
-        return json_blocks(_named(source.name, "what DeepSpeed gets"), content.resolved)
-    return []
+        shown = {f"{file}.json: {what}": content.files[file] for file, what in files.items()}
+    elif isinstance(content, SimulationAnswer):
+        shown = {"the simulated run": content.run}
+    elif isinstance(content, CheckAnswer):
+        shown = {"what DeepSpeed gets": content.resolved}
+    for title, value in shown.items():
+        if value:
+            yield Code(title=_named(name, title), text=json.dumps(value, indent=2))
 
 
-def _differences(sources: Sequence[ReportedSource]) -> Section:
+def _differences(sources: Sources) -> Section:
     """Return tables of the settings that differ between runs, and between simulations."""
-    runs = {name: dict(_flat(settings_of(run))) for name, run in _of(sources, RunHistory).items()}
+    runs = {name: dict(_flat(run.settings)) for name, run in _of(sources, RunHistory).items()}
     simulated = {
-        name: {"device": found.device, **dict(_flat({"layout": found.layout, **found.run}))}
+        name: dict(_flat({"device": found.device, "layout": found.layout, **found.run}))
         for name, found in _of(sources, SimulationAnswer).items()
     }
     blocks = [*_differing(runs), *_differing(simulated)]
@@ -171,7 +156,7 @@ def _differing(settings: Mapping[str, Mapping[str, str]]) -> Iterator[Block]:
     rows = [[key, *(values.get(key, "-") for values in settings.values())] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     if rows:
-        yield Table(columns=["setting", *settings], rows=rows[:MOST_DIFFERENCES], words=range(len(settings) + 1))
+        yield Table(columns=["setting", *settings], rows=rows, words=list(settings))
 
 
 def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 from zerofit.report.page import (
     Answer,
-    Bar,
-    Bars,
     Block,
     Chart,
     ChartLine,
-    Code,
     Section,
     Table,
     Tone,
@@ -31,7 +28,10 @@ from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.units import shown_bytes
 
-POINTS = 800  # of a curve in a page
+MORE = 0.1  # of a forecast: a measured figure above it is marked
+POINTS = 3000  # of the curves of a chart
+LOSS, MEMORY, TIME = "loss (nats)", "memory of a rank", "step time"  # titles of charts
+UNITS: dict[str, Unit] = {MEMORY: "bytes", TIME: "seconds"}
 FIGURES = {  # figures of a step, and what each is called
     "memory_bytes": "memory",
     "reserved_bytes": "reserved",
@@ -56,6 +56,12 @@ class RunHistory:
     def title(self) -> str:
         """The model and the folder."""
         return f"{self.files['run'].get('model', 'run')} in {self.folder}"
+
+    @property
+    def settings(self) -> Record:
+        """The run's settings and the JSON that DeepSpeed got."""
+        given = {key: value for key, value in self.files["run"].items() if value is not None and key != "ds_config"}
+        return {**given, "deepspeed": self.files["ds_config"]}
 
 
 def read_run(path: Path, problems: Problems) -> RunHistory:
@@ -82,10 +88,14 @@ def _content(path: Path) -> Record:
 
 
 def _errors(folder: RunFolder) -> Iterator[tuple[str, str]]:
+    """Yield the rank and the message of each error; the loss of a peer is a consequence, so it comes last."""
+    found = []
     for path in sorted(folder.logs.glob("rank-*.error.json")):
         listed = _content(path).get("problems")
         first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
-        yield path.name.removeprefix("rank-").removesuffix(".error.json"), str(first.get("message", "no reason given"))
+        rank = path.name.removeprefix("rank-").removesuffix(".error.json")
+        found.append((first.get("kind") == "peer-lost", rank, str(first.get("message", "no reason given"))))
+    yield from ((rank, message) for _, rank, message in sorted(found))
 
 
 def run_answer(name: str, run: RunHistory) -> Answer:
@@ -96,13 +106,11 @@ def run_answer(name: str, run: RunHistory) -> Answer:
     of = f" of {total:,.0f}" if total else ""
     verdict, tone, summary = _ending(run, f"{done:,.0f}{of} steps")
     loss = number_in(result, "train_loss") or number_in(last, "loss")
-    scores = result.get("eval")
     facts = [("training loss", f"{loss:.4f}" if loss is not None else "")]
-    facts += (
-        [(f"validation {n}", f"{v:.4f}") for n, v in scores.items() if isinstance(v, int | float)]
-        if isinstance(scores, dict)
-        else []
-    )
+    scores = _inner(result, "eval")
+    facts += [
+        (f"validation {name}", f"{score:.4f}") for name in scores if (score := number_in(scores, name)) is not None
+    ]
     facts += [("speed", _speed(result) or _speed(last)), ("layout", _layout(run.files["plan"].get("layout")))]
     facts += [
         ("resumed from", str(result.get("resumed_from") or "")),
@@ -145,199 +153,149 @@ def _layout(layout: object) -> str:
 
 
 def run_sections(runs: Mapping[str, RunHistory]) -> Iterator[Section]:
-    """Yield the curves, forecast against measured, stages, faults and the effective JSON."""
-    rate = (
-        "tokens_per_s"
-        if all(any(number_in(s, "tokens_per_s") for s in r.steps) for r in runs.values())
-        else "samples_per_s"
+    """Yield the curves, forecast against measured, stages, and faults."""
+    curves = {name: _curves(run, max(100, POINTS // len(runs))) for name, run in runs.items()}
+    titles = dict.fromkeys(title for found in curves.values() for title in found)
+    charts = (
+        _chart(title, {name: found[title] for name, found in curves.items() if title in found}) for title in titles
     )
-    yield Section(title="Training", blocks=list(_curves(runs, rate)))
-    yield Section(title="Forecast against measured", blocks=[*_against(runs), *_phases(runs)])
+    yield Section(title="Training", blocks=[chart for chart in charts if len(chart.x) > 1])
+    yield Section(title="Forecast against measured", blocks=_against(runs))
     yield Section(title="Pipeline stages", blocks=_stages(runs))
     yield Section(title="Faults and restarts", blocks=_faults(runs))
 
 
-def _curves(runs: Mapping[str, RunHistory], rate: str) -> Iterator[Chart]:
-    memory = ("reserved_bytes", "memory_bytes")  # on CPUs a rank reserves nothing
-    memory_lines = {"": _first_of(*memory), "forecast": _first_of("forecast_bytes")}
-    words = rate.replace("_per_s", " per second")
-    yield from _chart(runs, "loss (nats)", {"": _first_of("loss")}, zero=False, validation=True)
-    yield from _chart(runs, words, {"": _first_of(rate)})
-    yield from _chart(runs, "memory of a rank", memory_lines, "bytes")
-    planned = {name: number_in(run.files["plan"], "step_s") for name, run in runs.items()}
-    yield from _chart(runs, "step time", {"": _first_of("step_s")}, "seconds", levels=planned)
-    loads = {"most loaded expert": _first_of("expert_load_most"), "least loaded expert": _first_of("expert_load_least")}
-    yield from _chart(runs, "tokens of an expert / even share", loads)
-    yield from _chart(runs, "gradient norm", {"": _first_of("grad_norm")})
+Curves = dict[str, dict[float, float]]  # label, "" for the run itself -> value by step
 
 
-Read = Callable[[Record], float | None]
+def _curves(run: RunHistory, most: int) -> dict[str, Curves]:
+    """Return the curves of each chart by its title, with about `most` points."""
+    steps = run.steps[:: -(-len(run.steps) // most) or 1] + run.steps[-1:]
+    times = _at_steps(steps, "step_s")
+    planned = number_in(run.files["plan"], "step_s") or 0.0
+    unit = "tokens" if any(number_in(step, "tokens_per_s") for step in steps) else "samples"
+    return {
+        LOSS: {"": _at_steps(steps, "loss"), "validation": _at_steps(run.evaluations, "loss")},
+        f"{unit} per second": {"": _at_steps(steps, f"{unit}_per_s")},
+        # on CPUs a rank reserves nothing
+        MEMORY: {
+            "": _at_steps(steps, "reserved_bytes") or _at_steps(steps, "memory_bytes"),
+            "forecast": _at_steps(steps, "forecast_bytes"),
+        },
+        TIME: {"": times, "forecast": dict.fromkeys(times, planned) if 0 < planned < math.inf else {}},
+        "tokens of an expert / even share": {
+            "most loaded": _at_steps(steps, "expert_load_most"),
+            "least loaded": _at_steps(steps, "expert_load_least"),
+        },
+        "gradient norm": {"": _at_steps(steps, "grad_norm")},
+    }
 
 
-def _first_of(*keys: str) -> Read:
-    return lambda record: next((value for key in keys if (value := number_in(record, key)) is not None), None)
+def _at_steps(records: Sequence[Record], key: str) -> dict[float, float]:
+    """Return finite values by step."""
+    return dict(zip(*points(records, key), strict=True))
 
 
-def _chart(
-    runs: Mapping[str, RunHistory],
-    title: str,
-    series: Mapping[str, Read],
-    unit: Unit = "number",
-    *,
-    zero: bool = True,
-    validation: bool = False,
-    levels: Mapping[str, float | None] | None = None,
-) -> Iterator[Chart]:
-    """Yield a chart over the steps, if a run has these values. `levels`: a forecast for all steps of a run."""
-    found: list[tuple[str, str, dict[float, float]]] = []
-    for number, (name, run) in enumerate(runs.items()):
-        drawn = [(label, _at_steps(run.steps, read)) for label, read in series.items()]
-        drawn += [("validation", _at_steps(run.evaluations, _first_of("loss")))] if validation else []
-        level = (levels or {}).get(name)
-        drawn += [("forecast", dict.fromkeys(drawn[0][1], level))] if level else []
-        found += [
-            (colour_of("", number), " ".join(filter(None, (name or (title if not label else ""), label))), values)
-            for label, values in drawn
-            if values
-        ]
-    steps = sorted({step for _, _, values in found for step in values})
-    if len(steps) < 2:
-        return
-    dashed = ("validation", "forecast", "least loaded expert")
+def _chart(title: str, runs: Mapping[str, Curves]) -> Chart:
+    """Return a chart over the steps with the curves of all runs."""
+    steps = sorted({step for curves in runs.values() for values in curves.values() for step in values})
     lines = [
         ChartLine(
-            label=label,
+            label=" ".join(filter(None, (name or (title if not label else ""), label))),
             values=[values.get(step) for step in steps],
-            colour=colour,
-            style="dashed" if label.endswith(dashed) else "line",
+            colour=colour_of("", number),
+            style="dashed" if label else "line",
         )
-        for colour, label, values in found
+        for number, (name, curves) in enumerate(runs.items())
+        for label, values in curves.items()
+        if values
     ]
-    yield Chart(title=title, x=steps, x_label="step", y_unit=unit, lines=lines, zero=zero)
+    return Chart(
+        title=title, x=steps, x_label="step", y_unit=UNITS.get(title, "number"), lines=lines, zero=title != LOSS
+    )
 
 
-def _at_steps(records: Sequence[Record], read: Read) -> dict[float, float]:
-    """Return finite values by step, at most POINTS of them and the last."""
-    x, y = points(records, read)
-    every = -(-len(x) // POINTS) or 1
-    return {step: value for n, (step, value) in enumerate(zip(x, y, strict=True)) if n % every == 0 or n == len(x) - 1}
+def _inner(record: Record, *path: str) -> Record:
+    """Return an object inside a record; {} if there is none."""
+    for key in path:
+        value = record.get(key)
+        record = value if isinstance(value, dict) else {}
+    return record
 
 
 def _against(runs: Mapping[str, RunHistory]) -> list[Block]:
     """Return measured figures with their forecasts."""
     rows, tones = [], list[Tone]()
     for name, run in runs.items():
-        pairs = run.files["result"].get("against_forecast")
-        listed = pairs if isinstance(pairs, dict) and pairs else _measured(run)
-        for key, pair in listed.items():
-            measured, forecast = (
-                number_in(pair, which) if isinstance(pair, dict) else None for which in ("measured", "forecast")
-            )
+        pairs = _inner(run.files["result"], "against_forecast") or _measured(run)
+        for key in pairs:
+            measured, forecast = (number_in(_inner(pairs, key), which) for which in ("measured", "forecast"))
             if measured is None:
                 continue
-            off = measured / forecast - 1 if forecast else None
+            off = measured / forecast - 1 if forecast else 0.0
             rows.append(
                 {
-                    "figure": f"{name}: {FIGURES.get(key, key)}" if name else FIGURES.get(key, str(key)),
-                    "measured": _figure(str(key), measured),
-                    "forecast": _figure(str(key), forecast) if forecast else "not forecast",
-                    "difference": f"{off:+.1%}" if off is not None else "",
+                    "figure": ": ".join(filter(None, (name, FIGURES.get(key, key)))),
+                    "measured": _figure(key, measured),
+                    "forecast": _figure(key, forecast) if forecast else "not forecast",
+                    "difference": f"{off:+.1%}" if forecast else "",
                 }
             )
-            tones.append("warn" if off is not None and off > 0.1 else "")
+            tones.append("warn" if off > MORE else "")
     return table_of(rows, tones=tones)
 
 
 def _figure(key: str, value: float) -> str:
-    return f"{value:.3g} s" if key.endswith("_s") else shown_bytes(value)
+    return _seconds(value) if key.endswith("_s") else shown_bytes(value)
 
 
-def _measured(run: RunHistory) -> dict[str, dict[str, float | None]]:
+def _measured(run: RunHistory) -> Record:
     """Return the same figures of a run without a result, from its steps."""
-    memory = [value for step in run.steps if (value := _first_of("reserved_bytes", "memory_bytes")(step)) is not None]
-    forecast = next((value for step in reversed(run.steps) if (value := number_in(step, "forecast_bytes"))), None)
-    times = [value for step in run.steps if (value := number_in(step, "step_s")) is not None]
-    found = {}
-    if memory:
-        found["memory_bytes"] = {"measured": max(memory), "forecast": forecast}
-    if times:
-        found["step_s"] = {"measured": median(times), "forecast": number_in(run.files["plan"], "step_s")}
+    found, curves = Record(), _curves(run, len(run.steps) or 1)
+    for key, title, middle in (("memory_bytes", MEMORY, max), ("step_s", TIME, median)):
+        if measured := curves[title][""]:
+            forecast = list(curves[title]["forecast"].values())
+            found[key] = {"measured": middle(measured.values()), "forecast": forecast[-1] if forecast else None}
     return found
 
 
-def _phases(runs: Mapping[str, RunHistory]) -> list[Block]:
-    """Return bars with the forecast peak of each phase."""
-    bars = []
-    for name, run in runs.items():
-        forecast = run.files["plan"].get("forecast")
-        phases = forecast.get("phases") if isinstance(forecast, dict) else None
-        for phase in phases if isinstance(phases, dict) else ():
-            size = number_in(phases, phase) if isinstance(phases, dict) else None
-            label = f"{name}: forecast of {phase}" if name else f"forecast of {phase}"
-            bars += [Bar(label=label, parts={"tensors": size}, text=shown_bytes(size))] if size else []
-    return [Bars(bars=bars)] if bars else []
-
-
 def _stages(runs: Mapping[str, RunHistory]) -> list[Block]:
-    rows = []
-    for name, run in runs.items():
-        stages = run.files["result"].get("stages")
-        listed = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
-        rows += [
-            {"run": name or run.folder, **{str(key): str(value) for key, value in stage.items()}} for stage in listed
-        ]
+    """Return the ranks, layers and parameters of each stage, which the result lists."""
+    listed = ((name or run.folder, run.files["result"].get("stages")) for name, run in runs.items())
+    rows = [(name, stage) for name, stages in listed if isinstance(stages, list) for stage in stages]
+    rows = [{"run": name, **stage} for name, stage in rows if isinstance(stage, dict)]
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(
-        columns=columns, rows=[[row.get(key, "") for key in columns] for row in rows], words=range(len(columns))
-    )
-    return [table] if rows else []
+    cells = [[str(row.get(key, "")) for key in columns] for row in rows]
+    return [Table(columns=columns, rows=cells, words=columns)] if rows else []
 
 
 def _faults(runs: Mapping[str, RunHistory]) -> list[Block]:
+    """Return the faults in their order, restarts, and the errors that ended the run."""
     rows = []
     for name, run in runs.items():
-        for fault in run.faults:
-            at, after, seen = (number_in(fault, key) for key in ("time_s", "restarting_after_s", "seen_after_s"))
+        errors = [{"kind": "error", "ranks": [rank], "message": message} for rank, message in run.errors.items()]
+        for fault in (*run.faults, *errors):
             ranks = fault.get("ranks")
-            rows.append(
-                {
-                    "when": _moment(at) if at else "then",
-                    "run": name or run.folder,
-                    "what": str(fault.get("kind", "restarted")),
-                    "ranks": ", ".join(map(str, ranks)) if isinstance(ranks, list) else "",
-                    "host": str(fault.get("host") or ""),
-                    "why": str(fault.get("message") or fault.get("cause") or ""),
-                    "after": f"{after or seen:.3g} s" if after or seen else "",
-                }
-            )
-        rows += [
-            {
-                "when": "at the end",
+            row = {
+                "when": _moment(number_in(fault, "time_s")),
                 "run": name or run.folder,
-                "what": "error",
-                "ranks": rank,
-                "host": "",
-                "why": why,
-                "after": "",
+                "what": str(fault.get("kind", "restarted")),
+                "ranks": ", ".join(map(str, ranks)) if isinstance(ranks, list) else "",
+                "host": str(fault.get("host") or ""),
+                "why": str(fault.get("message") or fault.get("cause") or ""),
+                "detected after": _seconds(number_in(fault, "seen_after_s")),
+                "restarted after": _seconds(number_in(fault, "restarting_after_s")),
             }
-            for rank, why in run.errors.items()
-        ]
-    return table_of(rows, words=(0, 1, 2, 3, 4, 5))
+            rows.append(row)
+    return table_of(rows, words=("run", "what", "ranks", "host", "why"))
 
 
-def _moment(seconds: float) -> str:
+def _seconds(value: float | None) -> str:
+    return f"{value:.3g} s" if value is not None else ""
+
+
+def _moment(seconds: float | None) -> str:
     try:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+        return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     except (OverflowError, OSError, ValueError):
-        return ""
-
-
-def settings_of(run: RunHistory) -> dict[str, object]:
-    """Return the run's settings and the JSON that DeepSpeed got, as one object."""
-    given = {key: value for key, value in run.files["run"].items() if value is not None and key != "ds_config"}
-    return {**given, "deepspeed": run.files["ds_config"]}
-
-
-def json_blocks(title: str, value: object) -> list[Block]:
-    """Return a JSON that the reader can open and copy; [] for an empty one."""
-    return [Code(title=title, text=json.dumps(value, indent=2))] if value else []
+        return "-"

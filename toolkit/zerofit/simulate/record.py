@@ -167,6 +167,7 @@ class ScriptFacts:
     blocks: str  # path of its repeated blocks, such as "model.layers"; "" without any
     block: str  # their class
     checkpointing_switch: bool  # whether it has gradient_checkpointing_enable()
+    takes_liger: bool  # whether Liger has kernels for its type, and they are not in use
     parameters: int
     trained_parameters: int
     largest_parameter: int

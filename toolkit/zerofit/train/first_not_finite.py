@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 FORWARD, BACKWARD = "forward", "backward"
 INPUTS, LABELS, WEIGHTS = "inputs", "labels", "weights"  # what a tensor is computed from
 _FILLED_LATER = ("empty", "resize_")  # results of these ops have any numbers
-_PACKAGES = ("/torch/", "/deepspeed/", "/zerofit/train/engines.py", "/zerofit/train/trainer.py", __file__)
+_PACKAGES = ("/torch/", "/deepspeed/", "/zerofit/models/build.py", "/zerofit/train/leaks.py", __file__)
+_STEP = ("/zerofit/train/engines.py", "/zerofit/train/pipeline.py", "/zerofit/train/gan.py")  # call the model
 _LAST = 2**63  # sequence numbers of autograd's own nodes are larger
 
 
@@ -157,7 +158,7 @@ class FirstNotFinite(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is None and torch.is_grad_enabled():
             number = _get_sequence_nr() - 1
-            self._places[number] = _Place(self._modules[-1] if self._modules else "", _line())
+            self._places[number] = _Place(self._modules[-1] if self._modules else "", model_line())
         outputs = [t for t in tree_leaves(result) if _is_dense(t)]
         if any(func._schema.name.partition("::")[2].find(name) >= 0 for name in _FILLED_LATER):
             for output in outputs:
@@ -204,7 +205,7 @@ class FirstNotFinite(TorchDispatchMode):
             op="",
             phase=FORWARD if torch._C._current_autograd_node() is None else BACKWARD,
             module=self._modules[-1] if self._modules else "",
-            line=_line(),
+            line=model_line(),
             inputs=(),
             output=TensorFacts.of(tensor),
             depends=(WEIGHTS,),
@@ -225,7 +226,7 @@ class FirstNotFinite(TorchDispatchMode):
         node: Any,
     ) -> Origin:
         """Return the origin for an op that has made a result that is not finite of finite inputs."""
-        place = _Place(self._modules[-1] if self._modules else "", _line())
+        place = _Place(self._modules[-1] if self._modules else "", model_line())
         if node is not None and node._sequence_nr() < _LAST:
             place = self._places.get(node._sequence_nr(), place)
         written = func._schema.is_mutable
@@ -279,11 +280,13 @@ def _wide(func: Callable[..., Any], args: Any, kwargs: Any, output: Tensor) -> f
     return float(results[0].abs().max()) if results and all(map(_finite, results)) else None
 
 
-def _line() -> str:
-    """Return file:line of the innermost frame outside of torch, DeepSpeed and the trainer."""
+def model_line() -> str:
+    """Return file:line of the innermost frame of a model or loss, outside of torch and DeepSpeed; "" for none."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
+        if file.endswith(_STEP):
+            return ""
         if not any(package in file for package in _PACKAGES) and not file.startswith("<"):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back

@@ -27,6 +27,7 @@ from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job
 from zerofit.train.callbacks import Callback, EventLog, overridden
 from zerofit.train.heartbeat import RankProgress
+from zerofit.train.leaks import LeakWatch
 from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.step_profile import StepProfile
 from zerofit.train.stop_signals import StopRequests
@@ -58,6 +59,7 @@ class Loop:
     save: Callable[[int, dict[str, Any], bool], Problem | None]  # of `zerofit.train.saver.Saver`
     callbacks: Sequence[Callback] = ()
     profile: StepProfile | None = None  # of the chosen steps, if this rank is profiled
+    leaks: LeakWatch | None = None  # on rank 0
 
     def run(self) -> LoopResult:
         """Train all steps, or until a stop is requested."""
@@ -87,7 +89,8 @@ class Loop:
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
         """Make one optimizer step; return the losses of its micro batches. Raises RunFailed with --check-loss."""
         try:
-            losses = self.trainer.train_step(batches)
+            with self.leaks.step() if self.leaks else nullcontext():
+                losses = self.trainer.train_step(batches)
             if self.trainer.loss_check:
                 self.trainer.loss_check.after_step()
         except RunFailed:  # on all ranks: the last good steps must be in the metrics

@@ -27,7 +27,8 @@ from zerofit.spec.profile import Profile, Savings, offered
 from zerofit.spec.run import Run, RunRequest
 
 ALL, AMPLE = 10**6, 10**18  # number of layouts; and bytes of an unlimited memory
-CHOSEN = (*FIELDS.values(), "global_batch", *Savings._fields, "ds_config")  # fields of the run
+SAVINGS = tuple(name for name in Savings._fields if name in Run.model_fields)  # plan has more
+CHOSEN = (*FIELDS.values(), "global_batch", *SAVINGS, "ds_config")  # fields of the run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

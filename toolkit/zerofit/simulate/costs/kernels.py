@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
-from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, flops_of
+from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, flops_of, leaves_of
 from zerofit.spec.profile import Kernel, KernelKind, Linear
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
@@ -34,7 +33,7 @@ class KernelCall:
 def call_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> KernelCall:
     """Return the kernel call for a call of an op: its shape, FLOPs and bytes."""
     name = func._overloadpacket.__name__
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
     first = tensors[0] if tensors else out
     dtype = str(getattr(first, "dtype", "")).removeprefix("torch.")
     kind = _kind(name)
@@ -89,7 +88,7 @@ def _kind(name: str) -> KernelKind:
 
 def _written(func: OpOverload, args: OpArguments, out: OpOutput) -> list[Tensor]:
     """Return an op's outputs or, if it has none, the tensors that it changes, such as optimizers' lists."""
-    made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    made = [leaf for leaf in leaves_of(out) if isinstance(leaf, Tensor)]
     if made:
         return made
     changed = [
@@ -97,7 +96,7 @@ def _written(func: OpOverload, args: OpArguments, out: OpOutput) -> list[Tensor]
         for one, value in zip(func._schema.arguments, args, strict=False)
         if one.alias_info is not None and one.alias_info.is_write
     ]
-    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(changed) if isinstance(leaf, Tensor)]
 
 
 def _moved_bytes(kind: KernelKind, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:

@@ -31,6 +31,7 @@ _SHARDED, _OFFLOADED = ("zero2", "zero3"), ("zero3_offload",)  # bundled JSONs
 _OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16")
 _FSDP2: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}  # of TrainingArguments
 _EIGHT_BITS = {"optim": "adamw_bnb_8bit"}  # of TrainingArguments
+_LIGER = {"use_liger_kernel": True}  # of TrainingArguments
 _LAUNCHED_BY = ("--multi_gpu", "--use_deepspeed", "--use_fsdp", "--multi-gpu", "--use-deepspeed", "--use-fsdp")
 _MAX_STAGE = 3
 _SHOWN = {
@@ -94,6 +95,8 @@ def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: 
         changes.append({_MICRO: facts.micro_batch // 2, _ACCUMULATION: 2 * facts.accumulation})
     checkpointing = {} if facts.checkpointing else {"gradient_checkpointing": True}
     changes += [checkpointing] if checkpointing else []
+    if facts.takes_liger and on_gpu and all(map(find_spec, ("liger_kernel", "triton"))):
+        changes = [_LIGER, *changes, *([{**checkpointing, **_LIGER}] if checkpointing else [])]
     if _takes_eight_bits(facts, on_gpu):
         changes += [_EIGHT_BITS, *([{**checkpointing, **_EIGHT_BITS}] if checkpointing and ranks == 1 else [])]
     if not facts.engines and not facts.sharding.startswith("FSDP"):
@@ -244,10 +247,6 @@ def _everywhere(command: ScriptCommand, change: Callable[[Words], Words]) -> Scr
     """Change the script's arguments, also in the launcher's words, which repeat them."""
     launcher_words = change(command.launcher_words) if command.launcher_words else ()
     return replace(command, arguments=change(command.arguments), launcher_words=launcher_words)
-
-
-def _has(words: Words, names: Sequence[str]) -> bool:
-    return any(word.partition("=")[0] in names for word in words)
 
 
 def _with(words: Words, name: str, value: str) -> Words:

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
-from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput
+from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, leaves_of
+from zerofit.simulate.ops.results import new_fake, repeated
 
 # losses that are stored per element in the tensor that becomes the scalar: its storage keeps that size
 # (aten/src/ATen/native/Loss.cpp)
@@ -26,15 +27,22 @@ _AS_LONG_AS_ELEMENTS = {
     torch.ops.aten.binary_cross_entropy.default,
     torch.ops.aten.soft_margin_loss.default,
 }
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_CAT = torch.ops.aten.cat.default
 
 
 def run(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
     """Run an op; return fakes of the same shape, type and device as without shortcuts."""
-    if func.is_view and type(args[0]) is FakeTensor and args[0].constant is None:
+    if (func.is_view or func is _UNSAFE_VIEW) and _is_unknown(args[0]):
         return _view(func, args, kwargs)
-    if func is torch.ops.aten.cat.default and _are_rows_alike(list(args[0])):
+    if func.namespace == "c10d":
+        tensors: list[Any] = [value for value in leaves_of(args) if isinstance(value, Tensor)]
+        if tensors and all(map(_is_unknown, tensors)):
+            with in_kernel_invocation_manager(tensors[0].fake_mode):
+                return func(*args, **kwargs)  # torch/distributed/_meta_registrations.py: its own arguments
+    if func is _CAT and _are_rows_alike(list(args[0])):
         return args[0][0].new_empty(sum(piece.numel() for piece in args[0]))
-    return as_stored(func, args, func(*args, **kwargs))
+    return as_stored(func, args, repeated(func, args, kwargs))
 
 
 def as_stored(func: OpOverload, args: OpArguments, out: OpOutput) -> OpOutput:
@@ -67,21 +75,24 @@ def sharing_pieces(function: Callable[..., object], cut: str) -> Callable[..., o
     return run_sharing
 
 
+def _is_unknown(value: object) -> bool:
+    return type(value) is FakeTensor and value.constant is None
+
+
 def _view(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
     whole = args[0]
     with in_kernel_invocation_manager(whole.fake_mode):
         made = func(*args, **kwargs)
     if isinstance(made, Tensor):
-        return FakeTensor(whole.fake_mode, made, whole.fake_device)
-    return [FakeTensor(whole.fake_mode, one, whole.fake_device) for one in made]
+        return new_fake(whole.fake_mode, made, whole.fake_device)
+    return [new_fake(whole.fake_mode, one, whole.fake_device) for one in made]
 
 
 def _are_rows_alike(pieces: list[Any]) -> bool:
     """Return whether all pieces are one-dimensional fakes of unknown value, of one type and on one device."""
     first = pieces[0]
     return all(
-        type(piece) is FakeTensor
-        and piece.constant is None
+        _is_unknown(piece)
         and piece.dim() == 1
         and piece.dtype == first.dtype
         and piece.fake_device == first.fake_device

@@ -20,14 +20,23 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from zerofit import models
 from zerofit.simulate.memory.allocator import RecordStream
 from zerofit.simulate.memory.ledger import DEVICE, HOST, LOCKED, PINNED, Ledger, Storage
 from zerofit.simulate.memory.snapshot import StackLog
 from zerofit.simulate.ops import shortcuts
-from zerofit.simulate.ops.costs import BLAS, OpArguments, OpKeywords, OpOutput, Scratch, added_to, bytes_of, flops_of
+from zerofit.simulate.ops.costs import (
+    BLAS,
+    OpArguments,
+    OpKeywords,
+    OpOutput,
+    Scratch,
+    added_to,
+    bytes_of,
+    flops_of,
+    leaves_of,
+)
 from zerofit.simulate.ops.streams import SimulatedStream, Streams
 from zerofit.spec.local_machine import is_older
 from zerofit.spec.memory_kinds import LOGITS, TEMPORARIES, WORKSPACES, is_loss
@@ -196,9 +205,9 @@ class AllocationTracker(TorchDispatchMode):
         if flops:
             self.flops[self._phase, self._step] += flops
         place: CallSite | None = None
-        touched = tree_leaves(out)
+        touched = leaves_of(out)
         if name in RESIZING:
-            touched = [*touched, *tree_leaves(args)]
+            touched = [*touched, *leaves_of(args)]
         older = added_to(func, args, sys._getframe(1).f_back)
         instead = None if older is None else self._index.get(_address(older))
         for tensor in touched:
@@ -207,7 +216,7 @@ class AllocationTracker(TorchDispatchMode):
                     place = self._call_site()
                 self.track(tensor, name, place, instead)
         if place and place[1] is not None and is_loss(place[1].co_filename):
-            for leaf in tree_leaves(args):  # the inputs of a loss
+            for leaf in leaves_of(args):  # the inputs of a loss
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():
                     self.tag(leaf, LOGITS)
         extra = self._scratch(name, args, kwargs, out)
@@ -269,7 +278,7 @@ class AllocationTracker(TorchDispatchMode):
             noted.stack = self.stacks.here(code, line)
         if (where == DEVICE and self.live() + size >= self.peak()) or size >= self.own_line_bytes:
             own = code is not None and is_own(code.co_filename)
-            noted.own = f"{os.path.relpath(code.co_filename)}:{line}" if code is not None and own else own_line()
+            noted.own = f"{_relative(code.co_filename, os.getcwd())}:{line}" if code is not None and own else own_line()
         self._watch(storage, self.ledger.allocated(noted, instead))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -359,9 +368,12 @@ def own_line() -> str:
 def _innermost_own(frame: FrameType | None) -> str:
     while frame is not None:
         if is_own(frame.f_code.co_filename):
-            return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
+            return f"{_relative(frame.f_code.co_filename, os.getcwd())}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+_relative = cache(os.path.relpath)
 
 
 def _address(tensor: Tensor) -> int:

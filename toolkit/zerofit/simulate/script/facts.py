@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import PurePath
 from typing import Any
@@ -21,6 +22,7 @@ from zerofit.simulate.script.lengths import Lengths, token_tensors
 from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.spec.model_facts import LIGER_TYPES
 from zerofit.train.probe import expert_count
 
 _PRECISIONS: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -65,6 +67,7 @@ def script_facts(
         blocks=blocks,
         block=type(repeated[0]).__name__ if repeated else "",
         checkpointing_switch=bool(getattr(model, "supports_gradient_checkpointing", False)),
+        takes_liger=_takes_liger(model),
         parameters=sum(sizes),
         trained_parameters=trained,
         largest_parameter=max(sizes, default=0),
@@ -87,6 +90,11 @@ def script_facts(
         ended=how,
         notes=tuple(Note(text=text, count=n, bound=text in meter.inexact) for text, n in meter.notes.items()),
     )
+
+
+def _takes_liger(model: nn.Module) -> bool:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return kind in LIGER_TYPES and "liger_kernel" not in sys.modules
 
 
 def elements_of(parameter: Any) -> int:

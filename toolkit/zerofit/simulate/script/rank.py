@@ -16,6 +16,7 @@ import torch
 import torch._dynamo  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
 import transformers.integrations.deepspeed  # noqa: F401
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     FakeTensorMode,
@@ -51,6 +52,11 @@ from zerofit.simulate.script.stages import StageJoints
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.errors import Problem, UserError
+
+LEAF_HINT = (
+    "DeepSpeed fails in the same way on real ranks if the inputs of a leaf module need no gradient: "
+    "call x.requires_grad_() on them, or choose modules behind the first layer in set_z3_leaf_modules"
+)
 
 
 def simulate_script(
@@ -215,6 +221,10 @@ def _run(target: ScriptTarget, meter: ScriptTracker, watched: FaultLog) -> tuple
         problem = failure(target, meter, error)
         if watched.detached and "does not require grad" in str(error):
             problem = replace(problem, hint=LOST_GRADIENTS.mend)
+        elif error is meter.failed and any(
+            map(z3_leaf_module, (m for model in watched.models for m in model.modules()))
+        ):
+            problem = replace(problem, hint=LEAF_HINT)
         raise UserError(problem) from error
     else:
         return "ended by itself", False

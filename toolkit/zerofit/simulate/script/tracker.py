@@ -31,14 +31,14 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.distributed_c10d import Work
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofit.simulate.costs.kernels import call_of, one_kernel
 from zerofit.simulate.costs.layers import is_kernel
-from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, bytes_of
+from zerofit.simulate.ops import shortcuts
+from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, bytes_of, leaves_of
 from zerofit.simulate.ops.issued import COPY, HOOKS, HOST_STEP, KERNEL, ON_HOST, STEP, CommunicatingRanks, IssuedWork
-from zerofit.simulate.ops.shortcuts import as_stored
 from zerofit.simulate.ops.tracker import (
     FUNCTIONAL,
     AllocationTracker,
@@ -49,7 +49,7 @@ from zerofit.simulate.ops.tracker import (
     own_line,
 )
 from zerofit.simulate.script.received import alike, replicate
-from zerofit.simulate.script.values import choices, decided, forget, is_assumed, keep, known_value, largest
+from zerofit.simulate.script.values import RULES, choices, decided, forget, is_assumed, keep, known_value, largest
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 _HOST = torch.device("cpu")
@@ -105,6 +105,7 @@ class ScriptTracker(AllocationTracker):
         self.notes: Counter[str] = Counter()  # each approximation, and how often it was used
         self.inexact: set[str] = set()  # the notes that make the figures an upper bound
         self.without_rule = ""  # the last op without a rule for the shapes of its outputs
+        self.failed: RuntimeError | None = None  # of a gradient's sum, in a thread of autograd
         self.ops_on_fakes = 0  # how many have run
         self.compiles = False  # whether the script has compiled a model or function of its own
         self.gpus = 1  # per node
@@ -153,7 +154,7 @@ class ScriptTracker(AllocationTracker):
             return args[0]
         pins = self.device == "cuda" and kwargs.get("pin_memory")
         kwargs = {**kwargs, "pin_memory": False} if pins else kwargs
-        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        leaves = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
         faked = any(isinstance(t, FakeTensor) for t in leaves)
         if faked or kwargs.get("device") == SIMULATED or (not leaves and self._holds_nothing(name, args, kwargs)):
             out = self._on_fakes(func, name, args, kwargs, leaves)
@@ -167,7 +168,7 @@ class ScriptTracker(AllocationTracker):
         sends = name.startswith("c10d::")
         if is_collective(name):
             self._note_collective(name, args, out)
-            self._works = [Work.unbox(t) for t in tree_leaves(out) if isinstance(t, torch._C.ScriptObject)]
+            self._works = [Work.unbox(t) for t in leaves_of(out) if isinstance(t, torch._C.ScriptObject)]
             if name in _PEER_TO_PEER:
                 self._held[self._works[0]] = args[0]
             self.received = tree_map(lambda t: weakref.ref(t) if isinstance(t, Tensor) else t, args[0])
@@ -229,7 +230,7 @@ class ScriptTracker(AllocationTracker):
         """Record what an op launches: a kernel, a copy between host and device, or work on the host."""
         assert self.streams.issued is not None
         copies = func._overloadpacket.__name__ in _COPIES  # copies of real batches count, too
-        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor if copies else FakeTensor)]
+        tensors = [t for t in leaves_of((args, kwargs, out)) if isinstance(t, Tensor if copies else FakeTensor)]
         places = {t.device.type for t in tensors}
         backward = torch._C._current_autograd_node() is not None
         module, inside = self._call_site()[0] if backward else self._module, backward or bool(self._running)
@@ -251,7 +252,7 @@ class ScriptTracker(AllocationTracker):
         near = sum(rank // self.gpus == dist.get_rank() // self.gpus for rank in members)
         ranks = CommunicatingRanks(group.group_name, len(members), max(1, near))
         number = object()
-        for handle in self._works or tree_leaves(out):  # a functional collective returns no handle but its result
+        for handle in self._works or leaves_of(out):  # a functional collective returns no handle but its result
             self._awaited[handle] = number
         moved = max(map(bytes_of, (*args, out)), default=0)
         self.streams.issued.send(self._issued(op, bytes=moved), ranks, [number])
@@ -272,7 +273,7 @@ class ScriptTracker(AllocationTracker):
 
     def ran(self, name: str, args: object) -> None:
         """Record that one of DeepSpeed's C++ ops ran in place, such as Adam on the device or on the host."""
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()]
+        tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor) and leaf.dim()]
         if self.streams.issued is None or not tensors:
             return
         size = sum(t.nbytes for t in tensors)
@@ -317,13 +318,16 @@ class ScriptTracker(AllocationTracker):
         keyed = disable_fake_tensor_cache(self.fakes) if func in _OF_STORAGES else nullcontext()
         try:
             with keyed:
-                out = as_stored(func, taken, func(*taken, **named))
+                out = shortcuts.run(func, taken, named)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             out = self._by_values(func, args, kwargs, leaves, error)
         except RuntimeError as error:
             if isinstance(error, NotImplementedError) or "no fake impl" in str(error):
                 self.without_rule = name
-            raise
+            if name != "aten::add_" or args[0].numel() or not args[1].numel():
+                raise
+            # torch's engine crashes if the sum of a gradient fails; `FaultLog.watch` raises the error after backward
+            self.failed, out = error, args[0]
         self._keep_values(func, name, args, kwargs, leaves, out)
         if func is _TO_COPY and isinstance(out, FakeTensor) and out.fake_device.type == "cpu":
             known = self.read(out)
@@ -406,7 +410,7 @@ class ScriptTracker(AllocationTracker):
 
         Values that an op overwrites with unknown values are forgotten.
         """
-        outs = [t for t in tree_leaves(out) if isinstance(t, FakeTensor)]
+        outs = [t for t in leaves_of(out) if isinstance(t, FakeTensor)]
         if name in _FILLED and isinstance(args[0], FakeTensor) and known_value(args[1]) is not None:
             with unset_fake_temporarily(), _disable_current_modes():
                 filled = torch.zeros(args[0].shape, dtype=args[0].dtype)
@@ -442,12 +446,14 @@ class ScriptTracker(AllocationTracker):
             for t in outs:
                 forget(t)
             return
-        for t, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
+        for t, value in zip(leaves_of(out), leaves_of(real), strict=True):
             if isinstance(t, FakeTensor) and isinstance(value, Tensor) and value.shape == t.shape:
                 keep(t, value, assumed=any(map(is_assumed, leaves)))
 
     def _keep_decided(self, func: OpOverload, args: OpArguments, out: FakeTensor) -> bool:
         """Keep the value of all elements of an output, if it does not depend on unknown values."""
+        if func._overloadpacket not in RULES:
+            return False
         with unset_fake_temporarily(), _disable_current_modes():
             value = decided(func, args, tuple(map(known_value, args[:2])))
             if value is None or (out.numel() > KEPT_FLOATS and out.is_floating_point()):

@@ -25,7 +25,7 @@ _NOT_FINITE = (_aten.isnan, _aten.isinf)
 _MOST_EXPERTS = 1024  # more choices are tokens of a vocabulary, or boxes
 _EQUAL = {_aten.eq: True, _aten.ne: False}  # whether the op is True for equal operands
 _FILLED = {_aten.zeros_like: False, _aten.new_zeros: False, _aten.ones_like: True, _aten.new_ones: True}
-_RULES = {*_OR, *_AND, *_OF_ALL, *_NOT_FINITE, *_EQUAL, *_FILLED}
+RULES = {*_OR, *_AND, *_OF_ALL, *_NOT_FINITE, *_EQUAL, *_FILLED}
 
 
 def known_value(leaf: object) -> Any:
@@ -71,15 +71,13 @@ def largest(value: object) -> object:
 
 # `done = unknown | (length >= limit)` ends a loop of generation at its own limit only by this logic of three values.
 def decided(func: OpOverload, args: OpArguments, known: OpArguments) -> bool | None:
-    """Return the value of every element of an output, False for 0 and True for 1; None if it depends on values.
+    """Return the value that an op of RULES gives every element: False for 0, True for 1; None if it depends on values.
 
     A known operand can decide alone: True in an `or`, False or zero in an `and` or product. Unknown floats are assumed
     to be finite, as in training that continues. So isnan, isinf and their longer forms `x != x` and `abs(x) == inf` are
     False.
     """
     packet = func._overloadpacket
-    if packet not in _RULES:
-        return None
     if packet in _FILLED:
         return _FILLED[packet]
     if packet in _NOT_FINITE:

@@ -1,0 +1,114 @@
+"""Notices memory that grows from step to step, and names the line whose tensors stay."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zerofit.spec.units import shown_bytes
+from zerofit.train.first_not_finite import model_line
+
+# A run holds as much memory after a step as after the step before. If it grew in each of GROWING steps, the next step
+# is watched: what it allocates and what still lives KEPT steps later is the leak. Gradients and batches do not live
+# that long, and optimizer states are older.
+GROWING, KEPT = 10, 2  # steps
+LEAST_BYTES = 1 << 20  # growth over GROWING steps; recorded losses need less
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+SHOWN = 2  # lines
+
+
+class LeakWatch:
+    """Watches one rank's memory at the end of each step; warns once."""
+
+    def __init__(self, device: torch.device, warn: Callable[[str], None]):
+        self._device, self._warn = device, warn
+        self._sizes: list[int] = []  # after each of the last steps, as long as they grew
+        self._watched: _Allocations | None = None  # of the watched step
+        self._since = 0  # steps since the watched one
+        self._done = False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Make an optimizer step within the block."""
+        if self._done or self._watched is not None or not self._growing():
+            yield
+        else:
+            self._watched, self._since = _Allocations(), 0
+            with self._watched:
+                yield
+        self._look()
+
+    def _growing(self) -> bool:
+        sizes = self._sizes
+        return len(sizes) > GROWING and sizes[-1] - sizes[-1 - GROWING] >= LEAST_BYTES
+
+    def _look(self) -> None:
+        """Note the memory after a step; name the lines of a watched step whose tensors still live."""
+        if self._done:
+            return
+        size = self._size()
+        if self._sizes and size <= self._sizes[-1]:
+            self._sizes, self._watched = [], None
+        self._sizes = [*self._sizes, size][-1 - GROWING :]
+        if self._watched is None:
+            return
+        self._since += 1
+        if self._since <= KEPT:
+            return
+        lines, self._watched = self._watched.alive(), None
+        if sum(lines.values()) >= LEAST_BYTES // GROWING:
+            places = [f"{line or 'an unknown line'} ({shown_bytes(n)} a step)" for line, n in lines.most_common(SHOWN)]
+            grown = shown_bytes((self._sizes[-1] - self._sizes[0]) // (len(self._sizes) - 1))
+            self._warn(f"memory grows by {grown} in every step; tensors made here stay: {', '.join(places)}")
+            self._done = True
+        else:
+            self._sizes = []  # not of torch: look again after as many steps
+
+    def _size(self) -> int:
+        """Return bytes of tensors on a GPU, on CPUs of the process without files."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+        return (resident - shared) * PAGE_BYTES
+
+
+class _Allocations(TorchDispatchMode):
+    """Notes the storages that ops allocate, with the model's line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, str]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the op, and note its new storages."""
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if _is_plain(t)}
+        for tensor in tree_leaves(result):
+            if _is_plain(tensor) and (key := tensor.untyped_storage()._cdata) not in given:
+                self._made[key] = StorageWeakRef(tensor.untyped_storage()), model_line()
+        return result
+
+    def alive(self) -> Counter[str]:
+        """Return the bytes of storages that still live, by the line that made them."""
+        lines = Counter[str]()
+        for reference, line in self._made.values():
+            if not reference.expired():
+                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+                lines[line] += storage.nbytes() if storage is not None else 0
+        return lines
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
