@@ -56,7 +56,7 @@ def colocated_vllm(meter: ScriptTracker, log: PhaseLog, target: ScriptTarget) ->
 
     if not target.on_gpu:
         return
-    sys.meta_path.insert(0, _StandIn(partial(ColocatedEngine, meter, log, target)))
+    sys.meta_path.insert(0, VllmFinder(partial(ColocatedEngine, meter, log, target)))
     original = TrainingArguments.__post_init__
 
     def checked(self: Any) -> None:
@@ -67,7 +67,7 @@ def colocated_vllm(meter: ScriptTracker, log: PhaseLog, target: ScriptTarget) ->
     replace_in(TrainingArguments, "__post_init__", checked)
 
 
-class _StandIn(Loader):
+class VllmFinder(Loader):
     """Finds vllm and its modules."""
 
     def __init__(self, engine: Callable[..., ColocatedEngine]):
