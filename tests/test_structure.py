@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "explain": {"spec"},
     "checkpoint": {"spec", "models", "data"},
     "train": {"spec", "check", "config", "models", "data", "checkpoint"},
-    "simulate": {"spec", "check", "config", "models", "data", "train", "report"},
+    "simulate": {"spec", "check", "config", "models", "data", "train", "report", "rollout"},
     "infer": {"spec", "models", "data", "checkpoint"},
     "compare": {"spec", "models", "data", "train"},
     "plan": {"spec", "report"},

@@ -98,3 +98,42 @@ def test_generated_completions_have_their_longest_length(folder, monkeypatch):
     assert {(p.name, p.step) for p in result.phases} >= {("generation", 0), ("generation", 1), ("step", 1)}
     notes = [note.text for note in script(result).facts.notes]
     assert "generation: sequences get 200 new tokens, their limit; 3 of them were computed" in notes
+
+
+def rollout(folder, monkeypatch, **changed: object) -> Simulation:
+    """Simulate GRPO beside vLLM in the same process, with these arguments of GRPOConfig."""
+    monkeypatch.chdir(folder)
+    arguments = {
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_max_model_length": 400,
+        **changed,
+    }
+    shown = "".join(f", {name}={value!r}" for name, value in arguments.items())
+    Path("rollout.py").write_text(GRPO.replace("**sizes", f"use_vllm=True{shown}, **sizes"))
+    return simulate_script(["python", "rollout.py"], Cluster("h100-80gb"))
+
+
+def test_vllm_beside_the_trainer_holds_its_share_of_the_gpu_in_each_phase(folder, monkeypatch):
+    result = rollout(folder, monkeypatch)
+    phases = {(phase.name, phase.step): phase for phase in result.phases}
+    assert {("weight sync", 0), ("generation", 0), ("weight sync", 1), ("step", 1)} <= {*phases}
+    share = 0.3 * 80e9
+    assert all(0.95 * share < phase.peak_bytes < 1.1 * share for (_, step), phase in phases.items() if step >= 0)
+    assert max(result.breakdown, key=lambda kind: result.breakdown[kind]) == "inference engine"
+
+
+def test_a_sleeping_vllm_leaves_its_memory_to_the_step(folder, monkeypatch):
+    result = rollout(folder, monkeypatch, vllm_enable_sleep_mode=True)
+    phases = {(phase.name, phase.step): phase for phase in result.phases}
+    assert phases["generation", 1].peak_bytes > 0.9 * 0.3 * 80e9 > 4 * phases["step", 1].peak_bytes
+
+
+def test_a_share_without_room_for_a_sequence_ends_the_script_as_vllm_does(folder, monkeypatch):
+    with pytest.raises(UserError, match="No available memory for the cache blocks"):
+        rollout(folder, monkeypatch, vllm_gpu_memory_utilization=0.005)
+
+
+def test_a_vllm_of_its_own_is_refused_before_the_script_waits_for_it(folder, monkeypatch):
+    with pytest.raises(UserError, match='vllm_mode="server" cannot be simulated'):
+        rollout(folder, monkeypatch, vllm_mode="server")

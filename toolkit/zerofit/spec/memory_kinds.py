@@ -6,9 +6,10 @@ PARAMETERS, GRADIENTS, MASTER, STATE = "parameters", "gradients", "master weight
 ACTIVATIONS, LOGITS, BUCKETS = "activations", "logits and loss", "communication buckets"
 GATHERED, TEMPORARIES = "gathered parameters", "temporaries"
 WORKSPACES = "workspaces"  # that libraries keep from their first call on
+ENGINE = "inference engine"  # that shares the trainer's devices
 KIND_FILE = "zerofit kind"  # the file of a frame that names a block's kind, in snapshots of `zerofit simulate`
 SAVED = (PARAMETERS, MASTER, STATE)  # contents of a checkpoint
-KINDS = (PARAMETERS, GRADIENTS, MASTER, STATE, ACTIVATIONS, LOGITS, BUCKETS, GATHERED, TEMPORARIES, WORKSPACES)
+KINDS = (PARAMETERS, GRADIENTS, MASTER, STATE, ACTIVATIONS, LOGITS, BUCKETS, GATHERED, TEMPORARIES, WORKSPACES, ENGINE)
 
 _ZERO_1_2 = {
     "setup_buckets": BUCKETS,

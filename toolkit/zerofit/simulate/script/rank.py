@@ -34,6 +34,7 @@ from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.issued import IssuedLog
 from zerofit.simulate.record import STEPS, RankRecord
 from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, recurrent, writes
+from zerofit.simulate.script.colocated import colocated_vllm
 from zerofit.simulate.script.command import rank_problems
 from zerofit.simulate.script.edits import edits
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop
@@ -99,6 +100,7 @@ def simulate_script(
 
     phases = ScriptPhases(log, target.steps, _learner(meter, lengths_seen, watched, edit), on_batch, on_end)
     generation(meter, log)
+    colocated_vllm(meter, log, target)
     evaluations(log)
     joints = StageJoints(target.received)
     if give_up is not None:

@@ -1,0 +1,221 @@
+"""Stand in for vLLM within the trainer's process, as TRL's `vllm_mode="colocate"` starts it: memory and completions.
+
+No kernel of vLLM runs. Its weights, its cache and its activations take the bytes that its own rule gives them
+(`rollout.vllm`). Completions have their longest length, as those of `generation`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.configuration_utils import PreTrainedConfig
+
+from zerofit.rollout.served import BITS, ServedModel
+from zerofit.rollout.vllm import EngineMemory, EngineSettings
+from zerofit.simulate.engine.phases import PhaseLog
+from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.script.errors import not_simulated
+from zerofit.simulate.script.evaluation import EVALUATION
+from zerofit.simulate.script.generation import GENERATION
+from zerofit.simulate.script.gpu import SHOWN
+from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.spec.memory_kinds import ENGINE
+from zerofit.spec.units import shown_bytes
+
+SYNC = "weight sync"
+_PARAMETERS = ("SamplingParams", "StructuredOutputsParams", "GuidedDecodingParams", "RequestOutput")
+VERSION = "0.27.0"  # of vLLM; also the release of `EngineSettings`
+_PLAN = "zerofit plan MODEL --method, which plans trainer and rollout without the script"
+_NAMES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "gpu_memory_utilization")
+_MORE = ("enforce_eager", "block_size", "quantization")
+_CACHES = {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "bfloat16": "bf16", "float16": "fp16"}
+_TYPES = {"float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+_NO_ROOM = "No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"  # in vLLM's words
+_TOO_LONG = (
+    "The model's max seq len ({}) is larger than the maximum number of tokens that can be stored in KV cache ({})"
+)
+
+
+def colocated_vllm(meter: ScriptTracker, log: PhaseLog, target: ScriptTarget) -> None:
+    """Replace the vllm package, installed or not, since its engine needs a GPU. (sys.meta_path)
+
+    What TRL needs of it exists; other names can be imported, and cannot be called.
+    """
+    from transformers import TrainingArguments
+
+    if not target.on_gpu:
+        return
+    sys.meta_path.insert(0, VllmFinder(partial(ColocatedEngine, meter, log, target)))
+    original = TrainingArguments.__post_init__
+
+    def checked(self: Any) -> None:
+        if getattr(self, "use_vllm", False) and getattr(self, "vllm_mode", "server") == "server":
+            raise not_simulated('vllm_mode="server"', f'use vllm_mode="colocate", or {_PLAN}')
+        original(self)
+
+    replace_in(TrainingArguments, "__post_init__", checked)
+
+
+class VllmFinder(Loader):
+    """Finds vllm and its modules."""
+
+    def __init__(self, engine: Callable[..., ColocatedEngine]):
+        self.names: dict[str, object] = {"LLM": engine, **dict.fromkeys(_PARAMETERS, SimpleNamespace)}
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        """Return the spec of vllm, or of any module of it."""
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "vllm" else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give a module its names."""
+
+        def missing(name: str) -> object:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return partial(_not_simulated, f"{module.__name__}.{name}")
+
+        vars(module).update(self.names, __version__=VERSION, __getattr__=missing)
+
+
+def _not_simulated(name: str, *_: object, **__: object) -> object:
+    raise not_simulated(name, f"use {_PLAN}")
+
+
+class ColocatedEngine:
+    """vllm.LLM: the methods that TRL calls. Raises ValueError, as vLLM does, if its share has no room for a cache."""
+
+    def __init__(self, meter: ScriptTracker, log: PhaseLog, target: ScriptTarget, model: str, **given: Any):
+        config = AutoConfig.from_pretrained(model, trust_remote_code=bool(given.get("trust_remote_code")))
+        served = ServedModel.of(model, config, _parameters(config))
+        settings = _settings(config, given).settled(served, target.device)
+        self._meter, self._log = meter, log
+        self._memory = EngineMemory(model=served, settings=settings, device=target.device)
+        self._token = _plain_token(config)
+        self._held: dict[str, Tensor] = {}
+        longest = SimpleNamespace(max_model_len=settings.max_model_len)
+        runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._load_weights))
+        worker = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        self.llm_engine = SimpleNamespace(model_config=longest, model_executor=worker)
+        self._start()
+
+    def _start(self) -> None:
+        memory = self._memory
+        if memory.sequences < 1:
+            too_long = _TOO_LONG.format(memory.settings.max_model_len, memory.longest)
+            raise ValueError(_NO_ROOM if memory.cache_bytes <= 0 else too_long)
+        self._meter.note(f"vLLM: memory by the rule of its release {VERSION}; the time of its work is left out")
+        free = memory.device.memory_bytes - self._meter.live()
+        if memory.requested > free:
+            share = memory.settings.gpu_memory_utilization
+            asked = f"utilisation {share} asks for {shown_bytes(memory.requested)}, {shown_bytes(free)} are free"
+            self._meter.note(f"vLLM refuses to start: {asked}", bound=True)
+        self._hold("weights", memory.weights)
+        self._work()
+        self._hold("kv_cache", memory.cache_bytes)
+        self._hold("graphs", memory.graphs)
+
+    def _hold(self, name: str, size: int) -> None:
+        if name not in self._held and size:
+            self._held[name] = torch.empty(size, dtype=torch.uint8, device=SHOWN)
+            self._meter.tag(self._held[name], ENGINE)
+
+    def _work(self) -> None:
+        """Allocate the activations of a forward, and free them."""
+        self._meter.tag(torch.empty(self._memory.activations, dtype=torch.uint8, device=SHOWN), ENGINE)
+
+    def sleep(self, level: int = 1) -> None:
+        """Release the weights and the cache; graphs stay."""
+        if level == 1:
+            self._meter.note("vLLM sleeps at level 1: its weights in host memory are left out")
+        for name in ("weights", "kv_cache"):
+            self._held.pop(name, None)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate what `sleep` released."""
+        names = tags or ("weights", "kv_cache")
+        if "weights" in names:
+            self._begin(SYNC)
+            self._hold("weights", self._memory.weights)
+        if "kv_cache" in names:
+            self._begin(GENERATION)
+            self._hold("kv_cache", self._memory.cache_bytes)
+
+    def _load_weights(self, weights: object) -> None:
+        """Copy weights into the engine's own; that takes no memory."""
+        self._begin(SYNC)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prompts, as TRL asks for after each synchronisation."""
+        self._end()
+        return True
+
+    def generate(self, prompts: Sequence[object], sampling_params: object = None, **_: object) -> list[SimpleNamespace]:
+        """Return completions of their longest length."""
+        self._begin(GENERATION)
+        self._work()
+        found = [self._output(prompt, sampling_params) for prompt in prompts]
+        self._end()
+        return found
+
+    def _output(self, prompt: object, sampling: object) -> SimpleNamespace:
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+        if not isinstance(ids, Sequence) or isinstance(ids, str):
+            raise not_simulated("vLLM with prompts that are no token ids", "give it prompt_token_ids")
+        room = (self._memory.settings.max_model_len or 0) - len(ids)
+        if room < 1:
+            raise ValueError(f"The prompt's {len(ids)} tokens reach max_model_len {room + len(ids)}")
+        tokens = min(getattr(sampling, "max_tokens", None) or room, room)
+        wanted = getattr(sampling, "logprobs", None)
+        sure = {self._token: SimpleNamespace(logprob=0.0, rank=1, decoded_token="")}
+        logprobs = None if wanted is None else [sure] * tokens
+        one = SimpleNamespace(token_ids=[self._token] * tokens, logprobs=logprobs, text="", finish_reason="length")
+        return SimpleNamespace(prompt_token_ids=list(ids), outputs=[one] * (getattr(sampling, "n", None) or 1))
+
+    def _begin(self, name: str) -> None:
+        if self._log.name != EVALUATION:
+            self._log.step = max(self._log.step, 0)
+            self._log.begin(name)
+
+    def _end(self) -> None:
+        if self._log.name != EVALUATION:
+            self._log.begin("forward")
+
+
+def _settings(config: PreTrainedConfig, given: Mapping[str, Any]) -> EngineSettings:
+    """Return vLLM's settings from the arguments of its LLM."""
+    found = {name: given[name] for name in (*_NAMES, *_MORE) if given.get(name) is not None}
+    if found.get("quantization") not in (None, *BITS):
+        raise not_simulated(f"vLLM with quantization={found['quantization']}", f"use one of {', '.join(BITS)}")
+    asked = str(given.get("dtype", "auto")).removeprefix("torch.")
+    if asked == "auto":  # vLLM serves float32 checkpoints in bfloat16
+        asked = "float16" if config.dtype == torch.float16 else "bfloat16"
+    cache = _CACHES.get(str(given.get("kv_cache_dtype", "auto")), "auto")
+    return EngineSettings.read({**found, "dtype": _TYPES.get(asked, "bf16"), "kv_cache_dtype": cache}, "vllm.LLM")
+
+
+def _parameters(config: PreTrainedConfig) -> int:
+    """Return the parameters of a checkpoint's model."""
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        build: Any = kind._model_mapping.get(type(config), None)
+        if build is not None:
+            with _disable_current_modes(), torch.device("meta"):
+                return sum(parameter.numel() for parameter in build(config).parameters())
+    raise not_simulated(f"vLLM with a {config.model_type}", "use a language model")
+
+
+def _plain_token(config: PreTrainedConfig) -> int:
+    """Return a token that ends nothing."""
+    text: Any = config.get_text_config()
+    ends = [text.eos_token_id] if not isinstance(text.eos_token_id, list) else text.eos_token_id
+    return next(token for token in range(text.vocab_size // 2, text.vocab_size) if token not in ends)
