@@ -276,6 +276,19 @@ def _speed(row: ShownLayout) -> str:
 
 def plan_sections(found: Plans) -> Iterator[Section]:
     """Yield the map of layouts, step times, memory, all figures, and why other layouts do not fit."""
+    boxes = [
+        {
+            "machine": _of(name, f"{box.nodes} x {box.gpus} x {box.gpu}"),
+            "fastest layout": str(box.layout) if box.layout else "nothing fits",
+            "memory": shown_bytes(box.layout.peak_bytes) if box.layout else "",
+            "step": f"{box.layout.step_s:.3g} s" if box.layout else "",
+            "speed": _speed(box.layout) if box.layout else "",
+            "instead": "; ".join(box.remedies),
+        }
+        for name, plan in found.items()
+        for box in plan.boxes
+    ]
+    yield Section(title="Machines", blocks=table_of(boxes, words=("fastest layout", "instead")))
     drawn = {name: plan for name, plan in found.items() if plan.layouts or plan.misfits}
     note = "Further left needs less memory, further up is faster. No layout beats those on the dashed line in both."
     yield Section(title="Map of layouts", blocks=[_map(*item) for item in drawn.items()], note=note)
