@@ -15,7 +15,7 @@ from zerofit.report.page import COLOURS
 
 GIB = 2**30
 MARKUP = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>{{ 7 * 7 }}'
-PLAN = ["plan", "llama-3.1-8b", "--gpus", "8", "--gpu", "h100-80gb", "--json"]
+PLAN = ["plan", "llama-3.1-8b", "--gpus", "8", "--gpu", "h100-80gb,l4", "--json"]
 LOG = """Traceback (most recent call last):
   File "/home/user/train.py", line 12, in <module>
     loss = model(x).loss
@@ -175,6 +175,7 @@ def test_figures_of_a_simulation(pages):
 def test_figures_of_a_plan(pages, folder):
     plan = json.loads((folder / "plan.json").read_text().splitlines()[-1])
     text = text_of(pages["plan"])
+    assert '<th scope="row">1 x 8 x l4</th>' in text
     assert f"Fits: {plan['fitting']:,} of {plan['considered']:,} layouts" in text
     chart = json.loads(text.split('<script type="application/json">')[1].split("</script>")[0])
     line = next(line for line in chart["lines"] if line["label"] == "frontier")

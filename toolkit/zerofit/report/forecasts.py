@@ -39,8 +39,10 @@ def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
     """Return the verdict of a simulation and the figures behind it."""
     place = " ".join(filter(None, (found.peak_at.get("module"), found.peak_at.get("line"))))
     layout = ", ".join(f"{axis} {size}" for axis, size in found.layout.items() if size > 1 and axis != "zero_stage")
+    needed = found.smi_bytes or found.reserved_bytes
+    left = found.device_total_bytes - needed
+    room = f"{shown_bytes(abs(left))} {'free' if left >= 0 else 'too much'}"
     facts = [
-        ("needs", _part(found.smi_bytes or found.reserved_bytes, found.device_total_bytes)),
         ("peak", f"{shown_bytes(found.peak_bytes)} in {found.peak_phase}"),
         ("allocated by", place),
         ("your line", found.peak_at.get("own", "")),
@@ -48,12 +50,15 @@ def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
         ("outside torch", ", ".join(f"{o.name}: {_span(o.low_bytes, o.high_bytes)}" for o in found.overheads)),
         ("host, per node", _part(found.host_node_bytes, found.host_total_bytes)),
         ("layout", ", ".join(filter(None, (f"ZeRO-{found.layout.get('zero_stage', 0)}", layout)))),
+        ("why", found.because),
     ]
     return Answer(
         name=name and f"{name}: {found.title}",
         verdict=found.verdict.capitalize(),
         tone=verdict_tone(found.verdict, found.fits),
-        summary=found.because,
+        summary=f"needs {_part(needed, found.device_total_bytes)}, {room}"
+        if needed and found.device_total_bytes
+        else "",
         facts=[(label, text) for label, text in facts if text],
     )
 
@@ -271,6 +276,19 @@ def _speed(row: ShownLayout) -> str:
 
 def plan_sections(found: Plans) -> Iterator[Section]:
     """Yield the map of layouts, step times, memory, all figures, and why other layouts do not fit."""
+    boxes = [
+        {
+            "machine": _of(name, f"{box.nodes} x {box.gpus} x {box.gpu}"),
+            "fastest layout": str(box.layout) if box.layout else "nothing fits",
+            "memory": shown_bytes(box.layout.peak_bytes) if box.layout else "",
+            "step": f"{box.layout.step_s:.3g} s" if box.layout else "",
+            "speed": _speed(box.layout) if box.layout else "",
+            "instead": "; ".join(box.remedies),
+        }
+        for name, plan in found.items()
+        for box in plan.boxes
+    ]
+    yield Section(title="Machines", blocks=table_of(boxes, words=("fastest layout", "instead")))
     drawn = {name: plan for name, plan in found.items() if plan.layouts or plan.misfits}
     note = "Further left needs less memory, further up is faster. No layout beats those on the dashed line in both."
     yield Section(title="Map of layouts", blocks=[_map(*item) for item in drawn.items()], note=note)
