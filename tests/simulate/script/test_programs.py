@@ -75,3 +75,25 @@ for _ in range(3):
 def test_what_trainers_use_around_attention_and_data(folder):
     """OpenRLHF and verl remove padding with flash_attn's functions, and preprocess data in other processes."""
     assert facts(simulated(PADDED)).facts.ended == "stopped after 2 optimizer steps"
+
+
+BUFFERS = """\
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+dist.init_process_group()
+net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16))
+net = FullyShardedDataParallel(net, device_id=0, sync_module_states=True)
+assert {str(buffer.device) for buffer in net.buffers()} == {"cuda:0"}
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(3):
+    net(torch.randn(8, 16, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_fsdp_that_sends_buffers(folder):
+    """As verl wraps its models: the buffers are on the host until FSDP moves them."""
+    seen = facts(simulated(BUFFERS, "torchrun --nproc_per_node 2 train.py")).facts
+    assert seen.ended == "stopped after 2 optimizer steps" and seen.sharding == "FSDP"

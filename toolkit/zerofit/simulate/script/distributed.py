@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.target import ScriptTarget
-from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.simulate.script.tracker import ScriptTracker, is_real
 from zerofit.spec.memory_kinds import BUCKETS, GRADIENTS
 
 
@@ -188,13 +188,15 @@ def resized_storages(meter: ScriptTracker) -> None:
 def flat_sharding() -> None:
     """Let FSDP 1 use the GPU that scripts see, given by its number or as the current GPU.
 
-    `torch.device(0)` has the name of the C++ accelerator, which differs from the name that scripts see.
-    (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py, _get_compute_device)
+    `torch.device(0)` has the name of the C++ accelerator, which differs from the name that scripts see. Buffers are
+    real until they are moved, and FSDP sets their data, which cannot make them fake.
+    (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py, _get_compute_device,
+    _move_module_to_device)
     """
     from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 
     init, compute_device = FullyShardedDataParallel.__init__, _init_utils._get_compute_device
-    signature = inspect.signature(init)
+    signature, move_module = inspect.signature(init), _init_utils._move_module_to_device
 
     def numbered(*args: object, **kwargs: object) -> None:
         given = signature.bind(*args, **kwargs)
@@ -208,7 +210,15 @@ def flat_sharding() -> None:
         found = found if found.type in ("cpu", "cuda") else torch.device("cuda", found.index)
         return found if device_id in (None, found) else compute_device(module, ignored, device_id, *args)
 
+    def move(module: nn.Module, ignored: Any, ignored_buffers: set[torch.Tensor], device: torch.device | None) -> None:
+        for owner in module.modules() if device is not None else ():
+            for name, buffer in owner._buffers.items():
+                if is_real(buffer) and buffer not in ignored_buffers:
+                    owner._buffers[name] = buffer.to(device)
+        move_module(module, ignored, ignored_buffers, device)
+
     replace_in(FullyShardedDataParallel, "__init__", numbered)
+    replace_in(_init_utils, "_move_module_to_device", move)
     replace_in(_init_utils, "_get_compute_device", current)
 
 

@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.distributed_c10d import Work
 from torch.distributed.tensor import DTensor
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -48,6 +49,7 @@ from zerofit.simulate.ops.tracker import (
     is_own,
     own_line,
 )
+from zerofit.simulate.record import STEPS
 from zerofit.simulate.script.received import alike, replicate
 from zerofit.simulate.script.values import RULES, choices, decided, forget, is_assumed, keep, known_value, largest
 
@@ -137,8 +139,8 @@ class ScriptTracker(AllocationTracker):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
-        if DTensor in types:
-            return NotImplemented  # its ops on the local tensor arrive here later
+        if DTensor in types or NestedTensor in types:
+            return NotImplemented  # its ops on the local tensor or the flat values arrive here later
         if func is _DEVICE_OF:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         args, kwargs = tuple(map(self._placed, args)), {k: self._placed(v) for k, v in kwargs.items()}
@@ -417,7 +419,8 @@ class ScriptTracker(AllocationTracker):
                 replicate(name, (filled, known_value(args[1]), *args[2:]), self.reduction == dist.ReduceOp.SUM)
             keep(args[0], filled, assumed=is_assumed(args[1]))
             return
-        if func is _TOP_K and known_value(args[0]) is None and out[1].numel() <= KEPT_INTEGERS:
+        routes = func is _TOP_K and self._phase in STEPS  # in a generation the choice is one of tokens
+        if routes and known_value(args[0]) is None and out[1].numel() <= KEPT_INTEGERS:
             with unset_fake_temporarily(), _disable_current_modes():
                 chosen = choices(out[1].shape, args[0].shape, crowded=self.crowded)
             if chosen is not None:
