@@ -37,9 +37,19 @@ from zerofit.launch.host import this_machine
 from zerofit.spec.files import sync_file
 from zerofit.spec.local_machine import versions
 
-MIDDLE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16}
+MIDDLE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}
 MIDDLE |= {"vocab_size": 32000, "num_key_value_heads": 16}
-LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+LLAMA_70B: dict[str, Any] = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 LLAMA_70B |= {"vocab_size": 128256, "num_key_value_heads": 8}
 RANKS_70B, SUB_GROUP = 8, 10**9
 LIMIT_BYTES = 4 * GIB
@@ -99,7 +109,7 @@ def main() -> None:
     print(json.dumps(result, indent=1))
 
 
-def llama(shape: dict[str, int]) -> Any:
+def llama(shape: dict[str, Any]) -> Any:
     """Return a Llama of this shape."""
     import transformers
 

@@ -157,8 +157,8 @@ def start_engine(model: Any, config: dict[str, Any], groups: Any) -> Any:
     """Return a DeepSpeed engine."""
     import deepspeed
 
-    accelerator = deepspeed.get_accelerator()
-    accelerator.is_fp16_supported = lambda: True  # pyright: ignore[reportAttributeAccessIssue] - refused on CPUs
+    accelerator: Any = deepspeed.get_accelerator()
+    accelerator.is_fp16_supported = lambda: True  # it refuses fp16 on CPUs
     return deepspeed.initialize(model=model, config=config, model_parameters=groups)[0]
 
 
@@ -366,9 +366,9 @@ def with_trainer(case: Case, folder: Path) -> None:
 
 def with_lightning(case: Case, folder: Path) -> None:
     """Write with the Trainer of Lightning: its DeepSpeed strategy, which it refuses to start on CPUs, or DDP."""
-    import lightning.pytorch as lightning
-    from lightning.pytorch.accelerators.cpu import CPUAccelerator
-    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, deepspeed
+    import lightning.pytorch as lightning  # pyright: ignore[reportMissingImports]
+    from lightning.pytorch.accelerators.cpu import CPUAccelerator  # pyright: ignore[reportMissingImports]
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, deepspeed  # pyright: ignore[reportMissingImports]
 
     losses: list[float] = []
 
@@ -420,8 +420,8 @@ def with_lightning(case: Case, folder: Path) -> None:
 def with_torchtitan(case: Case, folder: Path) -> None:
     """Write with torchtitan's optimizers and checkpoint manager, for a model that FSDP2 has sharded."""
     from torch.distributed.fsdp import fully_shard
-    from torchtitan.components.checkpoint import CheckpointManager
-    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+    from torchtitan.components.checkpoint import CheckpointManager  # pyright: ignore[reportMissingImports]
+    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # pyright: ignore[reportMissingImports]
 
     model: Any = make_model(case)
     for layer in model.model.layers:

@@ -186,10 +186,11 @@ def _weights_copy(
     """
     copies: dict[str, Location] = {}
     for file in weight_files(files.root):
-        for name, value in safe_load.load(file).items():
-            if tuple(value.shape) == shapes.get(ties.get(name, name)):
-                where = Location(file=file.relative_to(files.root).as_posix(), keys=[name])
-                copies.setdefault(ties.get(name, name), where)
+        saved: dict[str, Tensor] = safe_load.load(file)
+        for key, value in saved.items():
+            name = ties.get(key, key)
+            if tuple(value.shape) == shapes.get(name):
+                copies.setdefault(name, Location(file=file.relative_to(files.root).as_posix(), keys=[key]))
     if absent := [name for name in shapes if name not in copies]:
         reason = f"an optimizer file is missing, and no file has its weights ({absent[0]})"
         raise incomplete(files.folder, reason, MISSING)
