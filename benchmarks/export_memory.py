@@ -15,6 +15,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import resource
 import shlex
 import shutil
 import subprocess
@@ -69,6 +70,7 @@ def values(name: str, kind: str, shape: torch.Size) -> Tensor:
 def watched(command: list[str]) -> dict[str, Any]:
     """Run a command; its time and the most memory that it had."""
     start, anonymous, resident = time.perf_counter(), 0, 0
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         while process.poll() is None:
@@ -81,16 +83,19 @@ def watched(command: list[str]) -> dict[str, Any]:
             resident = max(resident, said.get("VmHWM", 0))
             time.sleep(POLL_S)
         code = process.wait()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         log.seek(0)
         said = log.read().strip().splitlines()
     seconds = time.perf_counter() - start
-    row = {"seconds": round(seconds, 1), "peak_bytes": anonymous, "peak_with_mapped_files_bytes": resident}
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    row = {"seconds": round(seconds, 1), "cpu_seconds": round(cpu, 2)}
+    row |= {"peak_bytes": anonymous, "peak_with_mapped_files_bytes": resident}
     reason = next((line for line in said if "Error" in line), "".join(said[-1:]))
     return row if code == 0 else row | {"failed": reason[:200]}
 
 
 @contextmanager
-def limited(command: list[str]) -> Iterator[list[str] | None]:
+def limited(command: list[str], limit: int = LIMIT_BYTES) -> Iterator[list[str] | None]:
     """The command in a memory cgroup of its own; None where none can be made."""
     group = CGROUPS / f"zerofit-export-{os.getpid()}"
     try:
@@ -98,7 +103,7 @@ def limited(command: list[str]) -> Iterator[list[str] | None]:
     except OSError:
         yield None
         return
-    (group / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
+    (group / "memory.limit_in_bytes").write_text(str(limit))
     yield ["sh", "-c", f"echo $$ > {group}/cgroup.procs && exec {shlex.join(command)}"]
     group.rmdir()
 

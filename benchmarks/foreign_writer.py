@@ -8,6 +8,7 @@ gives) and `facts.json` (logits and losses of the next steps).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -53,6 +54,7 @@ class Case:
     lora: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
     kind: str = "sharded"  # of FSDP's state dict
+    tensor: int = 1  # AutoTP's degree
 
 
 CASES = {
@@ -65,6 +67,8 @@ CASES = {
         f"ds-zero{stage}-tied": Case(program="deepspeed", stage=stage, precision="bf16", model="qwen2", groups=2)
         for stage in range(4)
     },
+    **{f"ds-zero{stage}-fp16": Case(program="deepspeed", stage=stage, precision="fp16") for stage in range(4)},
+    **{f"ds-tp-zero{stage}": Case(program="deepspeed", stage=stage, precision="bf16", tensor=2) for stage in range(3)},
     "ds-zero2-offload": Case(program="deepspeed", stage=2, zero={"offload_optimizer": {"device": "cpu"}}),
     "ds-zero3-offload": Case(program="deepspeed", stage=3, zero={"offload_optimizer": {"device": "cpu"}}),
     "ds-zero2-round-robin": Case(program="deepspeed", stage=2, groups=2, zero={"round_robin_gradients": True}),
@@ -84,6 +88,10 @@ CASES = {
     "trainer-zero2-lora": Case(program="trainer", stage=2, lora=True),
     "trainer-zero3-lora": Case(program="trainer", stage=3, lora=True),
     "trainer-ddp": Case(program="trainer-ddp"),
+    "lightning-zero2": Case(program="lightning", stage=2, precision="bf16"),
+    "lightning-zero3": Case(program="lightning", stage=3, precision="bf16", model="qwen2"),
+    "lightning-ddp": Case(program="lightning-ddp"),
+    "torchtitan": Case(program="torchtitan"),
     "dcp-fsdp2": Case(program="fsdp"),
     "dcp-fsdp2-tied": Case(program="fsdp", model="qwen2"),
     "dcp-fsdp1-sharded": Case(program="fsdp1"),
@@ -138,6 +146,8 @@ def ds_config(case: Case) -> dict[str, Any]:
     }
     if case.precision != "fp32":
         config[case.precision] = {"enabled": True}
+    if case.tensor > 1:
+        config["tensor_parallel"] = {"autotp_size": min(case.tensor, dist.get_world_size())}
     if "offload_optimizer" in case.zero:
         config["zero_force_ds_cpu_optimizer"] = False
     return config
@@ -147,6 +157,8 @@ def start_engine(model: Any, config: dict[str, Any], groups: Any) -> Any:
     """Return a DeepSpeed engine."""
     import deepspeed
 
+    accelerator = deepspeed.get_accelerator()
+    accelerator.is_fp16_supported = lambda: True  # pyright: ignore[reportAttributeAccessIssue] - refused on CPUs
     return deepspeed.initialize(model=model, config=config, model_parameters=groups)[0]
 
 
@@ -189,11 +201,15 @@ def with_deepspeed(case: Case, folder: Path) -> None:
     steps(step, BEFORE)
     engine.save_checkpoint(str(folder / "saved"))
     parameters = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(parameters, enabled=case.stage == 3):
+    shared = case.tensor > 1 and dist.get_world_size() > 1
+    with contextlib.ExitStack() as gathered:
+        gathered.enter_context(deepspeed.zero.GatheredParameters(parameters, enabled=case.stage == 3))
+        for parameter in parameters if shared else ():
+            gathered.enter_context(deepspeed.module_inject.layers.GatherReplacedLayerParams([parameter], engine.module))
         if dist.get_rank() == 0:
             engine.module.save_pretrained(folder / "reference", state_dict=engine.module.state_dict())
             with torch.no_grad():
-                logits = engine.module.eval()(input_ids=batch(0)).logits if case.stage < 3 else None
+                logits = engine.module.eval()(input_ids=batch(0)).logits if case.stage < 3 and not shared else None
             engine.module.train()
         else:
             logits = None
@@ -348,6 +364,119 @@ def with_trainer(case: Case, folder: Path) -> None:
     reset_accelerate()
 
 
+def with_lightning(case: Case, folder: Path) -> None:
+    """Write with the Trainer of Lightning: its DeepSpeed strategy, which it refuses to start on CPUs, or DDP."""
+    import lightning.pytorch as lightning
+    from lightning.pytorch.accelerators.cpu import CPUAccelerator
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, deepspeed
+
+    losses: list[float] = []
+
+    class Net(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_model(case)
+
+        def training_step(self, tokens: torch.Tensor) -> torch.Tensor:
+            loss = self.net(input_ids=tokens, labels=tokens).loss
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=LR)
+
+        def on_train_batch_end(self, *_: object) -> None:
+            if self.global_step == BEFORE:
+                save_gathered(self.net, folder, case.stage == 3)
+
+    loader = torch.utils.data.DataLoader([row for _ in range(64) for row in batch(0)], batch_size=2)  # pyright: ignore
+    saves = lightning.callbacks.ModelCheckpoint(folder / "saved", every_n_train_steps=BEFORE, save_top_k=-1)
+    zero = {"zero_optimization": {"stage": case.stage, **BUCKETS}, "zero_allow_untested_optimizer": True}
+    zero |= {"zero_force_ds_cpu_optimizer": False, "train_micro_batch_size_per_gpu": 2}
+    strategy = DDPStrategy() if case.program == "lightning-ddp" else DeepSpeedStrategy(config=zero)
+    with (
+        unittest.mock.patch.object(deepspeed, "CUDAAccelerator", CPUAccelerator),
+        unittest.mock.patch.object(deepspeed, "_validate_device_index_selection"),
+        unittest.mock.patch.object(
+            CPUAccelerator, "get_parallel_devices", lambda devices: [torch.device("cpu", 0)] * devices
+        ),
+    ):
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy=strategy,
+            precision="bf16-true" if case.precision == "bf16" else "32-true",
+            max_steps=BEFORE + AFTER,
+            callbacks=[saves],
+            logger=False,
+            use_distributed_sampler=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Net(), loader)
+    finish(folder, case, losses[BEFORE:])
+
+
+def with_torchtitan(case: Case, folder: Path) -> None:
+    """Write with torchtitan's optimizers and checkpoint manager, for a model that FSDP2 has sharded."""
+    from torch.distributed.fsdp import fully_shard
+    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+
+    model: Any = make_model(case)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    adamw = default_adamw(lr=LR)
+    adamw.implementation = "for-loop"
+    optimizers = adamw.build(model_parts=[model])
+    schedulers = LRSchedulersContainer.Config(warmup_steps=0).build(optimizers=optimizers, training_steps=100)
+    config = CheckpointManager.Config(enable=True, interval=BEFORE, folder="saved", keep_latest_k=0)
+    manager = config.build(
+        dataloader=None,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=schedulers,
+        states={},
+        sd_adapter=None,
+        base_folder=str(folder),
+    )
+
+    def step() -> torch.Tensor:
+        tokens = batch(dist.get_rank())
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizers.step()
+        optimizers.zero_grad()
+        return loss
+
+    steps(step, BEFORE)
+    manager.save(BEFORE)
+    save_full(model, case, folder)
+    finish(folder, case, steps(step, AFTER))
+
+
+def save_full(model: Any, case: Case, folder: Path) -> None:
+    """Write the full weights of an FSDP model with save_pretrained."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        plain = make_model(case)
+        plain.load_state_dict(full)
+        plain.save_pretrained(folder / "reference")
+    dist.barrier()
+
+
+def save_gathered(model: Any, folder: Path, gather: bool) -> None:
+    """Write the weights with the program's own save_pretrained."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=gather):
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder / "reference", state_dict=model.state_dict())
+
+
 def with_fsdp(case: Case, folder: Path) -> None:
     """Write with FSDP2 or FSDP1 and torch.distributed.checkpoint."""
     from torch.distributed.checkpoint import state_dict_saver
@@ -385,12 +514,7 @@ def with_fsdp(case: Case, folder: Path) -> None:
         state_dict_saver.save(
             {"model": weights, "optimizer": states, "step": BEFORE}, checkpoint_id=str(folder / "saved")
         )
-    full, _ = get_state_dict(model, [], options=StateDictOptions(full_state_dict=True))
-    if dist.get_rank() == 0:
-        plain = make_model(case)
-        plain.load_state_dict(full)
-        plain.save_pretrained(folder / "reference")
-    dist.barrier()
+    save_full(model, case, folder)
     finish(folder, case, steps(step, AFTER))
 
 
@@ -400,6 +524,9 @@ PROGRAMS = {
     "accelerate-plain": with_accelerate,
     "trainer": with_trainer,
     "trainer-ddp": with_trainer,
+    "lightning": with_lightning,
+    "lightning-ddp": with_lightning,
+    "torchtitan": with_torchtitan,
     "fsdp": with_fsdp,
     "fsdp1": with_fsdp,
     "fsdp-accelerate": with_fsdp,

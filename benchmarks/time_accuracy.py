@@ -196,9 +196,13 @@ def planned(case: Case, cache: Path) -> tuple[SearchSetup, Cluster, list[Planned
 
 
 def is_row(case: Case, row: PlannedLayout) -> bool:
-    """Return whether a row has the case's sharding: buckets and overlap are open, FSDP2's resharding is not."""
+    """Return whether a row has the case's sharding: buckets and overlap are open, FSDP2's ways are not.
+
+    Composer, which llm-foundry trains with, reduces gradients after each micro batch.
+    """
     reshard = "SHARD_GRAD_OP" not in case["framework"]
-    return not row.by_layer or (row.replicas == 1 and row.reshard == reshard)
+    each = "llm-foundry" in case["framework"] and row.accumulation > 1
+    return not row.by_layer or (row.replicas, row.reshard, row.sync_each_batch) == (1, reshard, each)
 
 
 def options_of(case: Case) -> LayoutPins:

@@ -57,6 +57,16 @@ def test_shares_of_tensor_parallel_ranks_are_joined(runs, tmp_path):
             assert torch.equal(theirs.read(name, kind), ours.read(name, kind)), (name, kind)
 
 
+def test_shares_of_two_steps_are_noticed(runs, tmp_path):
+    saved, _ = plain(runs, "tp-tied", tmp_path)
+    assert not Checkpoint(saved).verify().problems
+    file = next(saved.glob("*/*mp_rank_01_optim_states.pt"))
+    content = torch.load(file, weights_only=False)
+    content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data.add_(1)
+    torch.save(content, file)
+    assert [Path(problem.file).name for problem in Checkpoint(saved).verify().problems] == [file.name]
+
+
 def test_shares_without_rules_are_refused(runs, tmp_path):
     saved, _ = plain(runs, "tp-tied", tmp_path)
     for file in saved.glob("*/mp_rank_*_model_states.pt"):
@@ -94,6 +104,26 @@ def test_distributed_checkpoints_of_torch(distributed):
     for name, parameter in model.named_parameters():
         assert torch.equal(state.read(name), parameter)
         assert torch.equal(state.read(name, "exp_avg_sq"), optimizer.state[parameter]["exp_avg_sq"])
+
+
+def test_torchtitan_saves_the_settings_of_each_parameter(tmp_path):
+    model, optimizer = trained_model()
+    names = [name for name, _ in model.named_parameters()]
+    states = {
+        f"state.{name}.{kind}": value
+        for number, name in enumerate(names)
+        for kind, value in optimizer.state_dict()["state"][number].items()
+    }
+    settings = {f"param_groups.{name}.lr": 0.1 if "weight" in name else 0.2 for name in names}
+    dcp.save(
+        {**model.state_dict(), "optimizer": states | settings}, checkpoint_id=str(tmp_path / "step-3"), no_dist=True
+    )
+    state = FullState(tmp_path / "step-3")
+    assert {tuple(group.names): group.settings for group in state.groups} == {
+        tuple(name for name in names if "weight" in name): {"lr": 0.1},
+        tuple(name for name in names if "weight" not in name): {"lr": 0.2},
+    }
+    assert torch.equal(state.read("0.weight", "exp_avg"), optimizer.state[model[0].weight]["exp_avg"])
 
 
 def test_state_dicts_in_a_file(tmp_path):

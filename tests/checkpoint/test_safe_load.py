@@ -14,7 +14,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from zerofit.checkpoint.safe_load import NORESERVE, load
+from zerofit.checkpoint.safe_load import NORESERVE, copy_numbers, load
 from zerofit.spec.errors import UserError
 
 
@@ -130,3 +130,16 @@ def test_a_file_may_be_larger_than_the_memory(tmp_path):
     assert len(loaded) == count and not loaded[-3:].any()
     loaded[0] = 1  # changes the copy in memory, not the file
     assert not load(tmp_path / "large.pt")["weight"][:1].any()
+
+
+def test_large_tensors_are_read_from_the_file(tmp_path):
+    torch.save({"a": torch.ones(3), "b": torch.arange(1 << 17) / 3}, tmp_path / "file.pt")
+    stored = load(tmp_path / "file.pt")["b"][5:]
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty(len(stored), dtype=dtype)
+        copy_numbers(out, stored)
+        assert torch.equal(out, stored.to(dtype))
+    with (tmp_path / "file.pt").open("r+b") as file:
+        file.truncate(1 << 18)
+    with pytest.raises(UserError, match="shorter"):
+        copy_numbers(torch.empty(len(stored)), stored)

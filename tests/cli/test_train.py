@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+import pytest
 
 from zerofit.app.training.result import TrainingResult
 from zerofit.cli.train import DEFAULT_JOB, _default_job, show
@@ -32,8 +33,12 @@ def zerofit(*args: str, cwd: Path, behind: tuple[str, ...] = ()) -> subprocess.P
     return subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
 
 
+@pytest.mark.versions(of="deepspeed")
 def test_a_run_file_with_a_flag_over_it(tmp_path, monkeypatch):
-    """Every step also goes to W&B, offline: its file holds each value as JSON text, as metrics.jsonl does."""
+    """Every step also goes to W&B, offline: its file holds each value as JSON text, as metrics.jsonl does.
+
+    Triton's bindings would report objects that are left at the end.
+    """
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "run.yaml").write_text("model: mlp\ndata: digits\nsteps: 7\nlr: 1.0e-2\nds_config: zero1\n")
     process = zerofit(
@@ -50,6 +55,7 @@ def test_a_run_file_with_a_flag_over_it(tmp_path, monkeypatch):
     forecast = result["against_forecast"]["memory_bytes"]["forecast"]
     assert f" of {forecast / 2**30:.2f} GiB forecast" in err
     assert "validation" in err
+    assert "nanobind" not in err and "leaked" not in err
 
     folder = Path(result["run_dir"])
     assert folder.parent == tmp_path / "runs"

@@ -70,6 +70,14 @@ def test_a_rank_that_left_its_error_only(folder):
     assert explain(folder.path).figures.total_bytes == 24 * GIB
 
 
+def test_a_run_folder_with_the_last_allocations(folder):
+    folder.rank_memory(1).write_bytes(pickle.dumps(ran_out_in_forward(6, leaks=4 * MIB).snapshot()))
+    found = explain(folder.path)
+    assert (found.source, found.cause, found.ranks, found.steps) == ("run folder", "leak", ("1",), 3)
+    assert "/home/me/train.py:66" in [line.place for line in found.lines]
+    assert found.message and found.alive
+
+
 def test_a_folder_that_is_none(tmp_path):
     with pytest.raises(UserError, match=r"no run folder of zerofit: it has no plan\.json"):
         explain(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.meter import configurations
-from benchmarks.meter.comparison import compare
-from benchmarks.meter.pool import Ranks
 from tests.simulate.targets import PARAMETERS, TINY, target
 from tests.train import reference
 from tests.train.reference import Plan, follow, relative_difference, text_windows, write_corpus
@@ -75,10 +71,9 @@ def test_losses_are_those_of_the_formula(pools, tmp_path, monkeypatch, layout):
 
 
 CASES: dict[str, dict[str, Any]] = {
-    **{f"zero{stage}": {"config": f"zero{stage}", "precision": "bf16"} for stage in range(4)},
+    "zero0": {"config": "zero0", "precision": "bf16"},
+    "zero2": {"config": "zero2", "precision": "bf16"},
     "zero3 offloaded": {"config": "zero3_offload", "precision": "bf16"},
-    "cpu zero0": {"config": "zero0", "kind": "cpu"},
-    "cpu zero2": {"config": "zero2", "kind": "cpu"},
     "cpu zero3": {"config": "zero3", "kind": "cpu"},
 }
 
@@ -98,11 +93,3 @@ def test_states_are_counted_by_hand_and_forecast():
         profile = profile_model(find("llama-tiny"), "causal-lm", inputs, TINY, setting, one.accelerator)
         planned = Forecaster(profile, one.accelerator, workspace).memory(PlannedLayout.of(one.job))
         assert planned.peak_bytes == pytest.approx(peak.bytes, rel=0.04), name
-
-
-@compiled
-@pytest.mark.parametrize("name", ["llama zero0 fp32 mb2 lion x2", "llama zero2 bf16 mb2 lion x2"])
-def test_simulated_peaks_are_the_real_ones(name, tmp_path):
-    with Ranks(tmp_path) as ranks:
-        found = compare(name, replace(configurations.target(name), steps=2), ranks)
-    assert max(abs(error) for error in found.errors("with_kernels")) <= 0.01

@@ -11,10 +11,11 @@ from click.testing import CliRunner
 from tests.report.browser import CHROMIUM, View, looked_at
 from tests.report.test_plot import a_run
 from zerofit.cli.main import main
+from zerofit.report.page import COLOURS
 
 GIB = 2**30
 MARKUP = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>{{ 7 * 7 }}'
-PLAN = ["plan", "llama-3.1-8b", "--gpus", "8", "--gpu", "h100-80gb", "--json"]
+PLAN = ["plan", "llama-3.1-8b", "--gpus", "8", "--gpu", "h100-80gb,l4", "--json"]
 LOG = """Traceback (most recent call last):
   File "/home/user/train.py", line 12, in <module>
     loss = model(x).loss
@@ -174,6 +175,7 @@ def test_figures_of_a_simulation(pages):
 def test_figures_of_a_plan(pages, folder):
     plan = json.loads((folder / "plan.json").read_text().splitlines()[-1])
     text = text_of(pages["plan"])
+    assert '<th scope="row">1 x 8 x l4</th>' in text
     assert f"Fits: {plan['fitting']:,} of {plan['considered']:,} layouts" in text
     chart = json.loads(text.split('<script type="application/json">')[1].split("</script>")[0])
     line = next(line for line in chart["lines"] if line["label"] == "frontier")
@@ -272,3 +274,27 @@ def test_damaged_run_folders_still_have_a_page(tmp_path):
 def test_a_page_that_cannot_be_written_is_refused_before_any_work(command, tmp_path):
     done = run(*command, "--html", tmp_path / "missing" / "page.html", code=2)
     assert "cannot be written" in done.stderr
+
+
+def test_many_large_results_stay_below_two_megabytes(tmp_path):
+    where = {"module": "model.layers.17.mlp.down_proj", "at": "transformers/models/llama/modeling_llama.py:142"}
+    kinds = dict.fromkeys(COLOURS, GIB)
+    moments = [{"t": t, "phase": "forward", "step": 0, "bytes": kinds | {"other": t}, **where} for t in range(2000)]
+    row = {"micro_batch": 1, "peak_bytes": GIB, "samples_per_s": 1.0, "step_s": 1.0, "fits": True, "verdict": "fits"}
+    layouts = [row | {"zero_stage": n, "breakdown": kinds, "time": {"compute_s": 1.0}} for n in range(1000)]
+    cluster = {"gpu": "l4", "gpus": 8, "nodes": 1, "device_bytes": GIB}
+    plan = {"model": "m", "parameters": 1, "precision": "bf16", "cluster": cluster, "layouts": layouts}
+    (tmp_path / "plan.json").write_text(json.dumps(plan | {"considered": 1000, "fitting": 1000}))
+    (tmp_path / "simulation.json").write_text(json.dumps(a_simulation(timeline=moments)))
+    folder = a_run(tmp_path / "run")
+    lines = [json.dumps({"step": n, "loss": 1 / n, "step_s": 0.5, "memory_bytes": n}) for n in range(1, 2001)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    paths = [tmp_path / "plan.json", *[tmp_path / "simulation.json"] * 6, *[folder] * 6]
+    run("report", *paths, "--out", tmp_path / "page.html")
+    text = text_of(tmp_path / "page.html")
+    assert len(text) < 2e6
+    assert "700 more in the output of --json." in text
+    # the highest moment and the last step are never left out
+    charts = [json.loads(part.split("</script>")[0]) for part in text.split('<script type="application/json">')[1:]]
+    assert max(map(max, (line["values"] for line in charts[4]["lines"]))) == GIB
+    assert [chart["x"][-1] for chart in charts if chart["title"] == "loss (nats)"] == [2000]

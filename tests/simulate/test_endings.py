@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from zerofit.simulate.endings import Ending, last_lines, optional, out_of_memory, why_ended
+from zerofit.simulate.endings import Ending, broken_environment, last_lines, optional, out_of_memory, why_ended
 from zerofit.spec import local_machine
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Event, Reporter
@@ -30,6 +32,17 @@ def test_memory_is_named_where_it_was_short(ending, kind):
     problem = why_ended(ending)
     assert problem.kind == kind
     assert ("too little memory" in problem.message) == (kind == "out-of-memory")
+
+
+@pytest.mark.parametrize(
+    ("line", "named"), [("from json import nothing", "'nothing' from 'json'"), ("import no_such", "no_such")]
+)
+def test_packages_that_python_cannot_import(line, named):
+    """A server that cannot import its libraries is the environment's fault, not zerofit's."""
+    python = subprocess.run([sys.executable, "-c", line], stderr=subprocess.PIPE, text=True, check=False)
+    problem = broken_environment(f"a warning: ImportError\n{python.stderr}")
+    assert problem and named in problem.message and "-m pip check" in problem.hint
+    assert broken_environment("Traceback:\nKeyError: 'ImportError: a'") is None
 
 
 def test_kills_are_counted_in_both_versions_of_control_groups(tmp_path: Path, monkeypatch):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import JambaConfig
 
-from tests.simulate.targets import TINY, target
+from tests.simulate.targets import PARAMETERS, TINY, target
 from zerofit.simulate.forecast import run
 from zerofit.simulate.forecast.run import SimulatedRank, layer_counts, simulate
 
-DENSE, LAYERS = 2, 12  # of them have no experts, in all
+DENSE, LAYERS = 1, 9  # of them have no experts, in all
 SMALL_DEEPSEEK: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
     "first_k_dense_replace": DENSE,
@@ -47,7 +48,7 @@ def test_ranks_that_divide_flat_groups_are_not_extended(monkeypatch):
 
 
 def test_layers_without_experts_are_not_extended(monkeypatch):
-    """A DeepSeek-V3 of 2 and 10 layers, against all of them: every kind, phase and place."""
+    """A DeepSeek-V3 of 1 and 8 layers, against all of them: every kind, phase and place."""
     monkeypatch.setattr(run, "WORTH", 3)  # else so few layers would all be simulated
     (few,), (exact,) = (simulate([deepseek(3)], lambda text: None, exact=all_) for all_ in (False, True))
     assert isinstance(few, SimulatedRank) and isinstance(exact, SimulatedRank)
@@ -89,29 +90,37 @@ def test_layers_of_several_kinds_are_not_extended(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "linear"),
     [
         # the gradients of some more layers lie in one bucket of an all-reduce, those of all do not
-        {"config": "zero0", "model": "gemma-2-2b", "micro_batch": 4, "seq_len": 1024, "activation_checkpointing": True},
+        ({"config": "zero0", "model": "gemma-2-2b", "seq_len": 1024}, {"gpus": 1}),
         # the device holds the parameters and a flat copy of them for few layers, not for all: put together on the host
-        {"config": "zero1", "model": "llama-3.1-8b", "kind": "l4", "gpus": 1, "precision": "bf16", "seq_len": 128},
+        (
+            {"config": "zero1", "model": "llama-3.1-8b", "kind": "l4", "gpus": 1, "precision": "bf16", "seq_len": 128},
+            {"kind": "h100-80gb"},
+        ),
     ],
 )
-def test_what_changes_with_more_layers_is_not_extended(case):
-    one = target(**{"kind": "h100-80gb", **case})
-    (answer,), (exact,) = (simulate([one], lambda text: None, exact=all_) for all_ in (False, True))
-    assert isinstance(answer, SimulatedRank) and isinstance(exact, SimulatedRank)
-    assert answer.record.peaks[0].bytes == pytest.approx(exact.record.peaks[0].bytes, rel=0.005)
-    assert answer.record.peaks[0].key == exact.record.peaks[0].key
-    assert answer.record.host == pytest.approx(exact.record.host, rel=0.005)
-    assert (exact.record.host["pageable"] > 8e9) == (case["config"] == "zero1")
+def test_what_changes_with_more_layers_is_not_extended(case, linear):
+    case = {"kind": "h100-80gb", **case}
+    assert layer_counts(target(**case)) is None
+    assert layer_counts(target(**case | linear)) is not None
+
+
+def test_a_flat_copy_that_the_device_cannot_hold_is_made_on_the_host():
+    one = target("zero1", gpus=1, kind="l4", precision="bf16")
+    few = replace(one, device_bytes=3 * PARAMETERS)  # less than the bf16 parameters and their copy
+    ranks = simulate([few, one], lambda text: None)
+    host = [rank.record.host_phases["init"] for rank in ranks if isinstance(rank, SimulatedRank)]
+    assert host[0] == pytest.approx(2 * 2 * PARAMETERS, rel=0.01)  # the parameters, and their copy
+    assert host[1] < 1000
 
 
 @pytest.mark.parametrize(
     ("layers", "sub_group", "zero"),
     [
         # the last sub-group has least of the states to make, and with the simulated layers more and more
-        (30, 34_000, {}),
+        (18, 34_000, {}),
         # host memory: a gradient for each sub-group, the last one smaller; torch locks powers of two
         (13, 17_000, {"offload_optimizer": {"device": "cpu", "pin_memory": True}}),
     ],
@@ -130,7 +139,7 @@ def test_sub_groups_are_no_line(layers, sub_group, zero, monkeypatch):
     assert isinstance(few, SimulatedRank) and isinstance(exact, SimulatedRank)
     assert few.layers
     assert few.record.peaks[0].key == exact.record.peaks[0].key
-    assert few.record.peaks[0].breakdown == pytest.approx(exact.record.peaks[0].breakdown, rel=0.005)
+    assert few.record.peaks[0].breakdown == pytest.approx(exact.record.peaks[0].breakdown, rel=0.005, abs=64)
     assert few.record.host == pytest.approx(exact.record.host, rel=0.005)
     assert (few.record.host["pinned"] > 0) == ("offload_optimizer" in zero)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.meter.planned import planned
-from tests.simulate.conftest import RANKS, TARGETS
+from tests.simulate.conftest import TARGETS
 from tests.simulate.targets import MATRICES, PARAMETERS, TINY, VECTORS, end_bytes, target
 from zerofit.models.catalog import find
 from zerofit.models.inputs import TextInputs
@@ -48,20 +48,12 @@ def static(stage: int, width: int, ranks: int) -> float:
     return width * kept + (2 * width + 12) * PARAMETERS / ranks + width * bucket
 
 
-@pytest.mark.parametrize(("precision", "ranks"), [("fp32", 1), ("bf16", 2), ("bf16", 8)])
+@pytest.mark.parametrize(("precision", "ranks"), [("fp32", 1), ("bf16", 8)])
 @pytest.mark.parametrize("stage", range(4))
 def test_static_memory_is_what_the_stage_keeps(simulated, stage, precision, ranks):
     wanted = static(stage, 4 if precision == "fp32" else 2, ranks)
     got = end_bytes(simulated[f"zero{stage} {precision} x{ranks}"])
     assert got == pytest.approx(wanted, abs=SCALARS + 0.01 * wanted)
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_more_ranks_never_need_more(simulated, stage):
-    few, more = (end_bytes(simulated[f"zero{stage} bf16 x{ranks}"]) for ranks in RANKS)
-    assert few + SCALARS >= more
-    if stage:
-        assert more < 0.8 * few
 
 
 @pytest.mark.parametrize("name", WORKING)
@@ -114,6 +106,7 @@ def test_plan_divides_parameters_in_the_models_order():
 def test_plan_keeps_no_gradients_while_one_bucket_has_room_for_all():
     """Many equal layers, of which a plan looks at few, reduced together at the end."""
     flags: dict[str, Any] = {"model": "gpt2", "seq_len": 64, "precision": "bf16", "micro_batch": 4}
+    flags["model_args"] = {"n_layer": 6}
     one = target({"zero_optimization": {"stage": 2}}, kind="h100-80gb", gpus=1, **flags)
     (record,) = simulate_all([one], lambda text: None)
     assert planned(one).peak_bytes == pytest.approx(record.peaks[0].bytes, rel=1e-3)
@@ -123,7 +116,6 @@ HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 WIDE: dict[str, Any] = {"model": "llama-tiny", "model_args": {**TINY, "vocab_size": 512}}
 WIDE |= {"precision": "bf16", "micro_batch": 1, "seq_len": 4, "gradient_accumulation_steps": 1}
 DIVIDED: dict[str, dict[str, Any]] = {  # flags, and keys of zero_optimization
-    "stage 1": {"stage": 1},
     "stage 1, overlap, fp32": {"stage": 1, "overlap_comm": True, "precision": "fp32"},
     "stage 2, overlap, tied": {"stage": 2, "overlap_comm": True, "model_args": {**TIED, "vocab_size": 1024}},
     "stage 2, accumulated": {"stage": 2, "gradient_accumulation_steps": 2},

@@ -19,18 +19,18 @@ from zerofit.spec.devices import find_device
 from zerofit.spec.overhead import blas_workspace_bytes
 
 H100, SEQ_LEN = "h100-80gb", 64
-WIDTH, INNER, LAYERS, WORDS = 512, 1280, 3, 2048
+WIDTH, INNER, LAYERS, WORDS = 512, 1280, 2, 2048
 SHAPE = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": SEQ_LEN}
 MATRICES = [(WORDS, WIDTH)] * 2 + [(WIDTH, WIDTH)] * 4 * LAYERS + [(WIDTH, INNER)] * 3 * LAYERS
 VECTORS = [WIDTH] * (2 * LAYERS + 1)
 CASES: dict[str, dict[str, Any]] = {
-    **{f"zero{stage}": {"config": f"zero{stage}", "optimizer": "adamw8bit"} for stage in range(4)},
+    **{f"zero{stage}": {"config": f"zero{stage}", "optimizer": "adamw8bit"} for stage in (0, 2, 3)},
     "paged zero0": {"config": "zero0", "optimizer": "paged-adamw8bit"},
     "paged zero3": {"config": "zero3", "optimizer": "paged-adamw8bit"},
     "adafactor bf16": {"config": "zero0", "optimizer": "adafactor"},
     "adafactor fp32": {"config": "zero0", "optimizer": "adafactor", "precision": "fp32"},
-    **{f"sgd zero{stage}": {"config": f"zero{stage}", "optimizer": "sgd"} for stage in range(4)},
+    **{f"sgd zero{stage}": {"config": f"zero{stage}", "optimizer": "sgd"} for stage in (0, 2, 3)},
     "sgd fp32": {"config": "zero0", "optimizer": "sgd", "precision": "fp32"},
     "cpu sgd": {"config": "zero0", "optimizer": "sgd", "kind": "cpu"},
     "cpu zero0": {"config": "zero0", "optimizer": "adamw8bit", "kind": "cpu"},

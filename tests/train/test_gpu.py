@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from zerofit.app.explaining import explain
 from zerofit.config.ds_json import read_for_run
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +27,14 @@ def test_fp16_trains_through_a_forced_overflow(pools, tmp_path, stage):
     assert last["skipped_steps"] < 30
     assert last["loss"] < first["loss"] - 0.5
     assert np.isfinite(trained.losses).all()
+
+
+def test_the_last_allocations_before_an_out_of_memory_are_recorded(pools, tmp_path):
+    how = HOW | {"seq_len": 4096, "micro_batch": 4096, "record_memory": True}
+    with pytest.raises(AssertionError, match="out of memory"):
+        pools(1).train(tmp_path / "run", **how)
+    found = explain(tmp_path / "run")
+    assert found.is_known and found.alive and found.lines
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

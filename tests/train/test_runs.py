@@ -30,11 +30,11 @@ def digits():
 
 
 def test_lenet_learns_digits(pools, tmp_path):
-    how = {"data": "digits", "epochs": 20, "eval_every": 400, "eval_samples": None}
+    how = {"data": "digits", "epochs": 8, "eval_samples": None}
     trained = pools(2).train(tmp_path / "run", model="lenet", **how)
-    assert trained.result["eval"]["accuracy"] >= 0.975  # 0.983 where it was written
+    assert trained.result["eval"]["accuracy"] >= 0.9  # 0.983 after 20 epochs
     assert [s["step"] for s in trained.steps] == list(range(1, trained.job.steps + 1))
-    assert trained.job.steps == math.ceil(20 * len(open_data(Run(), "image", None, Reporter()).train) / 16)
+    assert trained.job.steps == math.ceil(8 * len(open_data(Run(), "image", None, Reporter()).train) / 16)
 
 
 @pytest.mark.parametrize("balance", ["parameters", "time"])

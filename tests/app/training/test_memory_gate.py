@@ -36,6 +36,7 @@ from zerofit.spec.run_folder import MemoryForecast, RunFolder
 from zerofit.worker import refuse_small_host
 
 LLAMA = {"model": "llama-tiny", "data": "pysource", "steps": 2, "micro_batch": 64, "seq_len": 128, "ranks": 1}
+LLAMA |= {"eval_samples": 8}
 GIB = 2**30
 PROCESS = (CPU_PROCESS_LOW_BYTES + CPU_PROCESS_HIGH_BYTES) // 2
 H100 = {"name": "NVIDIA H100 80GB HBM3", "compute_capability": "9.0", "total_bytes": 80 * GIB}

@@ -48,3 +48,30 @@ def test_one_of_the_ranks_that_a_program_starts_is_simulated(words, how, started
 def test_other_ranks_than_are_simulated(words):
     problem = refused("", f"{words} run", gpus=4)
     assert problem.message == "the command starts 2 ranks, but --gpus is 4" and problem.where == "--gpus"
+
+
+PADDED = """\
+import torch
+from datasets import Dataset
+from flash_attn.bert_padding import pad_input, unpad_input
+
+rows = Dataset.from_dict({"n": [3, 5]}).map(lambda row: {"twice": row["n"] * 2}, num_proc=2)
+assert rows.filter(lambda row: row["n"] > 3, num_proc=2)["twice"][:] == [10]
+mask = (torch.arange(8) < torch.tensor(rows["n"][:])[:, None]).long().cuda()
+net = torch.nn.Linear(16, 16).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(3):
+    flat, indices, ends, longest, used = unpad_input(net(torch.randn(2, 8, 16, device="cuda")), mask)
+    assert flat.shape == (8, 16) and indices.tolist() == [0, 1, 2, 8, 9, 10, 11, 12]
+    assert (longest, ends.tolist(), used.tolist()) == (5, [0, 3, 8], [3, 5])
+    out = pad_input(flat, indices, 2, 8)
+    assert out.shape == (2, 8, 16)
+    out.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_trainers_use_around_attention_and_data(folder):
+    """OpenRLHF and verl remove padding with flash_attn's functions, and preprocess data in other processes."""
+    assert facts(simulated(PADDED)).facts.ended == "stopped after 2 optimizer steps"

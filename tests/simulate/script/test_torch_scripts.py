@@ -6,6 +6,7 @@ import pytest
 
 from tests.simulate.script.scripts import facts, simulated
 from zerofit.app.simulation.scripts import simulate_script
+from zerofit.simulate.forecast.result import Simulation
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.overhead import CUBLAS_HOPPER_BYTES
 
@@ -130,14 +131,20 @@ for i in range(50):
 KNOWN = {"LazyConv2d(8": "Conv2d(3, 8", "LazyBatchNorm2d(": "BatchNorm2d(8", "LazyLinear(512": "Linear(1568, 512"}
 
 
-def test_plain_torch(folder):
-    result = simulated(TORCH, TWO)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("plain"))
+        return simulated(TORCH, TWO)
+
+
+def test_plain_torch(plain):
     size = 4 * (256 * 256 + 256)
-    assert facts(result).facts.engines == 0 and result.layout.zero_stage == 0
-    assert result.breakdown["parameters"] == pytest.approx(size, rel=0.01)
-    assert result.breakdown["communication buckets"] == pytest.approx(size, rel=0.01)  # allocated with the wrapper
-    assert result.breakdown["optimizer state"] == pytest.approx(2 * size, rel=0.01)
-    assert any(row.op == "allreduce" and row.bytes == size for row in result.comm)
+    assert facts(plain).facts.engines == 0 and plain.layout.zero_stage == 0
+    assert plain.breakdown["parameters"] == pytest.approx(size, rel=0.01)
+    assert plain.breakdown["communication buckets"] == pytest.approx(size, rel=0.01)  # allocated with the wrapper
+    assert plain.breakdown["optimizer state"] == pytest.approx(2 * size, rel=0.01)
+    assert any(row.op == "allreduce" and row.bytes == size for row in plain.comm)
 
 
 OPTIONS = {
@@ -147,9 +154,8 @@ OPTIONS = {
 }
 
 
-def test_options_of_distributed_data_parallel(folder):
+def test_options_of_distributed_data_parallel(folder, plain):
     """The reducer's map of used parameters goes to the device by way of pinned memory, in C++."""
-    plain = simulated(TORCH, TWO)
     kept, size = {p.name: p.end_bytes for p in plain.phases if p.step == 1}, 4 * (256 * 256 + 256)
     for name, option in OPTIONS.items():
         text = TORCH.replace("[local])\n", f"[local], {option})\n")
@@ -179,14 +185,14 @@ def halved(group, bucket):
 @pytest.mark.parametrize(
     "hook", ["(None, halved)", "(None, fp16_compress_hook)", None], ids=["own", "of torch", "built in"]
 )
-def test_communication_hooks_run(folder, hook):
+def test_communication_hooks_run(folder, plain, hook):
     text = "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\n" + TORCH
     builtin = "model._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)\n"
     register = f"model.register_comm_hook{hook}\n" if hook else builtin
     result = simulated(text.replace("optimizer =", HOOK + register + "optimizer ="), TWO)
     size = 4 * (256 * 256 + 256)
     assert {row.bytes for row in result.comm if (row.op, row.phase) == ("allreduce", "backward")} == {size // 2}
-    plain, last = simulated(TORCH, TWO), {p.name: p for p in result.phases if p.step == 1}
+    last = {p.name: p for p in result.phases if p.step == 1}
     before = {p.name: p for p in plain.phases if p.step == 1}
     assert last["step"] == before["step"] and not facts(result).facts.notes
     # at the end of backward the copy in half precision comes on top; at the plain peak, the last gradient's product

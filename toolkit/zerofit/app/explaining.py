@@ -125,6 +125,9 @@ def _of_run_folder(folder: RunFolder) -> Explanation:
         start = len(lines)
         lines += [LogLine(start + line.number, line.text, line.rank or rank) for line in lines_of(text)]
     found = _of_log(lines, "run folder")
+    for snapshot in sorted(folder.logs.glob("rank-*.memory.pickle"))[:1]:  # of --record-memory
+        with refused(snapshot):
+            found = _with_snapshot(found, explain_snapshot(snapshot))
     job = Job.read(folder)
     measured = read_jsonl(folder.metrics)[-1:] if folder.metrics.is_file() else []
     found = replace(found, steps=max([found.steps, *(_count(row, "step") for row in measured)]))
@@ -137,6 +140,16 @@ def _of_run_folder(folder: RunFolder) -> Explanation:
         return found
     return replace(
         found, forecast=_of_plan(found, job, [size for row in measured if (size := _count(row, "memory_bytes"))])
+    )
+
+
+def _with_snapshot(found: Explanation, snapshot: Explanation) -> Explanation:
+    """Return a snapshot's explanation with what only the log has; the log's if the snapshot shows no cause."""
+    if not snapshot.is_known:
+        return replace(found, alive=snapshot.alive, lines=snapshot.lines)
+    figures = snapshot.figures if found.figures.total_bytes is None else found.figures
+    return replace(
+        snapshot, source=found.source, message=found.message, ranks=found.ranks, steps=found.steps, figures=figures
     )
 
 

@@ -32,7 +32,7 @@ WidePrecision = Literal["fp32", "fp64"]
 ROSE = 3.0  # times the lowest loss so far: the step from which a loss that stayed finite is suspicious
 # settings of a run that a replay must not repeat: they write elsewhere, or change what is timed or compiled
 _QUIET: dict[str, Any] = {"callbacks": (), "tensorboard": False, "wandb": None, "profile": None, "compile": False}
-_QUIET |= {"save_every": "0", "ema": None, "check_loss": True, "output": None}
+_QUIET |= {"save_every": "0", "ema": None, "check_loss": True, "record_memory": False, "output": None}
 KEPT = ("optimizer", "scheduler", "gradient_clipping")  # of the run's DeepSpeed JSON, on one CPU
 
 
@@ -70,8 +70,7 @@ def replay(
     refuse_if_held(folder)
     job = Job.read(folder)
     refuse_foreign_code(folder.run, trust_model_code, model=job.run.model, model_args=job.run.model_args)
-    records = read_jsonl(folder.metrics) if folder.metrics.is_file() else []
-    losses = {int(at): loss for row in records if (at := number_in(row, "step")) and (loss := _loss(row)) is not None}
+    losses = _losses(folder)
     last = step or _failed_step(folder, losses, job)
     if not 1 <= last <= max([job.steps, *losses]):
         message = f"--step {last}: the run has {job.steps} steps"
@@ -81,7 +80,7 @@ def replay(
     target = RunFolder(folder.path / "replay" / f"step-{last}{f'-{precision}' if precision else ''}")
     repeated = _job(job, start, last, precision)
     ranks = _run(repeated, target, report, on_cpu=precision is not None)
-    replayed = {int(row["step"]): row["loss"] for row in read_jsonl(target.metrics)} if target.metrics.is_file() else {}
+    replayed = _losses(target)
     compared = sorted(replayed.keys() & losses.keys())
     found = cause_of(ranks, [losses[at] for at in sorted(losses) if at < last] + list(replayed.values())[-1:])
     return replace(
@@ -95,9 +94,14 @@ def replay(
     )
 
 
-def _loss(record: dict[str, Any]) -> float | None:
-    loss = record.get("loss")
-    return float(loss) if isinstance(loss, int | float) else None
+def _losses(folder: RunFolder) -> dict[int, float]:
+    """Return the losses in a folder's metrics by step; lines with other content are left out."""
+    losses = dict[int, float]()
+    for record in read_jsonl(folder.metrics) if folder.metrics.is_file() else []:
+        step, loss = number_in(record, "step"), number_in(record, "loss")
+        if step is not None and loss is not None and math.isfinite(step):
+            losses[int(step)] = loss
+    return losses
 
 
 def _failed_step(folder: RunFolder, losses: dict[int, float], job: Job) -> int:

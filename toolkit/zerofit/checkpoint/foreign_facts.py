@@ -19,7 +19,7 @@ from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.deepspeed_files import DeepSpeedFiles, step_count
 from zerofit.checkpoint.foreign import METADATA, OPTIM_STATES, Foreign, latest_of, weight_files
 from zerofit.checkpoint.full_state import FullState
-from zerofit.checkpoint.index import expected_content
+from zerofit.checkpoint.index import MASTER, expected_content
 from zerofit.checkpoint.store import Damage
 from zerofit.spec.errors import UserError
 from zerofit.spec.foreign import Unreadable, read_json
@@ -361,8 +361,12 @@ def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
             saved = module.get(name)
             if not isinstance(saved, Tensor) or saved.numel() == 0:
                 continue
-            differ = (state.read(name).to(saved.dtype) != saved).flatten()
-            for file, start, numel in state.places(name):
+            shares = state.shares(name)
+            share = shares[mp % files.tensor_ranks % len(shares)]
+            whole, cut = state.read(name), share[0].cut
+            differ = ((cut.take(whole) if cut else whole).to(saved.dtype) != saved).flatten()
+            for shard in share:
+                file, start, numel = shard.where[MASTER].file, shard.start, shard.numel
                 if (
                     file not in damage
                     and OPTIM_STATES.fullmatch(Path(file).name)

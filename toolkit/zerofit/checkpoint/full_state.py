@@ -133,11 +133,9 @@ class FullState:
         """List the kinds of a tensor: "fp32", and after the first step a parameter's optimizer states."""
         return [MASTER] if name in self._buffers else list(self._shards_of(name)[0].where)
 
-    def places(self, name: str) -> list[tuple[str, int, int]]:
-        """Return the file, first element and number of elements of each stretch of a parameter."""
-        return [
-            (shard.where[MASTER].file, shard.start, shard.numel) for shard in self._shards_of(name) if not shard.cut
-        ]
+    def shares(self, name: str) -> list[list[Shard]]:
+        """Return the stretches of each tensor parallel rank's share of a parameter, or of the only one."""
+        return list(_by_cut(self._shards_of(name)).values())
 
     def read(self, name: str, kind: str = MASTER, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a parameter or state in full shape as `dtype`, or a buffer; only this tensor is in memory."""
@@ -167,7 +165,7 @@ class FullState:
                 parts.append((first - start, self._stored(shard, kind, first - shard.start, end - first)))
         out = torch.empty(numel, dtype=dtype)
         for offset, part in parts:
-            out[offset : offset + len(part)] = part
+            safe_load.copy_numbers(out[offset : offset + len(part)], part)
         return out
 
     def buffer(self, name: str) -> Tensor:

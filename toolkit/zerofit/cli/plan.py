@@ -181,9 +181,16 @@ def _compare(model: str | None, options: dict[str, Any], methods: str) -> Method
         return compare_methods(request, read_methods(methods), kinds[0], on_event=console)
 
 
+def _refuse_html(options: dict[str, Any], flag: str) -> None:
+    if options["html"]:
+        hint = "leave it out, or save the output of --json"
+        raise UserError(Problem(kind="usage", message=f"--html has no page for {flag}", hint=hint, where="--html"))
+
+
 def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:
     from zerofit.app.planning.serving import serve
 
+    _refuse_html(options, "--serve")
     kinds = clusters(**{name: options[name] for name in ("kinds", *HARDWARE)})
     if len(kinds) > 1:
         raise UserError(
@@ -196,6 +203,7 @@ def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:
 def _rollouts(model: str | None, options: dict[str, Any]) -> RolloutPlan:
     from zerofit.app.planning.rollouts import plan_rollouts
 
+    _refuse_html(options, "--method")
     request, kinds = _read_request(model, options)
     if len(kinds) > 1:
         message = "--method is for one kind of machine"

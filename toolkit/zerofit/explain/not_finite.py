@@ -79,7 +79,7 @@ def cause_of(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> Rep
         cause, why = (LEARNING_RATE, f", but {grown}") if grown else (UNKNOWN, "")
         found = Replay(cause=cause, summary=f"{summary}{why}.", step=None)
     if not found:
-        found = _of_samples(ranks) or _of_origin(ranks, losses) or _of_reduction(ranks)
+        found = _of_samples(ranks) or _of_origin(ranks, losses) or _of_reduction(ranks, losses)
     return replace(found, advice=_ADVICE[found.cause])
 
 
@@ -152,7 +152,8 @@ def _of_origin(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> R
     found = [rank for rank in ranks if rank.get("origin")]
     if not found:
         return None
-    rank = min(found, key=lambda rank: (rank["origin"]["phase"] != "forward", rank["rank"]))
+    # a rank that only received the number from another one has no op
+    rank = min(found, key=lambda rank: (not rank["origin"]["op"], rank["origin"]["phase"] != "forward", rank["rank"]))
     origin, step = rank["origin"], rank["step"]
     cause, summary, evidence = _judged(origin, rank, _growth(rank, losses))
     return Replay(
@@ -211,9 +212,12 @@ def _growth(rank: Mapping[str, Any], losses: Sequence[float]) -> str:
     return ""
 
 
-def _of_reduction(ranks: Sequence[Mapping[str, Any]]) -> Replay:
+def _of_reduction(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> Replay:
     """Return the cause where no rank has a result that is not finite, but the gradients' norm is."""
     stopped = next(rank for rank in ranks if rank.get("stopped"))
+    if grown := _growth(stopped, losses):
+        summary = f"Training diverged before: {grown}. {stopped['stopped']}."
+        return Replay(cause=LEARNING_RATE, summary=summary, step=stopped["step"], phase="step")
     scale = stopped.get("loss_scale", 1.0)
     if scale > 1:
         summary = (

@@ -184,6 +184,17 @@ class ShownCluster:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShownBox:
+    """One of several machines, with its fastest layout."""
+
+    gpu: str
+    gpus: int
+    nodes: int
+    layout: ShownLayout | None = None
+    remedies: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanAnswer:
     """`zerofit plan --json`."""
 
@@ -198,6 +209,7 @@ class PlanAnswer:
     misfits: list[ShownLayout] = field(default_factory=list)
     close: list[ShownLayout] = field(default_factory=list)
     frontier: list[ShownFrontier] = field(default_factory=list)
+    boxes: list[ShownBox] = field(default_factory=list)
     rejections: list[ShownRejection] = field(default_factory=list)
     plainest: int | None = None
     padding: str = ""

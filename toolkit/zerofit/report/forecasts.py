@@ -9,7 +9,7 @@ from zerofit.report.answers import PlanAnswer, ShownLayout, ShownMoment, Simulat
 from zerofit.report.page import COLOURS, Answer, Bar, Bars, Block, Chart, ChartLine, Section, Table, Tone, table_of
 from zerofit.spec.units import shown_bytes
 
-MOMENTS = 1500  # of a timeline in a page
+MOMENTS = 1500  # of a timeline on a page with up to three
 PARTS = {  # of a step's time
     "compute_s": "forward and backward",
     "gather_s": "gather parameters",
@@ -39,8 +39,10 @@ def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
     """Return the verdict of a simulation and the figures behind it."""
     place = " ".join(filter(None, (found.peak_at.get("module"), found.peak_at.get("line"))))
     layout = ", ".join(f"{axis} {size}" for axis, size in found.layout.items() if size > 1 and axis != "zero_stage")
+    needed = found.smi_bytes or found.reserved_bytes
+    left = found.device_total_bytes - needed
+    room = f"{shown_bytes(abs(left))} {'free' if left >= 0 else 'too much'}"
     facts = [
-        ("needs", _part(found.smi_bytes or found.reserved_bytes, found.device_total_bytes)),
         ("peak", f"{shown_bytes(found.peak_bytes)} in {found.peak_phase}"),
         ("allocated by", place),
         ("your line", found.peak_at.get("own", "")),
@@ -48,12 +50,15 @@ def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
         ("outside torch", ", ".join(f"{o.name}: {_span(o.low_bytes, o.high_bytes)}" for o in found.overheads)),
         ("host, per node", _part(found.host_node_bytes, found.host_total_bytes)),
         ("layout", ", ".join(filter(None, (f"ZeRO-{found.layout.get('zero_stage', 0)}", layout)))),
+        ("why", found.because),
     ]
     return Answer(
         name=name and f"{name}: {found.title}",
         verdict=found.verdict.capitalize(),
         tone=verdict_tone(found.verdict, found.fits),
-        summary=found.because,
+        summary=f"needs {_part(needed, found.device_total_bytes)}, {room}"
+        if needed and found.device_total_bytes
+        else "",
         facts=[(label, text) for label, text in facts if text],
     )
 
@@ -70,7 +75,8 @@ def simulation_sections(found: Simulations) -> Iterator[Section]:
     """Yield memory over time, at the peak and by phase, ranks, changes, faults of the script and traffic."""
     timed = {name: simulation for name, simulation in found.items() if simulation.timeline}
     note = "Device memory by kind. Point at a moment for the module and the line that allocates."
-    yield Section(title="Memory over time", blocks=[memory_chart(*item) for item in timed.items()], note=note)
+    most = min(MOMENTS, 3 * MOMENTS // max(1, len(timed)))
+    yield Section(title="Memory over time", blocks=[memory_chart(*item, most) for item in timed.items()], note=note)
     yield Section(
         title="Memory at the peak", blocks=kind_blocks({n: s.breakdown for n, s in found.items()}, _limit(found))
     )
@@ -116,9 +122,9 @@ def _limit(found: Simulations) -> tuple[str, float] | None:
     return f"{device}, {shown_bytes(total)}", total
 
 
-def memory_chart(name: str, found: SimulationAnswer) -> Chart:
-    """Return the chart of memory over time, stacked by kind."""
-    moments = _thinned(found.timeline)
+def memory_chart(name: str, found: SimulationAnswer, most: int) -> Chart:
+    """Return the chart of memory over time, stacked by kind, at `most` moments."""
+    moments = _thinned(found.timeline, most)
     seen = {kind for moment in moments for kind, size in moment.bytes.items() if size}
     kinds = [*(kind for kind in COLOURS if kind in seen), *sorted(seen - {*COLOURS})]
     starts = [(float(next(group).t), phase) for (phase, _), group in groupby(moments, key=lambda m: (m.phase, m.step))]
@@ -139,10 +145,10 @@ def _hint(moment: ShownMoment) -> str:
     return ", ".join(filter(None, (f"in {moment.phase}{step}", moment.module, moment.at or "after a release")))
 
 
-def _thinned(moments: Sequence[ShownMoment]) -> list[ShownMoment]:
+def _thinned(moments: Sequence[ShownMoment], most: int) -> list[ShownMoment]:
     """Return the highest moment of each stretch, in order of time."""
     ordered = sorted(moments, key=lambda moment: moment.t)
-    stretch = -(-len(ordered) // MOMENTS) or 1
+    stretch = -(-len(ordered) // most) or 1
     parts = (ordered[start : start + stretch] for start in range(0, len(ordered), stretch))
     highest = [max(part, key=lambda moment: sum(moment.bytes.values())) for part in parts]
     return [next(group) for _, group in groupby(highest, key=lambda moment: moment.t)]  # an axis has no t twice
@@ -270,6 +276,19 @@ def _speed(row: ShownLayout) -> str:
 
 def plan_sections(found: Plans) -> Iterator[Section]:
     """Yield the map of layouts, step times, memory, all figures, and why other layouts do not fit."""
+    boxes = [
+        {
+            "machine": _of(name, f"{box.nodes} x {box.gpus} x {box.gpu}"),
+            "fastest layout": str(box.layout) if box.layout else "nothing fits",
+            "memory": shown_bytes(box.layout.peak_bytes) if box.layout else "",
+            "step": f"{box.layout.step_s:.3g} s" if box.layout else "",
+            "speed": _speed(box.layout) if box.layout else "",
+            "instead": "; ".join(box.remedies),
+        }
+        for name, plan in found.items()
+        for box in plan.boxes
+    ]
+    yield Section(title="Machines", blocks=table_of(boxes, words=("fastest layout", "instead")))
     drawn = {name: plan for name, plan in found.items() if plan.layouts or plan.misfits}
     note = "Further left needs less memory, further up is faster. No layout beats those on the dashed line in both."
     yield Section(title="Map of layouts", blocks=[_map(*item) for item in drawn.items()], note=note)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -61,6 +62,7 @@ class Table:
     """A table; the first column names the row. The columns named in `words` hold text, the others figures."""
 
     block: ClassVar = "table"
+    most: ClassVar = 300  # rows on a page
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: Sequence[str] = ()
@@ -88,22 +90,23 @@ class Bars:
     """Bars on one scale, with a legend if they have several parts. `limit`: a line, with its name."""
 
     block: ClassVar = "bars"
+    most: ClassVar = 40  # bars on a page
     bars: Sequence[Bar]
     limit: tuple[str, float] | None = None
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """The names of the parts, from the left."""
         found = {name for bar in self.bars for name, size in bar.parts.items() if size > self.scale * LEAST}
         order = [*COLOURS, *(name for bar in self.bars for name in bar.parts)]
         return [name for name in dict.fromkeys(order) if name in found]
 
-    @property
+    @cached_property
     def colours(self) -> dict[str, str]:
         """The colour of each part."""
         return {name: colour_of(name, number) for number, name in enumerate(self.names)}
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """The value at the right end. A limit far away would make all bars too short to read."""
         longest = max((bar.end for bar in self.bars), default=0.0)
@@ -156,6 +159,7 @@ class Code:
     """Text to copy: a file, or a command."""
 
     block: ClassVar = "code"
+    most: ClassVar = 50_000  # characters on a page
     text: str
     title: str = ""  # of a block that is closed until the reader opens it
 

@@ -26,7 +26,6 @@ from zerofit.spec.errors import Problems
 from zerofit.spec.foreign import refused
 
 HINT = "give run folders, or files with the output of --json"
-MOST_DIFFERENCES = 200  # rows of a table
 
 S = TypeVar("S")
 
@@ -157,7 +156,7 @@ def _differing(settings: Mapping[str, Mapping[str, str]]) -> Iterator[Block]:
     rows = [[key, *(values.get(key, "-") for values in settings.values())] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     if rows:
-        yield Table(columns=["setting", *settings], rows=rows[:MOST_DIFFERENCES], words=list(settings))
+        yield Table(columns=["setting", *settings], rows=rows, words=list(settings))
 
 
 def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:

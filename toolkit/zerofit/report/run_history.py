@@ -29,7 +29,7 @@ from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.units import shown_bytes
 
 MORE = 0.1  # of a forecast: a measured figure above it is marked
-POINTS = 800  # of a curve in a page
+POINTS = 3000  # of the curves of a chart
 LOSS, MEMORY, TIME = "loss (nats)", "memory of a rank", "step time"  # titles of charts
 UNITS: dict[str, Unit] = {MEMORY: "bytes", TIME: "seconds"}
 FIGURES = {  # figures of a step, and what each is called
@@ -154,7 +154,7 @@ def _layout(layout: object) -> str:
 
 def run_sections(runs: Mapping[str, RunHistory]) -> Iterator[Section]:
     """Yield the curves, forecast against measured, stages, and faults."""
-    curves = {name: _curves(run) for name, run in runs.items()}
+    curves = {name: _curves(run, max(100, POINTS // len(runs))) for name, run in runs.items()}
     titles = dict.fromkeys(title for found in curves.values() for title in found)
     charts = (
         _chart(title, {name: found[title] for name, found in curves.items() if title in found}) for title in titles
@@ -168,9 +168,10 @@ def run_sections(runs: Mapping[str, RunHistory]) -> Iterator[Section]:
 Curves = dict[str, dict[float, float]]  # label, "" for the run itself -> value by step
 
 
-def _curves(run: RunHistory) -> dict[str, Curves]:
-    """Return the curves of each chart by its title."""
-    steps, times = run.steps, _at_steps(run.steps, "step_s")
+def _curves(run: RunHistory, most: int) -> dict[str, Curves]:
+    """Return the curves of each chart by its title, with about `most` points."""
+    steps = run.steps[:: -(-len(run.steps) // most) or 1] + run.steps[-1:]
+    times = _at_steps(steps, "step_s")
     planned = number_in(run.files["plan"], "step_s") or 0.0
     unit = "tokens" if any(number_in(step, "tokens_per_s") for step in steps) else "samples"
     return {
@@ -191,9 +192,8 @@ def _curves(run: RunHistory) -> dict[str, Curves]:
 
 
 def _at_steps(records: Sequence[Record], key: str) -> dict[float, float]:
-    """Return finite values by step, at most POINTS of them and the last."""
-    both = list(zip(*points(records, key), strict=True))
-    return dict([*both[:: -(-len(both) // POINTS) or 1], *both[-1:]])
+    """Return finite values by step."""
+    return dict(zip(*points(records, key), strict=True))
 
 
 def _chart(title: str, runs: Mapping[str, Curves]) -> Chart:
@@ -251,7 +251,7 @@ def _figure(key: str, value: float) -> str:
 
 def _measured(run: RunHistory) -> Record:
     """Return the same figures of a run without a result, from its steps."""
-    found, curves = Record(), _curves(run)
+    found, curves = Record(), _curves(run, len(run.steps) or 1)
     for key, title, middle in (("memory_bytes", MEMORY, max), ("step_s", TIME, median)):
         if measured := curves[title][""]:
             forecast = list(curves[title]["forecast"].values())

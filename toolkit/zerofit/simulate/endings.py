@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ _SAID = re.compile(
     r"\bMemoryError\b|[Cc]annot allocate memory|can't allocate memory|failed to map segment|std::bad_alloc"
 )
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)  # Python's faulthandler
+_NOT_IMPORTED = re.compile(r"^(?:ImportError|ModuleNotFoundError): (.+)", re.MULTILINE)
 _LIBRARY = ("/site-packages/", "/lib/python", "/zerofit/", "<")
 
 
@@ -88,6 +90,16 @@ def note_failed(outcomes: Sequence[object], what: str, report: Reporter) -> None
     failed = [one for one in outcomes if isinstance(one, Problem) and one.kind in _FAILED]
     if failed:
         report.note(f"{what}: {len(failed)} of {len(outcomes)} left out, because {failed[0].message}")
+
+
+def broken_environment(output: str) -> Problem | None:
+    """Return the import that failed, from the output of a process that only imports libraries; None without one."""
+    found = _NOT_IMPORTED.findall(output)
+    if not found:
+        return None
+    message = f"the installed packages do not work together: {found[-1]}"
+    hint = f"install versions that do; {sys.executable} -m pip check lists packages that exclude each other"
+    return Problem(kind="environment", message=message, hint=hint)
 
 
 def why_ended(ending: Ending) -> Problem:

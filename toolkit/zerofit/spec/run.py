@@ -275,6 +275,9 @@ class Run(BaseModel):
     check_loss: bool = _option(
         False, "stop before an optimizer step whose loss or gradient norm is not finite (weights stay good)"
     )
+    record_memory: bool = _option(
+        False, "record the last allocations of GPU ranks; if one runs out of memory, `zerofit explain RUN` reads them"
+    )
     heartbeat_timeout: float = _option(
         60.0, "stop all ranks after this many seconds without a heartbeat of a rank", ge=5, le=1e6
     )

@@ -47,6 +47,10 @@ class RunFolder:
         """Return the log of all output of one rank."""
         return self.logs / f"rank-{rank}.log"
 
+    def rank_memory(self, rank: int) -> Path:
+        """Return the file of one rank's last allocations before it ran out of memory (torch's memory snapshot)."""
+        return self.logs / f"rank-{rank}.memory.pickle"
+
     def rank_trace(self, rank: int, step: int) -> Path:
         """Return the file of one rank's torch.profiler trace that begins at `step` (from 1)."""
         return self.traces / f"rank-{rank}-step-{step}.json"

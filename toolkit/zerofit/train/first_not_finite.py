@@ -199,8 +199,9 @@ class FirstNotFinite(TorchDispatchMode):
         return None
 
     def _outside(self, tensor: Tensor) -> Origin:
-        """Return the origin of a tensor that was not finite before this step: a weight."""
-        name = self._names.get(id(tensor), "")
+        """Return the origin of a tensor that no op made so: a weight, or a tensor that ranks have reduced."""
+        made = _key(tensor) in self._depends
+        name = "a tensor that ranks have reduced" if made else self._names.get(id(tensor), "a weight")
         return Origin(
             op="",
             phase=FORWARD if torch._C._current_autograd_node() is None else BACKWARD,
@@ -208,11 +209,11 @@ class FirstNotFinite(TorchDispatchMode):
             line=model_line(),
             inputs=(),
             output=TensorFacts.of(tensor),
-            depends=(WEIGHTS,),
+            depends=tuple(sorted(self._dependence(tensor))),
             micro=self.micro,
             rows=(),
             wide=None,
-            tensor=name or "a weight",
+            tensor=name,
         )
 
     def _made(

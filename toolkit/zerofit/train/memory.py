@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from zerofit.train.callbacks import Callback, StepRecord
 from zerofit.train.measured import MeasuredMemory, outgrown
 
 FIGURES = 5  # per rank
+RING_EVENTS = 100_000  # allocations and frees: some steps of a large model
 
 
 # Ranks learn the peaks of all others without an exchange of their own: each fills its five numbers into its own slots
@@ -67,6 +70,14 @@ class RankMemory:
             self._outside = max(self._outside, self._free - free - stats["reserved_bytes.all.current"])
         peaks = [stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "reserved")]
         return [*peaks, self._outside, self._host, now.shared]
+
+
+def record_allocations(file: Path) -> None:
+    """Record the last allocations on this rank's GPU with their lines; write them to `file` when one fails."""
+    torch.cuda.memory._record_memory_history(max_entries=RING_EVENTS)
+    # called before the error unwinds the stack, so tensors that it would free are still in the snapshot
+    attach: Any = vars(torch._C)["_cuda_attach_out_of_memory_observer"]  # torch declares no types for it
+    attach(lambda *_: torch.cuda.memory._dump_snapshot(str(file)))
 
 
 class MemoryWatch(Callback):

@@ -45,9 +45,10 @@ from zerofit.train.heartbeat import RankProgress
 from zerofit.train.leaks import LeakWatch
 from zerofit.train.loop import Loop, LoopResult
 from zerofit.train.measured import ForecastFigure, memory_figures
-from zerofit.train.memory import MemoryWatch
+from zerofit.train.memory import MemoryWatch, record_allocations
 from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.pipeline import PipelineTrainer
+from zerofit.train.process_group import rank_device
 from zerofit.train.rank_shares import measured_shares
 from zerofit.train.restore import resume
 from zerofit.train.saver import Saver
@@ -90,6 +91,8 @@ class RankRun:
         if self.rank == 0:
             watches = [self._watch] if self._watch else []
             callbacks = [*make_loggers(job, folder), *watches, *load_callbacks(job.run.callbacks), *callbacks]
+        if job.run.record_memory:
+            self._record_memory()
         events.phase("reading the data")
         self.data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
         events.phase("building the model and the DeepSpeed engine")
@@ -122,6 +125,12 @@ class RankRun:
             profile=_profile_of(job, self.rank, self.trainer, folder),
             leaks=LeakWatch(self.trainer.device, events.warning) if self.rank == 0 and not job.run.compile else None,
         )
+
+    def _record_memory(self) -> None:
+        if rank_device().type == "cuda":
+            record_allocations(self.folder.rank_memory(self.rank))
+        else:
+            self._events.note("--record-memory has no effect: it needs GPUs")
 
     def _shared_out(self, job: Job) -> Job:
         """Return the job with samples distributed by the ranks' measured speeds, if the run requests it."""

@@ -36,7 +36,7 @@ SAVE = "save"  # the phase in which the trained model is written
 _INDIFFERENT = {"output", "resume", "seed", "lr", "min_lr", "steps", "epochs", "data", "data_root", "text_field"}
 _INDIFFERENT |= {"save_every", "save_async", "keep_last", "keep_every", "eval_every", "eval_samples", "log_every"}
 _INDIFFERENT |= {"callbacks", "tensorboard", "wandb", "heartbeat_timeout", "check_loss", "tokenizer", "profile"}
-_INDIFFERENT |= {"profile_ranks", "ds_config"}  # ds_config is replaced by the job's filled-in JSON
+_INDIFFERENT |= {"profile_ranks", "record_memory", "ds_config"}  # ds_config is replaced by the job's filled-in JSON
 
 
 # The memory of a rank over its life, from few simulated ranks:

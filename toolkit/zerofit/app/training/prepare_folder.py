@@ -40,7 +40,7 @@ MODEL = ("model", "model_args")
 SAME_RUN = (*MODEL, *PART_FIELDS, "loss", "data", "text_field", "tokenizer", "chat_template", "packing", "image_size")
 SAME_RUN += ("seq_len", "stream", "seed", "optimizer")
 UNREMARKABLE = {"output", "resume", "ds_config", "steps", "epochs", "ranks", "log_every", "tensorboard", "wandb"}
-UNREMARKABLE |= {"profile", "profile_ranks", "check_loss"}
+UNREMARKABLE |= {"profile", "profile_ranks", "check_loss", "record_memory"}
 ADAMS = ("adam", "adamw")  # optimizers whose states are called exp_avg and exp_avg_sq by other programs
 
 
@@ -147,7 +147,8 @@ def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
     Records of steps that will be repeated move to logs/, and checkpoints of such steps are renamed. Only incomplete
     files are deleted. Call it while no rank runs in the folder.
     """
-    for path in [*folder.logs.glob("rank-*.error.json"), folder.stopped, folder.stop_request, folder.launch_spec]:
+    failures = [*folder.logs.glob("rank-*.error.json"), *folder.logs.glob("rank-*.memory.pickle")]
+    for path in [*failures, folder.stopped, folder.stop_request, folder.launch_spec]:
         path.unlink(missing_ok=True)
     shutil.rmtree(folder.model_parts, ignore_errors=True)
     step = start.step if start else 0

@@ -34,9 +34,10 @@ function stacked(lines) {
   });
 }
 
-function seriesOf(line, few, unit) {
+function seriesOf(line, unit) {
   const colour = resolved(line.colour);
   const area = line.style === "area", dots = line.style === "dots";
+  const few = line.values.filter((value) => value != null).length < 40;
   return {
     label: line.label,
     stroke: dots ? undefined : colour,
@@ -148,7 +149,7 @@ function chart(figure, data) {
       scales: { x: { time: false, range: (_, low, high) => (low == null ? span : low === first && high === last ? span : [low, high]) },
                 y: { range: data.zero ? [0, top] : undefined } },
       axes: [axis(data.x_unit, data.x_label, 2), axis(data.y_unit, "", 3)],
-      series: [{}, ...order.map((i) => seriesOf(data.lines[i], data.x.length < 40, data.y_unit))],
+      series: [{}, ...order.map((i) => seriesOf(data.lines[i], data.y_unit))],
       hooks: { draw: [(drawn) => drawMarks(drawn, data)], setCursor: [(drawn) => describe(data, drawn.cursor.idx, hover)] },
     }, [data.x, ...order.map((i) => columns[i])], holder);
     figure.plot = plot;

@@ -28,6 +28,7 @@ from zerofit.models.catalog import ModelError, find
 from zerofit.simulate.endings import (
     EXITED,
     Ending,
+    broken_environment,
     is_about_memory,
     lacks_memory,
     out_of_memory,
@@ -102,6 +103,9 @@ def simulate_all(targets: Sequence[Target], show: Callable[[str], None]) -> list
             if status is not None:
                 _kill(folder)
                 if status >= 0 and not short:
+                    broken = broken_environment(server.said())
+                    if broken:
+                        raise UserError(broken)
                     server.refuse_if_ended()
         except BaseException:
             _kill(folder)

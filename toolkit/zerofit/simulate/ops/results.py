@@ -23,13 +23,13 @@ _layout: Callable[[Tensor], torch.layout] = _descriptor.__get__
 _empty_strided = torch.empty_strided  # scripts and DeepSpeed may replace torch's constructors
 
 
-class _SameTensor(NamedTuple):
+class _OpArgument(NamedTuple):
     """The output is this argument, which the op changes in place."""
 
     place: int
 
 
-class _NewTensor(NamedTuple):
+class _New(NamedTuple):
     """The output is a new tensor."""
 
     shape: torch.Size
@@ -38,7 +38,7 @@ class _NewTensor(NamedTuple):
     device: torch.device
 
 
-_Result = _SameTensor | _NewTensor | int | None
+_Result = _OpArgument | _New | int | None
 _known: dict[tuple[object, ...], _Result | tuple[_Result, ...]] = {}
 _entries: dict[torch.device, dict[str, object]] = {}  # those of a fake's dictionary
 
@@ -116,14 +116,14 @@ def _result(out: OpOutput, args: OpArguments) -> _Result:
     if not isinstance(out, FakeTensor):
         return out
     place = next((n for n, arg in enumerate(args) if arg is out), None)
-    return _NewTensor(out.shape, out.stride(), out.dtype, out.fake_device) if place is None else _SameTensor(place)
+    return _New(out.shape, out.stride(), out.dtype, out.fake_device) if place is None else _OpArgument(place)
 
 
 def _again(result: _Result | tuple[_Result, ...], args: OpArguments, mode: FakeTensorMode) -> OpOutput:
-    if isinstance(result, _NewTensor):
+    if isinstance(result, _New):
         with torch._C._DisableTorchDispatch():
             elem = _empty_strided(result.shape, result.stride, dtype=result.dtype, device=_META)
         return new_fake(mode, elem, result.device)
-    if isinstance(result, _SameTensor):
+    if isinstance(result, _OpArgument):
         return args[result.place]
     return tuple(_again(part, args, mode) for part in result) if isinstance(result, tuple) else result

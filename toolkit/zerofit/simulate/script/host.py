@@ -7,6 +7,7 @@ tests each patch.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
@@ -136,9 +137,9 @@ def addresses() -> None:
 
 
 def loaders() -> None:
-    """Load batches in this process: workers do not inherit the fake mode, and the batches are the same.
+    """Load and preprocess data in this process: workers do not inherit the fake mode, and the batches are the same.
 
-    (torch.utils.data.DataLoader.__init__)
+    (torch.utils.data.DataLoader.__init__; datasets.Dataset.map, filter)
     """
     from torch.utils.data import DataLoader
 
@@ -154,6 +155,19 @@ def loaders() -> None:
         original(self, dataset, **{**kwargs, "num_workers": 0})
 
     replace_in(DataLoader, "__init__", init)
+    if importlib.util.find_spec("datasets") is None:
+        return
+    from datasets import Dataset
+
+    def alone(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(self, *args, **(kwargs | {"num_proc": None} if "num_proc" in kwargs else kwargs))
+
+        return changed
+
+    for name in ("map", "filter"):
+        replace_in(Dataset, name, alone(getattr(Dataset, name)))
 
 
 def compiling(meter: ScriptTracker) -> None:

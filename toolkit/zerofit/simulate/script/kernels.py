@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn.functional import pad
 from torch.nn.modules._functions import SyncBatchNorm
 
@@ -145,7 +148,7 @@ class _FlashAttention(torch.autograd.Function):
 def flash_attention_package(meter: ScriptTracker) -> None:
     """Replace the flash_attn package, installed or not, since it needs a GPU to build and to import. (sys.modules)
 
-    Only its attention functions exist; other names raise an ImportError.
+    Only its functions for attention, padding and gathering exist; other names raise an ImportError.
     """
 
     def attention(packed: int, varlen: bool) -> object:
@@ -163,17 +166,50 @@ def flash_attention_package(meter: ScriptTracker) -> None:
 
         return function
 
+    def all_gather(x: Tensor, group: Any = None) -> Tensor:
+        return all_gather_tensor_autograd(x, 0, group)
+
     functions = {
         f"flash_attn{lengths}{kind}_func": attention(packed, bool(lengths))
         for lengths in ("", "_varlen")
         for kind, packed in (("", 0), ("_kvpacked", 2), ("_qkvpacked", 3))
     }
-    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+    contents: dict[str, dict[str, object]] = {
+        "flash_attn": functions,
+        "flash_attn.flash_attn_interface": functions,
+        "flash_attn.bert_padding": _padding_functions(),
+        "flash_attn.utils": {},
+        "flash_attn.utils.distributed": {"all_gather": all_gather},
+    }
+    for name, content in contents.items():
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None, is_package=True)
-        vars(module).update(functions, __version__="2.8.3", __path__=[])
+        vars(module).update(content, __version__="2.8.3", __path__=[])
         sys.modules[name] = module
-    vars(sys.modules["flash_attn"])["flash_attn_interface"] = sys.modules["flash_attn.flash_attn_interface"]
+        parent, _, last = name.rpartition(".")
+        vars(sys.modules.get(parent, module))[last] = module
+
+
+def _padding_functions() -> dict[str, object]:
+    """Return the functions with which packages remove padding before attention. (flash_attn/bert_padding.py)"""
+
+    def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
+        return x[indices]
+
+    def pad_input(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+        rows = x.new_zeros((batch * seqlen, *x.shape[1:]))
+        return rows.index_put((indices,), x).unflatten(0, (batch, seqlen))
+
+    def unpad_input(x: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None) -> tuple[object, ...]:
+        kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+        lengths, used = (mask.sum(-1, dtype=torch.int32) for mask in (kept, attention_mask))
+        indices = kept.flatten().nonzero().flatten()
+        ends = pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return x.flatten(0, 1)[indices], indices, ends, lengths.max().item(), used
+
+    functions = {"index_first_axis": index_first_axis, "pad_input": pad_input, "unpad_input": unpad_input}
+    einops = find_spec("einops")  # flash_attn needs it, and packages import `rearrange` from here
+    return {**functions, "rearrange": import_module("einops").rearrange} if einops else {**functions}
 
 
 def _up(number: int, unit: int) -> int:
