@@ -66,7 +66,7 @@ class WorstCase:
     because: str
 
     @classmethod
-    def of(cls, found: Simulation, **more: int) -> Self:
+    def of(cls, found: Simulation, **more: Any) -> Self:
         """Return the figures of a simulation."""
         names = ("peak_bytes", "peak_phase", "reserved_bytes", "fits", "because")
         return cls(**{name: getattr(found, name) for name in names}, **more)

@@ -213,7 +213,7 @@ def flat_sharding() -> None:
     def move(module: nn.Module, ignored: Any, ignored_buffers: set[torch.Tensor], device: torch.device | None) -> None:
         for owner in module.modules() if device is not None else ():
             for name, buffer in owner._buffers.items():
-                if is_real(buffer) and buffer not in ignored_buffers:
+                if buffer is not None and is_real(buffer) and buffer not in ignored_buffers:
                     owner._buffers[name] = buffer.to(device)
         move_module(module, ignored, ignored_buffers, device)
 

@@ -326,7 +326,7 @@ class ScriptTracker(AllocationTracker):
         except RuntimeError as error:
             if isinstance(error, NotImplementedError) or "no fake impl" in str(error):
                 self.without_rule = name
-            if name != "aten::add_" or args[0].numel() or not args[1].numel():
+            if name != "aten::add_" or leaves[0].numel() or not leaves[-1].numel():
                 raise
             # torch's engine crashes if the sum of a gradient fails; `FaultLog.watch` raises the error after backward
             self.failed, out = error, args[0]
