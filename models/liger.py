@@ -99,7 +99,7 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         # contiguous in (batch, tokens, heads, width)
-        return tuple(gradient.transpose(1, 2).contiguous().transpose(1, 2) for gradient in (queries, keys))
+        return queries.transpose(1, 2).contiguous().transpose(1, 2), keys.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def fused_linear_loss(hidden: Tensor, weight: Tensor, labels: Tensor, _: int) -> Tensor:
