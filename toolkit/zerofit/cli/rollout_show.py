@@ -108,7 +108,7 @@ def _rollout_facts(plan: RolloutPlan) -> Iterator[tuple[str, str]]:
         yield "safe", f"vllm_gpu_memory_utilization {smallest:.2f} to {largest:.2f}; {sequences}"
     yield "host", f"{shown_bytes(best.memory.host_bytes)} per rank"
     batch = f"{best.ranked.layout.global_batch} sequences of {plan.setup.profile.seq_len:,} tokens a step"
-    lengths = f" ({settings.max_completion_length:,} of these tokens generated)" if best.engine else ""
+    lengths = f" (each with {settings.max_completion_length:,} generated tokens)" if best.engine else ""
     yield "assumed", f"{batch}{lengths}; all have the full length"
     for path in plan.written:
         yield "written", str(path)
