@@ -30,7 +30,7 @@ Maker = Callable[[Any], list["Layer"]]
 
 @dataclass(kw_only=True)
 class Layer:
-    """A step of the model, with the model's own submodules or parameters."""
+    """One layer of the model's forward. It shares submodules and parameters with the model."""
 
     name: str
     module: nn.Module  # from the previous layer's tensor (first: token ids or pixels) to one tensor

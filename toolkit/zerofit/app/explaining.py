@@ -144,7 +144,7 @@ def _of_run_folder(folder: RunFolder) -> Explanation:
 
 
 def _with_snapshot(found: Explanation, snapshot: Explanation) -> Explanation:
-    """Return a snapshot's explanation with what only the log has; the log's if the snapshot shows no cause."""
+    """Return the snapshot's explanation and the log's message; the log's explanation if the snapshot has no cause."""
     if not snapshot.is_known:
         return replace(found, alive=snapshot.alive, lines=snapshot.lines)
     figures = snapshot.figures if found.figures.total_bytes is None else found.figures

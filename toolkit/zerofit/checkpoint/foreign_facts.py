@@ -334,7 +334,7 @@ def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
     if found.stage_three:
         gone = f"1/{ranks} of each of {len(names)} parameters, and of their optimizer states, are lost"
         copy = next((file.name for file in weight_files(found.path)), None)
-        repair = "--repair uses its weights, and sets the states to zero"
+        repair = "--repair uses these weights, and sets the optimizer states to zero"
         return f"{gone}; {copy} has all weights in 16 bits: {repair}" if copy else gone
     total = sum(shape.numel() for group in state["param_shapes"] for shape in group.values())
     first, end, place, lost = total * dp // ranks, total * (dp + 1) // ranks, 0, []
@@ -345,8 +345,8 @@ def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
             place += shape.numel()
     shown = f"{lost[0]} to {lost[-1]}" if lost else "no parameter"
     return (
-        f"master weights and optimizer states of about 1/{ranks} of the parameters are lost ({shown}); their weights "
-        f"are in the model states: --repair uses those, and sets the states to zero"
+        f"master weights and optimizer states of about 1/{ranks} of the parameters are lost ({shown}); --repair takes "
+        f"the weights from the model states, and sets the lost optimizer states to zero"
     )
 
 

@@ -56,7 +56,7 @@ class FullState:
     (`global_steps`, `step`, `loss_scaler`, ...); `notes` describe data that the files lack. Raises UserError
     "incomplete-checkpoint" if the files do not cover every element exactly once or an index is invalid, "no-whole-view"
     if the layout does not save all state. With `repair` the data of a lost rank is replaced, if other files have the
-    weights; `repaired` describes it.
+    weights; `repaired` lists these replacements.
     """
 
     def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE, repair: bool = False):
@@ -91,7 +91,7 @@ class FullState:
                 if index.lost and not repair:
                     raise self._incomplete(f"{', '.join(index.lost)} is missing")
                 if index.lost:
-                    copied = "its weights are copied from the 16-bit weights, and its optimizer states are zero"
+                    copied = "its weights are copied from the 16-bit weights, and its optimizer states are set to zero"
                     self.repaired += [f"{file} is missing: {copied}" for file in index.lost]
                 self.notes += index.notes
                 self.groups += index.groups
@@ -134,7 +134,7 @@ class FullState:
         return [MASTER] if name in self._buffers else list(self._shards_of(name)[0].where)
 
     def shares(self, name: str) -> list[list[Shard]]:
-        """Return the stretches of each tensor parallel rank's share of a parameter, or of the only one."""
+        """Return the stretches of a parameter, in one list for each tensor parallel rank."""
         return list(_by_cut(self._shards_of(name)).values())
 
     def read(self, name: str, kind: str = MASTER, dtype: torch.dtype = torch.float32) -> Tensor:

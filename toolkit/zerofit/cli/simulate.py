@@ -59,7 +59,7 @@ PLACES = {name: f"--{field.replace('_', '-')}" for name, field in RELEASES.items
 FAIL_ABOVE = 0.01
 FAIL_HELP = "exit with 1 if the peak grows by more than this, or the run no longer fits [1%]"
 SNAPSHOT_HELP = "write a memory snapshot in torch's format, for memory_viz and `zerofit explain` (implies --exact)"
-DETAILS_HELP = "also print memory by phase and kind, collectives and all changes; with --json the memory over time"
+DETAILS_HELP = "also print memory by phase and kind, collectives and all changes; with --json also the memory over time"
 HTML_HELP = "write the answer as a page, with the memory over time (implies --exact)"
 TRACE_HELP = "write the timeline of a step, in Chrome trace format for Perfetto (implies --exact)"
 
