@@ -261,7 +261,7 @@ def _untie(model: nn.Module, tied: dict[str, str]) -> None:
         setattr(owner, attribute, nn.Parameter(torch.empty_like(getattr(owner, attribute), device="meta")))
 
 
-# transformers' `initialize_weights` visits modules in this order, and each draw depends on those before it. So every
+# transformers' `initialize_weights` visits modules in this order, and each draw depends on earlier draws. So every
 # module is initialised, also those whose parameters stay on meta: their numbers are drawn and dropped.
 def _apply(module: nn.Module, initialise_one: Any, real: dict[int, str], stored: Stored) -> None:
     """Initialise a module like `initialize_weights`: children first, and inner models by their own rules.

@@ -95,9 +95,9 @@ def _load(file: Path) -> Any:
 
 # A file fits if each tensor of the model is in it with the same shape, with three exceptions:
 #
-# - torchvision's auxiliary heads, which are only for training and which zerofit leaves out - counters of batch norms,
-# which files of older versions of torch lack - a head with another number of classes: it starts at random, and a note
-# informs the user
+# - torchvision's auxiliary heads, which are only for training and which zerofit leaves out
+# - counters of batch norms, which files of older versions of torch lack
+# - a head with another number of classes: it starts at random, and a note informs the user
 def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, held: HeldWeights) -> MatchedWeights:
     """Find each of the model's tensors in a file. Only a head may have another number of classes.
 

@@ -112,7 +112,7 @@ def _model_class(found: Foreign) -> str | None:
 
 
 def model_config_folder(found: Foreign) -> Path | None:
-    """Return the folder where the program keeps config.json and the tokenizer: the checkpoint's, or the one above."""
+    """Return the folder where the program keeps config.json and the tokenizer: the checkpoint's, or its parent."""
     root = found.path if found.path.is_dir() else found.path.parent
     return next((folder for folder in (root, root.parent) if (folder / "config.json").is_file()), None)
 
@@ -291,7 +291,7 @@ def _rank_damage(found: Foreign) -> list[Damage]:
             for name in kinds:
                 if facts[name][fact] != usual:
                     seen = (
-                        f"{facts[name][fact]}, not {usual}" if fact == "step" else "another one than in the other files"
+                        f"{facts[name][fact]}, not {usual}" if fact == "step" else "not the same as in the other files"
                     )
                     damage.append(Damage(file=_name(files, name), kind="mixed", message=f"{fact}: {seen}"))
     return damage

@@ -52,7 +52,7 @@ class FullState:
     """All parameters, optimizer states and buffers in full shape, read from the files on demand.
 
     `engines` maps engines to the prefix of their names in the model. `names` are the parameters in the model's order,
-    without ties; `ties` maps other names of a tensor to the one in `names`; `counters` has the scalars of the run
+    without ties; `ties` maps other names of a tensor to its name in `names`; `counters` has the scalars of the run
     (`global_steps`, `step`, `loss_scaler`, ...); `notes` describe data that the files lack. Raises UserError
     "incomplete-checkpoint" if the files do not cover every element exactly once or an index is invalid, "no-whole-view"
     if the layout does not save all state. With `repair` the data of a lost rank is replaced, if other files have the
@@ -83,7 +83,7 @@ class FullState:
                 index = rank.engines[engine]
                 if index.unsupported:
                     message = f"{self._folder} cannot be read as a full model: {index.unsupported}"
-                    hint = "resume in the layout that wrote it, then save in another one"
+                    hint = "resume in the layout that wrote it, then save in another layout"
                     raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where=str(self._folder)))
                 order |= dict.fromkeys(prefix + name for name in index.names)
                 self.ties |= {prefix + name: prefix + source for name, source in index.ties.items()}

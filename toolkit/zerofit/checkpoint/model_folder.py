@@ -145,8 +145,7 @@ def cut(entries: list[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
 
 
 # A safetensors file is [8 bytes: length of the header][header: JSON of names, types, shapes, offsets][data]. The
-# header needs only shapes, so it is written first, and tensors are then written at their offsets in whatever order
-# they arrive.
+# header needs only shapes, so it is written first, and tensors are then written at their offsets in any order.
 class TensorFile:
     """A safetensors file that is written tensor by tensor in any order, since all offsets are known.
 

@@ -36,7 +36,7 @@ class InertFragment:
 
 
 class InertLossScaler:
-    """A loss scaler's attributes: cur_scale, and for a dynamic one cur_iter, cur_hysteresis and its settings."""
+    """A loss scaler's attributes: cur_scale, and for a dynamic scaler also cur_iter, cur_hysteresis and settings."""
 
 
 class Inert:

@@ -91,7 +91,7 @@ def _share(context: click.Context, parameter: click.Parameter, value: str | None
 @click.command(cls=CommandAfterDashes)
 @click.argument("target", metavar="MODEL | RUN.yaml | -- COMMAND", required=False)
 @hardware_options(*HARDWARE_FIELDS, kinds="h100-80gb, p5.48xlarge, ..., cpu, or your own YAML file [this machine]")
-@click.option("--rank", type=click.IntRange(min=0), help="rank to simulate [the one that needs most memory]")
+@click.option("--rank", type=click.IntRange(min=0), help="rank to simulate [the rank that needs most memory]")
 @INPUT
 @click.option("--exact", is_flag=True, help="simulate all layers of a large model instead of extrapolating from a few")
 @click.option("--alloc-conf", default="", metavar="OPTIONS", help="as in PYTORCH_CUDA_ALLOC_CONF")
@@ -176,7 +176,7 @@ def _refuse_place(path: Path, knobs: bool) -> None:
         problems.add("bad-value", f"{path} cannot be written", "name a file in an existing folder", "--write-config")
     if not knobs:
         message = "--write-config needs the changes that --no-knobs leaves out"
-        problems.add("usage", message, "leave one of the two out", "--write-config")
+        problems.add("usage", message, "leave out one of these options", "--write-config")
     problems.raise_if_any()
 
 

@@ -31,7 +31,7 @@ SIXTEEN_BITS = ("fp16", "bf16")
 def replay(
     job: Job, folder: RunFolder, signals: SignalNotes | None = None, progress: RankProgress | None = None
 ) -> dict[str, Any]:
-    """Repeat the job's steps up to `job.replay.step`; write and return what all ranks found (`RankFindings`)."""
+    """Repeat the job's steps up to `job.replay.step`; write and return the findings of all ranks."""
     assert job.replay
     run = RankRun(job, folder, signals, progress)
     if job.replay.double:
