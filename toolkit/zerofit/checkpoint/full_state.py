@@ -91,7 +91,7 @@ class FullState:
                 if index.lost and not repair:
                     raise self._incomplete(f"{', '.join(index.lost)} is missing")
                 if index.lost:
-                    copied = "its weights are copied from the 16-bit weights, and its optimizer states are set to zero"
+                    copied = "its weights are copied from the 16-bit weights, and its optimizer states are zero"
                     self.repaired += [f"{file} is missing: {copied}" for file in index.lost]
                 self.notes += index.notes
                 self.groups += index.groups
