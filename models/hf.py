@@ -232,7 +232,7 @@ def _initialise(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
 
     transformer = cast("PreTrainedModel", model)
     tied: dict[str, str] = dict(transformer.all_tied_weights_keys)
-    # names of the parameters to make real; tied ones by the name of their source
+    # names of the parameters to make real; a tied parameter has the name of its source
     names = {name for name, _ in model.named_parameters()} if keep is None else set(keep)
     wanted = (names - set(tied)) | {tied[name] for name in names & set(tied)}
     _untie(model, tied)

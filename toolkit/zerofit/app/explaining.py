@@ -37,7 +37,7 @@ APART = 0.05  # differences below this share of the forecast's bytes are ignored
 LEAST_BYTES = 64 << 20  # smaller differences are no cause
 # kind of memory -> why a run may need more of it than its forecast
 _MORE_OF = {
-    "parameters": "each rank has the full model, or there is a second one",
+    "parameters": "each rank has the full model, or there is a second model",
     "optimizer state": "the states have a wider type than in the forecast, or are not split",
     "gradients": "gradients are kept, or not split",
     "activations": "the batch was longer or larger, or outputs are kept",

@@ -223,7 +223,7 @@ class FullState:
         return value
 
     def _opened(self, where: Location | SavedBuffer) -> Any:
-        if where.span:  # a separate tensor; it is not cached, so that only one is in memory
+        if where.span:  # a separate tensor; it is not cached, so that only one tensor is in memory
             return safe_load.load(self._path(where.file), span=where.span)
         if where.file not in self._open:
             self._open[where.file] = safe_load.load(self._path(where.file))

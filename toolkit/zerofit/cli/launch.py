@@ -107,7 +107,7 @@ def _launch(
         return {"command": launcher_command(request.run, hosts, host_request)}
     with EventConsole(request.run.log_every) as console:
         report = Reporter(shielded(console))
-        # with --no-ssh every node runs this command; the first one supervises, the others follow
+        # with --no-ssh every node runs this command; the first node supervises, the others follow
         if host_request.node_rank:
             from zerofit.app.clusters.node_agent import follow
 

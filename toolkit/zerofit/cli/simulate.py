@@ -139,7 +139,7 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
                 result = _script(ctx, words, as_json, options)
             else:
                 result = _simulate(_named(target, options["longest"]), as_json, options)
-        # an older or newer release may lack what the simulator needs; with the installed ones it is a bug of zerofit
+        # an older or newer release may lack what the simulator needs; without these options it is a bug of zerofit
         except (RuntimeError, ImportError, AttributeError) as error:
             if not releases:
                 raise
@@ -201,7 +201,7 @@ def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:
     """Return the problem to report if the simulator does not work with the requested releases."""
     named = " and ".join(f"{name} {version}" for name, version in releases.items())
     reason = str(error).strip().splitlines()[-1]
-    hint = "use a later release; docs/scripts.md lists the tested ones under releases"
+    hint = "use a later release; docs/scripts.md lists the tested releases"
     where = " ".join(PLACES[name] for name in releases)
     return Problem(kind="release", message=f"zerofit cannot simulate with {named}: {reason}", hint=hint, where=where)
 

@@ -35,7 +35,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     ),
     "vllm-no-cache": (
         _VLLM_SHARE,
-        "a smaller max_num_batched_tokens: vLLM keeps memory free for the activations of so many tokens",
+        "a smaller max_num_batched_tokens: vLLM keeps memory free for their activations",
         _VLLM_SPLIT,
     ),
     "vllm-sequence-too-long": (
@@ -110,7 +110,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "prediction_loss_only=True if no metric needs them",
     ),
     "evaluation": (
-        "a smaller per_device_eval_batch_size (its default is 8, whatever training uses)",
+        "a smaller per_device_eval_batch_size (its default is 8, for any training batch)",
         "keep the argmax of earlier batches, not their logits",
         "torch.no_grad() around a loop of your own",
     ),

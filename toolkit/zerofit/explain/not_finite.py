@@ -29,7 +29,7 @@ _ADVICE = {
     COLLECTIVE: "check this rank's device and links (`zerofit doctor`), then resume from the checkpoint",
     SAMPLE: "correct or leave out the sample; `zerofit data` shows what the model reads",
     LEARNING_RATE: "lower --lr, lengthen --warmup-steps, or set --gradient-clipping 1",
-    LOSS_SCALE: "use a dynamic loss scale (fp16.loss_scale 0) or a smaller one, or --precision bf16",
+    LOSS_SCALE: "use a dynamic or a smaller loss scale (fp16.loss_scale 0 is dynamic), or --precision bf16",
     FP16_OVERFLOW: "use --precision bf16, or compute this layer in float32",
     OPERATION: "keep the input in the range of the operation, such as log(x.clamp_min(1e-6))",
     UNKNOWN: "",

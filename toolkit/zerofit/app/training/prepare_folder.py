@@ -224,7 +224,7 @@ def _newest(checkpoints: Path, report: Reporter) -> CheckpointEntry | None:
 
 
 def _named(path: Path, report: Reporter) -> CheckpointEntry:
-    """Return the checkpoint that --resume names, or the newest one if it names a run folder."""
+    """Return the checkpoint that --resume names, or the newest checkpoint of a run folder that it names."""
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if not (path / "manifest.json").exists() and path.is_dir():
