@@ -290,7 +290,7 @@ def plan_sections(found: Plans) -> Iterator[Section]:
     ]
     yield Section(title="Machines", blocks=table_of(boxes, words=("fastest layout", "instead")))
     drawn = {name: plan for name, plan in found.items() if plan.layouts or plan.misfits}
-    note = "A layout further left needs less memory, further up it is faster. None beats the dashed line in both."
+    note = "Layouts further left need less memory. Layouts further up are faster. None beats the dashed line in both."
     yield Section(title="Map of layouts", blocks=[_map(*item) for item in drawn.items()], note=note)
     note = "The line with end marks is the interval around the forecast that contains 8 of 10 published figures."
     yield Section(title="Step time by part", blocks=[_times(plan) for plan in drawn.values()], note=note)

@@ -120,7 +120,7 @@ class Bars:
 
 @dataclass(frozen=True, kw_only=True)
 class ChartLine:
-    """A series of a chart. A value of None is missing."""
+    """A series of a chart. None: the series has no value there."""
 
     label: str
     values: Sequence[float | None]

@@ -148,7 +148,7 @@ class RolloutMemory:
         return self.layout.element_bytes * max(sizes, default=0)
 
     def _gathered(self) -> dict[str, int]:
-        """Return the parameters that are gathered at a time to synchronise: one, or all to merge adapters."""
+        """Return the memory of parameters gathered at once to synchronise weights: one, or all to merge adapters."""
         if self.layout.zero_stage < 3:
             return {}
         merged = self.profile.trained < self.profile.parameters

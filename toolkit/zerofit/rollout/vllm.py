@@ -25,7 +25,7 @@ RELEASE: Release = (0, 27)
 V1: Release = (0, 8)  # the first release whose engine is V1 by default
 GRAPHS_COUNTED: Release = (0, 21)
 # Memory of sampling in the profile run, in units of one row of fp32 logits per sequence. torch's sort for top-p kept
-# values, indices, probabilities and sums; 0.17 replaced it with a kernel. These constants and the ones below are fitted
+# values, indices, probabilities and sums; 0.17 replaced it with a kernel. These and the following constants are fitted
 # to start-up logs (benchmarks/serving_memory.py).
 SORTED, KERNEL, KERNEL_FROM = 9.5, 3.73, (0, 17)
 # Alive next to an MLP's activations, in rows of the hidden size: residual, input, output of attention, and its buffer
@@ -142,7 +142,7 @@ class EngineMemory:
         mlp = 0 if model.expert else tokens * model.mlp // rank * element
         rows = min(s.max_num_seqs or 0, tokens) * model.vocabulary * 4
         factor = SORTED if s.release < KERNEL_FROM else KERNEL
-        chunked_v0 = not s.is_v1 and s.release < V1 and (s.max_model_len or 0) > 32768  # it samples nothing then
+        chunked_v0 = not s.is_v1 and s.release < V1 and (s.max_model_len or 0) > 32768  # then nothing is sampled
         sampled = 0 if chunked_v0 else round(factor * rows) + hidden
         return round(max(mlp + HIDDEN_ROWS * hidden, sampled) + kept)
 
