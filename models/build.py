@@ -228,7 +228,7 @@ def output_part(output: Any, name: str) -> Tensor:
     return cast(Tensor, output[0] if isinstance(output, tuple | list) else output)
 
 
-# Wrong inputs show up here, before any rank starts: a forward on meta takes a second and no memory, where a failing
+# Wrong inputs show up here, before any rank starts: a forward on meta takes a second and no memory; a failing
 # launch on many hosts takes minutes. The same forward counts the FLOPs for the utilisation that training reports.
 def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int | None:
     """Run a forward of a model on meta, without data; return the FLOPs per sample.

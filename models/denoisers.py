@@ -130,7 +130,7 @@ def is_denoiser(model: nn.Module) -> bool:
     return type(model).__name__ in DENOISERS and type(model).__module__.startswith("diffusers.")
 
 
-# The inputs are noise already, so no noise is added. The loss has no meaning, but memory and time are those of
+# The inputs are noise already, so no noise is added. The loss has no meaning, but memory and time are as in
 # training.
 def denoising_loss(model: nn.Module, named: dict[str, Tensor]) -> Tensor:
     """Return the mean squared error of a denoiser's predicted noise; `named`: its inputs, and "noise".

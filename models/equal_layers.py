@@ -25,7 +25,7 @@ from zerofit.models.presets import ModelArgs
 from zerofit.models.quantized import without_bits
 from zerofit.models.sections import block_lists
 
-ENOUGH = 2  # equal layers to trace: the first may create what all share, and the second represents the rest
+ENOUGH = 2  # equal layers to trace: the first may create tensors for all layers, the second represents all later ones
 
 
 def equal_layers(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> dict[Path, int]:

@@ -232,7 +232,7 @@ def _initialise(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
 
     transformer = cast("PreTrainedModel", model)
     tied: dict[str, str] = dict(transformer.all_tied_weights_keys)
-    # names of the parameters to make real; tied ones by the name of their source
+    # names of the parameters to make real; a tied parameter has the name of its source
     names = {name for name, _ in model.named_parameters()} if keep is None else set(keep)
     wanted = (names - set(tied)) | {tied[name] for name in names & set(tied)}
     _untie(model, tied)
@@ -261,7 +261,7 @@ def _untie(model: nn.Module, tied: dict[str, str]) -> None:
         setattr(owner, attribute, nn.Parameter(torch.empty_like(getattr(owner, attribute), device="meta")))
 
 
-# transformers' `initialize_weights` visits modules in this order, and each draw depends on those before it. So every
+# transformers' `initialize_weights` visits modules in this order, and each draw depends on earlier draws. So every
 # module is initialised, also those whose parameters stay on meta: their numbers are drawn and dropped.
 def _apply(module: nn.Module, initialise_one: Any, real: dict[int, str], stored: Stored) -> None:
     """Initialise a module like `initialize_weights`: children first, and inner models by their own rules.

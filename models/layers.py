@@ -30,12 +30,12 @@ Maker = Callable[[Any], list["Layer"]]
 
 @dataclass(kw_only=True)
 class Layer:
-    """A step of the model, with the model's own submodules or parameters."""
+    """One layer of the model's forward. It shares submodules and parameters with the model."""
 
     name: str
     module: nn.Module  # from the previous layer's tensor (first: token ids or pixels) to one tensor
     names: dict[str, str] = field(default_factory=dict)  # state dict key of `module` -> key in the model
-    tied: str | None = None  # layers with the same key share one parameter and have no other
+    tied: str | None = None  # layers with the same key share one parameter and have no other parameters
     tied_attr: str | None = None  # path of that parameter in `module`
     block: bool = False  # one of the repeated blocks, which checkpointing recomputes
 
@@ -101,8 +101,8 @@ def _maker(model: nn.Module) -> Maker:
     )
 
 
-# A checkpoint has the names of the full model, whatever the stages: it resumes in any other layout. So each layer maps
-# the keys of its module to the model's keys.
+# A checkpoint has the names of the full model for any number of stages, so that it resumes in any other layout. So each
+# layer maps the keys of its module to the model's keys.
 def _layer(name: str, module: nn.Module, paths: dict[str, str], **more: Any) -> Layer:
     """Return a layer; `paths` maps its submodules or parameters ("": the layer itself) to paths in the model."""
     names = {}

@@ -1,7 +1,7 @@
 """The memory of Liger's fused kernels, for traces on fake tensors.
 
-The functions here allocate and keep the tensors that Liger's kernels allocate and keep, and compute no values. Liger
-itself needs Triton and a GPU. References are to liger-kernel 0.8.5, below liger_kernel/.
+These functions allocate and keep the same tensors as Liger's kernels, and compute no values. Liger itself needs Triton
+and a GPU. References are to liger-kernel 0.8.5, below liger_kernel/.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MULTIPROCESSORS = 132  # of an H100; each adds up a float32 gradient of a norm's
 
 
 def use_liger(model: nn.Module) -> None:
-    """Let a model's norms, gated MLPs and rotary embeddings keep and allocate what Liger's kernels do.
+    """Let a model's norms, gated MLPs and rotary embeddings use the memory of Liger's kernels.
 
     Models of other types than LIGER_TYPES stay as they are.
     """
@@ -49,7 +49,7 @@ def _rotary_of(module: nn.Module) -> Any:
 
 
 def _rotated(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention's forward whose queries and keys are rotated in place (ops/rope.py)."""
+    """Return an attention's forward that rotates queries and keys in place (ops/rope.py)."""
     home = sys.modules[type(module).__module__]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def _rotated(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Keeps the input and a float32 number for each row; the gradient of the input replaces that of the output."""
+    """Keeps the input and a float32 number for each row. The input's gradient overwrites the output's gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """act(gate) x up: keeps both inputs, which the gradients replace (ops/swiglu.py, ops/geglu.py)."""
+    """act(gate) x up. It keeps both inputs; their gradients overwrite them (ops/swiglu.py, ops/geglu.py)."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -105,13 +105,14 @@ class _Rotary(torch.autograd.Function):
 def fused_linear_loss(hidden: Tensor, weight: Tensor, labels: Tensor, _: int) -> Tensor:
     """Return a loss from hidden states (..., width), a head (classes, width) and labels (...).
 
-    A chunk of logits exists at a time, about as many elements as hidden states (ops/fused_linear_cross_entropy.py).
+    Only one chunk of the logits exists at a time. It has about as many elements as the hidden states
+    (ops/fused_linear_cross_entropy.py).
     """
     return _FusedLinearLoss.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels)
 
 
 def fused_loss(logits: Tensor, *_: Any) -> Tensor:
-    """Return a loss from logits, which its gradient replaces (ops/cross_entropy.py)."""
+    """Return a loss from logits. Their gradient overwrites them (ops/cross_entropy.py)."""
     return _FusedLoss.apply(logits)
 
 

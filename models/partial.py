@@ -183,7 +183,7 @@ def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
             raise ModelError("model-part", message, hint)
 
 
-# GPT-2's output matrix is its embedding. An adapter on one of them, merged, would change both.
+# GPT-2's output matrix is its embedding. Merging an adapter of one of these layers would change both.
 def _refuse_shared(model: Any) -> None:
     """Refuse an adapter of a weight that two layers share, since merging would change both layers."""
     adapted = {id(p): name for name, layer in lora_layers(model) for p in layer.get_base_layer().parameters()}

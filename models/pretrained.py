@@ -28,7 +28,7 @@ NAMED = 5  # tensors that an error lists
 
 @dataclass(frozen=True, kw_only=True)
 class HeldWeights:
-    """The shapes of a file's tensors by name, and a function that reads one."""
+    """The shapes of a file's tensors by name, and a function that reads a tensor."""
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
@@ -86,7 +86,7 @@ def _load(file: Path) -> Any:
         except RuntimeError as error:  # torch's older format cannot be memory-mapped
             if not mapped or "mmap can only" not in str(error):
                 raise ModelError("model-weights", f"{file} is damaged or not a torch file: {error}", HINT) from None
-        except Exception as error:  # a pickle with code, or a damaged one
+        except Exception as error:  # a pickle with code, or a damaged pickle
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             message = f"{file} contains more than weights (nothing in it was run): {reason}"
             raise ModelError("unsafe-file", message, HINT) from None
@@ -95,9 +95,9 @@ def _load(file: Path) -> Any:
 
 # A file fits if each tensor of the model is in it with the same shape, with three exceptions:
 #
-# - torchvision's auxiliary heads, which are only for training and which zerofit leaves out - counters of batch norms,
-# which files of older versions of torch lack - a head with another number of classes: it starts at random, and a note
-# informs the user
+# - torchvision's auxiliary heads, which are only for training and which zerofit leaves out
+# - counters of batch norms, which files of older versions of torch lack
+# - a head with another number of classes: it starts at random, and a note informs the user
 def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, held: HeldWeights) -> MatchedWeights:
     """Find each of the model's tensors in a file. Only a head may have another number of classes.
 

@@ -68,7 +68,7 @@ class Carrier(nn.Module):
             out = self.module(x)
             return out, sum(map(self._sums, self._logits), sums)
         finally:
-            self._logits = []  # also after an exception: checkpointing ends a recomputation with one
+            self._logits = []  # also after an exception: checkpointing ends a recomputation with an exception
 
     def _note(self, gate: nn.Module, args: Any, out: Any) -> None:
         """Keep a router's logits, the first output of transformers' routers and the only output of AutoEP's routers."""

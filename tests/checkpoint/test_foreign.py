@@ -73,7 +73,7 @@ def test_shares_without_rules_are_refused(runs, tmp_path):
         content = torch.load(file, weights_only=False)
         content.pop("universal_checkpoint_info")
         torch.save(content, file)
-    with pytest.raises(UserError, match="2 tensor parallel ranks, without their rules"):
+    with pytest.raises(UserError, match="2 tensor parallel ranks, without rules to join them"):
         FullState(saved)
 
 

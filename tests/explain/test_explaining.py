@@ -121,7 +121,7 @@ def test_a_snapshot_parts_by_kind(tmp_path):
     file.write_bytes(pickle.dumps(ran_out_in_forward(2, loads=900 * MIB).snapshot()))
     found = _with_simulation(explain(file), simulation(peak_bytes=GIB))
     assert found.forecast.parts == (
-        "900 MiB more parameters than forecast: each rank has the full model, or there is a second one",
+        "900 MiB more parameters than forecast: each rank has the full model, or there is a second model",
     )
 
 

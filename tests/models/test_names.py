@@ -108,7 +108,7 @@ def test_names_of_no_family():
 
 
 def test_what_a_preset_leaves_out():
-    assert left_out("llama-4-scout") == "llama-4-scout is the text model alone, without its encoder of images"
+    assert left_out("llama-4-scout") == "llama-4-scout is only the text model, without the image encoder"
     assert left_out("gpt2") == left_out("./folder") == ""
 
 

@@ -209,8 +209,8 @@ class Checkpoint:
         also be a folder of adapters, or of a run without checkpoints. `dtype`: of the parameters (default: the run's
         precision). `max_shard_size`: limit for the files of a transformers model. A custom model
         `package.module:callable` is imported and called only with `trust_model_code`. `model`: for another program's
-        checkpoint, the folder with config.json and the tokenizer, if they are not beside it. `repair` replaces the
-        master weights of a rank whose file is lost with those of DeepSpeed's model states.
+        checkpoint, the folder with config.json and the tokenizer, if they are elsewhere. `repair` takes the weights
+        of a rank whose file is lost from the 16-bit weights in the checkpoint.
         """
         shard_bytes, report = parse_bytes(max_shard_size, "--max-shard-size"), Reporter(on_event)
         report.status("importing torch ...")

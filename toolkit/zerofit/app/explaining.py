@@ -37,7 +37,7 @@ APART = 0.05  # differences below this share of the forecast's bytes are ignored
 LEAST_BYTES = 64 << 20  # smaller differences are no cause
 # kind of memory -> why a run may need more of it than its forecast
 _MORE_OF = {
-    "parameters": "each rank has the full model, or there is a second one",
+    "parameters": "each rank has the full model, or there is a second model",
     "optimizer state": "the states have a wider type than in the forecast, or are not split",
     "gradients": "gradients are kept, or not split",
     "activations": "the batch was longer or larger, or outputs are kept",
@@ -144,7 +144,7 @@ def _of_run_folder(folder: RunFolder) -> Explanation:
 
 
 def _with_snapshot(found: Explanation, snapshot: Explanation) -> Explanation:
-    """Return a snapshot's explanation with what only the log has; the log's if the snapshot shows no cause."""
+    """Return the snapshot's explanation and the log's message; the log's explanation if the snapshot has no cause."""
     if not snapshot.is_known:
         return replace(found, alive=snapshot.alive, lines=snapshot.lines)
     figures = snapshot.figures if found.figures.total_bytes is None else found.figures

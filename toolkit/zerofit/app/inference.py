@@ -135,7 +135,7 @@ def generate(
 ) -> Generation:
     """Continue `prompt` with a causal language model; `on_event` gets each piece as an event of kind "text".
 
-    `temperature` 0 uses the likeliest token each time; otherwise a token is drawn from the likeliest ones that together
+    `temperature` 0 uses the likeliest token each time; otherwise it is drawn from the likeliest tokens that together
     have probability `top_p`. Other keyword arguments are those of InferenceOptions; raises like `evaluate`.
 
 

@@ -29,11 +29,11 @@ from zerofit.spec.run_folder import Job, Layout, ReplayRequest, RunFolder, Start
 from zerofit.watch.supervise import Watch
 
 WidePrecision = Literal["fp32", "fp64"]
-ROSE = 3.0  # times the lowest loss so far: the step from which a loss that stayed finite is suspicious
-# settings of a run that a replay must not repeat: they write elsewhere, or change what is timed or compiled
+ROSE = 3.0  # a finite loss that exceeds the lowest loss so far by this factor is suspicious
+# settings of a run that a replay replaces: they write to other places, save, compile or profile
 _QUIET: dict[str, Any] = {"callbacks": (), "tensorboard": False, "wandb": None, "profile": None, "compile": False}
 _QUIET |= {"save_every": "0", "ema": None, "check_loss": True, "record_memory": False, "output": None}
-KEPT = ("optimizer", "scheduler", "gradient_clipping")  # of the run's DeepSpeed JSON, on one CPU
+KEPT = ("optimizer", "scheduler", "gradient_clipping")  # keys of the run's DeepSpeed JSON for a replay on one CPU
 
 
 def replay(
@@ -48,13 +48,13 @@ def replay(
 
     Args:
         run: the run folder.
-        step: the step that went wrong, from 1 (None: by the run's errors and metrics).
+        step: the step that went wrong, from 1 (None: found in the run's errors and metrics).
         precision: repeat on one CPU in float32 or float64 (None: in the layout and precision of the run).
         trust_model_code: run the Python code that the run folder names as its model.
         on_event: gets progress.
 
-    Raises UserError for a folder without a run or a step that it has not reached, and RunFailed if ranks fail in
-    another way. The same samples, weights and random numbers as in the run are used, so losses are the same.
+    Raises UserError if the folder has no run or the run has no such step, and RunFailed if ranks fail for another
+    reason. Samples, weights and random numbers are those of the run, so the losses are the same.
 
     >>> import zerofit as zf
     >>> _ = zf.train(zf.Run(model="mlp", data="digits", steps=4, ranks=1, output="runs/healthy"))
@@ -105,7 +105,7 @@ def _losses(folder: RunFolder) -> dict[int, float]:
 
 
 def _failed_step(folder: RunFolder, losses: dict[int, float], job: Job) -> int:
-    """Return the step that the ranks' errors name, else where the loss began to rise, else the last step."""
+    """Return the step that the ranks' errors name, else the step at which the loss rose, else the last step."""
     for file in sorted(folder.logs.glob("rank-*.error.json")):
         try:
             text = str(read_json(file))
@@ -135,13 +135,13 @@ def _start_before(step: int, folder: RunFolder, job: Job, report: Reporter) -> S
 
 
 def _job(job: Job, start: Start | None, last: int, precision: WidePrecision | None) -> Job:
-    """Return the job of the replay's ranks: the run's own, or on one CPU in another precision."""
+    """Return the job of the replay's ranks: the run's job, or a job on one CPU in another precision."""
     run = job.run.model_copy(update=_QUIET)
     job = replace(job, run=run, start=start, forecast=None, fit=None, batch=replace(job.batch, limit=0))
     if precision is None:
         return replace(job, replay=ReplayRequest(step=last))
     grouped = regroup(job.batch, 1, 1)
-    assert grouped  # one rank can always take the batch
+    assert grouped  # every batch can run on one rank
     _, batch = grouped
     config = {key: job.ds_config[key] for key in KEPT if key in job.ds_config}
     config |= {"train_batch_size": batch.total, "train_micro_batch_size_per_gpu": batch.micro}

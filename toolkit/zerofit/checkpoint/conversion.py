@@ -1,4 +1,4 @@
-"""Conversions of checkpoints: their result, forecast and progress, and the plan by which an interrupted one goes on."""
+"""Conversions of checkpoints: result, forecast, progress, and the plan with which an interrupted one continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerofit.checkpoint.index import MASTER
 from zerofit.spec.events import Reporter
 from zerofit.spec.units import shown_bytes
 
-SETTLED_S = 10.0  # before that, a speed is not measured
+SETTLED_S = 10.0  # seconds before the time left is estimated
 PROBE = 1 << 24  # elements that are copied for a forecast of the time
 
 
@@ -37,9 +37,9 @@ class ConvertResult:
 
 
 def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:
-    """Forecast disk, memory and time of a conversion: copy a small part of the largest parameter, and flush it.
+    """Forecast disk, memory and time of a conversion. The time is measured: a part of the largest parameter is copied.
 
-    `ranks` have a part of each parameter in their files (ZeRO 3).
+    `total`: bytes of the result. `ranks`: number of ranks whose files have a part of each parameter (ZeRO 3).
     """
     name = max(state.names, key=lambda name: math.prod(state.shape(name)))
     numel = math.prod(state.shape(name))
@@ -57,7 +57,7 @@ def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:
 
 
 def conversion_plan(checkpoint: Path, *options: object) -> dict[str, Any]:
-    """Return the identity of a conversion, so that an interrupted one only continues with the same input."""
+    """Return what identifies a conversion. An interrupted one continues only with the same input and options."""
     root = checkpoint if checkpoint.is_dir() else checkpoint.parent
     files = sorted(file for file in root.rglob("*") if file.is_file()) if checkpoint.is_dir() else [checkpoint]
     seen = {str(file.relative_to(root)): [(s := file.stat()).st_size, s.st_mtime_ns] for file in files}

@@ -79,7 +79,7 @@ class DeepSpeedFiles:
 
     @property
     def tensor_ranks(self) -> int:
-        """The tensor parallel degree: model parallel ranks number it within the stages of a pipeline."""
+        """The tensor parallel degree. Without pipeline files, all model parallel ranks are tensor parallel."""
         return len({tp for _, tp in self.layers}) if self.layers else len(self.model_ranks)
 
     def model(self, mp: int) -> tuple[str, dict[str, Any]]:
@@ -105,7 +105,7 @@ class DeepSpeedFiles:
 
 @dataclass(kw_only=True)
 class Parts:
-    """The index while it is built. Tensor parallel ranks have shares of the same names."""
+    """The index while it is built. Tensor parallel ranks have shares of the same parameters."""
 
     tensor_ranks: int
     shards: dict[str, dict[int, list[Shard]]] = field(default_factory=dict)  # by name and tensor parallel rank
@@ -119,7 +119,7 @@ class Parts:
     def add(
         self, mp: int, name: str, shape: tuple[int, ...], start: int, numel: int, where: dict[str, Location]
     ) -> None:
-        """Add a stretch of a parameter, which a model parallel rank wrote."""
+        """Add a parameter's `numel` elements from `start` on, which model parallel rank `mp` wrote to `where`."""
         tp = mp % self.tensor_ranks
         # tied weights are also in a later stage of a pipeline
         if numel and self.owners.setdefault((name, tp), mp) == mp:

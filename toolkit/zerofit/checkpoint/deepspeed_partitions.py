@@ -87,10 +87,10 @@ def partitioned_groups(files: DeepSpeedFiles, stage_three: bool) -> list[Paramet
 def _fragments(
     saved: dict[str, Any], groups: list[dict[str, Any]], done: dict[str, int], shuffled: bool
 ) -> Iterator[list[tuple[str, int, int]]]:
-    """Yield for each group of a rank the parameters in its partition: name, first element there, elements.
+    """Yield for each group of a rank the parameters in the partition: name, first element, number of elements.
 
-    DeepSpeed saves them since 0.8 (`param_slice_mappings`), but not in the order of round_robin_gradients. Without this
-    key, parameters follow one another as in `param_shapes`, each with its padding (`parameter_alignment`).
+    DeepSpeed 0.8 and newer save them (`param_slice_mappings`), but ignore the order of round_robin_gradients. Without
+    this key, parameters follow one another as in `param_shapes`, each with its padding (`parameter_alignment`).
     """
     if saved.get("param_slice_mappings") and not shuffled:
         for mapping in saved["param_slice_mappings"]:
@@ -143,12 +143,12 @@ def _global_name(local: str, dp: int, state: dict[str, Any]) -> str:
     mine = {int(m[2]) for group in flat_groups(state) for name in group if (m := EXPERTS.fullmatch(name))}
     count = max(mine) + 1
     total = state["num_experts"]
-    ranks = max(1, (total[0] if isinstance(total, list) else total) // count)  # that share the experts
+    ranks = max(1, (total[0] if isinstance(total, list) else total) // count)  # the experts are split over these ranks
     return f"{match[1]}{dp % ranks * count + int(match[2])}{match[3]}"
 
 
 def add_stage_three(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
-    """Add the parameters of stage 3: each rank has an equal part of each, in sub-groups of flat partitions."""
+    """Add the parameters of stage 3: each rank has an equal part of each parameter, in flat sub-groups."""
     state = files.model(mp)[1]
     shapes = {name: tuple(shape) for group in flat_groups(state) for name, shape in group.items()}
     parts.ties |= state.get("shared_params") or {}
@@ -182,7 +182,7 @@ def _weights_copy(
 ) -> dict[str, Location]:
     """Return the places of the parameters in the 16-bit weights that a program saved with the checkpoint.
 
-    stage3_gather_16bit_weights_on_model_save lets save_16bit_model, the Trainer and Accelerate write them.
+    With stage3_gather_16bit_weights_on_model_save, save_16bit_model, the Trainer and Accelerate write these weights.
     """
     copies: dict[str, Location] = {}
     for file in weight_files(files.root):

@@ -44,7 +44,7 @@ class CheckpointDiff:
     only_in_a: list[str] = field(default_factory=list)
     only_in_b: list[str] = field(default_factory=list)
     shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    rows: list[TensorRow] = field(default_factory=list)  # number of compared tensors
+    rows: list[TensorRow] = field(default_factory=list)  # of the compared tensors
 
     @property
     def equal(self) -> bool:

@@ -141,7 +141,7 @@ def export_foreign(
 ) -> ExportResult:
     """Write another program's weights: a Hugging Face folder, peft's adapters, or one safetensors file.
 
-    `config` is the folder with config.json and the tokenizer (default: the checkpoint's, or the one above). Without a
+    `config` is the folder with config.json and the tokenizer (default: the checkpoint's, or its parent). Without a
     config, tensors have the checkpoint's names. `repair` replaces the data of a lost rank. Raises UserError.
     """
     state, folder = FullState(found.path, repair=repair), config or model_config_folder(found)

@@ -51,7 +51,7 @@ class Foreign:
 
 
 def foreign_at(path: Path) -> Foreign | None:
-    """Return another program's checkpoint at `path`: the newest of several, or the one that its `latest` file names."""
+    """Return another program's checkpoint at `path`: the one that `latest` names, else the newest."""
     found = foreign_in(path)
     latest = latest_of(path) if path.is_dir() else None
     named = [entry for entry in found if latest is not None and entry.files == path / latest]

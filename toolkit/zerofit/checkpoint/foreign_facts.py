@@ -112,7 +112,7 @@ def _model_class(found: Foreign) -> str | None:
 
 
 def model_config_folder(found: Foreign) -> Path | None:
-    """Return the folder where the program keeps config.json and the tokenizer: the checkpoint's, or the one above."""
+    """Return the folder where the program keeps config.json and the tokenizer: the checkpoint's, or its parent."""
     root = found.path if found.path.is_dir() else found.path.parent
     return next((folder for folder in (root, root.parent) if (folder / "config.json").is_file()), None)
 
@@ -291,7 +291,7 @@ def _rank_damage(found: Foreign) -> list[Damage]:
             for name in kinds:
                 if facts[name][fact] != usual:
                     seen = (
-                        f"{facts[name][fact]}, not {usual}" if fact == "step" else "another one than in the other files"
+                        f"{facts[name][fact]}, not {usual}" if fact == "step" else "not the same as in the other files"
                     )
                     damage.append(Damage(file=_name(files, name), kind="mixed", message=f"{fact}: {seen}"))
     return damage
@@ -334,7 +334,7 @@ def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
     if found.stage_three:
         gone = f"1/{ranks} of each of {len(names)} parameters, and of their optimizer states, are lost"
         copy = next((file.name for file in weight_files(found.path)), None)
-        repair = "--repair uses its weights, and sets the states to zero"
+        repair = "--repair uses these weights, and sets the optimizer states to zero"
         return f"{gone}; {copy} has all weights in 16 bits: {repair}" if copy else gone
     total = sum(shape.numel() for group in state["param_shapes"] for shape in group.values())
     first, end, place, lost = total * dp // ranks, total * (dp + 1) // ranks, 0, []
@@ -345,8 +345,8 @@ def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
             place += shape.numel()
     shown = f"{lost[0]} to {lost[-1]}" if lost else "no parameter"
     return (
-        f"master weights and optimizer states of about 1/{ranks} of the parameters are lost ({shown}); their weights "
-        f"are in the model states: --repair uses those, and sets the states to zero"
+        f"master weights and optimizer states of about 1/{ranks} of the parameters are lost ({shown}); --repair takes "
+        f"the weights from the model states, and sets the lost optimizer states to zero"
     )
 
 

@@ -52,11 +52,11 @@ class FullState:
     """All parameters, optimizer states and buffers in full shape, read from the files on demand.
 
     `engines` maps engines to the prefix of their names in the model. `names` are the parameters in the model's order,
-    without ties; `ties` maps other names of a tensor to the one in `names`; `counters` has the scalars of the run
+    without ties; `ties` maps other names of a tensor to its name in `names`; `counters` has the scalars of the run
     (`global_steps`, `step`, `loss_scaler`, ...); `notes` describe data that the files lack. Raises UserError
     "incomplete-checkpoint" if the files do not cover every element exactly once or an index is invalid, "no-whole-view"
     if the layout does not save all state. With `repair` the data of a lost rank is replaced, if other files have the
-    weights; `repaired` describes it.
+    weights; `repaired` lists these replacements.
     """
 
     def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE, repair: bool = False):
@@ -83,7 +83,7 @@ class FullState:
                 index = rank.engines[engine]
                 if index.unsupported:
                     message = f"{self._folder} cannot be read as a full model: {index.unsupported}"
-                    hint = "resume in the layout that wrote it, then save in another one"
+                    hint = "resume in the layout that wrote it, then save in another layout"
                     raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where=str(self._folder)))
                 order |= dict.fromkeys(prefix + name for name in index.names)
                 self.ties |= {prefix + name: prefix + source for name, source in index.ties.items()}
@@ -134,7 +134,7 @@ class FullState:
         return [MASTER] if name in self._buffers else list(self._shards_of(name)[0].where)
 
     def shares(self, name: str) -> list[list[Shard]]:
-        """Return the stretches of each tensor parallel rank's share of a parameter, or of the only one."""
+        """Return the stretches of a parameter, in one list for each tensor parallel rank."""
         return list(_by_cut(self._shards_of(name)).values())
 
     def read(self, name: str, kind: str = MASTER, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -223,7 +223,7 @@ class FullState:
         return value
 
     def _opened(self, where: Location | SavedBuffer) -> Any:
-        if where.span:  # a separate tensor; it is not cached, so that only one is in memory
+        if where.span:  # a separate tensor; it is not cached, so that only one tensor is in memory
             return safe_load.load(self._path(where.file), span=where.span)
         if where.file not in self._open:
             self._open[where.file] = safe_load.load(self._path(where.file))

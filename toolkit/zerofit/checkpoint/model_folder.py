@@ -30,7 +30,7 @@ from zerofit.spec.units import shown_bytes
 
 SPARE_BYTES = 1 << 24  # for files other than weights
 PIECE = 1 << 24  # elements converted at a time
-PLAN = ".plan.json"  # of an interrupted conversion
+PLAN = ".plan.json"  # identifies an interrupted conversion
 CARD = "zerofit.json"  # the model and its inputs
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -66,7 +66,7 @@ def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
 def staged_folder(out: Path, where: str = "OUT", plan: dict[str, Any] | None = None) -> Iterator[Path]:
     """Yield a folder to write into; on success it is synced and renamed to `out`, else removed.
 
-    With a `plan`, the folder of an interrupted call stays, and the next call with this plan gets it with its files.
+    With a `plan`, the folder of an interrupted call stays, and the next call with the same plan gets it and its files.
     """
     refuse_existing(out, where)
     out = out.absolute()
@@ -107,7 +107,7 @@ def _continued(staging: Path, plan: dict[str, Any], where: str) -> Iterator[None
         file.seek(0)
         wanted = json.dumps(plan, sort_keys=True)
         continues = file.read() == wanted
-        for path in staging.rglob("*"):  # files with a dot were not complete
+        for path in staging.rglob("*"):  # names of incomplete files begin with a dot
             if path.is_file() and path.name != PLAN and not (continues and path.name[0] != "."):
                 path.unlink()
         if not continues:
@@ -145,8 +145,7 @@ def cut(entries: list[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
 
 
 # A safetensors file is [8 bytes: length of the header][header: JSON of names, types, shapes, offsets][data]. The
-# header needs only shapes, so it is written first, and tensors are then written at their offsets in whatever order
-# they arrive.
+# header needs only shapes, so it is written first, and tensors are then written at their offsets in any order.
 class TensorFile:
     """A safetensors file that is written tensor by tensor in any order, since all offsets are known.
 

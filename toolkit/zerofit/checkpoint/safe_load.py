@@ -36,7 +36,7 @@ class InertFragment:
 
 
 class InertLossScaler:
-    """A loss scaler's attributes: cur_scale, and for a dynamic one cur_iter, cur_hysteresis and its settings."""
+    """A loss scaler's attributes: cur_scale, and for a dynamic scaler also cur_iter, cur_hysteresis and settings."""
 
 
 class Inert:
@@ -67,7 +67,7 @@ REPLACEMENTS: dict[str, type] = {
     **{f"numpy.{core}.multiarray.{name}": Inert for core in ("core", "_core") for name in ("_reconstruct", "scalar")},
 }
 SAFETENSORS = ".safetensors"
-PIECE, FEW = 1 << 22, 1 << 16  # elements: read at once, not worth opening the file
+PIECE, FEW = 1 << 22, 1 << 16  # elements: of one read; the fewest for which a file is read
 NORESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names since 3.13
 ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}  # members of ZeroStageEnum
 
@@ -139,7 +139,7 @@ _MAPPED: dict[int, tuple[str, int]] = {}  # path and size of each mapped file, b
 def _unreserved_maps() -> Iterator[None]:
     """Let torch map files that are larger than the memory.
 
-    torch (serialization.py, `load`) maps a file privately and writable, for which Linux wants memory of its size.
+    torch (serialization.py, `load`) maps a file as private and writable. Linux reserves memory for such a mapping.
     """
     with _MAPPING:
         setattr(torch.UntypedStorage, "from_file", _map)  # noqa: B010 - a method of its base class
@@ -162,7 +162,7 @@ def _map(path: str, shared: bool, size: int) -> torch.UntypedStorage:
 def copy_numbers(out: torch.Tensor, stored: torch.Tensor) -> None:
     """Copy flat numbers of a mapped file into `out`, which may have another type.
 
-    Reading a file takes half of the processor time of mapping its pages.
+    If there are many, they are read from the file, which takes half as much CPU time as mapping its pages.
     """
     address, count = stored.data_ptr(), len(stored)
     place = next(((p, address - a) for a, (p, size) in _MAPPED.items() if a <= address < a + size), None)

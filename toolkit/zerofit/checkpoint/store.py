@@ -394,7 +394,7 @@ def manifest_of(checkpoint: Path, where: str = "PATH") -> Manifest:
 def _damage_problem(checkpoint: Path, damage: Damage, where: str) -> Problem:
     message = f"{checkpoint / damage.file} is damaged: {damage.kind}"
     message += f" ({damage.message})" if damage.message else ""
-    return Problem(kind="damaged-checkpoint", message=message, hint=f"use another one; {HINT}", where=where)
+    return Problem(kind="damaged-checkpoint", message=message, hint=f"use another checkpoint; {HINT}", where=where)
 
 
 def _no_checkpoint(message: str, where: str) -> UserError:

@@ -1,4 +1,4 @@
-"""Weights that tensor parallel ranks share, joined by the rules in the files, of DeepSpeed's AutoTP or of Megatron."""
+"""Join weights that are split over tensor parallel ranks, by the rules in the files or by the rules of Megatron."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def whole_shards(found: Foreign, parts: Parts, rules: dict[str, Any] | None) -> 
     if not rules and any(MARK.fullmatch(name) for name in parts.shards):
         rules = MEGATRON | {"parameter_with_2_sub_params_cat_dim_0": _gated(parts)}
     if not rules:
-        message = f"{found.files} has the shares of {parts.tensor_ranks} tensor parallel ranks, without their rules"
-        hint = "DeepSpeed 0.19 or newer saves them; gather it with the program that wrote it, e.g. save_16bit_model"
+        message = f"{found.files} is split over {parts.tensor_ranks} tensor parallel ranks, without rules to join them"
+        hint = "gather it with the program that wrote it, e.g. save_16bit_model; DeepSpeed 0.19 and newer save rules"
         raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where=str(found.files)))
     shares = _Rules(rules)
     return [shard for name, ranks in parts.shards.items() for shard in _joined(found, shares, name, ranks)]
@@ -73,7 +73,7 @@ class _Rules:
             raise ValueError(f"a pattern of tensor parallel shares: {error}") from None
 
     def widths(self, name: str, lengths: list[int]) -> list[list[int]] | None:
-        """Return the rows of each rank for each of several matrices that a weight stacks; None for one matrix."""
+        """Return the rows of each rank in each matrix, if a weight stacks several matrices; else None."""
         for pattern, widths in (self.saved.get("sub_param_shard_widths") or {}).items():
             if self.matches([pattern], name):
                 return [list(each) for each in widths]
@@ -96,7 +96,7 @@ class _Rules:
 
 
 def _joined(found: Foreign, rules: _Rules, name: str, ranks: dict[int, list[Shard]]) -> list[Shard]:
-    """Return the shards of a parameter: those of the first rank if all have it in full."""
+    """Return the shards of a parameter; only the first rank's shards, if all ranks have the full parameter."""
     for pattern, reason in (rules.saved.get("autotp_unsupported_parameter_patterns") or {}).items():
         if rules.matches([pattern], name):
             message = f"{found.files}: the shares of {name} cannot be joined: {reason}"
@@ -115,6 +115,6 @@ def _joined(found: Foreign, rules: _Rules, name: str, ranks: dict[int, list[Shar
         ranges = [(start + sum(each[:number]), each[number]) for start, each in zip(starts, widths, strict=False)]
         cut = TensorSlice(dim, tuple(span for span in ranges if span[1]))
         if math.prod(cut.shape(full)) != math.prod(own[0].shape):
-            raise ValueError(f"the share of {name} on tensor parallel rank {number} is {own[0].shape}")
+            raise ValueError(f"the share of {name} on tensor parallel rank {number} has the shape {own[0].shape}")
         shards += [replace(shard, shape=full, cut=cut) for shard in own]
     return shards

@@ -118,7 +118,7 @@ def verify(path: Path, as_json: bool) -> None:
 @TRUST_PICKLE
 @AS_JSON
 def convert(path: Path, out: Path, as_json: bool, **options: Any) -> None:
-    """Write a checkpoint for another program, or for other ranks and another stage, with the optimizer's states.
+    """Write a checkpoint with optimizer states for another program, or for other ranks and another ZeRO stage.
 
     After an interruption, the same command continues with the next file (--to deepspeed and universal).
 

@@ -135,7 +135,7 @@ def strategies(model: str, as_json: bool, **options: Any) -> None:
 def batch_size(model: str, as_json: bool, **options: Any) -> None:
     """Show which batch size reaches the target accuracy first, and from which size on larger sizes do not help.
 
-    --lr is that of the smallest size; --scale-lr raises it for larger ones.
+    --lr is the learning rate of the smallest size; --scale-lr raises it for larger sizes.
     """
     from zerofit.app.comparing.comparisons import compare_sizes
 

@@ -49,8 +49,8 @@ placement_options = add_options(  # options for the placement of weights
 def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
     """Evaluate CKPT: a run's folder, one of its checkpoints, an exported model, or any Hugging Face model's folder.
 
-    Loss and perplexity of text, loss and accuracy of images (of masks also mean IoU), F1 of labelled text, ROUGE of
-    what an encoder-decoder writes, over the validation samples of --data (by default its training data).
+    Prints loss and perplexity for text, loss and accuracy for images (for masks also mean IoU), F1 for labelled text,
+    and ROUGE for texts of an encoder-decoder, on the validation samples of --data (by default its training data).
 
     Exit code 0: done, 1: the model does not fit into the memory that it may use, 2: bad input.
     """

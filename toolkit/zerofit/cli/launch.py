@@ -70,7 +70,7 @@ file_options = add_options(
 @click.option("--node-rank", type=click.IntRange(min=0), help="--no-ssh: this node's line in the hostfile, from 0")
 @click.option("--nodes", type=click.IntRange(min=1), help="--no-ssh, --slurm, --kubernetes: number of nodes")
 @click.option("--slots", type=click.IntRange(min=1), help="ranks per node, with --nodes")
-@click.option("--master-addr", help="address of rank 0 [that of the first host]")
+@click.option("--master-addr", help="address of rank 0 [the first host's]")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="restarts after a failure [0]")
 @click.option("--min-nodes", type=click.IntRange(min=1), help="continue without lost nodes while this many are left")
 @click.option("--dry-run", is_flag=True, help="only print the launcher's command")
@@ -107,7 +107,7 @@ def _launch(
         return {"command": launcher_command(request.run, hosts, host_request)}
     with EventConsole(request.run.log_every) as console:
         report = Reporter(shielded(console))
-        # with --no-ssh every node runs this command; the first one supervises, the others follow
+        # with --no-ssh every node runs this command; the first node supervises, the others follow
         if host_request.node_rank:
             from zerofit.app.clusters.node_agent import follow
 

@@ -64,7 +64,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command. Raises UsageError with the nearest name for an unknown one."""
+        """Find the command. Raises UsageError with the nearest name for an unknown name."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
             guess = f" Did you mean {near[0]!r}?" if near else ""

@@ -69,9 +69,9 @@ OWN_PINS = (
     *("liger_kernel", "tensor_sequence_parallel", "cpu_threads"),
 )
 FROM_HELP = "correct step times by the trials in this folder of `zerofit tune`"
-SERVE_HELP = "answer for inference instead: does the model fit in vLLM, and how many sequences run at once"
-METHOD_HELP = "plan reinforcement learning, preferences or distillation: trainer and rollout by phase"
-ROLLOUT_HELP = "settings by their own names: of vLLM for --serve (max_model_len=8192), of TRL for --method"
+SERVE_HELP = "plan inference instead: whether the model fits in vLLM, and how many sequences run at once"
+METHOD_HELP = "plan reinforcement learning, preferences or distillation: memory of trainer and rollout by phase"
+ROLLOUT_HELP = "settings of vLLM for --serve (max_model_len=8192), or of TRL for --method, by their own names"
 FROM_TRACE_HELP = "use measured kernel times from RUN_FOLDER/traces/rank-0-step-3.json (`train --profile`)"
 COLUMNS_HELP = f"columns of the table after the layout: {', '.join(COLUMNS)} [as many as fit the terminal]"
 MEASURED_HELP = "scale all times to the speed of the layout given by flags: 5.33samples/s, 21000tokens/s or 0.52s"
@@ -183,8 +183,8 @@ def _compare(model: str | None, options: dict[str, Any], methods: str) -> Method
 
 def _refuse_html(options: dict[str, Any], flag: str) -> None:
     if options["html"]:
-        hint = "leave it out, or save the output of --json"
-        raise UserError(Problem(kind="usage", message=f"--html has no page for {flag}", hint=hint, where="--html"))
+        hint = "leave out --html, or save the output of --json"
+        raise UserError(Problem(kind="usage", message=f"--html does not support {flag}", hint=hint, where="--html"))
 
 
 def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:

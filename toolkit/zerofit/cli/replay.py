@@ -21,9 +21,9 @@ SHOWN = 8  # samples
 
 @click.command()
 @click.argument("run", metavar="RUN_FOLDER", type=PATH)
-@click.option("--step", type=click.IntRange(min=1), help="the step that went wrong (default: by the run's log)")
+@click.option("--step", type=click.IntRange(min=1), help="the step that went wrong (default: found in the logs)")
 @click.option(
-    "--precision", type=click.Choice(["fp32", "fp64"]), help="repeat on one CPU in this precision (default: as the run)"
+    "--precision", type=click.Choice(["fp32", "fp64"]), help="repeat on one CPU in this precision (default: the run's)"
 )
 @TRUST_MODEL_CODE
 @AS_JSON
@@ -31,9 +31,9 @@ def replay(run: Path, step: int | None, precision: WidePrecision | None, trust_m
     """Repeat a run's steps before a loss that is not finite, and name the cause.
 
     The replay starts at the newest checkpoint before the step, with the same samples, weights and random numbers in the
-    same layout. It names the first module, operation and tensor that is not finite, and why: a sample, an overflow of
-    fp16, the loss scale, the learning rate, a collective or the checkpoint's weights. The run folder stays as it is;
-    the replay's files are in RUN_FOLDER/replay.
+    same layout. It names the first module, operation and tensor that are not finite, and the cause: a sample, an
+    overflow of fp16, the loss scale, the learning rate, a collective or the checkpoint's weights. The replay writes
+    only to RUN_FOLDER/replay.
 
     Exit code 0: the answer names a cause; 1: all steps are finite; 2: bad input; 3: the ranks failed.
     """
@@ -47,7 +47,7 @@ def replay(run: Path, step: int | None, precision: WidePrecision | None, trust_m
 
 
 def show(result: Replay) -> None:
-    """Print the cause, then where and with which numbers, then what to do."""
+    """Print the cause, then the place and its numbers, then what to do."""
     console = out()
     console.print()
     verdict = result.cause.replace("-", " ").upper() if result.is_known else "NOTHING FOUND"
@@ -79,4 +79,4 @@ def _facts(result: Replay) -> Iterator[tuple[str, str]]:
     start = f"{Path(result.start).name} (step {result.start_step})" if result.start else "the first step"
     yield "started at", f"{start}, in {result.precision}"
     if result.compared_losses:
-        yield "losses", f"{result.equal_losses} of {result.compared_losses} equal to the run's, bit for bit"
+        yield "losses", f"{result.equal_losses} of {result.compared_losses} equal the run's losses, bit for bit"

@@ -22,7 +22,7 @@ ENDINGS = (".html", ".htm")
 def report(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
     """Write one page about run folders, and about saved output of plan, simulate, explain and check with --json.
 
-    Several of them are shown side by side, with the settings that differ. The page needs no network.
+    Several results are shown side by side, with the settings that differ. The page needs no network.
     """
     from zerofit.report.report import KINDS, make_page, read_sources
 
@@ -39,7 +39,7 @@ def report(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
 
 
 def check_page(path: Path, option: str, problems: Problems) -> None:
-    """Add a problem if this cannot be the file of a page."""
+    """Add a problem if no page can be written to `path`, which `option` names."""
     if path.suffix.lower() not in ENDINGS:
         problems.add("bad-value", f"{path} is not a page", "use a name that ends in .html", option)
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -47,7 +47,7 @@ def check_page(path: Path, option: str, problems: Problems) -> None:
 
 
 def refuse_page(path: Path | None) -> None:
-    """Raise UserError before any work if this cannot be the file of --html."""
+    """Raise UserError before any work if no page can be written to the file of --html."""
     problems = Problems()
     if path:
         check_page(path, "--html", problems)

@@ -35,7 +35,7 @@ def _serving(plan: ServingPlan) -> Iterator[tuple[str, str]]:
         yield "KV cache", f"{shown_bytes(engine.cache_bytes)} on each GPU: {blocks}"
         each = f"{engine.sequences:,.1f} sequences of {s.max_model_len:,} tokens"
         limit = f", at most {s.max_num_seqs:,} of any length (max_num_seqs)"
-        copies = f"; {plan.copies} such engines on {plan.cluster.ranks} GPUs" if plan.copies > 1 else ""
+        copies = f"; {plan.copies} engines on {plan.cluster.ranks} GPUs" if plan.copies > 1 else ""
         yield "at once", f"{each}{limit}{copies}"
     parts = ", ".join(f"{part.name} {shown_bytes(part.bytes)}" for part in engine.parts)
     allowed = f"{s.gpu_memory_utilization:g} of {shown_bytes(plan.cluster.device.memory_bytes)}"
@@ -106,9 +106,9 @@ def _rollout_facts(plan: RolloutPlan) -> Iterator[tuple[str, str]]:
         largest, smallest = best.memory.largest_utilization, engine.smallest_utilization
         sequences = f"{min(engine.sequences, engine.settings.max_num_seqs or 0):,.0f} completions at once"
         yield "safe", f"vllm_gpu_memory_utilization {smallest:.2f} to {largest:.2f}; {sequences}"
-    yield "host", f"{shown_bytes(best.memory.host_bytes)} of each rank"
-    batch = f"{best.ranked.layout.global_batch} completions a step of {plan.setup.profile.seq_len:,} tokens"
-    lengths = f", {settings.max_completion_length:,} of them generated" if best.engine else ""
-    yield "assumed", f"{batch}{lengths}; all of full length"
+    yield "host", f"{shown_bytes(best.memory.host_bytes)} per rank"
+    batch = f"{best.ranked.layout.global_batch} sequences of {plan.setup.profile.seq_len:,} tokens a step"
+    lengths = f" (each with {settings.max_completion_length:,} generated tokens)" if best.engine else ""
+    yield "assumed", f"{batch}{lengths}; all have the full length"
     for path in plan.written:
         yield "written", str(path)

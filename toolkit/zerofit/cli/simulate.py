@@ -59,7 +59,7 @@ PLACES = {name: f"--{field.replace('_', '-')}" for name, field in RELEASES.items
 FAIL_ABOVE = 0.01
 FAIL_HELP = "exit with 1 if the peak grows by more than this, or the run no longer fits [1%]"
 SNAPSHOT_HELP = "write a memory snapshot in torch's format, for memory_viz and `zerofit explain` (implies --exact)"
-DETAILS_HELP = "also print memory by phase and kind, collectives and all changes; with --json the memory over time"
+DETAILS_HELP = "also print memory by phase and kind, collectives and all changes; with --json also the memory over time"
 HTML_HELP = "write the answer as a page, with the memory over time (implies --exact)"
 TRACE_HELP = "write the timeline of a step, in Chrome trace format for Perfetto (implies --exact)"
 
@@ -91,7 +91,7 @@ def _share(context: click.Context, parameter: click.Parameter, value: str | None
 @click.command(cls=CommandAfterDashes)
 @click.argument("target", metavar="MODEL | RUN.yaml | -- COMMAND", required=False)
 @hardware_options(*HARDWARE_FIELDS, kinds="h100-80gb, p5.48xlarge, ..., cpu, or your own YAML file [this machine]")
-@click.option("--rank", type=click.IntRange(min=0), help="rank to simulate [the one that needs most memory]")
+@click.option("--rank", type=click.IntRange(min=0), help="rank to simulate [the rank that needs most memory]")
 @INPUT
 @click.option("--exact", is_flag=True, help="simulate all layers of a large model instead of extrapolating from a few")
 @click.option("--alloc-conf", default="", metavar="OPTIONS", help="as in PYTORCH_CUDA_ALLOC_CONF")
@@ -139,7 +139,7 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
                 result = _script(ctx, words, as_json, options)
             else:
                 result = _simulate(_named(target, options["longest"]), as_json, options)
-        # an older or newer release may lack what the simulator needs; with the installed ones it is a bug of zerofit
+        # an older or newer release may lack what the simulator needs; without these options it is a bug of zerofit
         except (RuntimeError, ImportError, AttributeError) as error:
             if not releases:
                 raise
@@ -176,7 +176,7 @@ def _refuse_place(path: Path, knobs: bool) -> None:
         problems.add("bad-value", f"{path} cannot be written", "name a file in an existing folder", "--write-config")
     if not knobs:
         message = "--write-config needs the changes that --no-knobs leaves out"
-        problems.add("usage", message, "leave one of the two out", "--write-config")
+        problems.add("usage", message, "leave out one of these options", "--write-config")
     problems.raise_if_any()
 
 
@@ -201,7 +201,7 @@ def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:
     """Return the problem to report if the simulator does not work with the requested releases."""
     named = " and ".join(f"{name} {version}" for name, version in releases.items())
     reason = str(error).strip().splitlines()[-1]
-    hint = "use a later release; docs/scripts.md lists the tested ones under releases"
+    hint = "use a later release; docs/scripts.md lists the tested releases"
     where = " ".join(PLACES[name] for name in releases)
     return Problem(kind="release", message=f"zerofit cannot simulate with {named}: {reason}", hint=hint, where=where)
 

@@ -30,16 +30,16 @@ _LOW_MEMORY = "torch_dtype=torch.bfloat16 and low_cpu_mem_usage=True in from_pre
 CHANGES: dict[str, tuple[str, ...]] = {
     "vllm-gpu-not-free": (
         "a lower gpu_memory_utilization (TRL's vllm_gpu_memory_utilization): it is a share of the whole GPU",
-        f"end the processes that hold the rest: {NVIDIA_SMI}",
-        "beside a trainer: start the engine before the trainer's states exist, or give the engine GPUs of its own",
+        f"end other processes that use this GPU: {NVIDIA_SMI}",
+        "if a trainer uses the GPU too: start vLLM before the trainer's states exist, or on GPUs of its own",
     ),
     "vllm-no-cache": (
         _VLLM_SHARE,
-        "a smaller max_num_batched_tokens: it sizes the activations that vLLM measures before it sizes its cache",
+        "a smaller max_num_batched_tokens: vLLM keeps memory free for their activations",
         _VLLM_SPLIT,
     ),
     "vllm-sequence-too-long": (
-        "max_model_len: the longest prompt and completion that you use (its default is the model's own maximum)",
+        "max_model_len: set it to the longest prompt plus completion that you use (default: the model's maximum)",
         _VLLM_SHARE,
         'kv_cache_dtype="fp8" halves the cache of 16-bit models',
         _VLLM_SPLIT,
@@ -110,7 +110,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "prediction_loss_only=True if no metric needs them",
     ),
     "evaluation": (
-        "a smaller per_device_eval_batch_size (its default is 8, whatever training uses)",
+        "a smaller per_device_eval_batch_size (its default is 8, for any training batch)",
         "keep the argmax of earlier batches, not their logits",
         "torch.no_grad() around a loop of your own",
     ),

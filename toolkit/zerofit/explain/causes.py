@@ -164,9 +164,9 @@ _IN_PHASE = {
     KEPT_LOGITS: ("evaluation-keeps-logits", "The evaluation keeps the logits of all its batches."),
     EVALUATION: (
         "evaluation",
-        "An evaluation's batch did not fit next to the training's states, or outputs of earlier ones.",
+        "An evaluation's batch did not fit next to the training's states and the outputs of earlier batches.",
     ),
-    GENERATION: ("generation", "Generation ran out: its key-value cache and logits grow with each token and sequence."),
+    GENERATION: ("generation", "Generation did not fit: its KV cache and logits grow with each token and sequence."),
     SAVING: ("saving", "Saving gathers parameters, next to the training's weights and states."),
     DATA: ("data-on-device", "Input data did not fit."),
     LOSS: ("logits", "The logits or the loss did not fit: [tokens, vocabulary] values, often a second time in fp32."),
@@ -174,8 +174,8 @@ _IN_PHASE = {
         "optimizer-state",
         "The optimizer's states did not fit: Adam allocates two fp32 values a parameter in its first step.",
     ),
-    FORWARD: ("activations", "A micro batch's activations did not fit next to what was there before."),
-    BACKWARD: ("activations", "Backward ran out: gradients are allocated while a micro batch's activations are alive."),
+    FORWARD: ("activations", "A micro batch's activations did not fit next to the memory already in use."),
+    BACKWARD: ("activations", "Backward did not fit: gradients are allocated while activations are alive."),
 }
 
 
@@ -200,8 +200,8 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
     if phase in (FORWARD, BACKWARD, STEP) and progress.steps >= LATER:
         return Cause(
             name=UNKNOWN,
-            summary=f"{progress.steps} steps had fitted. Since then memory grew, or this batch was longer than those "
-            "before. The log does not show which.",
+            summary=f"{progress.steps} steps had fitted. Since then memory grew, or this batch was longer than "
+            "earlier ones. The log does not show which.",
             evidence=(f"it ran out in {phase}", *shown),
             run_next=RECORD,
         )
@@ -211,7 +211,7 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
         summary = "The optimizer's step computes temporary values for all parameters at once (foreach)."
         return Cause(name="optimizer-temporaries", summary=summary, evidence=shown)
     if phase in (FORWARD, BACKWARD) and gathers(evidence.frames):
-        summary = "A layer's parameters, gathered from all ranks, did not fit next to what was there before."
+        summary = "A layer's parameters, gathered from all ranks, did not fit next to the memory already in use."
         return Cause(name="gathered-parameters", summary=summary, evidence=shown)
     if phase not in _IN_PHASE:
         summary = "Tensors of this program fill the GPU. Without a traceback the log does not show which."

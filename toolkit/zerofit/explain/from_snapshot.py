@@ -182,7 +182,7 @@ def _by_kind_and_line(alive: Sequence[AliveBlock]) -> tuple[Counter[str], tuple[
     )
 
 
-# The stack says who allocated a block. On a GPU, backward runs in a separate thread without Python frames; the blocks
+# The stack shows who allocated a block. On a GPU, backward runs in a separate thread without Python frames; the blocks
 # that it leaves are gradients. DeepSpeed's functions are those of `zerofit simulate`.
 def kind_of(frames: Frames, recorded: bool) -> str:
     """Return a block's kind by its stack (innermost first). `recorded`: whether other blocks have stacks."""

@@ -13,7 +13,7 @@ DEVICE, HOST, SHARED, KERNEL = "device", "host", "shared memory", "kernel"
 _UNITS = {"bytes": 0, "byte": 0, "b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = r"(-?[\d.]+) ?(bytes|[KMGT]i?B)"  # torch and DeepSpeed mean 1024 by all units
 # torch's messages differ by version: 1.x and 2.0 have one pair of parentheses; 2.1 writes sentences ("capacty"), with
-# the processes on the device; 2.2 mentions expandable segments; 2.5 private pools. XPU, HIP and NPU use the same words.
+# the processes on the device. 2.2 adds expandable segments, 2.5 adds private pools. XPU, HIP and NPU use these words.
 _FIGURES = {
     "asked_bytes": rf"(?:[Tt]ried|[Tt]rying) to allocate {_SIZE}",
     "total_bytes": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}|max allowed: {_SIZE}",

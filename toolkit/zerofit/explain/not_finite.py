@@ -10,7 +10,7 @@ from typing import Any
 from zerofit.explain.result import UNKNOWN
 from zerofit.spec.files import field_data
 
-# Causes, in the order in which they are excluded. The first that the findings show is the answer.
+# Causes, in the order in which they are checked. The first cause that the findings show is the answer.
 BAD_WEIGHTS = "bad-weights"  # not finite when the replay started
 COLLECTIVE = "collective"  # ranks differ, or a reduction of finite numbers is not finite
 SAMPLE = "sample"  # a sample's inputs or label
@@ -18,9 +18,9 @@ LEARNING_RATE = "learning-rate"  # weights or loss grew step by step before
 LOSS_SCALE = "loss-scale"  # a gradient overflows only because of the scale
 FP16_OVERFLOW = "fp16-overflow"  # finite in float32
 OPERATION = "operation"  # log of zero, division by zero, ...
-GREW = 3.0  # times the lowest loss, or the weights' size at the start, that show divergence
+GREW = 3.0  # training diverges if the loss grew by this factor over its lowest value, or the weights over their first
 LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38}
-# op -> what it must not get, by the lowest input that it supports
+# op that does not support all numbers -> its name in messages
 _DOMAINS = {"log": "log", "log2": "log", "log10": "log", "sqrt": "square root", "rsqrt": "reciprocal square root"}
 _DOMAINS |= {"div": "division", "div_": "division", "reciprocal": "division", "log1p": "log", "pow": "power"}
 _DOMAINS |= {"lgamma": "log-gamma", "digamma": "digamma", "acos": "arc cosine", "asin": "arc sine"}
@@ -29,7 +29,7 @@ _ADVICE = {
     COLLECTIVE: "check this rank's device and links (`zerofit doctor`), then resume from the checkpoint",
     SAMPLE: "correct or leave out the sample; `zerofit data` shows what the model reads",
     LEARNING_RATE: "lower --lr, lengthen --warmup-steps, or set --gradient-clipping 1",
-    LOSS_SCALE: "use a dynamic loss scale (fp16.loss_scale 0) or a smaller one, or --precision bf16",
+    LOSS_SCALE: "use a dynamic or a smaller loss scale (fp16.loss_scale 0 is dynamic), or --precision bf16",
     FP16_OVERFLOW: "use --precision bf16, or compute this layer in float32",
     OPERATION: "keep the input in the range of the operation, such as log(x.clamp_min(1e-6))",
     UNKNOWN: "",
@@ -55,8 +55,8 @@ class Replay:
     advice: str = ""
     start: str = ""  # the checkpoint, or "" for the first step
     start_step: int = 0
-    compared_losses: int = 0  # steps whose loss is in the run's metrics, too
-    equal_losses: int = 0  # of these, with equal bits
+    compared_losses: int = 0  # replayed steps whose loss is also in the run's metrics
+    equal_losses: int = 0  # compared losses with equal bits
     precision: str = ""
     run_dir: str = ""
 
@@ -71,7 +71,7 @@ class Replay:
 
 
 def cause_of(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> Replay:
-    """Return the cause. `ranks`: the findings of each rank (`train.replay`); `losses`: of the run's steps before."""
+    """Return the cause. `ranks`: the findings of each rank (`train.replay`); `losses`: the losses of the steps."""
     found = _of_weights(ranks) or _of_replicas(ranks)
     if not found and not any(rank.get("stopped") for rank in ranks):
         summary = f"All steps up to step {ranks[0]['done']} are finite in this replay"
@@ -106,7 +106,7 @@ def _of_weights(ranks: Sequence[Mapping[str, Any]]) -> Replay | None:
         summary = f"After step {step}, {shown} on rank {bad[0]['rank']} only: its copy arrived damaged."
         cause = COLLECTIVE
     else:
-        summary = f"The update of step {step} was too large: {shown} after it, with finite gradients."
+        summary = f"The update of step {step} was too large: its gradients are finite, but {shown} after it."
         cause = LEARNING_RATE
     rank = bad[0]["rank"]
     return Replay(cause=cause, summary=summary, step=step, phase="step", tensor=first["name"], rank=rank, evidence=more)
@@ -120,7 +120,7 @@ def _of_replicas(ranks: Sequence[Mapping[str, Any]]) -> Replay | None:
     return Replay(
         cause=COLLECTIVE,
         summary=f"Ranks differ after step {step}: {len(apart)} parameters are not the same, {apart[0]} first. "
-        "They were the same before it, so an exchange of gradients or weights failed.",
+        "They were the same before this step, so an exchange of gradients or weights failed.",
         step=step,
         phase="step",
         tensor=apart[0],
@@ -152,7 +152,7 @@ def _of_origin(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> R
     found = [rank for rank in ranks if rank.get("origin")]
     if not found:
         return None
-    # a rank that only received the number from another one has no op
+    # a rank that only received the number from another rank has no op
     rank = min(found, key=lambda rank: (not rank["origin"]["op"], rank["origin"]["phase"] != "forward", rank["rank"]))
     origin, step = rank["origin"], rank["step"]
     cause, summary, evidence = _judged(origin, rank, _growth(rank, losses))
@@ -177,7 +177,7 @@ def _judged(origin: Mapping[str, Any], rank: Mapping[str, Any], grown: str) -> t
     if origin["depends"] == ["labels"]:
         samples = ", ".join(map(str, origin["samples"])) or "the micro batch"
         values = _range(origin["inputs"][0]) if origin["inputs"] else ""
-        return SAMPLE, f"The label of sample {samples} is outside of what {place} supports: {values}.", evidence
+        return SAMPLE, f"The label of sample {samples} is outside the range that {place} supports: {values}.", evidence
     if len(origin["samples"]) < origin["of_samples"] and origin["samples"] and "weights" not in origin["depends"]:
         samples, values = ", ".join(map(str, origin["samples"])), "; ".join(map(_range, origin["inputs"]))
         return SAMPLE, f"Sample {samples} of the training data: {made}, before any weight is used ({values}).", evidence
@@ -213,7 +213,7 @@ def _growth(rank: Mapping[str, Any], losses: Sequence[float]) -> str:
 
 
 def _of_reduction(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> Replay:
-    """Return the cause where no rank has a result that is not finite, but the gradients' norm is."""
+    """Return the cause if the results of all ranks are finite, but the norm of the gradients is not."""
     stopped = next(rank for rank in ranks if rank.get("stopped"))
     if grown := _growth(stopped, losses):
         summary = f"Training diverged before: {grown}. {stopped['stopped']}."

@@ -76,7 +76,7 @@ def _blas(evidence: LogEvidence) -> Cause | None:
 _HOST_WORK = {
     "loading the model": (
         "weights-in-host-memory",
-        "while the model was loaded: each rank of a host may load it whole",
+        "while the model was loaded: each rank of a host may load all of it",
     ),
     "creating the optimizer's states": ("offloaded-states", "while the optimizer's states were created in host memory"),
     "preparing data": ("data-in-host-memory", "while data was prepared"),

@@ -173,7 +173,7 @@ def _event(event: dict[str, Any]) -> AllocatorCall:
 
 
 def _placed(allocated: dict[int, int], segments: Sequence[dict[str, Any]]) -> dict[int, AliveBlock]:
-    """Return the blocks in use by address. Older formats have no address: it follows from the blocks before."""
+    """Return the blocks in use by address. In older formats the address follows from the earlier blocks."""
     found: dict[int, AliveBlock] = {}
     for segment in segments:
         address = int(segment.get("address") or 0)

@@ -86,10 +86,9 @@ def caller_of_torch(frames: Sequence[CodeFrame]) -> CodeFrame | None:
 
 
 # phase -> pattern of a call: "file:function:code". Calls are read from the outermost on. Each matching call moves the
-# run into its phase. Only a phase of `_INSIDE` is not left: backward runs a forward again for checkpoints, and an
-# evaluation runs a forward without backward. Lightning runs forward and backward inside of optimizer.step, so `step`
-# does not
-# last.
+# run into its phase, except within a phase of `_INSIDE`: backward runs a forward again for checkpoints, and an
+# evaluation runs a forward without backward. Lightning runs forward and backward inside of optimizer.step, so other
+# calls may follow `step`.
 _MARKS = {
     KEPT_LOGITS: r":nested_concat:|:_?pad_across_processes:|:gather_for_metrics:|preds_host|all_(?:logits|preds)"
     r"|EvalLoopContainer|trainer_pt_utils.py:.*(?:torch\.cat|torch_pad_and_concat)",

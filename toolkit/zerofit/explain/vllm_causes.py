@@ -1,6 +1,6 @@
-"""Causes of the messages with which vLLM's engine refuses to start: it sizes its cache before the first token.
+"""Causes of the errors with which vLLM's engine refuses to start. It sizes its cache before the first token.
 
-vLLM writes them in vllm/v1/worker/utils.py (request_memory) and vllm/v1/core/kv_cache_utils.py
+The errors are in vllm/v1/worker/utils.py (request_memory) and vllm/v1/core/kv_cache_utils.py
 (_check_enough_kv_cache_memory), and before 0.8 in vllm/worker/worker.py (raise_if_cache_size_invalid).
 """
 
@@ -27,12 +27,12 @@ def vllm(evidence: LogEvidence) -> Cause | None:
     if "warming up" in text:
         return Cause(
             name="vllm-warm-up",
-            summary="vLLM gave its cache so much that the sampler's warm-up, which comes after it, found no room.",
+            summary="vLLM's cache left too little memory for the warm-up of the sampler, which follows.",
             run_next=PLAN_SERVE,
         )
     return Cause(
         name="vllm-no-cache",
-        summary="vLLM's share of the GPU holds its weights and activations, and leaves nothing for key-value blocks.",
+        summary="vLLM's weights and activations fill its share of the GPU. Nothing is left for the KV cache.",
         run_next=PLAN_SERVE,
     )
 
@@ -41,14 +41,14 @@ def _not_free(text: str) -> Cause:
     shown = []
     if found := _FREE.search(text):
         free, total, share, wanted = found.groups()
-        shown.append(f"{free} GiB of {total} GiB were free, and gpu_memory_utilization={share} asks for {wanted} GiB")
-        shown.append(f"without more free memory, it starts at gpu_memory_utilization={_share_below(free, total):.2f}")
-    summary = "vLLM asks for a share of the whole GPU, and other tensors or processes hold a part of that share."
+        shown.append(f"{free} GiB of {total} GiB were free, and gpu_memory_utilization={share} needs {wanted} GiB")
+        shown.append(f"if no more becomes free, vLLM starts at gpu_memory_utilization={_share_below(free, total):.2f}")
+    summary = "vLLM needs a share of the whole GPU, and other tensors or processes use a part of that share."
     return Cause(name="vllm-gpu-not-free", summary=summary, evidence=tuple(shown), run_next=NVIDIA_SMI)
 
 
 def _share_below(free: str, total: str) -> float:
-    """Return the largest utilisation of two digits that asks for no more than the free memory."""
+    """Return the largest utilisation, in hundredths, that needs no more than the free memory."""
     try:
         return int(100 * float(free) / float(total)) / 100
     except (ValueError, ZeroDivisionError):
@@ -65,10 +65,10 @@ def _too_long(text: str) -> Cause:
     if found := _LONGEST.search(text):
         longest = found[1]
     if longest:
-        shown.append(f"it starts with max_model_len={longest} or less")
+        shown.append(f"vLLM starts with max_model_len={longest} or less")
     return Cause(
         name="vllm-sequence-too-long",
-        summary="vLLM's cache is smaller than one sequence of the longest length that the model may have.",
+        summary="vLLM's KV cache is too small for one sequence of the maximum length.",
         evidence=tuple(shown),
         run_next=PLAN_SERVE,
     )

@@ -85,7 +85,8 @@ def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
     """Build the model in evaluation mode, with parameters of this type on the meta device.
 
     Batch norms stay in float32, which their kernels support with inputs of lower precision. Only transformers' models
-    get fake buffers, since others' buffers may contain values that no file has. Raises UserError if it cannot be built.
+    get fake buffers, since buffers of other models may have values that no file has. Raises UserError if the model
+    cannot be built.
     """
     try:
         if saved.source.family == "transformers":
@@ -147,7 +148,7 @@ def main_device(limits: MemoryLimits) -> Device:
 # accelerate's map counts weights only. It counts neither the largest layer, which is copied to the device that runs
 # it, nor activations. So `_placed` adds these up. If they do not fit, the next try gets a smaller share of the limits.
 #
-# 1. GPUs as far as they reach, then host memory, then the disk, for shares from 100 % down
+# 1. GPUs until they are full, then host memory, then the disk, for shares from 100 % down
 # 2. the same without GPUs
 # 3. if nothing fits: the last placement, whose rows tell how much is missing
 def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:

@@ -1,4 +1,4 @@
-"""What `--json` prints, as a page reads it: from a command's result or from a saved file, which may be anybody's."""
+"""The output of `--json` as a page reads it, from a command's result or from a saved file that is not trusted."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ class CheckAnswer:
 
 
 Result = SimulationAnswer | PlanAnswer | ExplanationAnswer | CheckAnswer
-# keys that tell what a JSON is -> its form
+# keys that identify a JSON -> its form
 FORMS: tuple[tuple[set[str], type[Result]], ...] = (
     ({"peak_bytes", "breakdown", "world_size"}, SimulationAnswer),
     ({"layouts", "considered", "cluster"}, PlanAnswer),
@@ -342,7 +342,7 @@ def results_of(value: Mapping[str, object]) -> list[Result]:
 
 
 def read_saved(path: Path) -> dict[str, object]:
-    """Return the JSON of a file: all of it, or its last line, as a log with --json has it.
+    """Return the JSON in a file: the full text or, in a log, the last line.
 
     Raises OSError and Unreadable.
     """

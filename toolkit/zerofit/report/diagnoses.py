@@ -11,7 +11,7 @@ from zerofit.spec.files import number_in
 from zerofit.spec.units import shown_bytes
 
 UNKNOWN = "unknown"
-FIGURES = {  # of an error, and what each is called
+FIGURES = {  # figures of an error, and their labels
     "asked_bytes": "asked for",
     "total_bytes": "total",
     "allocated_bytes": "in tensors",

@@ -1,4 +1,4 @@
-"""The sections of a page about simulations and plans. Several of them share tables and scales."""
+"""The sections of a page about simulations and plans. Several results share tables and scales."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zerofit.report.answers import PlanAnswer, ShownLayout, ShownMoment, Simulat
 from zerofit.report.page import COLOURS, Answer, Bar, Bars, Block, Chart, ChartLine, Section, Table, Tone, table_of
 from zerofit.spec.units import shown_bytes
 
-MOMENTS = 1500  # of a timeline on a page with up to three
+MOMENTS = 1500  # of each timeline, if a page has at most three
 PARTS = {  # of a step's time
     "compute_s": "forward and backward",
     "gather_s": "gather parameters",
@@ -146,12 +146,12 @@ def _hint(moment: ShownMoment) -> str:
 
 
 def _thinned(moments: Sequence[ShownMoment], most: int) -> list[ShownMoment]:
-    """Return the highest moment of each stretch, in order of time."""
+    """Return the moment with the most memory of each stretch, in order of time."""
     ordered = sorted(moments, key=lambda moment: moment.t)
     stretch = -(-len(ordered) // most) or 1
     parts = (ordered[start : start + stretch] for start in range(0, len(ordered), stretch))
     highest = [max(part, key=lambda moment: sum(moment.bytes.values())) for part in parts]
-    return [next(group) for _, group in groupby(highest, key=lambda moment: moment.t)]  # an axis has no t twice
+    return [next(group) for _, group in groupby(highest, key=lambda moment: moment.t)]  # each t only once on the axis
 
 
 def kind_blocks(found: Mapping[str, Mapping[str, int]], limit: tuple[str, float] | None = None) -> list[Block]:
@@ -290,9 +290,9 @@ def plan_sections(found: Plans) -> Iterator[Section]:
     ]
     yield Section(title="Machines", blocks=table_of(boxes, words=("fastest layout", "instead")))
     drawn = {name: plan for name, plan in found.items() if plan.layouts or plan.misfits}
-    note = "Further left needs less memory, further up is faster. No layout beats those on the dashed line in both."
+    note = "Layouts further left need less memory. Layouts further up are faster. None beats the dashed line in both."
     yield Section(title="Map of layouts", blocks=[_map(*item) for item in drawn.items()], note=note)
-    note = "The line with ends is the interval that contains 8 of 10 published figures."
+    note = "The line with end marks is the interval around the forecast that contains 8 of 10 published figures."
     yield Section(title="Step time by part", blocks=[_times(plan) for plan in drawn.values()], note=note)
     memory = [
         Bars(

@@ -1,4 +1,4 @@
-"""The contents of a page, and its HTML: one file that loads nothing, with the answer first."""
+"""The contents of a page, and its HTML: one file that loads no other file. The answer comes first."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COLOURS = {
     "workspaces": "#661100",
     "other": "#BBBBBB",
 }
-# The three darkest are lighter on a dark page.
+# The darkest colours are lighter on a dark page.
 ON_DARK = {"#332288": "#7B6BD6", "#117733": "#3FA35E", "#882255": "#C2588C", "#661100": "#B5533C"}
 SERIES = ("#332288", "#CC6677", "#117733", "#AA4499", "#44AA99", "#999933", "#88CCEE", "#882255")
 
@@ -87,7 +87,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """Bars on one scale, with a legend if they have several parts. `limit`: a line, with its name."""
+    """Bars on one scale, with a legend if they have several parts. `limit`: name and value of a line."""
 
     block: ClassVar = "bars"
     most: ClassVar = 40  # bars on a page
@@ -120,17 +120,17 @@ class Bars:
 
 @dataclass(frozen=True, kw_only=True)
 class ChartLine:
-    """The values of a chart's series, None where it has none."""
+    """A series of a chart. None: the series has no value there."""
 
     label: str
     values: Sequence[float | None]
     style: Style = "line"
-    colour: str = ""  # of its label if empty
+    colour: str = ""  # if empty, the colour of the label
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart with zoom and hover, also with the keyboard. Areas are stacked."""
+    """A chart that the reader zooms and inspects with mouse or keyboard. Areas are stacked."""
 
     block: ClassVar = "chart"
     title: str
@@ -145,7 +145,7 @@ class Chart:
     zero: bool = True  # whether the axis begins at 0
 
     def to_json(self) -> str:
-        """Return the data for page.js. No text of it can end the element that contains it."""
+        """Return the data for page.js. No text in it can close the HTML element around it."""
         lines = [
             {**asdict(line), "colour": line.colour or colour_of(line.label, number)}
             for number, line in enumerate(self.lines)
@@ -161,7 +161,7 @@ class Code:
     block: ClassVar = "code"
     most: ClassVar = 50_000  # characters on a page
     text: str
-    title: str = ""  # of a block that is closed until the reader opens it
+    title: str = ""  # if set, the block is closed until the reader opens it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ class Page:
     title: str
     answers: Sequence[Answer] = ()
     sections: Sequence[Section] = ()
-    meanings: Mapping[str, str] = field(default_factory=dict)  # explanations at the end
+    meanings: Mapping[str, str] = field(default_factory=dict)  # name -> explanation at the end of the page
 
     def to_html(self) -> str:
         """Return the page. All text is escaped."""

@@ -66,7 +66,7 @@ def with_names(found: Sequence[tuple[str, Reported]]) -> Sources:
 
 
 def _read_file(path: Path, problems: Problems) -> Sequence[RunHistory | Result]:
-    """Return the results in a file; the result of a training names its run folder. Raises UserError."""
+    """Return the results in a file; for the result of a training, its run folder. Raises UserError."""
     with refused(path, kind="no-result", hint=HINT, where=str(path)):
         value = read_saved(path)
         folder = value.get("run_dir")
@@ -76,7 +76,7 @@ def _read_file(path: Path, problems: Problems) -> Sequence[RunHistory | Result]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest end of each path that is different from the others."""
+    """Return the shortest ends of the paths that differ from each other."""
     for length in range(1, 5):
         names = ["/".join(path.resolve().parts[-length:]) for path in paths]
         if len(set(names)) == len(names):
@@ -85,7 +85,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def make_page(sources: Sources) -> Page:
-    """Return the page: all answers, then what differs, then each kind's sections with the sources side by side."""
+    """Return the page: all answers, the settings that differ, and each kind's sections with sources side by side."""
     title = next(iter(sources.values())).title if len(sources) == 1 else f"{len(sources)} results side by side"
     answers = [_answer(name, content) for name, content in sources.items()]
     return Page(title=title, answers=answers, sections=[_differences(sources), *_sections(sources)])

@@ -28,11 +28,11 @@ from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.units import shown_bytes
 
-MORE = 0.1  # of a forecast: a measured figure above it is marked
-POINTS = 3000  # of the curves of a chart
+MORE = 0.1  # a measured figure that exceeds its forecast by more than this share is marked
+POINTS = 3000  # of all runs' curves in a chart
 LOSS, MEMORY, TIME = "loss (nats)", "memory of a rank", "step time"  # titles of charts
 UNITS: dict[str, Unit] = {MEMORY: "bytes", TIME: "seconds"}
-FIGURES = {  # figures of a step, and what each is called
+FIGURES = {  # figures of a step, and their labels
     "memory_bytes": "memory",
     "reserved_bytes": "reserved",
     "outside_bytes": "outside torch",
@@ -43,7 +43,7 @@ FIGURES = {  # figures of a step, and what each is called
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """What a run folder tells. A file that is missing or damaged is empty here."""
+    """The contents of a run folder. A missing or damaged file counts as empty."""
 
     folder: str
     steps: list[Record]
@@ -65,7 +65,7 @@ class RunHistory:
 
 
 def read_run(path: Path, problems: Problems) -> RunHistory:
-    """Read a run folder. Adds a problem if it has neither steps nor the description of a run."""
+    """Read a run folder. Adds a problem if the folder has neither steps nor the description of a run."""
     folder = RunFolder(path)
     names = ("result", "plan", "run", "ds_config", "env", "stopped")
     files = {name: _content(getattr(folder, name)) for name in names}
@@ -88,7 +88,7 @@ def _content(path: Path) -> Record:
 
 
 def _errors(folder: RunFolder) -> Iterator[tuple[str, str]]:
-    """Yield the rank and the message of each error; the loss of a peer is a consequence, so it comes last."""
+    """Yield the rank and the message of each error. Errors about a lost peer are consequences, and come last."""
     found = []
     for path in sorted(folder.logs.glob("rank-*.error.json")):
         listed = _content(path).get("problems")
@@ -250,7 +250,7 @@ def _figure(key: str, value: float) -> str:
 
 
 def _measured(run: RunHistory) -> Record:
-    """Return the same figures of a run without a result, from its steps."""
+    """Return measured and forecast figures from the steps of a run without a result."""
     found, curves = Record(), _curves(run, len(run.steps) or 1)
     for key, title, middle in (("memory_bytes", MEMORY, max), ("step_s", TIME, median)):
         if measured := curves[title][""]:

@@ -1,1 +1,1 @@
-"""The memory of an inference engine, alone (`plan --serve`) and beside a training (`plan --method`)."""
+"""The memory of an inference engine, alone (`plan --serve`) or with a trainer (`plan --method`)."""

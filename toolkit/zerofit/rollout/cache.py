@@ -1,6 +1,6 @@
 """The KV cache of vLLM: pages, groups of layers, blocks, and how many sequences they hold.
 
-The rules are those of vLLM 0.27 (v1/kv_cache_interface.py, v1/core/kv_cache_utils.py), with what older releases did.
+The rules are those of vLLM 0.27 (v1/kv_cache_interface.py, v1/core/kv_cache_utils.py), or of the older V0 engine.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 BLOCK = 16  # tokens of a block; the size of a block next to states is a multiple of it
-NEARLY_EQUAL = 1.5  # groups of layers are padded to the larger number of layers below this ratio
+NEARLY_EQUAL = 1.5  # if the numbers of layers of two kinds have a smaller ratio, the smaller group is padded
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayers:
-    """Layers of a model whose cache has one shape. Bytes are of one layer on one rank."""
+    """Layers of a model whose caches have the same shape. Bytes are of one layer on one rank."""
 
     count: int
     token_bytes: int = 0  # keys and values of one token; 0 for a state
@@ -33,11 +33,11 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan:
-    """How vLLM divides its cache. Each group of layers has its own table of blocks, and all share the same memory."""
+    """How vLLM divides its cache. Each group of layers has its own table of blocks. All groups share the memory."""
 
     group_layers: int  # layers that a block spans
     page_bytes: int  # of a block in one layer
-    groups: tuple[tuple[CacheLayers, int, int], ...]  # layers, number of their groups, tokens of a block
+    groups: tuple[tuple[CacheLayers, int, int], ...]  # for each kind: layers, groups, tokens of a block
 
     @property
     def block_bytes(self) -> int:
@@ -50,7 +50,7 @@ class CachePlan:
         return min(tokens for _, _, tokens in self.groups)
 
     def blocks(self, available_bytes: float) -> int:
-        """Return the number of blocks in this memory."""
+        """Return the number of blocks that fit into `available_bytes`."""
         return max(0, int(available_bytes // self.block_bytes))
 
     def blocks_of_request(self, need: Need) -> int:
@@ -69,9 +69,10 @@ class CachePlan:
 
 
 def plan_cache(kinds: Sequence[CacheLayers], block: int = BLOCK, hybrid: bool = True) -> CachePlan:
-    """Return the division of the cache for a model's layers.
+    """Return how vLLM divides the cache for a model's layers.
 
-    `hybrid`: whether sliding windows and states have their own groups; without it, a window counts as full attention.
+    `kinds`: the layers by the shape of their cache. `block`: tokens of a block. `hybrid`: whether sliding windows and
+    states have their own groups (V1). If not, a window counts as full attention.
     """
     if not hybrid and len(kinds) > 1:
         kinds = [CacheLayers(count=sum(k.count for k in kinds), token_bytes=max(k.token_bytes for k in kinds))]
@@ -96,5 +97,5 @@ def _blocks(layers: CacheLayers, tokens: int, need: Need) -> int:
         return 1
     if layers.window is None:
         return math.ceil(need.length / tokens)
-    # the window of earlier tokens and the new ones; one block more, because a window may begin within a block
+    # the window of earlier tokens and the new tokens; one more block, because a window may begin within a block
     return math.ceil(min(layers.window - 1 + need.batched, need.length) / tokens) + 1

@@ -1,4 +1,4 @@
-"""The methods of reinforcement learning and distillation: which models a step needs, and TRL's settings of them."""
+"""Methods of reinforcement learning and distillation: the models that a step needs, and TRL's settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RolloutMethod:
     scorer: bool = False  # a frozen reward model or teacher of the same size
     critic: bool = False  # a second trained model of the same size
     pairs: bool = False  # samples are trained two by two
-    trainer: str | None = None  # TRL's command and config, for --write
+    trainer: str | None = None  # TRL's config class, for --write
 
 
 METHODS = {
@@ -34,15 +34,15 @@ METHODS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """TRL's arguments that decide the rollout's memory and time, by their own names (GRPOConfig)."""
+    """TRL's arguments that decide the rollout's memory and time. The names are those of GRPOConfig."""
 
     num_generations: int = 8
     max_completion_length: int = 256
-    beta: float | None = None  # weight of the reference; None: the method's
-    vllm_mode: Mode | None = None  # None: the faster
-    vllm_gpu_memory_utilization: float | None = None  # None: the best that is safe
+    beta: float | None = None  # weight of the reference; None: the method's default
+    vllm_mode: Mode | None = None  # None: the faster mode
+    vllm_gpu_memory_utilization: float | None = None  # None: enough for all completions, if that is safe
     vllm_tensor_parallel_size: int = 1
-    vllm_enable_sleep_mode: bool | None = None  # None: the faster
+    vllm_enable_sleep_mode: bool | None = None  # None: the faster choice
     sleep_level: int = 2  # 1 keeps the weights in host memory; TRL uses 2
     server_gpus: int | None = None  # GPUs for vLLM with vllm_mode=server; None: the fastest split
     release: str = "0.27"

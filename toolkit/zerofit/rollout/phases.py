@@ -14,7 +14,7 @@ from zerofit.rollout.vllm import GRAPHS_COUNTED, STEP, EngineMemory
 from zerofit.spec.profile import Profile, setting
 
 GENERATE, REWARD, LOGPROBS, TRAIN, SYNC, SAVE = "generate", "reward", "log-probs", "train", "sync weights", "checkpoint"
-ENGINE = "vLLM"  # the parts of a phase that the engine allocates begin with it
+ENGINE = "vLLM"  # names of parts that the engine allocates begin with this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMemory:
-    """The memory of a step on one GPU: a training layout, frozen models, and an engine unless it runs elsewhere."""
+    """The memory of a step on one GPU: the training, frozen models, and the engine if it runs on this GPU."""
 
     method: RolloutMethod
     settings: RolloutSettings
@@ -44,7 +44,7 @@ class RolloutMemory:
 
     @cached_property
     def resident(self) -> dict[str, int]:
-        """What stays on the GPU in all phases: trained models, frozen models, and the process's margin."""
+        """Bytes that stay on the GPU in all phases: trained models, frozen models, and the forecast's margin."""
         share = self.layout.shard_ranks if self.layout.zero_stage == 3 else self.layout.tp
         frozen = round(self.layout.element_bytes * self.profile.parameters / share)
         kinds = {
@@ -58,7 +58,7 @@ class RolloutMemory:
 
     @property
     def _reference(self) -> bool:
-        """Adapters need no copy: the base model without them is the reference."""
+        """Whether a frozen copy is kept. Adapters need no copy: the base model is the reference."""
         return self.settings.needs_reference(self.method) and self.profile.trained == self.profile.parameters
 
     @cached_property
@@ -77,7 +77,7 @@ class RolloutMemory:
 
     @property
     def highest(self) -> Phase:
-        """The phase that needs most."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
     @property
@@ -100,7 +100,7 @@ class RolloutMemory:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of one rank: offloaded states, and sleeping weights at level 1, which are page-locked."""
+        """Host memory of one rank: offloaded states, and at sleep level 1 the engine's page-locked weights."""
         sleeping = self.engine and self.settings.vllm_enable_sleep_mode and self.settings.sleep_level == 1
         return self.memory.host_bytes + (self.engine.weights if self.engine and sleeping else 0)
 
@@ -108,7 +108,7 @@ class RolloutMemory:
         return f"{ENGINE} KV cache" in phase.parts
 
     def _awake(self) -> dict[str, int]:
-        """Return the engine's memory: its budget by kind, and the graphs if the budget does not count them."""
+        """Return the engine's memory: its budget by kind, and the CUDA graphs if the budget does not include them."""
         assert self.engine
         engine = self.engine
         graphs = 0 if engine.settings.release >= GRAPHS_COUNTED else engine.graphs
@@ -118,7 +118,7 @@ class RolloutMemory:
 
     @cached_property
     def _asleep(self) -> dict[str, int]:
-        """What the engine keeps outside of generation: CUDA graphs and memory outside torch, or all of it."""
+        """The engine's memory while it does not generate. Asleep, it keeps CUDA graphs and memory outside torch."""
         if self.engine is None:
             return {}
         if not self.settings.vllm_enable_sleep_mode:
@@ -148,7 +148,7 @@ class RolloutMemory:
         return self.layout.element_bytes * max(sizes, default=0)
 
     def _gathered(self) -> dict[str, int]:
-        """Return what the synchronisation gathers: one parameter at a time; with adapters all, to merge them."""
+        """Return the memory of parameters gathered at once to synchronise weights: one, or all to merge adapters."""
         if self.layout.zero_stage < 3:
             return {}
         merged = self.profile.trained < self.profile.parameters

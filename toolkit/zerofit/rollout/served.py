@@ -1,4 +1,4 @@
-"""What an engine's memory depends on in a model: from its config and its number of parameters."""
+"""The sizes of a model that decide an engine's memory, from the config and the number of parameters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from zerofit.models.hf_config import EXPERTS
 from zerofit.rollout.cache import CacheLayers
 from zerofit.spec.errors import Problem, UserError
 
-# model types whose MLP has one matrix before the activation; others multiply two
+# model types whose MLP has one matrix before the activation; other MLPs multiply the results of two matrices
 PLAIN_MLP_TYPES = (
     *("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nemotron", "opt", "phi", "starcoder2"),
 )
-# bytes of a quantised weight, with scales: fp8 and int8 per channel; 4 bits in groups of 128 (16) with scale and zero
+# bytes of a quantised weight and its part of the scales and zero points: fp8 and int8 have a scale for each channel,
+# 4-bit types for each group of 16 to 128 weights
 BITS = {
     **dict.fromkeys(("fp8", "int8", "w8a8"), 1.0),
     **dict.fromkeys(("awq", "gptq", "w4a16"), (4 + 20 / 128) / 8),
@@ -29,13 +30,13 @@ ROPE_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model as an inference engine sees it. Widths are elements per token without tensor parallelism."""
+    """The sizes of a model for an inference engine. Widths are elements per token without tensor parallelism."""
 
     name: str
     parameters: int
     vocabulary: int
     hidden: int
-    mlp: int  # alive at once within an MLP: both inputs of the product and the product
+    mlp: int  # alive at once within an MLP: both factors of the product and the product
     experts: int = 0  # of a layer
     experts_of_token: int = 0
     expert: int = 0  # width of one expert
@@ -43,11 +44,12 @@ class ServedModel:
     positions: int | None = None
     rope_bytes: int = 0
     heads: int = 1
-    kinds: tuple[tuple[int, str, tuple[int, ...]], ...]  # layers: number, "full", "window", "latent" or "state", sizes
+    # for each kind of layer: number of layers; "full", "window", "latent" or "state"; sizes of the cache
+    kinds: tuple[tuple[int, str, tuple[int, ...]], ...]
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token uses: without the experts that it is not routed to, and without the embedding."""
+        """Parameters that one token uses: all except the experts that it is not routed to."""
         experts = self.experts - self.experts_of_token
         return self.parameters - 3 * self.hidden * self.expert * experts * sum(count for count, *_ in self.kinds)
 
@@ -58,7 +60,7 @@ class ServedModel:
         return round(matrices / tensor_parallel) + self.rope_bytes
 
     def cache_layers(self, cache_bytes: int, element_bytes: int, tensor_parallel: int) -> list[CacheLayers]:
-        """Return the layers by the shape of their cache, on one rank; the latent of MLA is on every rank."""
+        """Return one rank's layers by the shape of their cache. Every rank has the full latent of MLA."""
         found = []
         for count, kind, sizes in self.kinds:
             if kind == "state":
@@ -78,7 +80,7 @@ class ServedModel:
         text = config.get_text_config()
         hidden = getattr(text, "hidden_size", None)
         if getattr(config, "is_encoder_decoder", False) or not hidden or not getattr(text, "vocab_size", None):
-            message = f"{name} is not a decoder that generates text, which --serve and --method are for"
+            message = f"{name} is not a decoder that generates text; --serve and --method need a decoder"
             raise UserError(Problem(kind="usage", message=message, hint="name a language model", where="MODEL"))
         table = text.vocab_size * hidden * (1 if config.tie_word_embeddings or text.tie_word_embeddings else 2)
         inner = getattr(text, "intermediate_size", None) or getattr(text, "ffn_hidden_size", None) or 4 * hidden
@@ -105,13 +107,13 @@ class ServedModel:
 
 
 def _turns(text: Any) -> bool:
-    """Return whether positions are rotary, which need a table of sines."""
+    """Return whether positions are rotary; these need a table of sines."""
     return bool(getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None))
 
 
 def _layers(text: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the kind and the sizes of each layer's cache."""
-    kept = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)  # the others read these caches
+    kept = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)  # others read these caches
     names = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or [None] * kept
     windowed = getattr(text, "use_sliding_window", True) and getattr(text, "sliding_window", None)
     layers = getattr(text, "per_layer_config", None) or [text] * kept  # Gemma 4 has other heads in some layers
@@ -140,7 +142,7 @@ def _multi_query(text: Any) -> bool:
 def _state(text: Any) -> tuple[int, ...]:
     """Return the elements of a sequence's convolution and state in one layer (layers/mamba/mamba_utils.py).
 
-    A state in float32, as the published configs of Qwen3.5 ask for, counts twice: other types have two bytes.
+    A state in float32 counts twice, since other types have two bytes. The published configs of Qwen3.5 set float32.
     """
     dtype = getattr(text, "mamba_ssm_dtype", "float32" if text.model_type.startswith("qwen3_5") else None)
     wide_state = 2 if dtype == "float32" else 1

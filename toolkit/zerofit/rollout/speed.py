@@ -13,7 +13,7 @@ SLEEPS = 2  # a step wakes the engine and puts it to sleep
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTime:
-    """Seconds of one step, one phase after the other, if all completions have the maximal length."""
+    """Seconds of each phase of a step, if all completions have the maximal length. Phases do not overlap."""
 
     generate_s: float
     logprobs_s: float
@@ -40,8 +40,9 @@ class RolloutTime:
 def generation_s(engine: EngineMemory, rates: Rates, sequences: int, prompt: int, completion: int) -> float:
     """Return the seconds in which one engine generates `completion` tokens for each of `sequences` prompts.
 
-    Each token reads all weights and the cache of all running sequences; many sequences are limited by their products.
-    The cache decides how many run at once. A prompt is read once for each sequence.
+    Each token reads all weights and the cache of all running sequences. If many sequences run, the matrix products take
+    longer than these reads. The cache decides how many sequences run at once. A prompt of `prompt` tokens is computed
+    once for each sequence.
     """
     if not sequences:
         return 0.0

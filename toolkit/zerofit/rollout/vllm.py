@@ -1,10 +1,10 @@
-"""vLLM's memory by its own rule: what a start finds free for the KV cache, by release.
+"""vLLM's memory by its own rule: the bytes that are left for the KV cache at the start, by release.
 
     KV cache = gpu_memory_utilization x total - weights - activations of the profile run - memory outside torch
                - CUDA graphs (from 0.21)
 
-vllm/worker/worker.py (V0), v1/worker/gpu_worker.py, `determine_available_memory`. The profile run feeds
-`max_num_batched_tokens` tokens and samples `max_num_seqs` sequences.
+The rule is `determine_available_memory` in vllm/worker/worker.py (V0) and v1/worker/gpu_worker.py. The profile run
+feeds `max_num_batched_tokens` tokens and samples `max_num_seqs` sequences.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Release = tuple[int, int]
 RELEASE: Release = (0, 27)
 V1: Release = (0, 8)  # the first release whose engine is V1 by default
 GRAPHS_COUNTED: Release = (0, 21)
-# Memory of sampling in the profile run, in units of one row of fp32 logits per sequence: torch's sort for top-p kept
-# values, indices, probabilities and sums; a kernel replaced it in 0.17. Fitted to start-up logs
-# (benchmarks/serving_memory.py), as are the constants below.
+# Memory of sampling in the profile run, in units of one row of fp32 logits per sequence. torch's sort for top-p kept
+# values, indices, probabilities and sums; 0.17 replaced it with a kernel. These and the following constants are fitted
+# to start-up logs (benchmarks/serving_memory.py).
 SORTED, KERNEL, KERNEL_FROM = 9.5, 3.73, (0, 17)
 # Alive next to an MLP's activations, in rows of the hidden size: residual, input, output of attention, and its buffer
 HIDDEN_ROWS = 4.2
-GRAPH_BYTES = 0.0075 * GIB  # of one captured size
-# Outside torch's allocator: context, kernels, cuBLAS; communicators of tensor parallelism
+GRAPH_BYTES = 0.0075 * GIB  # of the CUDA graph of one batch size
+# Outside torch's allocator: GiB of context, kernels and cuBLAS by release; bytes of tensor parallel communicators
 OUTSIDE = {(0, 0): 0.07, (0, 15): 0.13, (0, 18): 0.25, (0, 25): 0.35}
 NVLINK_BYTES, PCIE_BYTES = 1.85 * GIB, 0.15 * GIB
 UNSEEN_BYTES = 0.3 * GIB  # fragmentation and kernels loaded after the profile run
@@ -40,7 +40,7 @@ STEP = 100  # utilisations are in hundredths
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """vLLM's arguments that decide its memory, by their own names; None: vLLM's default."""
+    """vLLM's arguments that decide its memory, with vLLM's names. None stands for vLLM's default."""
 
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
@@ -118,7 +118,7 @@ class EngineMemory:
     """The memory of one GPU of an engine after its start."""
 
     model: ServedModel
-    settings: EngineSettings  # settled
+    settings: EngineSettings  # with vLLM's defaults filled in (`settled`)
     device: Device = field(repr=False)
 
     @property
@@ -131,7 +131,7 @@ class EngineMemory:
 
     @cached_property
     def activations(self) -> int:
-        """Peak of the profile run above the weights: an MLP of all tokens, or the sampling of all sequences."""
+        """Peak of the profile run above the weights, in an MLP with all tokens or in sampling all sequences."""
         model, s = self.model, self.settings
         tokens = s.max_num_batched_tokens or 0
         element, rank = ELEMENT_BYTES[s.dtype], s.tensor_parallel_size
@@ -142,7 +142,7 @@ class EngineMemory:
         mlp = 0 if model.expert else tokens * model.mlp // rank * element
         rows = min(s.max_num_seqs or 0, tokens) * model.vocabulary * 4
         factor = SORTED if s.release < KERNEL_FROM else KERNEL
-        chunked_v0 = not s.is_v1 and s.release < V1 and (s.max_model_len or 0) > 32768  # samples no sequence
+        chunked_v0 = not s.is_v1 and s.release < V1 and (s.max_model_len or 0) > 32768  # then nothing is sampled
         sampled = 0 if chunked_v0 else round(factor * rows) + hidden
         return round(max(mlp + HIDDEN_ROWS * hidden, sampled) + kept)
 
@@ -183,7 +183,7 @@ class EngineMemory:
 
     @cached_property
     def cache(self) -> CachePlan:
-        """The division of the KV cache."""
+        """How vLLM divides the KV cache."""
         s = self.settings
         element = ELEMENT_BYTES[s.dtype]
         of_cache = {"auto": element, "fp8": 1}.get(s.kv_cache_dtype, 2)
@@ -207,12 +207,12 @@ class EngineMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether vLLM starts: one request of `max_model_len` has room, and the GPU holds all of it."""
+        """Whether vLLM starts: the cache holds one request of `max_model_len`, and the GPU holds the engine."""
         return self.sequences >= 1 and self.settings.gpu_memory_utilization <= self.largest_utilization
 
     @property
     def largest_utilization(self) -> float:
-        """The largest utilisation, in hundredths, that leaves room for what the start does not count."""
+        """The largest utilisation, in hundredths, that leaves room for memory that vLLM does not count."""
         uncounted = UNSEEN_BYTES + (self.graphs if self.settings.release < GRAPHS_COUNTED else 0)
         return math.floor(STEP * (1 - uncounted / self.device.memory_bytes)) / STEP
 
@@ -224,7 +224,7 @@ class EngineMemory:
 
     @property
     def longest(self) -> int:
-        """The largest `max_model_len` of which one request fits, up to the model's positions; 0: none."""
+        """The largest `max_model_len` at which one request fits, at most the model's positions; 0 if none fits."""
         low, high = 0, self.model.positions or 2**20
         while low < high:
             middle = (low + high + 1) // 2

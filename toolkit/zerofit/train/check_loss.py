@@ -15,11 +15,11 @@ from zerofit.train.metrics import NAN_HINT, NAN_LOSS
 from zerofit.train.zero_layouts import inner_optimizer, loss_scaler
 
 # The gradients' norm is the same on all ranks, and DeepSpeed computes it before the update. So the check needs no
-# exchange for gradients. Losses differ between ranks: one number of each micro batch is exchanged during its backward.
+# exchange for gradients. Losses differ between ranks, so one number of each micro batch is exchanged during backward.
 
 
 class LossCheck:
-    """Raises RunFailed on every rank before the update; weights and optimizer states stay as they were."""
+    """Raises RunFailed on every rank before a bad update, so that weights and optimizer states stay as they were."""
 
     def __init__(self, engines: Iterable[Any]):
         self._engines = list(engines)
@@ -35,7 +35,7 @@ class LossCheck:
         self._pending.append((flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)))
 
     def after_step(self) -> None:
-        """Raise RunFailed if DeepSpeed has skipped the update; with a dynamic loss scale it skips some by design."""
+        """Raise RunFailed for a bad loss, or if DeepSpeed skipped the update without a dynamic loss scale."""
         self._stop_at_loss(self._engines[0].global_steps)
         for engine in self._engines:
             if getattr(engine.optimizer, "overflow", False) and loss_scaler(engine) is None:
@@ -49,7 +49,7 @@ class LossCheck:
             norm = engine.get_global_grad_norm()
         if norm is None:
             norm = _largest(optimizer)
-        if not 0 <= float(norm) < float("inf"):  # DeepSpeed's sign of a norm that is not finite is -1
+        if not 0 <= float(norm) < float("inf"):  # DeepSpeed returns -1 for a norm that is not finite
             raise _failure(engine.global_steps + 1, "the gradient norm", "inf or nan" if norm < 0 else str(float(norm)))
 
     def _stop_at_loss(self, step: int) -> None:
@@ -63,7 +63,7 @@ class LossCheck:
 
 
 def _largest(optimizer: Any) -> Tensor:
-    """Return the largest gradient of any rank, for optimizers without a norm; NaN and infinity stay."""
+    """Return this rank's largest gradient, or infinity if a gradient of any rank is not finite."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     largest = torch.stack([g.abs().max().float() for g in gradients]).max()
     bad = torch.isfinite(largest).logical_not().float()

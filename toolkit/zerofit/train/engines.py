@@ -437,7 +437,7 @@ class ZeroTrainer(EngineTrainer):
 
     def _own_eval(self, x: Tensor, labels: Tensor, extra: dict[str, Tensor]) -> Tensor:
         """Return the model's own mean loss over samples that are not padding. Every rank runs a forward in any case."""
-        # A model's own loss is a mean over whatever it is given, so padding samples of the last batch are left out. A
+        # A model's own loss is a mean over all samples it gets, so padding samples of the last batch are left out. A
         # rank whose samples are all padding must still run a forward: others wait for it in ZeRO-3's gathers.
         real = (labels.reshape(len(labels), -1) != IGNORE_INDEX).any(dim=1)
         count = real.sum().double()

@@ -28,11 +28,12 @@ from zerofit.spec.run_folder import Layout
 from zerofit.train.process_group import rank_device
 from zerofit.train.tensor_split import fill
 
-# AutoEP's name of an expert weight: transformers' name, and which half of each expert's rows
 # The same weights in both libraries, for E experts of hidden size h and intermediate size i:
 #
 #     transformers   gate_up_proj (E, 2i, h)            down_proj (E, h, i)
 #     AutoEP         w1 (E/ep, i, h)  w3 (E/ep, i, h)   w2 (E/ep, h, i)       on each of ep ranks
+#
+# AutoEP's name of an expert weight -> transformers' name, and which half of each expert's rows
 SOURCES = {"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", None)}
 HALVES = 2  # gate_up_proj contains the rows of w1, then of w3
 SHARE = "zerofit_expert_share"  # attribute of a parameter

@@ -15,14 +15,14 @@ from torch.autograd import _get_sequence_nr  # pyright: ignore[reportPrivateImpo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# A mask of -inf or an unused infinity is no fault. So each result that is not finite remembers its origin: the op that
-# made it from finite inputs. The first origin in the history of the loss (or of the first gradient that is not finite)
-# is the answer. Tensors are followed by their storage, since views and in-place ops share it.
+# A mask of -inf or an unused infinity is no fault. So the origin of each result that is not finite is stored: the op
+# that made it from finite inputs. The first origin in the history of the loss (or of the first gradient that is not
+# finite) is the answer. Tensors are identified by their storage, since views and in-place ops share it.
 FORWARD, BACKWARD = "forward", "backward"
 INPUTS, LABELS, WEIGHTS = "inputs", "labels", "weights"  # what a tensor is computed from
-_FILLED_LATER = ("empty", "resize_")  # results of these ops have any numbers
+_FILLED_LATER = ("empty", "resize_")  # results of these ops have arbitrary numbers
 _PACKAGES = ("/torch/", "/deepspeed/", "/zerofit/models/build.py", "/zerofit/train/leaks.py", __file__)
-_STEP = ("/zerofit/train/engines.py", "/zerofit/train/pipeline.py", "/zerofit/train/gan.py")  # call the model
+_STEP = ("/zerofit/train/engines.py", "/zerofit/train/pipeline.py", "/zerofit/train/gan.py")  # they call the model
 _LAST = 2**63  # sequence numbers of autograd's own nodes are larger
 
 
@@ -64,8 +64,8 @@ class Origin:
     output: TensorFacts
     depends: tuple[str, ...]  # of INPUTS, LABELS and WEIGHTS
     micro: int  # number of the micro batch in the step
-    rows: tuple[int, ...]  # samples of the micro batch whose results are not finite; () if there is no such dimension
-    wide: float | None  # largest result in float32 if it is finite there and not in 16 bits
+    rows: tuple[int, ...]  # samples of the micro batch whose results are not finite; () if no dimension has samples
+    wide: float | None  # largest result in float32, if the result is finite in float32 but not in 16 bits
     tensor: str = ""  # the tensor of the batch or model that was not finite before any op
 
 
@@ -93,11 +93,11 @@ class FirstNotFinite(TorchDispatchMode):
         self._names = {id(p): name for name, p in model.named_parameters()}
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
-        """Return where a tensor that is not finite comes from; None if no op of this step made it so."""
+        """Return the origin of a tensor that is not finite; None if this step has none."""
         return self._origins.get(_key(tensor))
 
     def batches(self, batches: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the micro batches, and mark what depends on their inputs and labels."""
+        """Yield the micro batches, and mark their tensors as inputs or labels."""
         for number, batch in enumerate(batches):
             self.micro, self.samples = number, len(batch["labels"])
             for name, tensor in batch.items():
@@ -199,7 +199,7 @@ class FirstNotFinite(TorchDispatchMode):
         return None
 
     def _outside(self, tensor: Tensor) -> Origin:
-        """Return the origin of a tensor that no op made so: a weight, or a tensor that ranks have reduced."""
+        """Return the origin of a tensor that was not finite before any op: a weight, or a tensor that ranks reduced."""
         made = _key(tensor) in self._depends
         name = "a tensor that ranks have reduced" if made else self._names.get(id(tensor), "a weight")
         return Origin(
@@ -226,7 +226,7 @@ class FirstNotFinite(TorchDispatchMode):
         depends: frozenset[str],
         node: Any,
     ) -> Origin:
-        """Return the origin for an op that has made a result that is not finite of finite inputs."""
+        """Return the origin for an op with finite inputs and a result that is not finite."""
         place = _Place(self._modules[-1] if self._modules else "", model_line())
         if node is not None and node._sequence_nr() < _LAST:
             place = self._places.get(node._sequence_nr(), place)
@@ -259,7 +259,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _rows(tensor: Tensor, samples: int) -> tuple[int, ...]:
-    """Return the samples whose part is not finite, if the first dimension is the samples (or their tokens)."""
+    """Return the samples with numbers that are not finite; () if the first dimension is not samples or tokens."""
     if not tensor.dim() or not samples or tensor.shape[0] % samples:
         return ()
     bad = torch.isfinite(tensor.detach()).logical_not().reshape(samples, -1).any(1)

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 from zerofit.spec.units import shown_bytes
 from zerofit.train.first_not_finite import model_line
 
-# A run holds as much memory after a step as after the step before. If it grew in each of GROWING steps, the next step
-# is watched: what it allocates and what still lives KEPT steps later is the leak. Gradients and batches do not live
-# that long, and optimizer states are older.
+# Without a leak, memory is the same after each step. If it grew in each of GROWING steps, the next step is watched:
+# tensors that this step allocates, and that are still alive KEPT steps later, are the leak. Gradients and batches are
+# freed earlier, and optimizer states are older.
 GROWING, KEPT = 10, 2  # steps
 LEAST_BYTES = 1 << 20  # growth over GROWING steps; recorded losses need less
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-SHOWN, SHARE = 2, 0.05  # lines, and the least share of the leak that a line must have
+SHOWN, SHARE = 2, 0.05  # lines in the warning, and the least share of the leak for a line
 
 
 class LeakWatch:
@@ -32,14 +32,14 @@ class LeakWatch:
 
     def __init__(self, device: torch.device, warn: Callable[[str], None]):
         self._device, self._warn = device, warn
-        self._sizes: list[int] = []  # after each of the last steps, as long as they grew
+        self._sizes: list[int] = []  # memory after each of the last steps, as long as it grew
         self._watched: _Allocations | None = None  # of the watched step
-        self._since = 0  # steps since the watched one
+        self._since = 0  # steps since the watched step
         self._done = False
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Make an optimizer step within the block."""
+        """Watch the optimizer step that runs within the block."""
         if self._done or self._watched is not None or not self._growing():
             yield
         else:
@@ -70,13 +70,13 @@ class LeakWatch:
             largest = [(line, n) for line, n in lines.most_common(SHOWN) if n > SHARE * sum(lines.values())]
             places = [f"{line or 'an unknown line'} ({shown_bytes(n)} a step)" for line, n in largest]
             grown = shown_bytes((self._sizes[-1] - self._sizes[0]) // (len(self._sizes) - 1))
-            self._warn(f"memory grows by {grown} in every step; tensors made here stay: {', '.join(places)}")
+            self._warn(f"memory grows by {grown} in every step; tensors made here are not freed: {', '.join(places)}")
             self._done = True
         else:
-            self._sizes = []  # not of torch: look again after as many steps
+            self._sizes = []  # not torch's tensors: look again after GROWING steps
 
     def _size(self) -> int:
-        """Return bytes of tensors on a GPU, on CPUs of the process without files."""
+        """Return the bytes of tensors on a GPU; on CPUs, the process's memory without mapped files."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])

@@ -73,7 +73,7 @@ class RankMemory:
 
 
 def record_allocations(file: Path) -> None:
-    """Record the last allocations on this rank's GPU with their lines; write them to `file` when one fails."""
+    """Record the last allocations on this rank's GPU with their lines; write them to `file` if an allocation fails."""
     torch.cuda.memory._record_memory_history(max_entries=RING_EVENTS)
     # called before the error unwinds the stack, so tensors that it would free are still in the snapshot
     attach: Any = vars(torch._C)["_cuda_attach_out_of_memory_observer"]  # torch declares no types for it

@@ -308,7 +308,7 @@ class _Tied(TiedLayerSpec):
 def _build_stage(
     job: Job, coords: RankCoords, inputs: Inputs
 ) -> tuple[list[Layer], list[int], tuple[PipelineStage, ...], HeadLoss | None, RouterLoss | None]:
-    """Return all layers (other stages' are on meta), the parts' bounds, the stages, and head and router losses."""
+    """Return all layers (of other stages on meta), bounds of the parts, stages, the head's and the router's loss."""
     run, layout, shape = job.run, job.layout, build_on_meta(job, inputs)
     layers = as_layers(shape)
     stack = layer_facts(layers)

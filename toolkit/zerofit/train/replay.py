@@ -23,15 +23,15 @@ from zerofit.train.stop_signals import SignalNotes
 from zerofit.train.trainer import EngineTrainer
 from zerofit.train.zero_layouts import Unsupported, states_of
 
-# The steps before the fault run as in training, so their losses are those of the run. Each step is made with
-# --check-loss: where it stops, the weights are still good, and the same micro batches run again, watched op by op.
+# The steps before the fault run as in training, so their losses equal the run's losses. Each step uses --check-loss. If
+# it stops a step, the weights are still good. The micro batches of this step then run again, and each op is watched.
 SIXTEEN_BITS = ("fp16", "bf16")
 
 
 def replay(
     job: Job, folder: RunFolder, signals: SignalNotes | None = None, progress: RankProgress | None = None
 ) -> dict[str, Any]:
-    """Repeat the job's steps up to `job.replay.step`; write and return what all ranks found (`RankFindings`)."""
+    """Repeat the job's steps up to `job.replay.step`; write and return the findings of all ranks."""
     assert job.replay
     run = RankRun(job, folder, signals, progress)
     if job.replay.double:
@@ -73,7 +73,7 @@ class _RankReplay:
         return self._found
 
     def _step(self, step: int, batches: list[dict[str, Any]], indices: list[Any]) -> bool:
-        """Make a step as in training; return whether it was stopped, and has been watched."""
+        """Make a step as in training. If --check-loss stops it, watch it in a second pass and return True."""
         trainer, engines = self._trainer, self._trainer.engines().values()
         before = trainer.rank_state()  # random states and buffers
         micro_steps = [engine.micro_steps for engine in engines]
@@ -177,7 +177,7 @@ def _widen(trainer: EngineTrainer) -> None:
     """Make an engine without ZeRO compute in float64; this process trains nothing else afterwards."""
     from zerofit.models.dtypes import DTYPES
 
-    DTYPES["fp32"] = torch.float64  # of inputs
+    DTYPES["fp32"] = torch.float64  # dtype of inputs
     Tensor.float = Tensor.double  # the loss is computed in "float"
     trainer.module.double()
     trainer.engine.enable_backward_allreduce = False  # DeepSpeed's all-reduce refuses float64, and there is one rank

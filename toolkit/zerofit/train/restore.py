@@ -46,7 +46,7 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
     checkpoint = Path(start.checkpoint)
     manifest = read_manifest(checkpoint) if is_own(checkpoint) else None  # None: of another program
     refuse_other_frozen(trainer, manifest and manifest.frozen)
-    # noted before loading, which overwrites learning rate, weight decay and betas with those of the checkpoint's run
+    # noted before loading, which overwrites learning rate, weight decay and betas with the checkpoint's
     settings = [_RunSettings(engine) for engine in trainer.engines().values()]
     if start.same_layout and not piece_by_piece(trainer.job):
         for tag, engine in trainer.engines().items():

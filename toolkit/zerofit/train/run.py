@@ -308,7 +308,7 @@ def check_replicas(trainer: EngineTrainer) -> None:
 
 
 def replicas_apart(trainer: EngineTrainer) -> list[str]:
-    """Return the names of parameters that differ between the ranks that hold a replica; all ranks call this."""
+    """Return the names of parameters that differ between ranks with replicas. All ranks must call this."""
     if trainer.job.layout.zero_stage == 3:
         return []
     engine, held = trainer.engine, dict(trainer.module.named_parameters())

@@ -38,9 +38,10 @@ LOOPBACK = "127."
 # Addresses. Ranks meet at rank 0's host (`master`), and each guard connects to the process that runs this command
 # (`addresses`). Both have to be addresses that other hosts can reach. A machine cannot always find such an address of
 # its own:
-# - this machine's address is that of its route to the last host; a route to itself would be loopback; - /etc/hosts
-# often maps a host's own name to loopback (Debian: 127.0.1.1), which is useless to others; - with `--no-ssh`,
-# --master-addr may be a name or a router's address, which nobody can listen on.
+#
+# - This machine's address is taken from its route to the last host. A route to itself would be loopback.
+# - /etc/hosts often maps a host's own name to loopback (Debian: 127.0.1.1), which other hosts cannot use.
+# - With `--no-ssh`, --master-addr may be a name or a router's address, on which nobody can listen.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,9 +54,8 @@ RETRY_S = 5.0  # time between attempts to reach a host
 #        └── wait for the hosts; without those that stay ◄──┘
 #            away, the same global batch on fewer ranks
 #
-# A failure ends the run if a restart would fail alike (RECURRING), if the user has asked to stop, or after
-# `max_restarts`.
-# The run folder stays locked over all starts.
+# A failure ends the run if a restart would fail in the same way (RECURRING), if the user has asked to stop, or after
+# `max_restarts`. The run folder stays locked over all starts.
 
 
 @dataclass
@@ -142,7 +141,7 @@ class RestartingRun:
                 return run_once(folder, site, watch, self.report, attempt=attempt, **signals)
 
     def _would_recur(self, failure: RunFailed) -> bool:
-        """Return whether a restart would fail alike.
+        """Return whether a restart would fail in the same way.
 
         With --fit it would not run out of memory again: its layout is smaller.
         """

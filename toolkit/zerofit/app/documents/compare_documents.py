@@ -40,7 +40,7 @@ class DocumentComparison:
 def compare_documents(
     numbers: Sequence[str] = (), *, output: Path | None = None, on_event: OnEvent | None = None
 ) -> DocumentComparison:
-    """Repeat the experiments of all documents, or of those in `numbers`; write a page that compares their figures.
+    """Repeat the experiments of all documents, or of the documents `numbers`; write a page that compares their figures.
 
     After a kill, the same call continues and keeps earlier measurements.
 

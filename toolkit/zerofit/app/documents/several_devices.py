@@ -70,7 +70,7 @@ def lenet_values(alone: Done, together: Done) -> dict[str, Any]:
     }
     if first.shape != second.shape or not first.size:
         return {**values, "lenet_why": ""}
-    # The gap between devices means something only beside the spread between seeds, which is the noise of a single run.
+    # The gap between devices is compared with the spread between seeds, which is the noise of a single run.
     gap, spread = np.abs(first - second).max(), np.ptp(first, axis=0).max()
     why = "the summed gradient of two devices equals that of one, except for the last bits: with the same seed the "
     why += f"curves differ by {gap:.3f} at most, with another seed by up to {spread:.3f}"

@@ -43,7 +43,7 @@ def _kept_bytes(simulation: Simulation) -> float:
 #     3. If another option is better now, simulate it. Stop after six simulations, or when the best option is simulated.
 @dataclass
 class FitSearch:
-    """A search among options, fastest first, for those that fit the free memory of each node."""
+    """A search for the fastest options that fit the free memory of each node."""
 
     options: Sequence[LayoutOption]
     free: Cluster

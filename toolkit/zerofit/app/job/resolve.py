@@ -44,14 +44,14 @@ from zerofit.train.probe import check_sizes, fed_with, models_say, task_of
 DEFAULT_EPOCHS = 1.0
 ASSUMED_STEPS = 1000  # steps of a run without data or steps; only learning rate schedulers use this number
 
-# How a request becomes a job. Each step needs the results of those before it, and only the last needs data:
+# How a request becomes a job. Each step needs the results of the earlier steps, and only the last needs data:
 #
 #   request ─► saved model's name, hub snapshot, stages of `--pipeline auto`   `resolve_job`
 #           ─► model source and task, DeepSpeed JSON, degrees, batch sizes     `_decide`       (no data, no model)
 #           ─► data, inputs, facts of the model on the meta device             `open_model`
 #           ─► steps, learning rate, schedule, filled-in DeepSpeed JSON        `config.resolve`
 #
-# Problems are collected in one list. It is raised where the next step could not run with these problems, so a user sees
+# Problems are collected in one list. It is raised if the next step cannot run with these problems, so a user sees
 # as many problems as possible at once.
 
 
@@ -109,7 +109,7 @@ def resolve_job(
         machine: the devices of all hosts together (`cluster_machine` for a described cluster); None: this machine.
         inputs: where the model's inputs come from.
         report: gets notes about the data, warnings about the JSON and progress.
-        problems: problems found so far, raised together with those found here.
+        problems: problems found so far, raised together with the problems found here.
         check_task: further checks by the caller, given the model's task.
         model: an existing model to use instead of the one that the run names.
 

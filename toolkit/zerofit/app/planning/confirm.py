@@ -58,8 +58,8 @@ def confirm_written(plan: Plan, report: Reporter) -> Plan:
 #
 #     value      0 ...... fitting ...... guess ...... refused
 #                         simulated: fits             simulated or forecast: does not fit
-# The guess is scaled by the memory that the last simulation lacked. It is the middle once a value has
-# been found to fit.
+#
+# The guess is scaled by the memory that the last simulation lacked. Once a value fits, the guess is the middle.
 def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], report: Reporter) -> Plan:
     """Return the plan for the largest value at which the smallest layout also fits in simulation.
 

@@ -128,8 +128,8 @@ def fewest(setup: SearchSetup, cluster: Cluster, full: int | None = None) -> Clu
     return replace(cluster, gpus=found[0], nodes=found[1]) if found else None
 
 
-# A remedy changes only one thing: more devices, more host memory, a device with
-# more memory, or disks. Each is tried with the layout that needs the least of the scarcest memory.
+# A remedy changes only one thing: more devices, more host memory, a device with more memory, or disks. Each remedy is
+# tried with the layout that needs the least of the scarcest memory.
 def remedies_of(setup: SearchSetup, cluster: Cluster) -> list[str]:
     """Return the changes that would make the model fit; for a plan in which no layout fits."""
     found = []

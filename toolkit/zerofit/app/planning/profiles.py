@@ -46,7 +46,7 @@ class ProfileRequest:
     savings: Savings = NOTHING_SAVED
     partial: PartialTraining | None = None
     task: str | None = None  # Run.task: the training task, if it differs from the config's
-    split_sequence: bool = False  # whether tensor parallel ranks split the sequence between products too
+    split_sequence: bool = False  # whether tensor parallel ranks also split the sequence between products
 
     @classmethod
     def of_run(
@@ -132,7 +132,7 @@ def _traced(wanted: ProfileRequest, report: Reporter) -> Profile:
 def _with_liger(profile: Profile, wanted: ProfileRequest, report: Reporter) -> Profile:
     """Return the profile with kernels of a plain trace, since a trace with Liger's kernels has only their memory.
 
-    The rates of a plan know how much faster Liger's kernels are than the plain ones.
+    The rates of a plan contain the speed-up of Liger's kernels.
     """
     if not wanted.savings.liger_kernel:
         return profile

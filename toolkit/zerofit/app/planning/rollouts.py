@@ -1,4 +1,4 @@
-"""`zerofit plan --method grpo`: whether trainer and rollout fit, in which phase they need most, and their speed."""
+"""`zerofit plan --method grpo`: whether trainer and rollout fit, the phase with the most memory, and the speed."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.units import shown_bytes
 
-TRIED = 60  # layouts of the training that are combined with an engine
+TRIED = 60  # training layouts that are combined with an engine
 COLOCATED_TOKENS = 4096  # max_num_batched_tokens of TRL's engine
 SERVER_UTILIZATION = 0.9
-SAMPLES_OF_RANK = 16  # completions of a rank and step, if no batch is given
-LARGE = 0.08  # share of the GPU from which a part is worth a finding
+SAMPLES_OF_RANK = 16  # completions per rank and step, if no batch is given
+LARGE = 0.08  # a part that needs more than this share of the GPU is a finding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """A training layout with an engine on the same or on other GPUs: its memory by phase, and its time."""
+    """A training layout and an engine on the same or on other GPUs, with the memory by phase and the time."""
 
     name: str
     ranked: RankedLayout
     memory: RolloutMemory
-    engine: EngineMemory | None  # here or on other GPUs
+    engine: EngineMemory | None  # on the same or on other GPUs; None: nothing is generated
     time: RolloutTime
     server_gpus: int = 0
 
     @property
     def fits(self) -> bool:
-        """Whether all phases fit, and a server of its own too."""
+        """Whether all phases fit, and also the engine if it has GPUs of its own."""
         return self.memory.fits and (self.memory.engine is not None or self.engine is None or self.engine.fits)
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Arrangement:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """Arrangements of one method on a cluster, fastest first; those that do not fit are last."""
+    """Arrangements of one method on a cluster, fastest first; arrangements that do not fit are last."""
 
     name: str  # of the method
     cluster: Cluster
@@ -88,12 +88,12 @@ class RolloutPlan:
 
     @property
     def best(self) -> Arrangement:
-        """The fastest arrangement that fits, else the one that lacks least."""
+        """The fastest arrangement that fits; if none fits, the one that lacks the least memory."""
         return self.arrangements[0]
 
     @cached_property
     def findings(self) -> tuple[tuple[str, str], ...]:
-        """What goes wrong or wastes memory in the best arrangement: stable slug, and words with the setting."""
+        """Problems and wasted memory in the best arrangement: a stable slug and a message that names the setting."""
         return tuple(_findings(self.best))
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,7 +165,10 @@ class RolloutPlan:
 def plan_rollouts(
     name: str, request: PlanningRequest, cluster: Cluster, values: Mapping[str, Any], *, on_event: OnEvent | None = None
 ) -> RolloutPlan:
-    """Return the arrangements of a method on a cluster. Raises UserError with all problems."""
+    """Return the arrangements of method `name` on a cluster. Raises UserError with all problems.
+
+    `values`: settings of --rollout.
+    """
     report, problems, method = Reporter(on_event), Problems(), METHODS[name]
     settings = problems.attempt(lambda: RolloutSettings.read(dict(values), SETTINGS))
     for given, flag in ((request.profile, "--profile"), (request.maximum, "--max"), (request.minimum, "--min")):
@@ -182,14 +185,14 @@ def plan_rollouts(
     setup = replace(setup_of(cluster, request, report)[0], top=TRIED)
     length = setup.profile.seq_len or 0
     if method.generates and settings.max_completion_length >= length:
-        message = f"max_completion_length={settings.max_completion_length} leaves no prompt of --seq-len {length}"
+        message = f"max_completion_length={settings.max_completion_length} leaves no prompt in --seq-len {length}"
         raise UserError(Problem(kind="seq-len", message=message, hint="raise --seq-len", where=SETTINGS))
     model = served_model(str(request.model), request.pins.get("model_args") or {})
     planner = _Planner(name=name, setup=setup, settings=settings, model=model, cluster=cluster)
     rows = sorted(planner.rows(), key=_order)
     if not rows:
         message = f"no layout trains a global batch of {request.pins.get('global_batch')} on {cluster.ranks} GPUs"
-        hint = "change --global-batch, or leave out what fixes the layout"
+        hint = "change --global-batch, or leave out options that fix the layout"
         raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where="--global-batch"))
     return RolloutPlan(
         name=name, cluster=cluster, settings=settings, arrangements=tuple(rows), setup=setup, request=request
@@ -197,14 +200,14 @@ def plan_rollouts(
 
 
 def _data_parallel(request: PlanningRequest, cluster: Cluster, group: int) -> PlanningRequest:
-    """Return the request with what TRL trains: data parallelism, and a batch of whole groups of completions."""
+    """Return the request for TRL: only data parallelism, and a batch that is a multiple of `group` completions."""
     pins, ranks = request.pins, cluster.ranks
     sizes = pins.get("micro_batch"), pins.get("gradient_accumulation_steps")
     batch = pins.get("global_batch") or (ranks * sizes[0] * sizes[1] if sizes[0] and sizes[1] else None)
     if batch is None:
         batch = math.lcm(group, ranks) * max(1, SAMPLES_OF_RANK * ranks // math.lcm(group, ranks))
     if batch % group:
-        message = f"a global batch of {batch} completions is not a multiple of {group}, as one prompt has"
+        message = f"a global batch of {batch} completions is not a multiple of the {group} of one prompt"
         raise UserError(Problem(kind="batch-size", message=message, hint="change --global-batch", where=SETTINGS))
     fixed: Any = {
         **pins,
@@ -216,7 +219,7 @@ def _data_parallel(request: PlanningRequest, cluster: Cluster, group: int) -> Pl
 
 @dataclass(frozen=True, kw_only=True)
 class _Planner:
-    """What all arrangements share."""
+    """Makes arrangements; its fields are the same for all of them."""
 
     name: str
     setup: SearchSetup
@@ -246,7 +249,7 @@ class _Planner:
         return [gpus for gpus in (step, 2 * step, 4 * step) if gpus < self.cluster.gpus]
 
     def _best(self, name: str, cluster: Cluster, settings: RolloutSettings | None) -> list[Arrangement]:
-        """Return the fastest colocated arrangement that fits, else the one that lacks least."""
+        """Return the fastest colocated arrangement that fits; if none fits, the one that lacks the least memory."""
         timer = timer_of(self.setup.profile, cluster, self.setup.request, self.setup.calibration)
         found = [self._colocated(name, ranked, timer, settings) for ranked in self._layouts(cluster)]
         return sorted(found, key=_order)[:1]
@@ -261,7 +264,7 @@ class _Planner:
     def _colocated(
         self, name: str, ranked: RankedLayout, timer: Timer, settings: RolloutSettings | None
     ) -> Arrangement:
-        """Return an arrangement with the engine on the training's GPUs; settings of None: without an engine."""
+        """Return an arrangement with the engine on the training's GPUs, or without an engine if `settings` is None."""
         layout = ranked.layout
         memory = RolloutMemory(
             method=METHODS[self.name],
@@ -295,7 +298,7 @@ class _Planner:
         )
 
     def _apart(self, gpus: int) -> Arrangement | None:
-        """Return the fastest arrangement with this number of GPUs for vLLM alone; None if no batch divides."""
+        """Return the fastest arrangement with `gpus` GPUs for vLLM alone; None if nothing trains on the others."""
         trained = Cluster(
             self.cluster.kind, gpus=self.cluster.gpus - gpus, host_memory=self.cluster.host_bytes,
             device_memory=self.cluster.device_memory, nvme=self.cluster.nvme,
@@ -329,7 +332,7 @@ class _Planner:
         return EngineMemory(model=self.model, settings=settings.settled(self.model, device), device=device)
 
     def _time(self, layout: PlannedLayout, timer: Timer, engine: EngineMemory | None, engines: int) -> RolloutTime:
-        """Return the time of a step; the engines share its completions."""
+        """Return the time of a step, whose completions are divided among `engines`."""
         settings, method, rates = self.settings, METHODS[self.name], timer.rates
         completion = settings.max_completion_length
         forwards = settings.needs_reference(method) + method.scorer + method.generates  # log-probs of the actor
@@ -350,12 +353,12 @@ class _Planner:
 
 
 def _order(row: Arrangement) -> tuple[bool, float]:
-    """Sort arrangements that fit by time, and the others by what they lack."""
+    """Sort arrangements that fit by time, and the others by the memory that they lack."""
     return not row.fits, row.time.step_s if row.fits else -row.memory.room
 
 
 def _findings(row: Arrangement) -> Iterator[tuple[str, str]]:
-    """Yield what goes wrong, or would with other settings; most urgent first."""
+    """Yield slug and message of each problem of an arrangement, most urgent first."""
     memory, engine = row.memory, row.memory.engine
     total, highest = memory.fit.device_available_bytes, memory.highest
     if memory.room < 0:
@@ -365,28 +368,28 @@ def _findings(row: Arrangement) -> Iterator[tuple[str, str]]:
     if engine and engine.sequences < 1:
         yield (
             "no-cache",
-            f"vLLM starts with gpu_memory_utilization from {engine.smallest_utilization:.2f} on, but "
-            f"{memory.largest_utilization:.2f} is the largest that is safe",
+            f"vLLM needs gpu_memory_utilization {engine.smallest_utilization:.2f} or more, but only "
+            f"{memory.largest_utilization:.2f} is safe",
         )
     if engine and not memory.settings.vllm_enable_sleep_mode:
         size = shown_bytes(engine.requested)
-        yield "cache-awake", f"weights and KV cache of vLLM stay on the GPU while it trains: sleep mode frees {size}"
+        yield "cache-awake", f"weights and KV cache of vLLM stay on the GPU during training: sleep mode frees {size}"
     if engine and engine.requested > total - sum(memory.resident.values()):
         yield (
             "budget-of-total",
-            "vLLM counts gpu_memory_utilization of the whole GPU, and does not start if the training already fills it",
+            "gpu_memory_utilization is a share of the whole GPU: vLLM does not start if the training leaves less free",
         )
     logits = max((phase.parts.get("logits", 0) for phase in memory.phases), default=0)
     if logits > LARGE * total:
         size = shown_bytes(logits)
-        yield "logits", f"logits of the log-probs take {size}, in float32 twice as much: lower the micro batch"
+        yield "logits", f"logits of the log-probs need {size} (twice that in float32): lower the micro batch"
     if frozen := memory.resident.get("reference", 0):
         size = shown_bytes(frozen)
         yield (
             "reference",
-            f"the reference takes {size} in 16 bits, twice that in float32 (dtype); beta=0 or LoRA save it",
+            f"the reference needs {size} in 16 bits (twice that if dtype is float32); beta=0 or LoRA avoids it",
         )
     if any(phase.parts.get("gathered parameters", 0) > LARGE * total for phase in memory.phases):
-        yield "weights-twice", "to merge adapters, ZeRO-3 gathers all weights beside vLLM's: use ZeRO-2"
+        yield "weights-twice", "to merge adapters, ZeRO-3 gathers all weights next to vLLM's copy: use ZeRO-2"
     if engine and 0 <= memory.room < 0.03 * total:
-        yield "fragmentation", f"only {shown_bytes(memory.room)} are left for fragmentation after waking"
+        yield "fragmentation", f"only {shown_bytes(memory.room)} are left for fragmentation after vLLM wakes up"

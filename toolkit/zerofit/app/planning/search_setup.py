@@ -65,7 +65,7 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
     if stored is not None:
         request.refuse_meaningless(stored)
         if pins.get("liger_kernel"):
-            report.note(f"--liger-kernel changes only times: {request.profile} has the memory of its own kernels")
+            report.note(f"--liger-kernel changes only times: {request.profile} has the memory of the traced kernels")
         stored = with_split_sequence(stored) if wanted.software.tensor_sequence_parallel else stored
         setup = SearchSetup(profile=stored, request=wanted, top=request.top, correct=correct)
         return setup, request.profile
@@ -89,7 +89,7 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
     profile, file = get_profile(traced, report)
     request.refuse_meaningless(profile)
     if pins.get("liger_kernel") and profile.model_type not in LIGER_TYPES:
-        report.note(f"Liger has no kernels for {profile.model_type or profile.model}: the plan uses its cross-entropy")
+        report.note(f"Liger has no kernels for {profile.model_type or profile.model}: only its cross-entropy is used")
     traced = replace(traced, seq_len=profile.seq_len)
     setup = SearchSetup(profile=profile, request=wanted, traced=traced, top=request.top, correct=correct)
     return setup, file

@@ -39,7 +39,7 @@ class ServingPlan:
 
     @property
     def problem(self) -> str:
-        """Why vLLM does not start, in its own terms; "" if it does."""
+        """Why vLLM does not start, in vLLM's words; "" if it starts."""
         engine, s = self.engine, self.engine.settings
         if engine.cache_bytes <= 0:
             counted, requested = shown_bytes(engine.counted), shown_bytes(engine.requested)
@@ -49,12 +49,12 @@ class ServingPlan:
             has = shown_bytes(engine.cache_bytes)
             return f"one request of {s.max_model_len:,} tokens needs {needed} of KV cache, but {has} are left"
         if s.gpu_memory_utilization > engine.largest_utilization:
-            return "the memory that vLLM does not count (CUDA graphs, fragmentation) has no room"
+            return "there is no room for memory that vLLM does not count (CUDA graphs, fragmentation)"
         return ""
 
     @property
     def remedies(self) -> list[str]:
-        """Changes with which it fits."""
+        """Settings with which vLLM starts."""
         engine, s = self.engine, self.engine.settings
         low, high = engine.smallest_utilization, engine.largest_utilization
         found = [f"gpu_memory_utilization={max(low, min(s.gpu_memory_utilization, high)):.2f}"] if low <= high else []
@@ -92,7 +92,7 @@ class ServingPlan:
 
 
 def served_model(name: str, model_args: Mapping[str, Any]) -> ServedModel:
-    """Return what an engine's memory depends on in a named model or a config. Raises UserError."""
+    """Return the sizes of a named model or a config that decide an engine's memory. Raises UserError."""
     from zerofit.app.job.model_facts import facts_of
     from zerofit.models.hf_config import make_config
     from zerofit.train.probe import models_say, task_of
@@ -108,7 +108,7 @@ def served_model(name: str, model_args: Mapping[str, Any]) -> ServedModel:
 
 
 def settings_of(pins: Mapping[str, Any], values: Mapping[str, Any]) -> EngineSettings:
-    """Return vLLM's settings from `--rollout` and the options of a run that mean the same. Raises UserError."""
+    """Return vLLM's settings from `values` (--rollout) and `pins` (options of a run). Raises UserError."""
     problems, found = Problems(), dict(values)
     for name, value in pins.items():
         flag = f"--{name.replace('_', '-')}"
@@ -126,7 +126,7 @@ def serve(model: str | None, cluster: Cluster, pins: Mapping[str, Any], values: 
     problems = Problems()
     settings = problems.attempt(lambda: settings_of(pins, values))
     if model is None:
-        problems.add("usage", "--serve needs MODEL", "name it", "MODEL")
+        problems.add("usage", "--serve needs MODEL", "name a model", "MODEL")
     if cluster.on_cpu:
         problems.add("usage", "--serve is for GPUs", "name a kind with --gpu", "--gpu")
     if settings and cluster.ranks % settings.tensor_parallel_size:

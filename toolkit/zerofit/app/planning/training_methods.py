@@ -96,7 +96,7 @@ def compare_methods(
 
 
 def _part(method: Method, request: PlanningRequest) -> dict[str, Any]:
-    """Return the fields of a run for a training method, with those of the given fields that apply to this method."""
+    """Return the fields of a run for a training method, with the given fields that apply to this method."""
     if method == "full":
         return {}
     part = {"lora": USUAL_RANK, **request.part}

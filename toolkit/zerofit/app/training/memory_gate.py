@@ -62,7 +62,7 @@ class HostVerdict:
 
 
 class MemoryGate:
-    """Gate of one run: refuses a run that does not fit, and reserves memory for one that starts, until it is closed."""
+    """Gate of one run: refuses a run that does not fit, else reserves its memory until the gate is closed."""
 
     def __init__(
         self,

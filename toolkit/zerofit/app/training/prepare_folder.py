@@ -33,7 +33,7 @@ from zerofit.spec.run import Run, RunRequest, flag
 from zerofit.spec.run_folder import FittedLayout, Job, Layout, MemoryForecast, RunFolder, Start
 from zerofit.spec.stages import stages_of
 
-# What a start in a used folder resumes from: the newest checkpoint whose bytes verify. Damaged ones are skipped with a
+# What a start in a used folder resumes from: the newest checkpoint whose bytes verify. Newer, damaged checkpoints get a
 # note. All fields that decide the weights must be equal (SAME_RUN); other changes are notes. If the layout has
 # changed, each rank assembles its part from all shards; else DeepSpeed loads its own files (`same_storage`).
 MODEL = ("model", "model_args")
@@ -224,7 +224,7 @@ def _newest(checkpoints: Path, report: Reporter) -> CheckpointEntry | None:
 
 
 def _named(path: Path, report: Reporter) -> CheckpointEntry:
-    """Return the checkpoint that --resume names, or the newest one if it names a run folder."""
+    """Return the checkpoint that --resume names, or the newest checkpoint of a run folder that it names."""
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if not (path / "manifest.json").exists() and path.is_dir():
@@ -263,9 +263,9 @@ def _foreign_start(found: Foreign, job: Job, report: Reporter) -> Start:
     problems.raise_if_any()
     report.note(f"resuming from {facts.name}")
     for note in state.notes:
-        report.note(f"{found.path}: {note}; the optimizer starts anew")
+        report.note(f"{found.path}: {note}; the optimizer starts with fresh states")
     samples = state.counters["global_samples"] or step * job.batch.total
-    report.note(f"random states and the order of samples are not in it: data continue at sample {samples:,}")
+    report.note(f"it has no random states and no order of samples: data continue at sample {samples:,}")
     return Start(checkpoint=str(found.path), step=step, samples=samples, same_layout=False)
 
 

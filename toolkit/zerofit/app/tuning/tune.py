@@ -82,7 +82,7 @@ def tune(
 
 
 def run_trials(job: TuneJob, *, trials: int, minutes: float | None, report: Reporter) -> Search:
-    """Run trials until there are `trials` (including earlier ones), time is over, or no candidate is promising."""
+    """Run trials until there are `trials` (including earlier trials), time is over, or no candidate is promising."""
     deadline, store = time.monotonic() + 60 * minutes if minutes else math.inf, TrialStore(job)
     search = Search(job.candidates, store.trials())
     if search.trials:

@@ -15,7 +15,7 @@ const UNITS = {
 // Ticks of bytes are whole powers of two, so that labels stay short.
 const POWERS = Array.from({ length: 50 }, (_, power) => 2 ** power);
 
-/** The colour that a CSS value has on this page: a canvas knows neither variables nor light-dark(). */
+/** The colour that a CSS value has on this page: a canvas supports neither variables nor light-dark(). */
 function resolved(colour) {
   const probe = document.body.appendChild(document.createElement("i"));
   probe.style.color = colour;
@@ -61,7 +61,7 @@ function axis(unit, label, side) {
   };
 }
 
-/** Names of phases above the areas, with a line where each begins; a name that has no room is left out. */
+/** Names of phases above the areas, with a line at the start of each phase. A name is left out if it has no room. */
 function drawMarks(plot, data) {
   const { ctx, bbox } = plot, ratio = devicePixelRatio;
   ctx.save();
@@ -91,7 +91,7 @@ function drawMarks(plot, data) {
   ctx.restore();
 }
 
-/** The highest value to show, with room for the phases' names; a limit far away would flatten the chart. */
+/** The highest value to show, with room for the phases' names. A much higher limit is not shown: it would flatten the chart. */
 function topOf(data, drawn) {
   const highest = Math.max(0, ...drawn.map((values) => values.reduce((most, value) => Math.max(most, value ?? 0), 0)));
   const limit = data.limit ? data.limit[1] : 0;
