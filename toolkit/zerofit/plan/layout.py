@@ -24,7 +24,7 @@ DEFAULTS = {"prefetch": 50_000_000, "persistence": 100_000, "live": LIVE, "reuse
 # sizes of a layout that a DeepSpeed JSON may leave to zerofit ("auto") or to DeepSpeed (UNSET)
 SIZES = ("bucket", "overlap", "prefetch", "persistence")
 UNSET = "unset"
-# attributes of FSDP2's layouts by their names in --json
+# names in --json of FSDP2's options, and the attributes of PlannedLayout
 OF_FSDP2 = {"reshard_after_forward": "reshard", "replicas": "replicas", "sync_each_batch": "sync_each_batch"}
 
 

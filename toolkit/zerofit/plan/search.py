@@ -220,10 +220,10 @@ def _divide(
 ) -> tuple[list[tuple[PlannedLayout, int]], dict[str, Misfits], list[tuple[Fit, list[PlannedLayout]]]]:
     """Return the layouts that fit, the misfits by reason, and the misfits' families with the fit of their first layout.
 
-    A layout that fits comes with the least peak of its family.
+    Each layout that fits is paired with the peak of its family's first layout, in bytes.
 
-    The first layout of a family needs the least memory. If it does not fit, no other layout of the family does. If it
-    leaves enough memory for larger buckets, all of the family fit.
+    The first layout of a family needs the least memory. If it does not fit, no other layout of the family fits. If it
+    leaves enough memory for larger buckets, all layouts of the family fit.
     """
     fitting: list[tuple[PlannedLayout, int]] = []
     misfits: dict[str, Misfits] = {}
@@ -300,7 +300,7 @@ def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]
 def _frontier(pairs: list[tuple[TimedLayout, int]], cluster: Cluster, forecast: Forecast) -> Iterator[FrontierLayout]:
     """Yield the layouts that no other layout beats in both speed and memory, fastest first.
 
-    `pairs`: layouts by speed, each with the least peak of its family.
+    `pairs`: layouts, fastest first, each with the smallest peak in its family (bytes).
     """
     lowest = math.inf
     for timed, least_bytes in pairs:

@@ -154,7 +154,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
 
 
 def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: PlanRequest, space: SearchSpace) -> None:
-    """Add FSDP2's layouts: groups of ranks, offload, how often parameters are gathered and gradients reduced."""
+    """Add FSDP2's layouts: each choice of replicas, offload, resharding, and reduction of gradients."""
     if problem := _by_layer_problem(engine, profile, cluster, request):
         space.leave_out(problem)
         return

@@ -137,7 +137,7 @@ def addresses() -> None:
 
 
 def loaders() -> None:
-    """Load and preprocess data in this process: workers do not inherit the fake mode, and the batches are the same.
+    """Load and preprocess data in this process. Workers do not inherit the fake mode; batches do not depend on them.
 
     (torch.utils.data.DataLoader.__init__; datasets.Dataset.map, filter)
     """
