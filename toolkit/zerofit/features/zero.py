@@ -51,7 +51,7 @@ class ZeroFeature:
 # the quantizer's kernels are CUDA code that fake tensors cannot pass (ops/quantizer)
 _KERNELS_OF_QUANTIZER = Unforecast(
     message="ZeRO++'s quantized communication cannot be simulated: DeepSpeed's quantizer runs on a GPU only",
-    hint="simulate with --ds-config zero3, whose gathered weights and gradients are larger",
+    hint="simulate with --ds-config zero3 for an upper bound: it gathers weights and gradients unquantized",
 )
 ZENFLOW = ZeroFeature(
     path=f"{ZERO}.zenflow",

@@ -119,7 +119,7 @@ class _LayerReplay:
         self.groups = [_GatheredGroup.of(part, self.ranks, line.width) for part in parts]
         self.root = _GatheredGroup.of([p for p in layers[0] if p is not tied], self.ranks, line.width)
         self.kept = self.flat = self.input = 0  # bytes: gathered parameters, the flat buffer, a scatter's input
-        # full gradients of earlier micro batches, or scattered ones
+        # full or scattered gradients of earlier micro batches
         every = sum(p.numel for p in _trained(chain(*layers)))
         self.whole = layout.keeps_full_gradients
         self.adds_up = layout.accumulation > 1 and not self.whole

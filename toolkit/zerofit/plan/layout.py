@@ -234,5 +234,5 @@ class LayoutMemory:
     nvme_bytes: int
     breakdown: dict[str, int]  # kind -> bytes at the peak; sums to peak_bytes
     large_bytes: int = 0  # the largest block of each kind that is allocated and freed within a step (`plan.fit`)
-    more_communicators: int = 0  # besides those for its degrees (`plan.fit`)
+    more_communicators: int = 0  # besides the communicators for its parallel degrees (`plan.fit`)
     cpu_process_bytes: int = CPU_PROCESS_HIGH_BYTES  # largest private memory of a CPU rank without its tensors

@@ -206,7 +206,7 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
 
 
 def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
-    """Forecast a layout with few micro batches: the ones in flight, and one that already has gradients.
+    """Forecast a layout with few micro batches: all in flight, and one that already has gradients.
 
     More micro batches would change nothing.
     """

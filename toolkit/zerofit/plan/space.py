@@ -29,7 +29,7 @@ MOST_FREE_MICRO_BATCH = 64  # samples, without a global batch; images get 8 time
 IMAGES = 8
 # attributes in which the members of a family differ, or that no search decides; a request sets them for all members
 REPLACED = (*SIZES, "live", "reuse", "pin_optimizer", "pin_param", "steps_early")
-MORE_GATHERED = 10  # factor on the usual prefetch and persistence sizes; the time forecast knows little about these
+MORE_GATHERED = 10  # factor on the usual prefetch and persistence sizes; they hardly change the forecast time
 
 _SHARDED_BITS = Problem(
     kind="quantized",

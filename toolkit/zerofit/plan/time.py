@@ -26,8 +26,8 @@ from zerofit.spec.profile import Profile, setting
 
 # elements that SuperOffload sends to its process at a time (sub_group_size of the bundled JSON)
 EARLY_GROUP = 100_000_000
-# bytes of host memory per element besides the optimizer's: clipping reads and writes the gradient (8, stage3.py:2988),
-# the stepped parameter is converted (6, stage3.py:2858)
+# bytes of host memory read and written per element, besides the optimizer's: clipping reads and writes the gradient
+# (8, stage3.py:2988), and the stepped parameter is converted (6, stage3.py:2858)
 HOST_BYTES = 14
 
 Stream = Literal[

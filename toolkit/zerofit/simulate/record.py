@@ -57,7 +57,7 @@ class KindPeak:
     """The peak among allocations by one line of code in one phase, in any layer."""
 
     key: str
-    which: str = ""  # "" for the highest peak; "first" or "last" for the first or last peak, whatever its height
+    which: str = ""  # "" for the highest peak; "first" or "last" for the first or last peak, even if it is lower
     phase: str
     step: int
     module: str

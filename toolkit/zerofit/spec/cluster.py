@@ -37,7 +37,7 @@ class Cluster:
     nvme: int | None  # bytes per node's disks that offloading may use
     network: int | None  # bytes per second and device to other nodes, instead of the usual node's
     origin: str  # the machine that the figures were read from, if any
-    notes: tuple[str, ...] = field(init=False, compare=False, repr=False)  # what was assumed
+    notes: tuple[str, ...] = field(init=False, compare=False, repr=False)  # assumptions
 
     def __init__(
         self,

@@ -150,7 +150,7 @@ def _second_copy(script: Script) -> Iterator[Found]:
     made: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for storage in meter.live_storages():
         made_by_step = storage.phase in ("forward", "backward")  # activations may have the sizes of weights
-        is_bucket = storage.kind in (BUCKETS, GRADIENTS)  # DDP makes one for each large weight
+        is_bucket = storage.kind in (BUCKETS, GRADIENTS)  # DDP has a bucket for each large weight
         if id(storage) not in owned and storage.place == DEVICE and storage.own and not (made_by_step or is_bucket):
             made[storage.own][storage.bytes] += 1
     for line, sizes in made.items():

@@ -178,7 +178,7 @@ def compiling(meter: ScriptTracker) -> None:
     of_torch = os.path.dirname(torch.__file__) + os.sep
 
     def note(what: str, of_model: bool) -> None:
-        # libraries decorate their own functions with it, and torch its own ops; a model was the user's choice
+        # torch and other libraries compile functions of their own; only the user's models and functions count
         caller = sys._getframe(2).f_code.co_filename
         if is_own(caller) or (of_model and not caller.startswith(of_torch)):
             meter.compiles = True

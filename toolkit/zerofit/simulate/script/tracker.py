@@ -73,7 +73,7 @@ _BOUNDED = (
     "aten::unique_consecutive",
     "torchvision::nms",  # its largest output: all boxes
 )
-# arguments of theirs are storages, which the key of a cached result would keep alive
+# ops with storages as arguments; the key of a cached result would keep the storages alive
 _OF_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye")
 _NEW = tuple(f"aten::{name}" for name in _FACTORIES)
@@ -93,8 +93,8 @@ _UNDEFINED = ("aten::empty", "aten::new_empty")
 #   none (torch.empty on the device)         fakes          unknown
 #   none, a large one on the host            fakes          unknown: the script's memory must stay small
 #
-# "Known" values are kept beside a fake (`keep`). They let masks, lengths and counters steer the script as on
-# the real machine. An op that overwrites a tensor with unknown values deletes its known one (`forget`).
+# "Known" values are stored with a fake (`keep`). With them, masks, lengths and counters control the script as
+# on the real machine. If an op overwrites a tensor with unknown values, its known values are deleted (`forget`).
 class ScriptTracker(AllocationTracker):
     """Run ops on host tensors for real, and ops on device tensors on fakes."""
 
@@ -345,7 +345,10 @@ class ScriptTracker(AllocationTracker):
         return known_value(tensor)
 
     def _stand_in(self, func: OpOverload, args: OpArguments) -> object:
-        """Return a harmless value for one that only a GPU could compute. Note it if the script's own code needs it."""
+        """Return a harmless value instead of a value that only a GPU could compute.
+
+        Add a note if the script's own code reads it.
+        """
         value = func(*args)
         code = self._call_site()[1]
         if code is not None and is_own(code.co_filename):
