@@ -55,7 +55,7 @@ _KERNELS_OF_QUANTIZER = Unforecast(
 )
 ZENFLOW = ZeroFeature(
     path=f"{ZERO}.zenflow",
-    docs="The device steps the columns with the largest gradients; the host steps the others, late.",
+    docs="The device steps the columns with the largest gradients. The host steps the other columns, some steps later.",
     off=(None,),
     combined=False,
     partial=False,
