@@ -23,11 +23,11 @@ from zerofit.spec.overhead import pinned_bytes
 class _GatheredGroup(NamedTuple):
     """Parameters that are gathered together, in elements."""
 
-    shard: int = 0  # of a rank, with padding
-    trained: int = 0  # of the shard, with gradients
-    numel: int = 0  # of the full trained parameters
+    shard: int = 0  # all parameters of a rank's shard, with padding
+    trained: int = 0  # parameters of the shard that have gradients
+    numel: int = 0  # the full trained parameters
     largest: int = 0  # shard of the largest trained parameter
-    last: int = 0  # of the last trained parameter, full
+    last: int = 0  # the last trained parameter, full
 
     @classmethod
     def of(cls, parameters: Sequence[Parameter], ranks: int, width: int) -> _GatheredGroup:

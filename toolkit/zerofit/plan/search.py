@@ -67,9 +67,10 @@ def _without_collector() -> Iterator[None]:
 #     1. The space comes in families: layouts that differ in bucket, overlap and stage-3 sizes only. The first
 #        needs the least memory. If it does not fit, no layout of its family fits.
 #     2. Other members of a family that fits are forecast only if larger buckets could exceed the memory that is left.
-# 3. Layouts that fit are timed and sorted by samples per second in three digits. Equally fast layouts are sorted by
-# simplicity. 4. Layouts that do not fit are counted by reason. For each reason the message describes the layout that is
-# nearest to fitting, with a remedy.
+#     3. Layouts that fit are timed and sorted by samples per second in three digits. Equally fast layouts are sorted by
+#        simplicity.
+#     4. Layouts that do not fit are counted by reason. For each reason the message describes the layout that is nearest
+#        to fitting, with a remedy.
 @_without_collector()
 def search(
     profile: Profile,

@@ -47,7 +47,7 @@ def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
 
 
 def evaluations(log: PhaseLog) -> None:
-    """Evaluate few batches where a Trainer evaluates within the simulated steps. (transformers.Trainer.evaluate)"""
+    """Evaluate few batches if a Trainer evaluates within the simulated steps. (transformers.Trainer.evaluate)"""
     from transformers import Trainer
 
     original = Trainer.evaluate

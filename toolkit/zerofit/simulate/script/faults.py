@@ -40,9 +40,9 @@ from zerofit.spec.memory_kinds import BUCKETS, GRADIENTS
 from zerofit.spec.overhead import HOST_RESERVE
 from zerofit.spec.units import shown_bytes
 
-WORTH_BYTES, WORTH_SHARE = 32 << 20, 0.05  # less than both, the latter of the peak, is not worth a change
-GROWS_BYTES = 1 << 20  # of each micro batch: enough to run out of memory in the end
-MOSTLY = 0.9  # of the weights: a copy
+WORTH_BYTES, WORTH_SHARE = 32 << 20, 0.05  # a fault must cost at least these bytes and this share of the peak
+GROWS_BYTES = 1 << 20  # growth with each micro batch that is reported: memory runs out at some step
+MOSTLY = 0.9  # share of the weights' storages from which tensors count as a copy of the weights
 PADDED = 0.25  # share of columns without a token in every batch
 _OF_GRAPH = (ACTIVATIONS, LOGITS, TEMPORARIES)
 
