@@ -42,7 +42,7 @@ from zerofit.spec.units import shown_bytes
 
 WORTH_BYTES, WORTH_SHARE = 32 << 20, 0.05  # a fault must cost at least these bytes and this share of the peak
 GROWS_BYTES = 1 << 20  # growth with each micro batch that is reported: memory runs out at some step
-MOSTLY = 0.9  # share of the weights' storages from which tensors count as a copy of the weights
+MOSTLY = 0.9  # share of the weights' bytes from which tensors count as a copy
 PADDED = 0.25  # share of columns without a token in every batch
 _OF_GRAPH = (ACTIVATIONS, LOGITS, TEMPORARIES)
 
