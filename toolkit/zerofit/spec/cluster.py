@@ -121,7 +121,7 @@ class Cluster:
 
     @cached_property
     def device(self) -> Device:
-        """One device. A given device memory or network replaces the catalogue's figure."""
+        """The device. A given device memory or network replaces the catalogue's figure."""
         on_cpu = self.kind == "cpu"
         device = cpu_device(usable_cores(), self.host_bytes, self.gpus) if on_cpu else _device_of(self.kind)
         if self.network:
