@@ -1,4 +1,4 @@
-"""Old and second names of keys, replaced by the documented ones before the rules run."""
+"""Old and second names of keys, replaced by the documented names before the rules run."""
 
 from __future__ import annotations
 

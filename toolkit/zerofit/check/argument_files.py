@@ -63,7 +63,7 @@ class ArgumentFile:
 
     @property
     def ranks(self) -> int | None:
-        """The number of ranks that it starts, or None if it does not set one."""
+        """The number of ranks that the command starts, or None if it does not set the number."""
         each, nodes = (_first(self, names) for names in (("num_gpus", "nproc_per_node"), ("num_nodes", "nnodes")))
         return each * (nodes or 1) if each else _first(self, ("num_processes",))
 

@@ -54,7 +54,7 @@ class BenchmarkTask:
         self._order = Order(len(self._data.train), job.seed)
         self.device = torch.device("cpu")
         if job.accelerator == "cuda":
-            self.device = torch.device("cuda", rank % torch.cuda.device_count())  # a parameter server shares one
+            self.device = torch.device("cuda", rank % torch.cuda.device_count())  # servers share a GPU
             torch.cuda.set_device(self.device)
             torch.backends.cudnn.allow_tf32 = False  # weights are compared to the fifth digit
         self.backend = "nccl" if job.accelerator == "cuda" else "gloo"
@@ -86,7 +86,7 @@ class BenchmarkTask:
         for module in modules:
             if any(kind.__name__ in RANDOM for kind in type(module).__mro__):
                 module.p = 0.0  # strategies would draw different numbers
-        # two networks with two losses would need a change in each strategy; as one model with one loss it needs none
+        # a GAN has two networks and two losses. As one model with one loss it needs no change in the strategies
         if self.task == "gan":
             assert isinstance(model, DCGAN) and isinstance(self._data.inputs, ImageInputs)  # the catalogue's only GAN
             model = GanPair(model, self._data.inputs.channels)
@@ -280,7 +280,7 @@ class StrategyMeter:
         self._times.append(time.perf_counter())
         if done == WARM:
             self._flows = flows()
-            _forget_peak(self._device)  # exclude building the model, and what only the first step needs
+            _forget_peak(self._device)  # exclude building the model and the first step's extra memory
         if last:
             self._found = {**self._memory(), **self._wire()}
 

@@ -15,7 +15,7 @@ from zerofit.spec.run import Run
 
 MOMENTUM = 0.9
 WARM = 3  # steps that are not timed, because of connections and caches
-RankReport = dict[str, Any]  # what a process has measured, or under one key why it has not
+RankReport = dict[str, Any]  # the measurements of a process, or the reason why it has none
 DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 
 

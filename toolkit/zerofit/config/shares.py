@@ -26,11 +26,11 @@ def solve_by_rank(asked: str, given: Mapping[str, Any], dp: int, place: str, whe
         return replace(batch, by_rank=(batch.micro,) * dp, limit=MOST_TIMES * batch.micro if dp > 1 else batch.micro)
     if len(micros) != dp:
         message = f"{len(micros)} micro batches ({asked}) for {dp} data parallel rank{'s' if dp > 1 else ''}"
-        problems.add("batch-size", message, f"give {dp} of them, or use --ranks {len(micros)}", place)
+        problems.add("batch-size", message, f"give {dp} micro batches, or use --ranks {len(micros)}", place)
     micro, steps, total = (given.get(k) for k in ("micro_batch", "gradient_accumulation_steps", "global_batch"))
     if micro is not None and micro != max(micros):
         message = f"micro batch {micro} together with {asked}, which sets it for each rank"
-        problems.add("conflict", message, f"leave it out, or use {max(micros)}, the largest of them", where)
+        problems.add("conflict", message, f"leave it out, or use {max(micros)}, the largest micro batch", where)
     if steps is None:
         steps = max(1, (total or 0) // sum(micros))
     batch = Batch(micro=max(micros), accumulation=steps, dp=dp, by_rank=micros)
@@ -67,7 +67,7 @@ def check_shares(run: Run, layout: Layout, problems: Problems) -> None:
     for name, (degree, why) in reasons.items():
         if degree > 1:
             message = f"{place} {run.micro_batch_by_rank} with {name} {degree}: {why}"
-            problems.add("layout", message, f"leave {name} at 1, or leave it out", place)
+            problems.add("layout", message, f"leave {name} at 1, or leave out --micro-batch-by-rank", place)
     if run.micro_batch_by_rank == "auto" and layout.zero_stage == 3:
         message = "at ZeRO stage 3 ranks wait for each other in every layer, so their speed cannot be measured"
         hint = f"use --ds-config zero2, or give the micro batches, like {place} 4,2"

@@ -167,7 +167,7 @@ def _bytes_with_places(text: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def open_chat_template(template: Path | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the given template (a file or a shipped one's name), else the tokenizer's own. Raises UserError."""
+    """Return the given template (a file, or the name of a shipped template), else the tokenizer's. Raises UserError."""
     loaded = tokenizer.loaded
     if loaded is not None and not loaded.is_fast:
         message = f"--tokenizer {tokenizer.name} does not return the characters of its tokens"

@@ -1,4 +1,4 @@
-"""Samples of conversations: packed into rows without attention between them, or one per row."""
+"""Samples of conversations: packed into rows without attention between conversations, or one conversation per row."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def clashes(host: str, facts: Facts) -> Iterator[Check]:
             source=clash.source,
         )
     if not found:
-        yield Check(name="versions-clash", host=host, status=OK, value=f"none of {len(CLASHES)} known ones")
+        yield Check(name="versions-clash", host=host, status=OK, value=f"none of {len(CLASHES)} known clashes")
 
 
 def driver(host: str, facts: Facts) -> Iterator[Check]:

@@ -146,7 +146,7 @@ def _collectives(device: torch.device, ranks: int) -> dict[str, object]:
 
 
 def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
-    """Return the seconds of ZeRO's collectives by message size, and of small ones that are issued together.
+    """Return the seconds of ZeRO's collectives by message size, and of small collectives that are issued together.
 
     On a CPU, kernels run before each message, as in a step: ranks then arrive at different times, and gloo's sleeping
     threads need a core first. Without the kernels a message needs a tenth of the time.

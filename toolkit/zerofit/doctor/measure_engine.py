@@ -38,9 +38,9 @@ class _Unit(nn.Module):
 def measure_engine(watch: Stopwatch) -> dict[str, float]:
     """Return the host's seconds per parameter: `hook_s`, and on a CPU `gradient_s`.
 
-    `hook_s` is ZeRO-3's fetch and release of a parameter: the difference between a forward under stage 3 and one
+    `hook_s` is ZeRO-3's fetch and release of a parameter: the difference between a forward under stage 3 and a forward
     without an engine. Every parameter stays gathered, so no collective is measured. On a CPU the host itself would send
-    it. On a GPU the host would wait for such a small collective, while a model gathers during its kernels
+    the data. On a GPU the host would wait for such a small collective, while a model gathers during its kernels
     (benchmarks/gpu/README.md). `gradient_s` is the difference of a full step under stage 1: a hook, the bucket, the
     norm and the gathering of the new parameter. On a GPU this time consists of launches, which are measured elsewhere.
     """

@@ -34,8 +34,8 @@ class MeasurementJob:
     ranks: int  # ranks of all hosts
     device: int = 0  # index of its GPU
     threads: int
-    seconds: float  # of each measurement
-    folder: str = ""  # number of ranks on this host
+    seconds: float  # duration of each measurement
+    folder: str = ""  # folder for the figures and logs of the ranks on this host
     store: tuple[str, int] | None = None  # address and port where ranks of several hosts meet; None: a file in `folder`
     collectives_only: bool = False
     by_shape: bool = False  # also kernels and collectives by size, for `zerofit plan`

@@ -202,7 +202,7 @@ def _master_port(host: str, port: int, error: str | None) -> Check:
 def _to_master(host: str, address: str, port: int, row: dict[str, Any]) -> Check:
     problem = f"{address} port {port}: {row['error']}" if row["error"] else ""
     good = "" if problem else f"{address} in {row['seconds'] * 1e3:.1f} ms"
-    hint = "open all TCP ports between the hosts (NCCL and gloo choose theirs), or use --master-addr with an address "
+    hint = "open all TCP ports between the hosts (NCCL and gloo use any), or use --master-addr with an address "
     hint += "that all hosts can reach"
     expected = "every host can connect to the first host"
     return check("master-reachable", host, problem, good, expected=expected, hint=hint)

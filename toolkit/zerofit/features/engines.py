@@ -25,6 +25,6 @@ ENGINES: dict[Engine, EngineEntry] = {
 }
 # other engines, and why plan does not rank their layouts
 NOT_PLANNED = {
-    "torchtitan": "torchtitan trains its own models with other kernels, of which plan has no profile; use fsdp2 "
+    "torchtitan": "torchtitan trains its own models with other kernels; plan has no profiles of them. Use fsdp2 "
     "for the same sharding, or simulate it: zerofit simulate -- torchrun -m torchtitan.train ...",
 }

@@ -51,11 +51,11 @@ class ZeroFeature:
 # the quantizer's kernels are CUDA code that fake tensors cannot pass (ops/quantizer)
 _KERNELS_OF_QUANTIZER = Unforecast(
     message="ZeRO++'s quantized communication cannot be simulated: DeepSpeed's quantizer runs on a GPU only",
-    hint="simulate with --ds-config zero3, whose gathered weights and gradients are larger",
+    hint="simulate with --ds-config zero3 for an upper bound: it gathers weights and gradients unquantized",
 )
 ZENFLOW = ZeroFeature(
     path=f"{ZERO}.zenflow",
-    docs="The device steps the columns with the largest gradients; the host steps the others, late.",
+    docs="The device steps the columns with the largest gradients. The host steps the other columns, some steps later.",
     off=(None,),
     combined=False,
     partial=False,

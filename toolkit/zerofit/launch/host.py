@@ -55,7 +55,8 @@ def this_machine() -> Machine:
 def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of `ranks` on one host: accelerator, threads per rank, a folder for compiled ops.
 
-    Variables set in `base` (default: this environment) stay, except architectures that DeepSpeed cannot parse.
+    Keep the variables of `base` (default: os.environ). Exceptions: PYTHONSAFEPATH is set to 1, and TORCH_CUDA_ARCH_LIST
+    is cleared if DeepSpeed cannot parse it.
     """
     env = dict(os.environ if base is None else base)
     env.setdefault("DS_ACCELERATOR", accelerator)

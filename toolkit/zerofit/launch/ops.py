@@ -36,7 +36,7 @@ POLL_S = 0.5
 #
 #   1. `needed_ops` reads from the JSON which ops the engine will load. Nothing else is compiled.
 #   2. A marker file shows that an op was compiled here after torch and DeepSpeed were installed (`_is_built`).
-#   3. One process at a time compiles what is missing, each op in a session of its own, which can be killed as a whole.
+#   3. One process at a time compiles the missing ops. Each op has its own session, which can be killed as a whole.
 #   4. Locks that killed builds have left are removed first, or all later builds would wait for them forever.
 
 
@@ -57,7 +57,7 @@ def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
 
 
 def libaio_problems(config: Mapping[str, Any], found: Mapping[str, bool] | None = None) -> list[Problem]:
-    """Return what is missing for this JSON's NVMe offload.
+    """Return the problems of this JSON's NVMe offload: missing parts of libaio, or no compiler.
 
     `found`: the parts found on another machine; None: look here.
     """

@@ -11,7 +11,7 @@ from pathlib import Path
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run_folder import RunFolder
 
-# Two kernel locks. The kernel releases them when their holder dies for any reason:
+# There are two kernel locks. The kernel releases a lock when its holder dies for any reason:
 # - run.lock: exclusive, of the command that supervises the run;
 # - ranks.lock: shared by the living ranks. A command locks it exclusively for an instant, to check that no rank is
 # left.

@@ -26,9 +26,10 @@ NEVER_GIVEN = range(20000, 32768)  # below Linux's net.ipv4.ip_local_port_range 
 
 # Which variables count. A process may have the variables of several launchers if one starts another: torchrun within
 # srun, or mpirun within a Slurm job. The innermost launcher has started this process, so NAMES lists inner launchers
-# first. Exceptions: - RANK and WORLD_SIZE without LOCAL_RANK come from a pod or a script, not from a launcher; -
-# Slurm's PMI sets PMI_RANK too, but no local rank; - a Slurm step of a single task is a shell (`srun --pty`), where
-# `zerofit train` uses all devices of the node.
+# first. Exceptions:
+# - RANK and WORLD_SIZE without LOCAL_RANK come from a pod or a script, not from a launcher;
+# - Slurm's PMI sets PMI_RANK too, but no local rank;
+# - a Slurm step of a single task is a shell (`srun --pty`). There `zerofit train` uses all devices of the node.
 
 
 class Names(NamedTuple):

@@ -116,7 +116,7 @@ def _accumulated(line: StageTimeline, layout: PlannedLayout, graded: int) -> Ite
 def _reduced_at_the_end(line: StageTimeline, layout: PlannedLayout, element: int) -> Iterator[LiveMemory]:
     """Replay stage 1 without overlap: parameters are reduced one by one, in group order (stage_1_and_2.py:973)."""
     state = _Bucketed(line, layout)
-    # a pipeline has a second bucket besides the hooks' (:963)
+    # a pipeline has a second bucket besides the bucket of the hooks (:963)
     state.bucket_bytes = element * layout.bucket * (2 if layout.pp > 1 else 1)
     state.after, waiting = True, line.parameters
     # waiting gradients are freed: after the first reductions the peak cannot grow any more
@@ -255,7 +255,7 @@ class _Scattered:
         self.lifted = self.reduced if self.reduced != self.element else 0  # a copy of each gradient (stage3.py:1925)
         self.offloaded = layout.offload_optimizer != "none"
         self.fetched = 0 if device == "cpu" else self.element  # per element of an offloaded part, read back (:2028)
-        # parts for disks stay in float32 until all of the bucket are written (:1453)
+        # parts for disks stay in float32 until all parts of the bucket are written (:1453)
         swapped = layout.offload_optimizer == "nvme" and (device != "cpu" or self.element < MASTER_BYTES)
         self.swapped = MASTER_BYTES if swapped else 0
         self.filled = self.outside = 0

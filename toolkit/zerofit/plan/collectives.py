@@ -17,9 +17,9 @@ _SENT = {
 
 
 # NCCL's rings: for n ranks and S bytes, each rank sends (n - 1)/n S in an all-gather or reduce-scatter,
-# and twice as many in an all-reduce. The time is bytes / bandwidth + calls x latency, where small all-
-# reduces run as trees. A group that spans nodes has rings inside each node and rings across nodes. Chunks
-# move through both at once, so the slower one counts.
+# and twice as many in an all-reduce. The time is bytes / bandwidth + calls x latency. Small all-reduces have
+# the latency of a tree. A group that spans nodes has rings inside each node and rings across nodes. Chunks
+# move through both kinds of rings at once, so the slower kind counts.
 @dataclass(frozen=True)
 class RankGroup:
     """The ranks of a collective, and the number of them that share a node."""

@@ -30,7 +30,7 @@ def order(stages: int, stage: int, micro_batches: int) -> tuple[str, ...]:
     after, last = stages - 1 - stage, stage == stages - 1
     turning = "<F0 " + _TURNING * (stage + 1)
     first = _OUT.removeprefix("<F0 ")
-    if last:  # its last forward of the second part is sent together with the next one of the first part
+    if last:  # the output of its last F1 is sent together with the output of the next F0
         turning = "F0> ".join(turning.rsplit("F1> F0> ", 1))
         first = "| F0 F1> <B1 | B1 F0> B1> "
     words = (
@@ -45,7 +45,7 @@ def order(stages: int, stage: int, micro_batches: int) -> tuple[str, ...]:
         + ("| <B0 | B0 B0> ") * after
         + "| " * (stage + 2)
     )
-    # the first part receives nothing, the last one sends nothing, and the last stage sends to itself
+    # the first part receives nothing, the last part sends nothing, and the last stage sends to itself
     alone = {"<F0", "B0>", "F1>", "<B1"} if stage == 0 else set[str]()
     alone |= {"F0>", "<B0", "<F1", "B1>"} if last else set()
     return tuple(word for word in words.split() if word not in alone)

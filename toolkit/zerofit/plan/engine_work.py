@@ -15,10 +15,10 @@ class EngineWork(NamedTuple):
     engine on fake tensors.
     """
 
-    gradients: int  # bytes of all gradients per reduction: into a bucket, divided, out of it
-    kept: int  # bytes of the rank's share of all gradients
-    added: int  # further bytes of that share, to add those of earlier micro batches
-    step: int  # bytes of the share: overflow, norm, scale, flattening, copying parameters back; without Adam itself
+    gradients: int  # for all gradients per reduction: copied into a bucket, divided, copied out of it
+    kept: int  # for the rank's share of all gradients
+    added: int  # for the share: adding gradients of earlier micro batches
+    step: int  # for the share: overflow, norm, scale, flattening, copying parameters back; without Adam itself
     looped: int  # kernels per parameter of the share in the step: overflow and norm
     begun: int  # other kernels of the step
 
@@ -44,7 +44,7 @@ CLIPPED = 12  # reads and writes of a gradient in float32, for its norm and to s
 
 def engine_work(layout: PlannedLayout) -> EngineWork:
     """Return the engine's own work for a layout, by its ZeRO stage and precision."""
-    if layout.by_layer:  # parameters are copied out of the gathered buffer, gradients into the scattered one
+    if layout.by_layer:  # parameters are copied out of the gathered buffer, gradients into the buffer to scatter
         copied, scattered = (1 + layout.reshard) * 2 * layout.element_bytes, layout.element_bytes + layout.reduced_bytes
         return EngineWork(copied + scattered, 0, 0, UNSTEPPED_BYTES + CLIPPED, 0, 30)
     half, stage = layout.element_bytes == 2, layout.zero_stage

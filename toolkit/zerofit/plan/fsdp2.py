@@ -23,11 +23,11 @@ from zerofit.spec.overhead import pinned_bytes
 class _GatheredGroup(NamedTuple):
     """Parameters that are gathered together, in elements."""
 
-    shard: int = 0  # of a rank, with padding
-    trained: int = 0  # of the shard, with gradients
-    numel: int = 0  # of the full trained parameters
+    shard: int = 0  # all parameters of a rank's shard, with padding
+    trained: int = 0  # parameters of the shard that have gradients
+    numel: int = 0  # the full trained parameters
     largest: int = 0  # shard of the largest trained parameter
-    last: int = 0  # of the last trained parameter, full
+    last: int = 0  # the last trained parameter, full
 
     @classmethod
     def of(cls, parameters: Sequence[Parameter], ranks: int, width: int) -> _GatheredGroup:
@@ -119,7 +119,7 @@ class _LayerReplay:
         self.groups = [_GatheredGroup.of(part, self.ranks, line.width) for part in parts]
         self.root = _GatheredGroup.of([p for p in layers[0] if p is not tied], self.ranks, line.width)
         self.kept = self.flat = self.input = 0  # bytes: gathered parameters, the flat buffer, a scatter's input
-        # full gradients of earlier micro batches, or scattered ones
+        # full or scattered gradients of earlier micro batches
         every = sum(p.numel for p in _trained(chain(*layers)))
         self.whole = layout.keeps_full_gradients
         self.adds_up = layout.accumulation > 1 and not self.whole

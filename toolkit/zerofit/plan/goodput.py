@@ -20,7 +20,7 @@ from zerofit.spec.files import field_data
 if TYPE_CHECKING:
     import numpy as np
 
-CERTAINTY = 0.99  # that the spare nodes suffice at any time
+CERTAINTY = 0.99  # probability that the spare nodes suffice at any time
 REPAIR_H = 24.0  # assumed: a failed node is back after a day
 # 419 unplanned interruptions in 54 days on 16,384 H100
 GPU_MTBF_H = SourcedRate(16_384 * 54 * 24 / 419, "The Llama 3 Herd of Models (arXiv:2407.21783), section 3.3.4")
@@ -28,7 +28,7 @@ GPU_MTBF_H = SourcedRate(16_384 * 54 * 24 / 419, "The Llama 3 Herd of Models (ar
 WRITTEN = SourcedRate(
     0.568 * 2**30 / 2, "measured: benchmarks/results/checkpoint-bandwidth.json, two ranks on one disk"
 )
-# from the end of a dead launcher until all ranks train again
+# seconds from the end of a launcher until all ranks train again
 RESTART_S = SourcedRate(63.3, "measured: benchmarks/results/faults.json, three hosts")
 MONTH_S = 30 * 24 * 3600.0
 MONTHS = 1000
@@ -39,7 +39,7 @@ MOST_FAILURES = 2_000  # simulated per month; more failures do not change the re
 class Failures:
     """How often a cluster fails, and how long a save and a restart last."""
 
-    mtbf_s: float  # of the whole cluster
+    mtbf_s: float  # mean time between failures of the cluster
     save_s: float  # seconds that training stops for a checkpoint
     restart_s: float  # from a failure until training continues at its checkpoint
     repair_s: float = 3600 * REPAIR_H  # until a failed node can be used again

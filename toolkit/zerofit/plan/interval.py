@@ -21,8 +21,8 @@ class PublishedErrors(NamedTuple):
 
 
 # benchmarks/results/time-accuracy.json, "classes". Each forecast is fitted without the figure's own source. Each
-# interval contains 80 % of the figures of a source that was left out when the interval was made. A layout has the first
-# class that fits it
+# interval contains 80 % of the figures of a source that was left out of it. A layout belongs to the first class that
+# matches.
 CLASSES = {
     "image": PublishedErrors("image models", 29, 0.82, 1.25, "zerofit calibrate"),
     "offload": PublishedErrors("an offloaded optimizer", 10, 0.94, 1.2, "zerofit calibrate"),
@@ -33,7 +33,7 @@ CLASSES = {
     "nodes": PublishedErrors("DeepSpeed on several nodes", 31, 0.96, 1.18),
     "text": PublishedErrors("DeepSpeed on one node", 34, 0.69, 1.57, "zerofit calibrate"),
 }
-# "pairs_interval": for one layout's step time if another one's is known, of the same model and machine
+# "pairs_interval": for a layout's step time, if another layout of the same model and machine was measured
 PAIRS = PublishedErrors("two layouts of one model on one machine", 78, 0.89, 1.12)
 AS_MEASURED = PublishedErrors("measured", 1, 1.0, 1.0)
 

@@ -27,7 +27,7 @@ def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> floa
 # Rates of products fall with small or unaligned dimensions (`rates.ProductRate`, `rates.UnalignedShare`).
 # A kernel whose shape was measured on the device takes the measured time.
 def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
-    """Return the seconds of equal kernels: the measured time, or without one the time at the device's rates."""
+    """Return the seconds of equal kernels: the measured time, or else the time at the device's rates."""
     measured_s = rates.kernels.seconds(kernel, micro_batch, _aligned_share(kernel, rates)) if rates.kernels else None
     if measured_s is None:
         measured_s = max(_compute_s(kernel, micro_batch, rates), _memory_s(kernel, micro_batch, rates))

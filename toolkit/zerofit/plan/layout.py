@@ -24,7 +24,7 @@ DEFAULTS = {"prefetch": 50_000_000, "persistence": 100_000, "live": LIVE, "reuse
 # sizes of a layout that a DeepSpeed JSON may leave to zerofit ("auto") or to DeepSpeed (UNSET)
 SIZES = ("bucket", "overlap", "prefetch", "persistence")
 UNSET = "unset"
-# attributes of FSDP2's layouts by their names in --json
+# names in --json of FSDP2's options, and the attributes of PlannedLayout
 OF_FSDP2 = {"reshard_after_forward": "reshard", "replicas": "replicas", "sync_each_batch": "sync_each_batch"}
 
 
@@ -234,5 +234,5 @@ class LayoutMemory:
     nvme_bytes: int
     breakdown: dict[str, int]  # kind -> bytes at the peak; sums to peak_bytes
     large_bytes: int = 0  # the largest block of each kind that is allocated and freed within a step (`plan.fit`)
-    more_communicators: int = 0  # besides those for its degrees (`plan.fit`)
+    more_communicators: int = 0  # besides the communicators for its parallel degrees (`plan.fit`)
     cpu_process_bytes: int = CPU_PROCESS_HIGH_BYTES  # largest private memory of a CPU rank without its tensors

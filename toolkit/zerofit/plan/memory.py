@@ -36,7 +36,7 @@ class _Moment(NamedTuple):
     fixed: float  # all bytes without any samples
     slope: float  # per sample
     activations: Point
-    kinds: dict[str, int]  # the rest
+    kinds: dict[str, int]  # bytes of all other kinds
 
     def line(self) -> tuple[float, float]:
         """Return the bytes per sample, and the bytes that do not depend on the micro batch."""
@@ -87,9 +87,9 @@ def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> L
 # The peak of a rank is the largest sum, over all moments of its life, of
 #
 #     persistent    parameters, master weights, optimizer states, buffers      (persistent.py)
-#     activations   what forward saved, and what backward has not freed yet    (timeline.py, backward.py)
+#     activations   tensors that forward saved and backward has not freed      (timeline.py, backward.py)
 #     gathered      ZeRO-3's full parameters of the layers in flight           (zero3_gather.py)
-#     gradients     those waiting, in buckets, or being reduced                (backward.py)
+#     gradients     gradients that wait, are in buckets, or are being reduced  (backward.py)
 #     step, init    the optimizer's temporaries, and making the engine         (transient.py)
 #
 # Activations are a line in the micro batch: a fixed part and a part for each sample. All other terms are fixed. So each

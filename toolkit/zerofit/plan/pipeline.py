@@ -71,7 +71,7 @@ class Pass(NamedTuple):
 
     line: StageTimeline
     direction: Direction
-    beside: Point = NOTHING  # live bytes besides its own micro batch
+    beside: Point = NOTHING  # live bytes of other micro batches
     graded: int = 0  # elements with gradients, if these wait for the last micro batch (stages 0 and 1)
 
 

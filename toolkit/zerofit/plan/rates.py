@@ -47,7 +47,7 @@ class ProductRate(NamedTuple):
 
 _MAMF = "measured: stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS (bf16)"
 _SIMUMAX = "measured: MooreThreads/SimuMax configs/system, "
-OTHER_EDGE = 120.0  # between the two measured ones
+OTHER_EDGE = 120.0  # assumed for other GPUs, between the measured values
 MODEL_SHAPES = 0.85  # large products in a model's shapes, relative to the best product (A100 by both tables: 0.91)
 
 

@@ -110,7 +110,7 @@ class PlanResult:
     fitting: int
     seconds: float
     padding: str = ""  # what the first layout loses to sizes of the model that are not multiples of 8
-    close: tuple[RankedLayout, ...] = ()  # faster than the first layout; their peak fits, but not with the margin
+    close: tuple[RankedLayout, ...] = ()  # faster than the first layout; their peaks fit, but not with the margin
     frontier: tuple[FrontierLayout, ...] = ()  # fastest first
     misfits: tuple[RankedLayout, ...] = ()  # layouts that need the least memory, if fewer fit than were requested
 

@@ -67,9 +67,10 @@ def _without_collector() -> Iterator[None]:
 #     1. The space comes in families: layouts that differ in bucket, overlap and stage-3 sizes only. The first
 #        needs the least memory. If it does not fit, no layout of its family fits.
 #     2. Other members of a family that fits are forecast only if larger buckets could exceed the memory that is left.
-# 3. Layouts that fit are timed and sorted by samples per second in three digits. Equally fast layouts are sorted by
-# simplicity. 4. Layouts that do not fit are counted by reason. For each reason the message describes the layout that is
-# nearest to fitting, with a remedy.
+#     3. Layouts that fit are timed and sorted by samples per second in three digits. Equally fast layouts are sorted by
+#        simplicity.
+#     4. Layouts that do not fit are counted by reason. For each reason the message describes the layout that is nearest
+#        to fitting, with a remedy.
 @_without_collector()
 def search(
     profile: Profile,
@@ -206,7 +207,7 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
 
 
 def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
-    """Forecast a layout with few micro batches: the ones in flight, and one that already has gradients.
+    """Forecast a layout with few micro batches: all in flight, and one that already has gradients.
 
     More micro batches would change nothing.
     """
@@ -220,10 +221,10 @@ def _divide(
 ) -> tuple[list[tuple[PlannedLayout, int]], dict[str, Misfits], list[tuple[Fit, list[PlannedLayout]]]]:
     """Return the layouts that fit, the misfits by reason, and the misfits' families with the fit of their first layout.
 
-    A layout that fits comes with the least peak of its family.
+    Each layout that fits is paired with the peak of its family's first layout, in bytes.
 
-    The first layout of a family needs the least memory. If it does not fit, no other layout of the family does. If it
-    leaves enough memory for larger buckets, all of the family fit.
+    The first layout of a family needs the least memory. If it does not fit, no other layout of the family fits. If it
+    leaves enough memory for larger buckets, all layouts of the family fit.
     """
     fitting: list[tuple[PlannedLayout, int]] = []
     misfits: dict[str, Misfits] = {}
@@ -300,7 +301,7 @@ def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]
 def _frontier(pairs: list[tuple[TimedLayout, int]], cluster: Cluster, forecast: Forecast) -> Iterator[FrontierLayout]:
     """Yield the layouts that no other layout beats in both speed and memory, fastest first.
 
-    `pairs`: layouts by speed, each with the least peak of its family.
+    `pairs`: layouts, fastest first, each with the smallest peak in its family (bytes).
     """
     lowest = math.inf
     for timed, least_bytes in pairs:

@@ -29,7 +29,7 @@ MOST_FREE_MICRO_BATCH = 64  # samples, without a global batch; images get 8 time
 IMAGES = 8
 # attributes in which the members of a family differ, or that no search decides; a request sets them for all members
 REPLACED = (*SIZES, "live", "reuse", "pin_optimizer", "pin_param", "steps_early")
-MORE_GATHERED = 10  # factor on the usual prefetch and persistence sizes; the time forecast knows little about these
+MORE_GATHERED = 10  # factor on the usual prefetch and persistence sizes; they hardly change the forecast time
 
 _SHARDED_BITS = Problem(
     kind="quantized",
@@ -154,7 +154,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
 
 
 def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: PlanRequest, space: SearchSpace) -> None:
-    """Add FSDP2's layouts: groups of ranks, offload, how often parameters are gathered and gradients reduced."""
+    """Add FSDP2's layouts: each choice of replicas, offload, resharding, and reduction of gradients."""
     if problem := _by_layer_problem(engine, profile, cluster, request):
         space.leave_out(problem)
         return

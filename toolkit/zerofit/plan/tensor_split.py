@@ -10,10 +10,10 @@ from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Li
 # DeepSpeed's AutoTP runs norms, residuals, embedding and loss on all tokens of each tensor rank. With sequence
 # parallelism inside tensor parallelism (Korthikanti et al., 2022), each rank runs them on a share of the tokens, and
 # embedding, head and loss on a share of the vocabulary. All-gathers and reduce-scatters send the bytes of all-reduces.
-# So a rank keeps a share of all activations. While a product runs, it also has the gathered input of all tokens, and in
-# backward that input and its gradient.
+# So a rank keeps a share of all activations. During a matrix product it also has the gathered input of all tokens. In
+# backward it also has the gradient of this input.
 def with_split_sequence(profile: Profile) -> Profile:
-    """Return the profile with the kernels and the memory of such tensor ranks."""
+    """Return the profile with kernels and memory of tensor parallel ranks that also split the sequence."""
     costs = dict(profile.costs)
     for key in costs:
         tp = int(key.partition("/tp=")[2].partition("/")[0])

@@ -26,8 +26,8 @@ from zerofit.spec.profile import Profile, setting
 
 # elements that SuperOffload sends to its process at a time (sub_group_size of the bundled JSON)
 EARLY_GROUP = 100_000_000
-# bytes of host memory per element besides the optimizer's: clipping reads and writes the gradient (8, stage3.py:2988),
-# the stepped parameter is converted (6, stage3.py:2858)
+# bytes of host memory read and written per element, besides the optimizer's: clipping reads and writes the gradient
+# (8, stage3.py:2988), and the stepped parameter is converted (6, stage3.py:2858)
 HOST_BYTES = 14
 
 Stream = Literal[
@@ -337,9 +337,8 @@ class Timer:
         """Return the engine's work on gradients after the first micro batch, and after each later micro batch.
 
         Stages 2 and 3 reduce gradients each time. At stages 0 and 1 autograd adds them to the gradients of earlier
-        micro batches. Offloaded
-        gradients are accumulated on the host. At stage 3 each rank has its share there (stage3.py:2015), at stage 2 the
-        gradients of all parameters (stage_1_and_2.py:1809).
+        micro batches. Offloaded gradients are accumulated on the host. At stage 3 each rank has its share there
+        (stage3.py:2015), at stage 2 the gradients of all parameters (stage_1_and_2.py:1809).
         """
         if layout.zero_stage < 2:
             added = 3 * layout.element_bytes * rank_pass.trained_parameters
@@ -415,12 +414,9 @@ class Timer:
 def _left_of_step(task: StepTask, layout: PlannedLayout, rank_pass: RankPass, elements: float) -> StepTask:
     """Return the part of the host's step that runs after backward.
 
-    SuperOffload without clipping runs the other part during backward.
-
-    Groups are queued at even intervals, each group when backward has made its gradients (superoffload_stage3.py,
-    partition_grads).
-    The last group is stepped after backward. If the host is slower than backward, all groups but the first wait for the
-    host.
+    SuperOffload without clipping runs the other part during backward. Groups are queued at even intervals, each group
+    when backward has made its gradients (superoffload_stage3.py, partition_grads). The last group is stepped after
+    backward. If the host is slower than backward, all groups but the first wait for the host.
     """
     if not layout.steps_early:
         return task

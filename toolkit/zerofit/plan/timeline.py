@@ -30,7 +30,7 @@ def add(point: Point, other: Point) -> Point:
 
 FROZEN = 2
 EXPERTS = 3  # the first group of experts, which DeepSpeed separates from the matrices
-EXPERT_GROUP_ELEMENTS = 178_956_971  # limit of such a group unless it has one parameter (moe/utils.py, max_group_size)
+EXPERT_GROUP_ELEMENTS = 178_956_971  # limit of a group of two or more experts (moe/utils.py, max_group_size)
 
 
 class Parameter(NamedTuple):
@@ -212,11 +212,11 @@ class _Placed:
         self.numels = matrices + vectors + tied + frozen
         first = tuple(EXPERTS if place in cost.experts else 0 for place in range(len(matrices)))
         self.group_of = first + (1,) * len(vectors) + (0,) * len(tied) + (FROZEN,) * len(frozen)
-        # expert parallelism, where weights differ from the full model's, divides nothing else
+        # with expert parallelism the weights differ from the full model's, but only experts are divided
         pairs = [(0, 0)] * len(matrices + vectors) if cost.experts else zip(matrices + vectors, whole, strict=True)
         self.split = tuple(n < w for n, w in pairs) + (False,) * len(tied + frozen)
         self.copied = (False,) * len(matrices + vectors) + (True,) * len(tied) + (False,) * len(frozen)
-        self.shift = shift  # bytes that its backward needs beyond those of the trace
+        self.shift = shift  # additional bytes of its backward, relative to the trace
         self.early = early  # elements of a tied matrix whose gradient is in the head's backward, not the embedding's
 
     @property

@@ -102,7 +102,7 @@ class StepMemory(NamedTuple):
 def step_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
     """Yield the moments that can be the step's peak."""
     if in_bf16_optimizer(layout):
-        # float32 gradients of all partitions at once, besides the parameters' own (bf16_optimizer.py:325)
+        # float32 gradients of all partitions at once, in addition to the parameters' gradients (bf16_optimizer.py:325)
         sizes = partitions(line, layout.zero_ranks)
         gradients = layout.element_bytes * line.parameters + MASTER_BYTES * sum(sizes)
         yield StepMemory(gradients, step_bytes(layout, max(sizes), device), flat=MASTER_BYTES * max(sizes))

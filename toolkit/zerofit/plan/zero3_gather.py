@@ -102,7 +102,7 @@ def left_by_backward(line: StageTimeline, layout: PlannedLayout) -> int:
 
 
 def _gathering(line: StageTimeline, layout: PlannedLayout) -> _Gathering:
-    # a parameter on the host is copied to the device even with one rank; more than two ranks change nothing
+    # a parameter on the host is copied to the device even with one rank; results are equal for two or more ranks
     few = (2 if layout.offload_param != "none" else min(2, ranks) for ranks in sharers(layout))
     still = 0 if layout.checkpointing else line.still
     sizes = _Sizes(layout.persistence, layout.prefetch, layout.live, layout.reuse)
@@ -192,9 +192,9 @@ class _Gathering:
 
 
 # Stage 3 keeps 1/n of each parameter on a rank. Before a module runs, DeepSpeed gathers its parameters
-# and prefetches those of the next modules. After a module, it releases the parameters that are not needed soon. Which
-# parameters are full at a moment depends on four sizes of the JSON, so the coordinator's own rules are
-# replayed on the module calls of the profile:
+# and prefetches parameters of the next modules. After a module, it releases the parameters that are not needed soon.
+# Which parameters are full at a moment depends on four sizes of the JSON. So DeepSpeed's rules
+# (partitioned_param_coordinator.py) are replayed on the module calls of the profile:
 #
 #     live elements    0 <= gathered <= stage3_max_live_parameters
 #     fetch(module)    its own parameters, then the next ones until stage3_prefetch_bucket_size elements

@@ -93,12 +93,12 @@ def note_failed(outcomes: Sequence[object], what: str, report: Reporter) -> None
 
 
 def broken_environment(output: str) -> Problem | None:
-    """Return the import that failed, from the output of a process that only imports libraries; None without one."""
+    """Return the problem of a failed import in the output of a process that only imports; None if none failed."""
     found = _NOT_IMPORTED.findall(output)
     if not found:
         return None
     message = f"the installed packages do not work together: {found[-1]}"
-    hint = f"install versions that do; {sys.executable} -m pip check lists packages that exclude each other"
+    hint = f"install compatible versions; {sys.executable} -m pip check lists the packages that conflict"
     return Problem(kind="environment", message=message, hint=hint)
 
 

@@ -57,7 +57,7 @@ class KindPeak:
     """The peak among allocations by one line of code in one phase, in any layer."""
 
     key: str
-    which: str = ""  # "" for the highest peak; "first" or "last" for the first or last peak, whatever its height
+    which: str = ""  # "" for the highest peak; "first" or "last" for the first or last peak, even if it is lower
     phase: str
     step: int
     module: str
@@ -134,8 +134,8 @@ class MemoryPoint:
     phase: str
     step: int
     bytes: dict[str, int]
-    module: str = ""  # that runs; "" outside of the model, and for a release
-    at: str = ""  # the line that allocates, "file:line"; the user's if it is known
+    module: str = ""  # the module that allocates; "" outside of the model, and if memory is freed
+    at: str = ""  # the line that allocates, "file:line"; the user's own line if it is known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ class ScriptFacts:
     blocks: str  # path of its repeated blocks, such as "model.layers"; "" without any
     block: str  # their class
     checkpointing_switch: bool  # whether it has gradient_checkpointing_enable()
-    takes_liger: bool  # whether Liger has kernels for its type, and they are not in use
+    takes_liger: bool  # whether Liger has kernels for the model's type, and the script does not use Liger
     parameters: int
     trained_parameters: int
     largest_parameter: int
@@ -232,7 +232,7 @@ class RankRecord:
     script: ScriptFacts | None = None  # of a user's script
     pipeline: ScriptStage | None = None  # of a user's script with a pipeline
     issued: tuple[IssuedWork | IssuedWait, ...] = ()  # in a script's last step
-    routed: bool = False  # whether shapes depend on the tokens that a script's experts get
+    routed: bool = False  # whether shapes depend on how many tokens each expert gets
     heavier_rank: int | None = None  # the rank with the same parameters and the highest peak; None: this one
 
     @property

@@ -37,7 +37,7 @@ class Cluster:
     nvme: int | None  # bytes per node's disks that offloading may use
     network: int | None  # bytes per second and device to other nodes, instead of the usual node's
     origin: str  # the machine that the figures were read from, if any
-    notes: tuple[str, ...] = field(init=False, compare=False, repr=False)  # what was assumed
+    notes: tuple[str, ...] = field(init=False, compare=False, repr=False)  # assumptions
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Cluster:
 
     @cached_property
     def device(self) -> Device:
-        """One device. A given device memory or network replaces the catalogue's figure."""
+        """The device. A given device memory or network replaces the catalogue's figure."""
         on_cpu = self.kind == "cpu"
         device = cpu_device(usable_cores(), self.host_bytes, self.gpus) if on_cpu else _device_of(self.kind)
         if self.network:

@@ -115,7 +115,7 @@ def read_node(name: str) -> Node:
 
 @cache
 def read_instance(name: str) -> Device:
-    """Return the GPU of an instance type of the catalog, in this node."""
+    """Return the GPU of an instance type of the catalog, with the node of the instance type."""
     path = CATALOG / "instances" / f"{name}.yaml"
     entry = _read(path, required=REQUIRED["instances"])
     return _device(path, entry, kind=entry["gpu"], node=read_node(name))

@@ -6,7 +6,7 @@ import importlib.metadata
 
 from zerofit.spec.errors import Problem
 
-# modules whose distribution has another name, or that come with another one
+# modules whose distribution has another name, or that another distribution installs as a dependency
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "huggingface_hub": "transformers", "anyio": "mcp"}
 
 

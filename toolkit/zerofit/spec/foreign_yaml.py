@@ -29,7 +29,7 @@ from zerofit.spec.foreign import (
 )
 
 MAX_YAML_BYTES = 8 << 20  # PyYAML reads about 0.1 MB a second
-MAX_NODES = 1_000_000  # values of a YAML document, with those that aliases repeat
+MAX_NODES = 1_000_000  # values of a YAML document; a value that an alias repeats counts each time
 _YAML_KINDS = KINDS | {dict: "a mapping"}
 
 T = TypeVar("T")

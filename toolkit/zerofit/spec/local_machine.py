@@ -198,7 +198,7 @@ class Calibration:
     disk_write: float | None = None
     kernels: tuple[MeasuredKernel, ...] = ()  # by shape: plan uses these instead of the rates above
     collectives: tuple[MeasuredCollective, ...] = ()  # by bytes, between local ranks
-    origin: str = ""  # "": measured here; else the trace that `longer`, `slower` and the kernels come from
+    origin: str = ""  # "": measured here; otherwise the trace file from which `longer`, `slower` and the kernels are
     longer: dict[str, float] = field(default_factory=dict)  # by a trace's kind: its time / the forecast from the above
     slower: float = 1.0  # factor on the step time, for the part that the trace does not split by kind
 

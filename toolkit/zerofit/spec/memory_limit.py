@@ -13,9 +13,9 @@ from zerofit.spec.local_machine import memory_groups
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 
 # Without a limit, a rank that allocates too much makes the kernel kill some process of the host. There are two limits,
-# since each catches memory that the other does not: - the data segment (RLIMIT_DATA): an allocation beyond it fails in
-# the rank, which can report it; - a control group: it also counts shared memory and page tables; beyond it the kernel
-# kills this rank, not another.
+# since each catches memory that the other does not:
+# - the data segment (RLIMIT_DATA): an allocation beyond it fails in the rank, and the rank can report it;
+# - a control group: it also counts shared memory and page tables. Beyond it the kernel kills this rank, not another.
 #
 # Memory that libraries reserve and never touch: 0.65 GB (VmData less RssAnon of a rank on 2 cores), rounded up, plus
 # a thread's stack per core

@@ -63,7 +63,7 @@ TENSOR_PARALLEL_TYPES = ("bert", "llama", "mistral", "qwen2", "qwen3")
 TENSOR_PLAN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # model types that train with AutoEP as in one process (tested)
 EXPERT_TYPES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-# model types whose logits are the last hidden states times one matrix, with nothing after it
+# model types whose logits are the product of the last hidden states and one matrix, without another operation
 PLAIN_HEAD_TYPES = ("deepseek_v2", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 # model types whose blocks have an `mlp` that maps each token by itself, without dropout
 TILED_MLP_TYPES = ("llama", "mistral", "qwen2", "qwen3")

@@ -8,8 +8,8 @@ from zerofit.spec.device import Device
 
 MIB = 2**20
 
-# Channels of one NCCL communicator. NVIDIA/nccl#1685: 1.06 GB on each of 8 H100 before any all-to-all, 4.34 GB after
-# one; nccl#986 (a maintainer): linear in the number of channels, which is high for NVLink and low for PCIe.
+# Channels of one NCCL communicator. NVIDIA/nccl#1685: 1.06 GB on each of 8 H100 before the first all-to-all, 4.34 GB
+# after it. nccl#986 (a maintainer): linear in the number of channels, which is high for NVLink and low for PCIe.
 NCCL_NVLINK_BYTES = 1024 * MIB
 NCCL_PCIE_BYTES = 256 * MIB
 NCCL_ALL_TO_ALL_BYTES = 3200 * MIB
@@ -21,7 +21,7 @@ CPU_PROCESS_BYTES = {
     "transformers": (448 * MIB, 544 * MIB),
     "peft or diffusers": (544 * MIB, 640 * MIB),
 }
-CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES = 352 * MIB, 640 * MIB  # where the libraries are unknown
+CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES = 352 * MIB, 640 * MIB  # if the libraries are unknown
 # Largest fragmentation of the C library's heap, as a share of the peak (the same runs: up to 0.40). Tensors below
 # 32 MiB are allocated in it: with MALLOC_MMAP_THRESHOLD_=131072 all of BERT's 0.30 was gone.
 CPU_HEAP = 0.45

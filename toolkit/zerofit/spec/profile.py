@@ -67,8 +67,8 @@ class Linear:
 class BackwardMoment:
     """A part of a backward, with its live memory. At its end the gradient of a parameter is complete."""
 
-    live: tuple[Linear, ...]  # the largest counts; bytes above those alive before the layer's forward
-    end: Linear = Linear()  # bytes alive at its end, with the new gradient
+    live: tuple[Linear, ...]  # live bytes minus the bytes before the layer's forward; the largest line counts
+    end: Linear = Linear()  # live bytes at its end, with the new gradient
     parameter: int | None = None  # index in the layer's matrices + vectors
 
 
@@ -113,8 +113,8 @@ class LayerCost:
     """
 
     saved_bytes: Linear  # activations kept from its forward to its backward
-    forward_peak_bytes: Linear  # peak of live bytes in its forward, above those before it
-    backward_peak_bytes: Linear  # peak of live bytes in its backward, above those before its forward
+    forward_peak_bytes: Linear  # peak of live bytes in its forward, minus the bytes before its forward
+    backward_peak_bytes: Linear  # peak of live bytes in its backward, minus the bytes before its forward
     output_bytes: Linear  # the activation passed to the next layer (and the gradient passed back)
     largest_bytes: Linear = Linear()  # the largest activation of its forward
     forward_kernels: tuple[Kernel, ...] = ()
@@ -123,11 +123,11 @@ class LayerCost:
     sp_alltoall_bytes: Linear = Linear()  # sent by sequence parallelism in forward (backward: as much)
     ep_alltoall_bytes: Linear = Linear()  # tokens sent to spread experts and back in forward (backward: as much)
     host_bytes: Linear = Linear()  # kept in host memory from its forward to its backward
-    forward: tuple[Linear, ...] = ()  # forward_peak_bytes for any micro batch: the largest counts
+    forward: tuple[Linear, ...] = ()  # forward_peak_bytes for any micro batch: the largest line counts
     backward: tuple[BackwardMoment, ...] = ()  # backward_peak_bytes over time, with new gradients of parameters
     matrices: tuple[int, ...] = ()  # numels on one rank if tensor or expert parallelism splits them
     vectors: tuple[int, ...] = ()
-    experts: tuple[int, ...] = ()  # places in `matrices` of spread experts' weights
+    experts: tuple[int, ...] = ()  # indices in `matrices` of the weights of spread experts
     calls: tuple[ModuleCall, ...] = ()  # of its forward, in order
     recomputed: bool = False  # whether its backward begins with a recomputed forward
 

@@ -273,7 +273,7 @@ class Run(BaseModel):
     eval_every: NonNegativeInt = _option(0, "steps between evaluations; 0: only at the end")
     eval_samples: PositiveInt | None = _option(None, "validation samples per evaluation (default: all)")
     check_loss: bool = _option(
-        False, "stop before an optimizer step whose loss or gradient norm is not finite (weights stay good)"
+        False, "stop before an optimizer step if its loss or gradient norm is not finite, so that weights stay good"
     )
     record_memory: bool = _option(
         False, "record the last allocations of GPU ranks; if one runs out of memory, `zerofit explain RUN` reads them"

@@ -170,7 +170,7 @@ class FittedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayRequest:
-    """What the ranks of `zerofit replay` do instead of training to the end."""
+    """The steps that the ranks of `zerofit replay` repeat."""
 
     step: int  # last step to repeat, from 1
     double: bool = False  # in float64
@@ -190,7 +190,7 @@ class Job:
     forecast: MemoryForecast | None = None
     fit: FittedLayout | None = None  # None without `--fit`
     step_s: float | None = None  # forecast seconds per step; None without a stored profile
-    replay: ReplayRequest | None = None  # None: train
+    replay: ReplayRequest | None = None  # None: a normal training
 
     @property
     def precision(self) -> Precision:

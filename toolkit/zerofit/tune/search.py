@@ -21,8 +21,8 @@ from zerofit.tune.trial import Candidate, Trial, describe
 
 ENOUGH = 0.005  # smallest expected gain, relative to the best step time, that is worth a trial
 NO_ROOM = ("oom", "does-not-fit")
-CRASHES = 2  # after this many of one family, no more of it are tried
-OPTIMISTIC = 1.645  # standard deviations: 1 in 20 is faster
+CRASHES = 2  # a family with this many failed trials is not tried any more
+OPTIMISTIC = 1.645  # standard deviations: 1 in 20 configurations is faster
 
 
 class Measured(NamedTuple):

@@ -16,9 +16,9 @@ import numpy as np
 
 from zerofit.tune.trial import Candidate
 
-# prior standard deviations of logarithms: of the common factor, of each setting's, of minor settings'
+# prior standard deviations of logarithms: of the common factor, of each setting's factor, of minor settings' factors
 COMMON, EACH, LITTLE = 1.0, 0.3, 0.1
-NOISE = 0.03  # of a measurement's logarithm, including what the settings do not explain
+NOISE = 0.03  # standard deviation of a measurement's logarithm, with effects that the settings do not explain
 USUAL_BUCKET = 50_000_000  # elements
 FEWEST = 3  # measurements needed to predict each from the others
 # settings for which the planner may have an error of its own

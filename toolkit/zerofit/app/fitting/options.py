@@ -157,7 +157,7 @@ def chosen_fields(
         **degrees,
         **layout_fields(option.layout),
         "global_batch": option.layout.global_batch,
-        **option.savings._asdict(),
+        **{name: getattr(option.savings, name) for name in SAVINGS},
         "optimizer": optimizer,
         "ds_config": merged(config, given.get("ds_config", {})),
     }

@@ -22,7 +22,7 @@ def serve(work: BenchmarkTask, workers: int):
     """Step on each gradient with the worker's share of the learning rate, and send that worker the new weights."""
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
-    # the server makes one step per worker where the synchronous one makes one for all, so each step counts 1 / workers
+    # A synchronous server makes one step for all workers. This server makes one step per worker, with lr / workers.
     optimizer.param_groups[0]["lr"] /= workers
     pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)  # a gradient, and the weights' version
     staleness = []

@@ -64,7 +64,7 @@ def _refuses(setting: TrainingSetting) -> Iterator[Refusal]:
     if setting.part:
         why = "Muon with frozen weights was not compared with training on one device"
         if setting.part == "--lora":
-            why = "Muon orthogonalises full matrices, but an adapter is two factors of one"
+            why = "Muon orthogonalises full matrices, but an adapter has two factors of a matrix"
         yield Refusal(f"{setting.part}: {why}", "use --optimizer adamw", kind="conflict")
 
 

@@ -43,7 +43,10 @@ class DataParallelCosts:
 # In every step DataParallel copies the model to each GPU, splits the batch, and adds up all gradients on the first GPU.
 # So the first GPU has the optimizer, all outputs and the highest peak.
 class DeviceMemory(TorchDispatchMode):
-    """Track live and peak bytes of each device. An op's outputs are on the device of its inputs, else on the first."""
+    """Track live and peak bytes of each device.
+
+    An op's outputs are on the device of its inputs. Without inputs, they are on the first device.
+    """
 
     def __init__(self, devices: int):
         super().__init__()
@@ -51,7 +54,7 @@ class DeviceMemory(TorchDispatchMode):
         self.sent, self.received = [0] * devices, [0] * devices
         self._places: dict[int, int] = {}  # address of a storage -> its device
         self._target: int | None = None  # destination of the copy in progress
-        self.is_inside = False  # inside an op, where the device is the one C++ sees
+        self.is_inside = False  # whether an op runs; then tensors report the device that C++ sees
 
     def device_of(self, tensor: Tensor) -> int:
         """Return the number of a tensor's device."""
@@ -134,7 +137,7 @@ def as_devices(memory: DeviceMemory) -> Iterator[None]:
 
     def broadcast(tensors: Sequence[Tensor], devices: Sequence[int], buffer_bytes: int) -> list[list[Tensor]]:
         found: list[list[Tensor]] = [[] for _ in devices[1:]]
-        for chunk in _take_tensors(tensors, buffer_bytes):  # of one type each
+        for chunk in _take_tensors(tensors, buffer_bytes):  # each chunk has one dtype
             flat = _flatten_dense_tensors(chunk)
             for device, copies in zip(devices[1:], found, strict=True):
                 copies += _unflatten_dense_tensors(memory.copy(flat, device), chunk)

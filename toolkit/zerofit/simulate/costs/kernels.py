@@ -87,7 +87,7 @@ def _kind(name: str) -> KernelKind:
 
 
 def _written(func: OpOverload, args: OpArguments, out: OpOutput) -> list[Tensor]:
-    """Return an op's outputs or, if it has none, the tensors that it changes, such as optimizers' lists."""
+    """Return an op's outputs. If it has no outputs, return the tensors that it changes, e.g. an optimizer's lists."""
     made = [leaf for leaf in leaves_of(out) if isinstance(leaf, Tensor)]
     if made:
         return made

@@ -236,7 +236,10 @@ def _run(
 
 @contextmanager
 def _stand_ins(recorder: ProfileRecorder, device: str, one: TraceSetting) -> Iterator[None]:
-    """Save activations to the host as on a GPU, run only two chunks of a chunked loss, and use Liger's loss."""
+    """Save activations to the host as on a GPU, run only two chunks of a chunked loss, and use Liger's loss.
+
+    `one`: the traced setting; it decides whether Liger's loss is used.
+    """
     to_host = recorder.keeping_on_host if device == "cuda" else lambda pin_memory: nullcontext()
     in_chunks = patch.object(train_loss, "chunk_starts", recorder.few_chunks)
     liger = (

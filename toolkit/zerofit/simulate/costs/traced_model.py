@@ -161,7 +161,7 @@ class _ColumnLinear(nn.Module):
 
 
 class _RowLinear(nn.Module):
-    """1/degree of the inputs; outputs are all-reduced in place before the bias is added (LinearAllreduce)."""
+    """A linear layer with 1/degree of the inputs. Outputs are all-reduced before adding the bias (LinearAllreduce)."""
 
     def __init__(self, linear: nn.Linear, degree: int):
         super().__init__()

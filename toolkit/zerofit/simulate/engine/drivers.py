@@ -64,7 +64,7 @@ def empty_batches(job: Job, inputs: Inputs, samples: int = 0) -> Iterator[dict[s
 
 
 def _fetched(batches: Iterator[dict[str, object]], begin: Callable[[str], None]) -> Iterator[dict[str, object]]:
-    """Yield the batches; loading one belongs to the forward."""
+    """Yield the batches. Loading a batch belongs to the phase `forward`."""
     while True:
         begin("forward")
         batch = next(batches, None)

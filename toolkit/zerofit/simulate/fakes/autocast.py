@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch.utils.weak import WeakTensorKeyDictionary
 
 LOWER, FP32, FP32_DTYPE, APPEND, PROMOTE = "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "APPEND", "PROMOTE"
-# ops without an argument for the type -> overloads that have one (AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE)
+# ops without a dtype argument -> overloads with a dtype argument (AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE)
 _WITH_DTYPE = {
     "aten::norm.Scalar": "ScalarOpt_dtype",
     "aten::norm.ScalarOpt_dim": "ScalarOpt_dim_dtype",

@@ -27,7 +27,7 @@ def _sees_all(padding_mask: Tensor | None, kv_length: int, local_attention_size:
 
 
 # transformers searches positions for packed samples, which needs values, and keeps masks when it believes it is traced.
-# Without padding it passes no mask (BART makes one of ones itself), and attention gets is_causal
+# Without padding it passes no mask (BART itself makes a mask of ones), and attention gets is_causal
 MASKING = {
     "_ignore_bidirectional_mask_sdpa": _sees_all,
     "find_packed_sequence_indices": lambda position_ids: None,

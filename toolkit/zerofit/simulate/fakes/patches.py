@@ -111,7 +111,7 @@ def packed_samples(packed: bool = False) -> None:
 
 
 def no_padding(padded: bool = False) -> None:
-    """Let transformers detect that a mask of ones (BART makes one) hides nothing. (transformers.masking_utils)
+    """Let transformers detect that a mask of ones, e.g. BART's, hides nothing. (transformers.masking_utils)
 
     `padded`: samples end early, so masks hide something.
     """

@@ -13,8 +13,8 @@ from zerofit.spec.run_folder import Job
 
 PLAIN = ("zero0", "zero1", "zero2", "zero3")  # bundled JSONs that differ only in their stage
 OFFLOADED = ("zero2_offload", "zero3_offload")
-SMALL_BUCKET = 10_000_000  # elements: smaller ones cost bandwidth on fast links
-STATE, PARAMETERS, BUCKETS = "optimizer state", "parameters", "buckets"  # what a change makes smaller on the device
+SMALL_BUCKET = 10_000_000  # elements: smaller buckets cost bandwidth on fast links
+STATE, PARAMETERS, BUCKETS = "optimizer state", "parameters", "buckets"  # kinds that a change reduces on the device
 _SHOWN = {
     STATE: "optimizer state in host memory (offload_optimizer)",
     PARAMETERS: "optimizer state and parameters in host memory",

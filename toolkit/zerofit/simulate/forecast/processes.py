@@ -46,7 +46,7 @@ REQUEST, GROUP = "request", "group"  # files in a request's folder: the targets,
 # modules that every simulation imports or patches
 IMPORTED = ("cpuinfo", "transformers.masking_utils", "transformers.modeling_utils")
 IMPORTED_FOR_RUNS = ("zerofit.simulate.engine.rank",)
-IMPORTED_FOR = {  # by the model's family, before the first simulation of one
+IMPORTED_FOR = {  # modules imported before the first simulation of a model of this family
     "torchvision": ("torchvision",),
     "transformers": (
         "transformers.integrations.deepspeed",

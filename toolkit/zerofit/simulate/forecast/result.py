@@ -57,7 +57,7 @@ class SimulatedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class WorstCase:
-    """The memory of the same script under an assumption that makes shapes larger."""
+    """Memory of the same script under an assumption that makes its tensors larger."""
 
     peak_bytes: int
     peak_phase: str
@@ -67,7 +67,7 @@ class WorstCase:
 
     @classmethod
     def of(cls, found: Simulation, **more: Any) -> Self:
-        """Return the figures of a simulation."""
+        """Return the figures of a simulation. `more`: fields of a subclass, e.g. `tokens`."""
         names = ("peak_bytes", "peak_phase", "reserved_bytes", "fits", "because")
         return cls(**{name: getattr(found, name) for name in names}, **more)
 
@@ -86,7 +86,7 @@ class SimulatedScript:
     command: str  # as typed
     facts: ScriptFacts
     longest: LongestBatch | None = None  # if requested
-    worst_routing: WorstCase | None = None  # with all tokens at the same experts; None if shapes do not depend on it
+    worst_routing: WorstCase | None = None  # all tokens choose the same experts; None if no shape depends on a router
 
     @property
     def model(self) -> str:
@@ -210,7 +210,7 @@ class Simulation:
     snapshot: Path | None = None  # the memory snapshot that was written
     against: BaselineComparison | None = None  # comparison with an earlier simulation
     timeline: tuple[MemoryPoint, ...] = field(default=(), repr=False)  # () if layers were extrapolated
-    with_timeline: bool = field(default=False, repr=False)  # whether `to_dict` has it: it is long
+    with_timeline: bool = field(default=False, repr=False)  # whether `to_dict` includes the (long) timeline
     allocations: RankAllocations | None = field(default=None, repr=False, compare=False)  # for `write_snapshot`
     simulate_knobs: SimulateKnobs | None = field(default=None, repr=False, compare=False)
 

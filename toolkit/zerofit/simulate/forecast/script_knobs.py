@@ -197,7 +197,7 @@ def _with_file(command: ScriptCommand, file: str) -> ScriptCommand:
 
 
 def _options(command: ScriptCommand) -> Words:
-    """Return the options of `accelerate launch`, or those with which it starts another launcher's script."""
+    """Return the options of `accelerate launch`, or the options with which it starts another launcher's script."""
     if command.launcher != "accelerate launch":
         return ("--module",) if command.is_module else ()
     return command.launcher_words[: -len(command.arguments) - 1]

@@ -1,6 +1,7 @@
-"""Repeat the results of ops on fakes: FakeTensorMode needs 0.1 ms for an op that it has cached, this cache 0.01 ms.
+"""Cache the results of ops on fake tensors.
 
-A layer's ops are called with the same shapes for every layer, micro batch and step.
+Every layer, micro batch and step calls the same ops with the same shapes. FakeTensorMode's own cache takes 0.1 ms for a
+hit, this cache takes 0.01 ms.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, leaves
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _META = torch.device("meta")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_descriptor: Any = torch._C.TensorBase.layout  # FakeTensor's own property needs 1 us
+_descriptor: Any = torch._C.TensorBase.layout  # FakeTensor's own property takes 1 us
 _layout: Callable[[Tensor], torch.layout] = _descriptor.__get__
 _empty_strided = torch.empty_strided  # scripts and DeepSpeed may replace torch's constructors
 
 
 class _OpArgument(NamedTuple):
-    """The output is this argument, which the op changes in place."""
+    """The op changes an argument in place and returns it. `place`: index of the argument."""
 
     place: int
 
@@ -40,14 +41,14 @@ class _New(NamedTuple):
 
 _Result = _OpArgument | _New | int | None
 _known: dict[tuple[object, ...], _Result | tuple[_Result, ...]] = {}
-_entries: dict[torch.device, dict[str, object]] = {}  # those of a fake's dictionary
+_entries: dict[torch.device, dict[str, object]] = {}  # attributes (`vars`) of a new fake on each device
 
 
-# FakeTensorMode decides what may be repeated (torch/_subclasses/fake_tensor.py, `_validate_cache_key` and others): it
-# counts each op that it does not put into its own cache. The keys there also contain offsets and sizes of storages, on
-# which only views depend. `shortcuts.run` handles views.
+# FakeTensorMode decides which results may be cached (torch/_subclasses/fake_tensor.py, `_validate_cache_key` and
+# others). It counts each op that it does not put into its own cache (`cache_bypasses`). Its keys also contain offsets
+# and sizes of storages. Only views depend on them, and `shortcuts.run` handles views.
 def repeated(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
-    """Run an op on fakes, or repeat its result for arguments of the same shapes, types and devices."""
+    """Run an op on fakes, or return its cached result for arguments of the same shapes, dtypes and devices."""
     mode = torch._C._get_dispatch_mode(_FAKE)
     key: list[object] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
     if mode is None or not mode.cache_enabled or func.is_view:
@@ -66,7 +67,7 @@ def repeated(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutpu
 
 
 def new_fake(mode: FakeTensorMode, elem: Tensor, device: torch.device) -> FakeTensor:
-    """Return a fake of a meta tensor, as FakeTensor(...) does after many checks of its arguments."""
+    """Return a fake of the meta tensor `elem`, like FakeTensor(...), but without its slow checks of the arguments."""
     entries = _entries.get(device)
     if entries is None or entries["fake_mode"] is not mode:
         made = FakeTensor(mode, elem, device)
@@ -81,7 +82,7 @@ def new_fake(mode: FakeTensorMode, elem: Tensor, device: torch.device) -> FakeTe
 
 
 def _add(key: list[object], values: Sequence[object], mode: FakeTensorMode) -> bool:
-    """Add all that an op's output depends on to a key; return whether the output depends on nothing else."""
+    """Add the properties of an op's arguments to a cache key; return whether the output depends only on them."""
     key.append(len(values))
     for value in values:
         if type(value) is FakeTensor:
@@ -104,7 +105,7 @@ def _add(key: list[object], values: Sequence[object], mode: FakeTensorMode) -> b
 
 
 def _is_compact(out: object) -> bool:
-    """Return whether an output is no larger than its shape needs, as all that FakeTensorMode's cache returns are."""
+    """Return whether an output's storage is as small as its shape allows, like outputs of FakeTensorMode's cache."""
     if not isinstance(out, FakeTensor):
         return out is None or type(out) is int
     with torch._C._DisableTorchDispatch():

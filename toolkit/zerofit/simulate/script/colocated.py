@@ -1,7 +1,7 @@
-"""Stand in for vLLM within the trainer's process, as TRL's `vllm_mode="colocate"` starts it: memory and completions.
+"""Simulate vLLM in the trainer's process, as TRL starts it with `vllm_mode="colocate"`: memory and completions.
 
-No kernel of vLLM runs. Its weights, its cache and its activations take the bytes that its own rule gives them
-(`rollout.vllm`). Completions have their longest length, as those of `generation`.
+No kernel of vLLM runs. Weights, cache and activations have the sizes that `rollout.vllm` computes by vLLM's rule.
+Completions have their maximum length, as in `generation`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TOO_LONG = (
 def colocated_vllm(meter: ScriptTracker, log: PhaseLog, target: ScriptTarget) -> None:
     """Replace the vllm package, installed or not, since its engine needs a GPU. (sys.meta_path)
 
-    What TRL needs of it exists; other names can be imported, and cannot be called.
+    The names that TRL uses work. Other names can be imported, but raise an error if they are called.
     """
     from transformers import TrainingArguments
 
@@ -68,17 +68,17 @@ def colocated_vllm(meter: ScriptTracker, log: PhaseLog, target: ScriptTarget) ->
 
 
 class VllmFinder(Loader):
-    """Finds vllm and its modules."""
+    """Import hook that finds vllm and its modules."""
 
     def __init__(self, engine: Callable[..., ColocatedEngine]):
         self.names: dict[str, object] = {"LLM": engine, **dict.fromkeys(_PARAMETERS, SimpleNamespace)}
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        """Return the spec of vllm, or of any module of it."""
+        """Return the spec of vllm or of one of its modules; None for other names."""
         return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "vllm" else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give a module its names."""
+        """Fill a module: TRL's names work, other names raise an error if they are called."""
 
         def missing(name: str) -> object:
             if name.startswith("__"):
@@ -93,7 +93,10 @@ def _not_simulated(name: str, *_: object, **__: object) -> object:
 
 
 class ColocatedEngine:
-    """vllm.LLM: the methods that TRL calls. Raises ValueError, as vLLM does, if its share has no room for a cache."""
+    """Replaces vllm.LLM, with the methods that TRL calls.
+
+    Raises ValueError, like vLLM, if `gpu_memory_utilization` leaves no room for a cache of one sequence.
+    """
 
     def __init__(self, meter: ScriptTracker, log: PhaseLog, target: ScriptTarget, model: str, **given: Any):
         config = AutoConfig.from_pretrained(model, trust_remote_code=bool(given.get("trust_remote_code")))
@@ -114,11 +117,11 @@ class ColocatedEngine:
         if memory.sequences < 1:
             too_long = _TOO_LONG.format(memory.settings.max_model_len, memory.longest)
             raise ValueError(_NO_ROOM if memory.cache_bytes <= 0 else too_long)
-        self._meter.note(f"vLLM: memory by the rule of its release {VERSION}; the time of its work is left out")
+        self._meter.note(f"vLLM: memory by the rule of vLLM {VERSION}; its time is not forecast")
         free = memory.device.memory_bytes - self._meter.live()
         if memory.requested > free:
             share = memory.settings.gpu_memory_utilization
-            asked = f"utilisation {share} asks for {shown_bytes(memory.requested)}, {shown_bytes(free)} are free"
+            asked = f"utilisation {share} needs {shown_bytes(memory.requested)}, but {shown_bytes(free)} are free"
             self._meter.note(f"vLLM refuses to start: {asked}", bound=True)
         self._hold("weights", memory.weights)
         self._work()
@@ -135,14 +138,14 @@ class ColocatedEngine:
         self._meter.tag(torch.empty(self._memory.activations, dtype=torch.uint8, device=SHOWN), ENGINE)
 
     def sleep(self, level: int = 1) -> None:
-        """Release the weights and the cache; graphs stay."""
+        """Free the weights and the cache. CUDA graphs stay allocated."""
         if level == 1:
-            self._meter.note("vLLM sleeps at level 1: its weights in host memory are left out")
+            self._meter.note("vLLM sleeps at level 1: the host memory for its weights is not counted")
         for name in ("weights", "kv_cache"):
             self._held.pop(name, None)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate what `sleep` released."""
+        """Allocate the weights and the cache that `sleep` freed. `tags`: "weights", "kv_cache" (default: both)."""
         names = tags or ("weights", "kv_cache")
         if "weights" in names:
             self._begin(SYNC)
@@ -152,16 +155,16 @@ class ColocatedEngine:
             self._hold("kv_cache", self._memory.cache_bytes)
 
     def _load_weights(self, weights: object) -> None:
-        """Copy weights into the engine's own; that takes no memory."""
+        """Copy the trainer's weights into vLLM's weights; this allocates no memory."""
         self._begin(SYNC)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prompts, as TRL asks for after each synchronisation."""
+        """Drop cached prompts. TRL calls this after each synchronisation."""
         self._end()
         return True
 
     def generate(self, prompts: Sequence[object], sampling_params: object = None, **_: object) -> list[SimpleNamespace]:
-        """Return completions of their longest length."""
+        """Return completions of the maximum length."""
         self._begin(GENERATION)
         self._work()
         found = [self._output(prompt, sampling_params) for prompt in prompts]
@@ -171,7 +174,7 @@ class ColocatedEngine:
     def _output(self, prompt: object, sampling: object) -> SimpleNamespace:
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
         if not isinstance(ids, Sequence) or isinstance(ids, str):
-            raise not_simulated("vLLM with prompts that are no token ids", "give it prompt_token_ids")
+            raise not_simulated("vLLM with prompts that are not token ids", "pass prompt_token_ids")
         room = (self._memory.settings.max_model_len or 0) - len(ids)
         if room < 1:
             raise ValueError(f"The prompt's {len(ids)} tokens reach max_model_len {room + len(ids)}")
@@ -205,7 +208,7 @@ def _settings(config: PreTrainedConfig, given: Mapping[str, Any]) -> EngineSetti
 
 
 def _parameters(config: PreTrainedConfig) -> int:
-    """Return the parameters of a checkpoint's model."""
+    """Return the number of parameters of the model that a config describes."""
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         build: Any = kind._model_mapping.get(type(config), None)
         if build is not None:
@@ -215,7 +218,7 @@ def _parameters(config: PreTrainedConfig) -> int:
 
 
 def _plain_token(config: PreTrainedConfig) -> int:
-    """Return a token that ends nothing."""
+    """Return a token that is not an end-of-sequence token."""
     text: Any = config.get_text_config()
     ends = [text.eos_token_id] if not isinstance(text.eos_token_id, list) else text.eos_token_id
     return next(token for token in range(text.vocab_size // 2, text.vocab_size) if token not in ends)

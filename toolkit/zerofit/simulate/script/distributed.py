@@ -188,8 +188,8 @@ def resized_storages(meter: ScriptTracker) -> None:
 def flat_sharding() -> None:
     """Let FSDP 1 use the GPU that scripts see, given by its number or as the current GPU.
 
-    `torch.device(0)` has the name of the C++ accelerator, which differs from the name that scripts see. Buffers are
-    real until they are moved, and FSDP sets their data, which cannot make them fake.
+    `torch.device(0)` has the name of the C++ accelerator, which differs from the name that scripts see. FSDP moves
+    buffers by assigning their `data`. This cannot turn a real buffer into a fake one, so the module gets new buffers.
     (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py, _get_compute_device,
     _move_module_to_device)
     """

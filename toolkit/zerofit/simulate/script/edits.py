@@ -110,7 +110,7 @@ def _sharded() -> None:
         for block in repeated_blocks(module)[1]:
             fully_shard(block)
         fully_shard(module)
-        # what a script uses of the wrapper; not registered, so the model does not contain itself
+        # attributes of the wrapper that scripts use; not registered, so the model does not contain itself
         module.__dict__.update(module=module, no_sync=nullcontext)
         return module
 

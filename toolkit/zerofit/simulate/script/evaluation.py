@@ -40,14 +40,14 @@ def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
         return
     kept = (meter.peak() - few) // (_MORE - _FEW)
     if kept * batches > _WORTH_SAYING and batches > _MORE:
-        grown = f"{shown_bytes(kept)} of each on the device, {shown_bytes(kept * batches)} in the end"
+        grown = f"{shown_bytes(kept)} of each on the device, {shown_bytes(kept * batches)} at the end"
         meter.note(
             f"evaluation: {_MORE} of {batches} batches were simulated; it keeps {grown} (--eval_accumulation_steps)"
         )
 
 
 def evaluations(log: PhaseLog) -> None:
-    """Evaluate few batches where a Trainer evaluates within the simulated steps. (transformers.Trainer.evaluate)"""
+    """Evaluate few batches if a Trainer evaluates within the simulated steps. (transformers.Trainer.evaluate)"""
     from transformers import Trainer
 
     original = Trainer.evaluate

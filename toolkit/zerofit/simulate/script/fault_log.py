@@ -32,7 +32,7 @@ class FaultLog:
         self.names: dict[int, str] = {}  # id of a parameter that was trainable when its model was first seen -> name
         self.updated: Counter[int] = Counter()  # id of a parameter -> the gradients that it got
         self.plain_bytes = 0  # of parameters that were not partitioned before DeepSpeed's engine got them
-        self.plain_at = self.engine_at = ""  # where the largest of them was built; where the engine was
+        self.plain_at = self.engine_at = ""  # lines that built the largest of these parameters, and the engine
         self.starts: list[int] = []  # number of the ledger's event at which each micro batch begins
         self.padding: list[float] = []  # share of columns without a token, for each micro batch with a mask
         self.batch_at = ""
@@ -42,7 +42,7 @@ class FaultLog:
         self.wrapped: list[tuple[DistributedDataParallel, str]] = []  # with find_unused_parameters
         self.widths: set[int] = set()  # sizes of vocabularies
         self.experts: dict[nn.Module, str] = {}  # modules that choose among experts -> line of their class
-        self.chosen: set[nn.Module] = set()  # those of them whose choice depends on values
+        self.chosen: set[nn.Module] = set()  # modules of `experts` whose choice depends on values
         self.models: list[nn.Module] = []
         self.faults: tuple[ScriptFault, ...] | None = None  # after the last step
         self._step = -1
@@ -141,7 +141,7 @@ class FaultLog:
         batch = args[0] if isinstance(args, tuple) and args and isinstance(args[0], Mapping) else kwargs
         mask = known_value(batch.get("attention_mask")) if isinstance(batch, Mapping) else None
         if isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point():
-            self.padding.append(1 - float((mask.numpy() != 0).any(0).mean()))  # no op: those are counted
+            self.padding.append(1 - float((mask.numpy() != 0).any(0).mean()))  # NumPy, since torch's ops are counted
         step = self.meter.ledger.marks[-1].step
         if step > self._step >= 0:
             parameters = {id(p): p for model in self.models for p in model.parameters()}

@@ -40,9 +40,9 @@ from zerofit.spec.memory_kinds import BUCKETS, GRADIENTS
 from zerofit.spec.overhead import HOST_RESERVE
 from zerofit.spec.units import shown_bytes
 
-WORTH_BYTES, WORTH_SHARE = 32 << 20, 0.05  # less than both, the latter of the peak, is not worth a change
-GROWS_BYTES = 1 << 20  # of each micro batch: enough to run out of memory in the end
-MOSTLY = 0.9  # of the weights: a copy
+WORTH_BYTES, WORTH_SHARE = 32 << 20, 0.05  # a fault must cost at least these bytes and this share of the peak
+GROWS_BYTES = 1 << 20  # growth with each micro batch that is reported: memory runs out at some step
+MOSTLY = 0.9  # share of the weights' bytes from which tensors count as a copy
 PADDED = 0.25  # share of columns without a token in every batch
 _OF_GRAPH = (ACTIVATIONS, LOGITS, TEMPORARIES)
 
@@ -150,7 +150,7 @@ def _second_copy(script: Script) -> Iterator[Found]:
     made: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for storage in meter.live_storages():
         made_by_step = storage.phase in ("forward", "backward")  # activations may have the sizes of weights
-        is_bucket = storage.kind in (BUCKETS, GRADIENTS)  # DDP makes one for each large weight
+        is_bucket = storage.kind in (BUCKETS, GRADIENTS)  # DDP has a bucket for each large weight
         if id(storage) not in owned and storage.place == DEVICE and storage.own and not (made_by_step or is_bucket):
             made[storage.own][storage.bytes] += 1
     for line, sizes in made.items():

@@ -19,7 +19,7 @@ from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.simulate.script.values import known_value
 
 GENERATION = "generation"
-COMPUTED = 3  # tokens: the prompt's, one with the cache of the prompt, one with the cache at its full length
+COMPUTED = 3  # tokens: after the prompt, with the prompt's cache, with the cache at its full length
 _FIRST = ("build", "step")  # phases that a batch's generation ends
 _KEPT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")  # of each token
 _POSITIONS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -33,7 +33,7 @@ def generation(meter: ScriptTracker, log: PhaseLog) -> None:
     (transformers.GenerationMixin.generate, _sample, _beam_search, _beam_search_has_unfinished_sequences,
     _update_model_kwargs_for_generation)
     """
-    left_out: list[int] = []  # of the running generation: what each of the next updates leaves out, last first
+    left_out: list[int] = []  # tokens that each of the next updates of the running generation skips, last first
     for name in ("_sample", "_beam_search"):
         replace_in(GenerationMixin, name, _shortened(getattr(GenerationMixin, name), meter, left_out))
     kind: Any = GenerationMixin  # its methods ask for a model as self

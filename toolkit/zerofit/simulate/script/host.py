@@ -137,7 +137,7 @@ def addresses() -> None:
 
 
 def loaders() -> None:
-    """Load and preprocess data in this process: workers do not inherit the fake mode, and the batches are the same.
+    """Load and preprocess data in this process. Workers do not inherit the fake mode; batches do not depend on them.
 
     (torch.utils.data.DataLoader.__init__; datasets.Dataset.map, filter)
     """
@@ -178,7 +178,7 @@ def compiling(meter: ScriptTracker) -> None:
     of_torch = os.path.dirname(torch.__file__) + os.sep
 
     def note(what: str, of_model: bool) -> None:
-        # libraries decorate their own functions with it, and torch its own ops; a model was the user's choice
+        # torch and other libraries compile functions of their own; only the user's models and functions count
         caller = sys._getframe(2).f_code.co_filename
         if is_own(caller) or (of_model and not caller.startswith(of_torch)):
             meter.compiles = True

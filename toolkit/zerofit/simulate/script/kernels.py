@@ -191,7 +191,7 @@ def flash_attention_package(meter: ScriptTracker) -> None:
 
 
 def _padding_functions() -> dict[str, object]:
-    """Return the functions with which packages remove padding before attention. (flash_attn/bert_padding.py)"""
+    """Return the functions by which packages remove padding before attention. (flash_attn/bert_padding.py)"""
 
     def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
         return x[indices]

@@ -44,11 +44,11 @@ class ScriptPhases:
         self.log, self.wanted = log, steps
         self._on_model, self._on_batch, self._on_end = on_model, on_batch, on_end
         self.engines: list[DeepSpeedEngine] = []
-        self.optimizers: list[torch.optim.Optimizer] = []  # that stepped without an engine
-        self.models: list[nn.Module] = []  # that were trained without an engine
+        self.optimizers: list[torch.optim.Optimizer] = []  # optimizers that stepped without an engine
+        self.models: list[nn.Module] = []  # models that were trained without an engine
         self.steps: Counter[int] = Counter()  # id of an engine or optimizer -> its optimizer steps
         self.micro_batches = 0
-        self._busy = 0  # depth of running engine calls: what they call belongs to them
+        self._busy = 0  # depth of running engine calls: calls inside them belong to them
         self._known: set[int] = set()  # ids of the modules of `models`
         self._inside = False  # whether a forward or backward without an engine is running: nested calls belong to it
         self._stepping: torch.optim.Optimizer | None = (

@@ -31,7 +31,7 @@ def watch_progress(meter: ScriptTracker, log: PhaseLog, give_up: Callable[[Probl
             works_on_data = ops == before[1] and cpu - before[2] > _BUSY * POLL_S
             spent = 0.0 if phase != before[0] else spent if works_on_data else spent + POLL_S
         message = f"{phase_name(*phase)} did not end within {LIMIT_S / 60:.0f} minutes"
-        hint = "a loop that ends by values, or a wait for another process: remove it, or set a limit for it"
+        hint = "the script may loop until a value changes, or wait for another process: remove or limit such code"
         give_up(Problem(kind="not-simulated", message=message, hint=hint, where=own_line()))
 
     threading.Thread(target=watch, daemon=True).start()

@@ -54,8 +54,8 @@ from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.errors import Problem, UserError
 
 LEAF_HINT = (
-    "DeepSpeed fails in the same way on real ranks if the inputs of a leaf module need no gradient: "
-    "call x.requires_grad_() on them, or choose modules behind the first layer in set_z3_leaf_modules"
+    "DeepSpeed also fails on real ranks if the inputs of a leaf module need no gradient: "
+    "call x.requires_grad_() on them, or pass modules after the first layer to set_z3_leaf_modules"
 )
 
 

@@ -15,11 +15,12 @@ from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.simulate.script.values import known_value
 
-# Elements that cuDNN's reserve has for each step, sample, layer and hidden unit; between layers it has one more. From
-# sizes that cuDNN returned for 4 layers of 320 units and 25,000 steps: 736,000,000 bytes of an LSTM are 4 * 5 + 3
-# elements, 864,000,000 of a GRU are 4 * 6 + 3 (github.com/pytorch/pytorch/issues/2895). A plain layer's are a bound.
+# Elements of cuDNN's reserve for each step, sample, layer and hidden unit. Between two layers it has one element more.
+# The values follow from sizes that cuDNN returned for 4 layers of 320 units and 25,000 steps: 736,000,000 bytes of an
+# LSTM are 4 * 5 + 3 elements, 864,000,000 bytes of a GRU are 4 * 6 + 3 elements
+# (github.com/pytorch/pytorch/issues/2895). The value for a plain RNN is an upper bound.
 _KEPT = {"lstm": 5, "gru": 6, "rnn_tanh": 2, "rnn_relu": 2}
-_WORKSPACES = 2  # times the weights; there, 1.46 and 1.45 times
+_WORKSPACES = 2  # times the weights; 1.46 and 1.45 times in that issue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,8 @@ def _workspace(layers: _Layers, weights: Sequence[Tensor]) -> Tensor:
 def recurrent_layers(meter: ScriptTracker) -> None:
     """Run LSTM, GRU and RNN layers on the device by cuDNN's shapes, and keep their weights in one tensor.
 
-    Without a CUDA device in C++, torch would run the layers step by step. Packing reads the lengths in C++, too.
+    torch's C++ code finds no CUDA device here, and would run the layers step by step. C++ code would also read the
+    lengths of packed sequences, so packing is replaced too.
     (torch._VF.lstm, gru, rnn_tanh, rnn_relu; torch._VF._pack_padded_sequence; torch.nn.RNNBase.flatten_parameters)
     """
 

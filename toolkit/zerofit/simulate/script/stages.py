@@ -25,7 +25,7 @@ class StageJoints:
     def __init__(self, received: SentTensors | None):
         self._received = received
         self.stage: ScriptStage | None = None  # None without a pipeline
-        self._sent: Any = None  # what the first of torch's stages of this rank sends
+        self._sent: Any = None  # outputs of this rank's first PipelineStage (torch)
 
     def join(self) -> None:
         """Give engines and torch's stages their inputs and record the tensors that they send, in the entire process."""

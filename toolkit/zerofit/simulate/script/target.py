@@ -31,7 +31,7 @@ class ScriptTarget:
     steps: int = 2  # optimizer steps after which the script is stopped
     stacks: bool = False  # record the origin of each allocation, for a memory snapshot
     longest: bool = False  # make every batch as long as the script allows
-    crowded: bool = False  # let all tokens choose the same experts
+    crowded: bool = False  # let all tokens choose the same experts (worst routing)
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of TrainingArguments, instead of the script's values
     edits: tuple[str, ...] = ()  # CHECKPOINTS, ...: changes of the script
     received: SentTensors | None = None  # input of the rank's pipeline stage; None for the first stage

@@ -71,9 +71,9 @@ _BOUNDED = (
     "aten::_unique2",
     "aten::unique_dim",
     "aten::unique_consecutive",
-    "torchvision::nms",  # which then keeps all boxes
+    "torchvision::nms",  # its largest output: all boxes
 )
-# arguments of theirs are storages, which the key of a cached result would keep alive
+# ops with storages as arguments; the key of a cached result would keep the storages alive
 _OF_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye")
 _NEW = tuple(f"aten::{name}" for name in _FACTORIES)
@@ -93,8 +93,8 @@ _UNDEFINED = ("aten::empty", "aten::new_empty")
 #   none (torch.empty on the device)         fakes          unknown
 #   none, a large one on the host            fakes          unknown: the script's memory must stay small
 #
-# "Known" values are kept beside a fake (`keep`). They let masks, lengths and counters steer the script as on
-# the real machine. An op that overwrites a tensor with unknown values deletes its known one (`forget`).
+# "Known" values are stored with a fake (`keep`). With them, masks, lengths and counters control the script as
+# on the real machine. If an op overwrites a tensor with unknown values, its known values are deleted (`forget`).
 class ScriptTracker(AllocationTracker):
     """Run ops on host tensors for real, and ops on device tensors on fakes."""
 
@@ -107,12 +107,12 @@ class ScriptTracker(AllocationTracker):
         self.notes: Counter[str] = Counter()  # each approximation, and how often it was used
         self.inexact: set[str] = set()  # the notes that make the figures an upper bound
         self.without_rule = ""  # the last op without a rule for the shapes of its outputs
-        self.failed: RuntimeError | None = None  # of a gradient's sum, in a thread of autograd
+        self.failed: RuntimeError | None = None  # error of a gradient's accumulation, in autograd's thread
         self.ops_on_fakes = 0  # how many have run
         self.compiles = False  # whether the script has compiled a model or function of its own
         self.gpus = 1  # per node
         self.all_true = False  # whether masks of unknown values count as all True without a note
-        self.crowded = False  # whether all tokens choose the same experts; otherwise experts get equal shares
+        self.crowded = False  # whether all tokens choose the same experts; else all experts get as many tokens
         self.routed = False  # whether the script has read which tokens an expert gets
         self.widened: list[tuple[int, int]] = []  # float32 copies of 16-bit tensors: index, last dimension
         self.autocast: torch.dtype | None = None  # the type that autocast used in training
@@ -328,7 +328,7 @@ class ScriptTracker(AllocationTracker):
                 self.without_rule = name
             if name != "aten::add_" or leaves[0].numel() or not leaves[-1].numel():
                 raise
-            # torch's engine crashes if the sum of a gradient fails; `FaultLog.watch` raises the error after backward
+            # torch's engine crashes if it cannot accumulate a gradient. `FaultLog.watch` raises the error later
             self.failed, out = error, args[0]
         self._keep_values(func, name, args, kwargs, leaves, out)
         if func is _TO_COPY and isinstance(out, FakeTensor) and out.fake_device.type == "cpu":
@@ -337,15 +337,18 @@ class ScriptTracker(AllocationTracker):
         return out
 
     def read(self, tensor: Tensor) -> Any:
-        """Return a tensor's known value, on which a shape or the script's control flow depends; None if unknown."""
+        """Return a tensor's value, or None if it is unknown. Call it if a shape or the control flow depends on it."""
         if is_assumed(tensor) and not self.routed:
             self.routed = True
-            share = "all tokens choose the same experts" if self.crowded else "every expert gets as many tokens"
+            share = "all tokens choose the same experts" if self.crowded else "all experts get equally many tokens"
             self.note(f"tokens choose experts by values on the device: {share}", here=True)
         return known_value(tensor)
 
     def _stand_in(self, func: OpOverload, args: OpArguments) -> object:
-        """Return a harmless value for one that only a GPU could compute. Note it if the script's own code needs it."""
+        """Return a harmless value instead of a value that only a GPU could compute.
+
+        Add a note if the script's own code reads it.
+        """
         value = func(*args)
         code = self._call_site()[1]
         if code is not None and is_own(code.co_filename):
@@ -419,7 +422,7 @@ class ScriptTracker(AllocationTracker):
                 replicate(name, (filled, known_value(args[1]), *args[2:]), self.reduction == dist.ReduceOp.SUM)
             keep(args[0], filled, assumed=is_assumed(args[1]))
             return
-        routes = func is _TOP_K and self._phase in STEPS  # in a generation the choice is one of tokens
+        routes = func is _TOP_K and self._phase in STEPS  # during generation, top-k chooses tokens
         if routes and known_value(args[0]) is None and out[1].numel() <= KEPT_INTEGERS:
             with unset_fake_temporarily(), _disable_current_modes():
                 chosen = choices(out[1].shape, args[0].shape, crowded=self.crowded)

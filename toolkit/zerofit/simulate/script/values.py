@@ -22,7 +22,7 @@ _OR = (_aten.bitwise_or, _aten.bitwise_or_, _aten.logical_or, _aten.logical_or_)
 _AND = (_aten.bitwise_and, _aten.bitwise_and_, _aten.logical_and, _aten.logical_and_, _aten.mul, _aten.mul_)
 _OF_ALL = (_aten.all, _aten.any, _aten.max, _aten.min)
 _NOT_FINITE = (_aten.isnan, _aten.isinf)
-_MOST_EXPERTS = 1024  # more choices are tokens of a vocabulary, or boxes
+_MOST_EXPERTS = 1024  # a top-k of more choices selects tokens of a vocabulary, or boxes
 _EQUAL = {_aten.eq: True, _aten.ne: False}  # whether the op is True for equal operands
 _FILLED = {_aten.zeros_like: False, _aten.new_zeros: False, _aten.ones_like: True, _aten.new_ones: True}
 RULES = {*_OR, *_AND, *_OF_ALL, *_NOT_FINITE, *_EQUAL, *_FILLED}
@@ -34,7 +34,7 @@ def known_value(leaf: object) -> Any:
 
 
 def keep(fake: FakeTensor, value: Tensor, *, assumed: bool = False) -> None:
-    """Store the value of a fake tensor. `assumed`: it follows from an assumption about a router's choices."""
+    """Store the value of a fake tensor. `assumed`: the value follows from an assumption about a router's choices."""
     vars(fake).update(_known=value, _assumed=assumed)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -44,15 +44,16 @@ def forget(fake: FakeTensor) -> None:
 
 
 def is_assumed(leaf: object) -> bool:
-    """Return whether a tensor's value is known only by an assumption about a router's choices."""
+    """Return whether a tensor's known value follows from an assumption about a router's choices."""
     return isinstance(leaf, FakeTensor) and known_value(leaf) is not None and leaf.__dict__["_assumed"]
 
 
 def choices(shape: Sequence[int], scores: Sequence[int], *, crowded: bool) -> Tensor | None:
-    """Return the indices of experts, of `shape` (..., k), that a router's top-k chooses by scores of unknown values.
+    """Return the experts that a router's top-k is assumed to choose, since its scores are unknown.
 
-    The experts get equal shares or, if `crowded`, every token chooses the first k. None: a choice among so many is not
-    one of experts.
+    `shape`: shape (..., k) of the result; `scores`: shape (..., experts) of the scores. If `crowded`, every token
+    chooses the first k experts; otherwise all experts get the same number of tokens. Return None if the shapes are not
+    those of a router, e.g. a choice among the tokens of a vocabulary.
     """
     if len(scores) < 2 or not 0 < scores[-1] <= _MOST_EXPERTS or shape[:-1] != scores[:-1]:
         return None
@@ -71,7 +72,9 @@ def largest(value: object) -> object:
 
 # `done = unknown | (length >= limit)` ends a loop of generation at its own limit only by this logic of three values.
 def decided(func: OpOverload, args: OpArguments, known: OpArguments) -> bool | None:
-    """Return the value that an op of RULES gives every element: False for 0, True for 1; None if it depends on values.
+    """Return the value of all elements of an output, if unknown inputs do not matter: False for 0, True for 1.
+
+    Otherwise return None. `func`: an op of RULES.
 
     A known operand can decide alone: True in an `or`, False or zero in an `and` or product. Unknown floats are assumed
     to be finite, as in training that continues. So isnan, isinf and their longer forms `x != x` and `abs(x) == inf` are
