@@ -26,7 +26,7 @@ from typing import Any
 from time_intervals import Case, alike, intervals, source_of
 
 from zerofit.app.planning.layout_pins import LayoutPins
-from zerofit.app.planning.profiles import ProfileRequest, get_profile
+from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
 from zerofit.app.planning.search_setup import SearchSetup, forecast_of, setup_of
 from zerofit.models.presets import PRESETS
@@ -106,6 +106,7 @@ class Judge:
 
     def __init__(self, cases: list[Case], cache: Path):
         self.cases: list[Case] = []  # those that plan forecasts
+        self._cache = cache
         self._planned: list[tuple[SearchSetup, Cluster, list[PlannedLayout]]] = []
         for case in cases:
             try:
@@ -126,10 +127,16 @@ class Judge:
         return self._known[coefficients]
 
     def verdicts(self) -> dict[str, str]:
-        """Return whether plan says that each case fits; all of them ran. The smallest of the open layouts counts."""
+        """Return whether plan says that each case fits; all of them ran. The smallest of the open layouts counts.
+
+        No option of plan says that the cross-entropy alone is fused, as in llm-foundry. Of a GPT-2 shape, Liger fuses
+        no more than that, so those cases have the profile with Liger's kernels.
+        """
         found = {}
         for case, (setup, cluster, rows) in zip(self.cases, self._planned, strict=True):
-            forecast = forecast_of(setup.profile, cluster)
+            fused = "xentropy" in case["kernels"]
+            profile = read_profile(profile_of(case, self._cache, True)) if fused else setup.profile
+            forecast = forecast_of(profile, cluster)
             fits = [check_fit(forecast(row), row, cluster) for row in rows]
             found[case["id"]] = min(fits, key=lambda fit: fit.utilization).verdict
         return found
@@ -181,7 +188,7 @@ def planned(case: Case, cache: Path) -> tuple[SearchSetup, Cluster, list[Planned
 
     FSDP is planned as FSDP2 where that is forecast, else as ZeRO-3. Raises UserError and ModelError.
     """
-    cluster, options, file = cluster_of(case), options_of(case), profile_of(case, cache)
+    cluster, options, file = cluster_of(case), options_of(case), profile_of(case, cache, is_fused(case))
     image = f"image:{case['image']}" if case["image"] else None
     left_out: dict[str, tuple[Problem, int]] = {}
     for engine in ("fsdp2", "deepspeed") if "FSDP" in case["framework"] else ("deepspeed",):
@@ -253,8 +260,8 @@ def is_unfused(case: Case) -> bool:
     return not case["flash_attention"] and case["image"] is None
 
 
-def profile_of(case: Case, cache: Path) -> Path:
-    """Trace the case's model, or take the stored profile."""
+def profile_of(case: Case, cache: Path, fused: bool) -> Path:
+    """Trace the case's model, or take the stored profile. `fused`: whether its kernels are fused like Liger's."""
     wanted = ProfileRequest(
         model=model_file(case, cache),
         precision=case["precision"],
@@ -263,8 +270,7 @@ def profile_of(case: Case, cache: Path) -> Path:
         image=f"image:{case['image']}" if case["image"] else None,
         checkpointings=(case["activation_checkpointing"] is True,),
         degrees=tuple(dict.fromkeys((Degrees(), Degrees(case["tp"], 1, case["sp"])))),
-        # of a GPT-2 shape, Liger has the cross-entropy alone, as llm-foundry does
-        savings=Savings(liger_kernel=is_fused(case) or "xentropy" in case["kernels"]),
+        savings=Savings(liger_kernel=fused),
     )
     file = get_profile(wanted, Reporter())[1]
     assert file

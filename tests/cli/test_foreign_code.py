@@ -62,6 +62,8 @@ WAYS: dict[str, list[str]] = {
     "models": ["{run} {model}"],
     "plan": ["{run}/run.json", "{model} --gpu cpu", "--profile {profile} --gpu h100-80gb --confirm 1 --write out"],
     "plot": ["{run}"],
+    "replay": ["{run}"],
+    "report": ["{run}", "{run}/run.json"],
     "simulate": ["{run}", "{run}/run.json", "{model}", "{copy} --ranks 1"],
     "train": ["{run}", "{run}/run.json", "{model}", "{copy}"],
     "tune": ["{run}", "{run}/run.json", "{model}"],

@@ -50,7 +50,7 @@ def test_every_line_is_read_as_a_profile_of_its_model():
 def test_what_it_was_not_made_for_is_traced(monkeypatch, tmp_path):
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
     traced = []
-    monkeypatch.setattr(profiles, "trace", lambda wanted, report: traced.append(wanted) or made)
+    monkeypatch.setattr(profiles, "_trace", lambda wanted, report: traced.append(wanted) or made)
     made, file = get_profile(LLAMA, Reporter())
     assert file and file.is_file() and not traced
     assert not get_profile(replace(LLAMA, degrees=(Degrees(), Degrees(tp=4))), Reporter())[0].zero3 and not traced
