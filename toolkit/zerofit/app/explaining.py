@@ -189,7 +189,7 @@ def _of_plan(found: Explanation, job: Job, measured: Sequence[int]) -> ForecastA
     free = forecast.free_bytes
     fits = free is None or process <= free
     if free is not None and not fits:
-        parts.append(f"{shown_bytes(free)} were free on the device when it started")
+        parts.append(f"{shown_bytes(free)} were free on the device when the run started")
     return ForecastAtMoment(phase=phase, kinds={}, allocated_bytes=expected, fits=fits, parts=tuple(parts))
 
 

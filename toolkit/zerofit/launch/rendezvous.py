@@ -145,7 +145,7 @@ class Rendezvous:
 
     def _unreachable(self, error: RuntimeError) -> RunFailed:
         host, port = self._world.master
-        lost = f"rank {self._world.rank} lost the first process at {host} port {port}"
+        lost = f"rank {self._world.rank} cannot reach rank 0 at {host} port {port}"
         message = f"{lost}: {str(error).splitlines()[0]}"
         hint = "see rank 0's output; if rank 0 is running, set MASTER_ADDR to an address of it that this host can reach"
         return RunFailed(Problem(kind="leader", message=message, hint=hint, where="MASTER_ADDR"))

@@ -412,7 +412,7 @@ def load_run(file: Path | None, flags: Mapping[str, Any], trust_model_code: bool
 
 
 def _refuse_foreign_code(file: Path, run: Run, typed: Collection[str], trusted: bool) -> None:
-    """Refuse code that a run folder's file names, except in fields that the user gave (`typed`). Raises UserError."""
+    """Refuse custom code to which a run folder's run file refers, except in fields that the user gave (`typed`)."""
     if in_run_folder(file):
         own = {"model": run.model, "model_args": run.model_args, "callbacks": run.callbacks}
         refuse_foreign_code(file, trusted, **{name: value for name, value in own.items() if name not in typed})
