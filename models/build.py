@@ -288,7 +288,7 @@ def _arguments(cls: type[nn.Module]) -> frozenset[str]:
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of a grouped product (tokens, k) x (experts, k, n), which torch's counter lacks."""
+    """Return the FLOPs of a grouped matmul (tokens, k) x (experts, k, n), which torch's counter lacks."""
     return 2 * a[0] * a[1] * b[-1]
 
 

@@ -177,7 +177,7 @@ def _texts(folder: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def _of_plan(found: Explanation, job: Job, measured: Sequence[int]) -> ForecastAtMoment:
-    """Return the forecast made at the run's start, and how its last measurement differs from it."""
+    """Return the forecast made at the run's start, and how the run's last measurement differs from it."""
     forecast = job.forecast
     assert forecast is not None
     phase = PHASES.get(found.phase, "")

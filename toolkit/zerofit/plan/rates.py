@@ -38,7 +38,7 @@ FITTED = Coefficients()
 
 
 class ProductRate(NamedTuple):
-    """Rate of 16-bit matrix products: large / (1 + edge (1/M + 1/N + 1/K)) of the data sheet's peak."""
+    """Rate of 16-bit matrix multiplications: large / (1 + edge (1/M + 1/N + 1/K)) of the data sheet's peak."""
 
     large: float
     edge: float
@@ -380,7 +380,7 @@ def _share_of(peak: float, share: SourcedRate) -> SourcedRate:
 
 
 def _products(cluster: Cluster, precision: str) -> ProductRate:
-    """Return the share of the peak that a model's matrix products reach."""
+    """Return the share of the peak that a model's matrix multiplications reach."""
     if cluster.on_cpu:
         share, how = EFFICIENCIES["cpu bf16" if precision == "bf16" else "cpu"]
         return ProductRate(share, 0.0, how)

@@ -400,7 +400,7 @@ def load_run(file: Path | None, flags: Mapping[str, Any], trust_model_code: bool
     """Return the run from a file and flags; flags override the file.
 
     Raises UserError with all unknown keys (and the nearest known keys) and all bad values. Also raises it if a run
-    folder's file names code, unless `trust_model_code`.
+    folder's file refers to code, unless `trust_model_code`.
     """
     values, places, faults = _read_run_file(file) if file else ({}, {}, [])
     values |= flags

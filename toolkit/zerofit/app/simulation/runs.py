@@ -62,7 +62,7 @@ class PreparedSimulation:
     def of(
         cls, request: RunRequest, resolved: ResolvedJob, cluster: Cluster, *, image: str | None, alloc_conf: str
     ) -> PreparedSimulation:
-        """Return a resolved run on these devices."""
+        """Prepare a resolved run for simulation on the devices of `cluster`."""
         assert resolved.inputs is not None
         return cls(
             request=request,

@@ -314,8 +314,8 @@ def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecor
 
 def envelope(lines: Iterable[Linear]) -> tuple[Linear, ...]:
     """Return the lines that are the maximum at some micro batch from 1 on."""
-    # Upper envelope of lines by ascending slope: a new line makes the last line needless in two cases. It is higher
-    # already at b = 1, or it crosses the line before the last earlier than the last line does.
+    # Upper envelope of lines by ascending slope: a new line replaces the last line in two cases. It is higher
+    # already at b = 1, or it crosses the second-to-last line at a smaller b than the last line does.
     best: list[Linear] = []
     for line in sorted(set(lines), key=lambda one: (one.per_sample, one.fixed)):
         while best and (best[-1].at(1) <= line.at(1) or (len(best) > 1 and _hidden(best[-2], best[-1], line))):
