@@ -345,7 +345,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> list[dict[str, Any]]:
-    """Group parameters into matrices, with weight decay, and vectors (norms, biases), without it.
+    """Group parameters into matrices, with weight decay, and vectors (norms, biases), without weight decay.
 
     Without `decay` there is one group.
 

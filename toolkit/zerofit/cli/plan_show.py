@@ -201,7 +201,7 @@ def _terms(shown: Sequence[RankedLayout]) -> str:
 
 
 def _rejected(result: PlanResult, details: bool) -> Iterator[tuple[str, str]]:
-    """Yield each reason with the number of rejected layouts, and what would make the nearest of them fit."""
+    """Yield each reason with the number of rejected layouts, and what would make the nearest layout fit."""
     for rejection in result.rejections[:LINES] if details else ():
         near = f"{rejection.count:,}; the nearest is {rejection.layout or '-'}: {rejection.message}"
         yield "rejected", f"{near}; {rejection.hint}" if rejection.hint else near

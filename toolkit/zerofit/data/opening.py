@@ -221,7 +221,7 @@ def open_data(
 
 
 def _open_images(name: str, word: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open images in the size and scaling of pretrained weights, if their folder has these."""
+    """Open images in the size and scaling that the folder of pretrained weights contains, if any."""
     if task == "gan":
         return IMAGE_SOURCES[word](name, run, task, progress)
     published = published_images(run)

@@ -72,7 +72,7 @@ GPU = Sizes(
 
 
 class Stopwatch:
-    """A clock for kernels on one device, which repeats each of them for about `budget_s` seconds."""
+    """A clock for kernels on one device. It repeats each kernel for about `budget_s` seconds."""
 
     def __init__(self, device: torch.device, budget_s: float):
         self.device, self._budget_s = device, budget_s
@@ -87,7 +87,7 @@ class Stopwatch:
     def seconds(self, work: Work) -> float:
         """Return the median seconds of a call.
 
-        With several CPU threads return the minimum, since other load slows them.
+        With several CPU threads return the minimum, since other load slows some calls.
         """
         work()
         calls = max(1, min(MOST_CALLS, int(LEAST_S / max(1e-7, self.timed(work, 1)))))

@@ -218,7 +218,7 @@ class _Bucketed:
         self.kept_bytes = max(self.kept_bytes, max(reached, default=0))
 
     def _slices(self, parameter: Parameter) -> Iterator[tuple[int, int]]:
-        """Yield each rank whose partition overlaps a parameter, and the number of its elements."""
+        """Yield each rank whose partition overlaps a parameter, and the number of elements that overlap."""
         size = self.sizes[parameter.group]
         start, end = parameter.start, parameter.start + parameter.numel
         while start < end:

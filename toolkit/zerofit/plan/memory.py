@@ -297,7 +297,7 @@ def _cpu_process_bytes(profile: Profile) -> int:
 
 
 def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
-    """Yield the moments of the forward with most live bytes; if gradients accumulate, it is a later micro batch."""
+    """Yield the moments of the forward with most live bytes: of a later micro batch if gradients accumulate."""
     line, gradients, buckets = kind.line, 0, 0
     if layout.zero_stage < 2:
         gradients = layout.element_bytes * kind.graded

@@ -316,7 +316,7 @@ class Run(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_attention(cls, values: Any) -> Any:
-        """Copy `attn_implementation` into `model_args`, since models are built from these."""
+        """Copy `attn_implementation` into `model_args`, since models are built from `model_args`."""
         kernel, args = (values.get(name) for name in ("attn_implementation", "model_args"))
         if kernel is None or not isinstance(args or {}, dict):
             return values

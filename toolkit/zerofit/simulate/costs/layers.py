@@ -256,7 +256,7 @@ def _frozen_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> tuple[
 
 
 def _calls(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> tuple[ModuleCall, ...]:
-    """Return the module calls of a unit's forward. Parameters are given by their places in this or another layer."""
+    """Return the module calls of a unit's forward. A parameter is given by its layer and its index in the layer."""
     layers = [n for n, one in enumerate(subject.units) if one.count]
     found: dict[int, tuple[int, int]] = {}  # index in model.parameters() -> unit, place in its layer
     for one in {*layers, unit}:
@@ -360,7 +360,7 @@ def _kernels(recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int, phas
 
 
 def _buffers_bytes(model: nn.Module, mine: set[int], rest: bool) -> int:
-    """Return the bytes of buffers in modules with these parameters. `rest`: include modules without parameters."""
+    """Return the bytes of buffers in modules with the parameters `mine`. `rest`: also in modules without parameters."""
     total = 0
     for module in model.modules():
         parameters = [id(p) for p in module.parameters(recurse=False)]

@@ -157,7 +157,7 @@ def sends_in_batches() -> None:
 
 
 def superoffload() -> None:
-    """Let SuperOffload run on the simulated device and step in this process, since fakes cannot be sent to another.
+    """Let SuperOffload run on the simulated device, and step in this process: others cannot receive fake tensors.
 
     (superoffload_stage3.py:23, superoffload_utils.py:220)
     """
