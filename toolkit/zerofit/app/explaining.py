@@ -114,7 +114,7 @@ def _of_log(lines: Sequence[LogLine], source: str = "log") -> Explanation:
 
 
 # A rank that fails writes its error into its own file, and its traceback into its log. A rank that the kernel kills
-# writes neither: the command's file of faults has it.
+# writes neither; the command's file of faults names this rank.
 def _of_run_folder(folder: RunFolder) -> Explanation:
     """Explain a run folder of zerofit from its ranks' logs and from the forecast made at its start."""
     if not folder.plan.is_file():

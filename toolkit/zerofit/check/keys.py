@@ -145,7 +145,7 @@ def _own(path: str, elsewhere: Sequence[str]) -> Finding:
         severity="warning",
         path=path,
         message=f"{path!r} is not a DeepSpeed key",
-        why="DeepSpeed ignores it; your program may read it",
+        why="DeepSpeed ignores this key, but your program may read it",
         fix=f"keep it if your program reads it, else remove it{read}",
     )
 

@@ -236,7 +236,7 @@ def _streamed(name: str, word: str, argument: str, run: Run, task: Task, length:
     """Open a stream. Raises UserError for data or models that do not support it."""
     if word != "hf" or task != "causal-lm":
         message = f"--stream needs --data hf:NAME and a causal language model, not {name} with the task {task}"
-        raise UserError(Problem(kind="stream", message=message, hint="remove it", where="--stream"))
+        raise UserError(Problem(kind="stream", message=message, hint="remove --stream", where="--stream"))
     return open_stream(run, argument, _tokenizer_for(run.tokenizer, task), length)
 
 

@@ -149,7 +149,7 @@ EFFICIENCIES: dict[str, SourcedRate] = {
     ),
     "nvme": SourcedRate(0.8, "assumed: large asynchronous reads and writes"),
     "cpu": SourcedRate(0.6, "assumed: share of the cores' peak that oneDNN reaches with a model's shapes"),
-    "cpu bf16": SourcedRate(0.42, "assumed: no bf16 instructions, so it is converted to fp32 and back"),
+    "cpu bf16": SourcedRate(0.42, "assumed: no bf16 instructions, so values are converted to fp32 and back"),
     "cpu memory": SourcedRate(0.85, "assumed: share of memory bandwidth that streaming kernels reach"),
     "cpu host": SourcedRate(0.6, "assumed: share of memory bandwidth that DeepSpeed's CPU Adam reaches on all cores"),
 }

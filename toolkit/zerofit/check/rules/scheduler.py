@@ -66,7 +66,7 @@ def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
                 code="number-as-string",
                 path=path,
                 message=f"{key} is the string {value!r}",
-                why="DeepSpeed passes it on unchanged, and the scheduler fails to compute with it",
+                why="DeepSpeed passes the string to the scheduler, which fails to compute with it",
                 fix="write it without quotes",
                 edits=(Assignment(path, meant),) if meant is not None else (),
             )
