@@ -288,7 +288,7 @@ def _arguments(cls: type[nn.Module]) -> frozenset[str]:
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of a grouped product (tokens, k) x (experts, k, n), which torch's counter lacks."""
+    """Return the FLOPs of a grouped matmul (tokens, k) x (experts, k, n), which torch's counter lacks."""
     return 2 * a[0] * a[1] * b[-1]
 
 
@@ -345,7 +345,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> list[dict[str, Any]]:
-    """Group parameters into matrices, with weight decay, and vectors (norms, biases), without it.
+    """Group parameters into matrices, with weight decay, and vectors (norms, biases), without weight decay.
 
     Without `decay` there is one group.
 

@@ -122,9 +122,11 @@ def _from_config(source: ModelSource, config: Any) -> nn.Module:
 
 @contextmanager
 def _head_apart(config: Any) -> Iterator[None]:
-    """Give T5 1.1 and Flan-T5 a separate head, as in their files. transformers' class ties the head to the embedding.
+    """Build T5 1.1 and Flan-T5 with a separate head.
 
-    transformers keeps the config's "tie_word_embeddings" only as `scale_decoder_outputs` (transformers/models/t5).
+    Their checkpoints have a separate head, but transformers' class ties the head to the embedding. In the configs of
+    these models `scale_decoder_outputs` is False, because transformers stores "tie_word_embeddings" there
+    (transformers/models/t5).
     """
     if getattr(config, "scale_decoder_outputs", True):
         yield

@@ -195,5 +195,5 @@ def _refuse_shared(model: Any) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a shell pattern matches a parameter or a module around it."""
+    """Return whether a shell pattern matches a parameter, or a module that contains the parameter."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")

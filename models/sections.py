@@ -194,7 +194,10 @@ def _counts(blocks: nn.ModuleList, count: int) -> list[int]:
 
 
 def stage_sections(model: nn.Module) -> list[ModelSection]:
-    """Return a section for each pipeline layer, else for each child of the model; it begins at its first module."""
+    """Return a section for each pipeline layer, else for each child of the model.
+
+    A section begins at its first module.
+    """
     if is_denoiser(model):
         return _denoiser_sections(model)
     try:

@@ -239,7 +239,7 @@ def _folder(chosen: Path | str | None, args: TrainingArguments) -> Path:
 
 
 class MemoryAgainstForecast(TrainerCallback):
-    """Compares the memory of this rank with a forecast, and warns once if it is exceeded.
+    """Compares the memory of this rank with a forecast, and warns once if the memory exceeds the forecast.
 
     `forecast` is a simulation, or bytes. `measured_bytes` is torch's peak allocation on this rank's GPU; on a CPU it is
     the growth of the process since this callback was created, which should be before the model.

@@ -310,7 +310,10 @@ def read_arguments(given: str | Path | Mapping[str, Any], *, accelerate: bool) -
 
 
 def _named_config(argument_files: Sequence[ArgumentFile]) -> tuple[str, str] | None:
-    """Return the JSON that an argument file names, relative to this folder or that file, and the line that names it."""
+    """Return the path of the DeepSpeed JSON in an argument file, and the line of this path.
+
+    The path is relative to the current folder or to the folder of the argument file.
+    """
     for file in argument_files:
         named = file.config_file
         if named is not None:

@@ -114,7 +114,7 @@ def _of_log(lines: Sequence[LogLine], source: str = "log") -> Explanation:
 
 
 # A rank that fails writes its error into its own file, and its traceback into its log. A rank that the kernel kills
-# writes neither: the command's file of faults has it.
+# writes neither; the command's file of faults names this rank.
 def _of_run_folder(folder: RunFolder) -> Explanation:
     """Explain a run folder of zerofit from its ranks' logs and from the forecast made at its start."""
     if not folder.plan.is_file():
@@ -177,7 +177,7 @@ def _texts(folder: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def _of_plan(found: Explanation, job: Job, measured: Sequence[int]) -> ForecastAtMoment:
-    """Return the forecast made at the run's start, and how its last measurement differs from it."""
+    """Return the forecast made at the run's start, and how the run's last measurement differs from it."""
     forecast = job.forecast
     assert forecast is not None
     phase = PHASES.get(found.phase, "")
@@ -189,7 +189,7 @@ def _of_plan(found: Explanation, job: Job, measured: Sequence[int]) -> ForecastA
     free = forecast.free_bytes
     fits = free is None or process <= free
     if free is not None and not fits:
-        parts.append(f"{shown_bytes(free)} were free on the device when it started")
+        parts.append(f"{shown_bytes(free)} were free on the device when the run started")
     return ForecastAtMoment(phase=phase, kinds={}, allocated_bytes=expected, fits=fits, parts=tuple(parts))
 
 

@@ -213,7 +213,10 @@ def _explored() -> SchemaReading:
 
 
 def _as_section(path: str, sections: set[str]) -> SchemaReading | None:
-    """Let DeepSpeed read a JSON with that key as a section; return None if it fails or reads no key in the section."""
+    """Let DeepSpeed read a JSON in which the key `path` is a section.
+
+    Return None if DeepSpeed fails or reads no key of this section.
+    """
     parents = {p for p in sections if path.startswith(f"{p}.")}
     try:
         found = SchemaReading({*parents, path})

@@ -45,7 +45,7 @@ class Document:
         return parse_yaml(text) if self.yaml else parse(text)
 
     def member(self, path: str) -> ObjectMember | None:
-        """Return the member at a dotted path (the last one of that key), or None."""
+        """Return the member at a dotted path (the last member if keys are duplicates), or None."""
         found = None
         value = self.root
         for key in path.split("."):

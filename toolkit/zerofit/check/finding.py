@@ -67,7 +67,7 @@ def unknown_parameter(
         code=code,
         path=path,
         message=f"{owner} has no parameter {key!r}; allowed: {', '.join(taken)}",
-        why=why or f"DeepSpeed stops once the ranks run: \"unexpected keyword argument '{key}'\"",
+        why=why or f"DeepSpeed stops after the ranks have started: \"unexpected keyword argument '{key}'\"",
         fix=f"did you mean {better}?" if better else "remove it",
         edits=(Renaming(path, better),) if free and better and plainly(key, better, synonyms) else (),
     )

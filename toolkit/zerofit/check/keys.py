@@ -73,7 +73,7 @@ def _in(parent: str) -> str:
 def _of_unknown(parent: str, catalog: Catalog) -> str:
     """Return what DeepSpeed does with an unknown key in a section."""
     if parent in catalog.strict:
-        return 'DeepSpeed stops once the ranks run: "Extra inputs are not permitted"'
+        return 'DeepSpeed stops after the ranks have started: "Extra inputs are not permitted"'
     return "DeepSpeed silently ignores it and uses its default"
 
 
@@ -145,7 +145,7 @@ def _own(path: str, elsewhere: Sequence[str]) -> Finding:
         severity="warning",
         path=path,
         message=f"{path!r} is not a DeepSpeed key",
-        why="DeepSpeed ignores it; your program may read it",
+        why="DeepSpeed ignores this key, but your program may read it",
         fix=f"keep it if your program reads it, else remove it{read}",
     )
 

@@ -46,7 +46,7 @@ class ParsedValue:
 
     @cached_property
     def by_key(self) -> dict[str, ObjectMember]:
-        """Members by key; for a duplicate key the last one."""
+        """Members by key; the last member for a duplicate key."""
         return {member.key: member for member in self.members}
 
 

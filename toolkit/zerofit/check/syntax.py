@@ -106,7 +106,7 @@ def _duplicate(document: Document, path: str, first: Any, last: Any) -> Finding:
         code="duplicate-key",
         path=path,
         message=f"duplicate key {path}: here and in line {last.place.line}",
-        why='DeepSpeed stops: "Duplicate keys in DeepSpeed config"; other readers use the last one',
+        why='DeepSpeed stops: "Duplicate keys in DeepSpeed config"; other readers use the last value',
         fix="remove one of them",
         edits=(Deletion(start, end),) if first.value.data == last.value.data else (),
         line=first.place.line,

@@ -65,7 +65,7 @@ def conversion_plan(checkpoint: Path, *options: object) -> dict[str, Any]:
 
 
 def progress(report: Reporter, total: int) -> Callable[[int], None]:
-    """Return the function that counts written bytes and reports them, with the time that is left."""
+    """Return the function that counts written bytes, and reports these and the remaining time."""
     done, begun = 0, time.monotonic()
 
     def wrote(count: int) -> None:

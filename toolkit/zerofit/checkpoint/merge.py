@@ -56,7 +56,7 @@ def merged_weights(part: TrainedPart, most_bytes: int | None = None) -> Iterator
     """Yield all weights and buffers of the model without adapters, by name, merged in float32.
 
     At most `most_bytes` of frozen weights (default: a quarter of the free memory), or one larger weight, are in memory
-    at a time. Raises UserError after the last one if the frozen weights do not match the checksum.
+    at a time. Raises UserError after the last weight if the checksum of the frozen weights differs.
     """
     layers, read, total = dict(lora_layers(part.model)), {name_without_adapters(n): n for n in part.names}, 0
     state = part.plain.state_dict(keep_vars=True)

@@ -31,7 +31,7 @@ class UnreadFile:
     line: int = field(default=1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the object that `--json` prints for it."""
+        """Return the object that `--json` prints."""
         return {"file": self.file, "error": self.problem.as_dict()}
 
 

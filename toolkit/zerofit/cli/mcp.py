@@ -138,7 +138,7 @@ async def explain(
 ) -> dict[str, Any]:
     """Explain an out-of-memory error: its cause, the line that requested memory, the memory in use, what to change.
 
-    `cause` is "unknown" if the evidence does not show it; `run_next` is then the command or line that would show it.
+    `cause` is "unknown" if the evidence does not show the cause; `run_next` is then the command or line that shows it.
     """
     return await _answered(ctx, lambda report: zf.explain(what, on_event=report))
 

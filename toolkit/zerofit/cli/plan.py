@@ -87,7 +87,7 @@ PRECISION_HELP = "bf16 if the device supports it, fp16 before Ampere, fp32 on a 
 
 
 def _columns(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """Return the named columns, in upper or lower case. Raises BadParameter with the existing columns."""
+    """Return the named columns; case does not matter. Raises BadParameter with the existing columns."""
     names = {name.lower(): name for name in COLUMNS}
     words = [word.strip().lower() for word in value.split(",")] if value is not None else []
     if unknown := [word for word in words if word not in names]:
@@ -194,7 +194,7 @@ def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:
     kinds = clusters(**{name: options[name] for name in ("kinds", *HARDWARE)})
     if len(kinds) > 1:
         raise UserError(
-            Problem(kind="usage", message="--serve is for one kind of machine", hint="name one", where="--gpu")
+            Problem(kind="usage", message="--serve is for one kind of machine", hint="name one kind", where="--gpu")
         )
     pins = given({name: options[name] for name in (*RUN_FIELDS, *OWN_PINS, "precision")})
     return serve(model, kinds[0], pins, options["rollout"] or {})
@@ -207,7 +207,7 @@ def _rollouts(model: str | None, options: dict[str, Any]) -> RolloutPlan:
     request, kinds = _read_request(model, options)
     if len(kinds) > 1:
         message = "--method is for one kind of machine"
-        raise UserError(Problem(kind="usage", message=message, hint="name one", where="--gpu"))
+        raise UserError(Problem(kind="usage", message=message, hint="name one kind", where="--gpu"))
     with EventConsole() as console:
         plan = plan_rollouts(options["method"], request, kinds[0], options["rollout"] or {}, on_event=console)
     return replace(plan, written=plan.write(options["write"])) if options["write"] else plan

@@ -79,7 +79,7 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
 
 
 def _close(result: PlanResult) -> Iterator[tuple[str, str]]:
-    """Yield the fastest layout that only the margin excludes."""
+    """Yield the fastest layout that fits only without the margin."""
     for row in result.close[:1]:
         room = row.fit.device_available_bytes - row.memory.peak_bytes
         words = f"{row.layout}: {row.step_s:.3g} s; its peak leaves {shown_bytes(room)} of the margin's "
@@ -201,7 +201,7 @@ def _terms(shown: Sequence[RankedLayout]) -> str:
 
 
 def _rejected(result: PlanResult, details: bool) -> Iterator[tuple[str, str]]:
-    """Yield each reason with the number of rejected layouts, and what would make the nearest of them fit."""
+    """Yield each reason with the number of rejected layouts, and what would make the nearest layout fit."""
     for rejection in result.rejections[:LINES] if details else ():
         near = f"{rejection.count:,}; the nearest is {rejection.layout or '-'}: {rejection.message}"
         yield "rejected", f"{near}; {rejection.hint}" if rejection.hint else near

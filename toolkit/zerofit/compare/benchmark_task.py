@@ -133,7 +133,7 @@ class BenchmarkTask:
             self._measure.step(self.job.steps, last=True)
 
     def batch(self, start: int, size: int) -> tuple[Tensor, Tensor]:
-        """Return `size` samples, starting at a place in the order of samples."""
+        """Return `size` samples from index `start` of the shuffled order."""
         indices, keys = self._order.indices(start, start + size), self._order.keys(start, start + size)
         batch = self._data.train.batch(indices, keys)
         if isinstance(self._data.inputs, TextInputs):
@@ -160,7 +160,7 @@ class BenchmarkTask:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, places: range | None = None) -> dict[str, float | None]:
-        """Return mean loss and accuracy on the validation samples at these places, or on all."""
+        """Return mean loss and accuracy on the validation samples with the indices `places` (None: all)."""
         was, total, targets, right = model.training, 0.0, 0, 0
         model.eval()
         positions = range(self.eval_samples) if places is None else places
@@ -237,7 +237,7 @@ def tied(model: nn.Module) -> bool:
 
 
 def _even_cuts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """Return (first, last) of each part. The parts have nearly equal sums, and no part is empty.
+    """Return (start, stop) of each part; `stop` is exclusive. The sums are nearly equal, and no part is empty.
 
     Raises NotHereError if fewer layers than parts have parameters.
     """

@@ -114,7 +114,7 @@ def open_labelled(name: str, run: Run, task: Task, seq_len: int, known: Sequence
     meta, files = _open_files(source, fields, encoder, progress)
     if not meta["rows"]["train"] or not meta["rows"]["valid"]:
         message = f"{name} has {meta['rows']['train']} training rows and {meta['rows']['valid']} validation rows"
-        raise UserError(Problem(kind="data-too-short", message=message, hint="both need at least one", where="--data"))
+        raise UserError(Problem(kind="data-too-short", message=message, hint="both need rows", where="--data"))
     order, classes = None, ()
     if task != "seq2seq-lm":
         classes = _class_order(name, meta["classes"], known)

@@ -18,9 +18,9 @@ from zerofit.data.mixing import MicroSlice, Mixing
 from zerofit.spec.model_facts import IGNORE_INDEX
 
 # Loader processes pass tensors in shared memory. Containers often have 64 MiB of it, and a process dies of SIGBUS
-# when it is full. If less than this is free, batches go through a pipe instead.
+# when this memory is full. If less than ROOMY_BYTES is free, batches go through a pipe instead.
 ROOMY_BYTES = 1 << 30
-# Small micro batches are made several at a time, of about this many bytes together, at the cost of one.
+# Several small micro batches, together of about this size, are made at once: this is as fast as making one of them.
 _BLOCK_BYTES = 1 << 16
 _ALIGNMENT = 64  # bytes, as in torch's allocations, on which the last bit of kernels may depend
 _PRELOADED = ["__main__", "torch", "torchvision.transforms.v2"]  # imported once, not per loader process

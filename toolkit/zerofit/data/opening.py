@@ -221,7 +221,7 @@ def open_data(
 
 
 def _open_images(name: str, word: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open images in the size and scaling of pretrained weights, if their folder has these."""
+    """Open images in the size and scaling that the folder of pretrained weights contains, if any."""
     if task == "gan":
         return IMAGE_SOURCES[word](name, run, task, progress)
     published = published_images(run)
@@ -236,7 +236,7 @@ def _streamed(name: str, word: str, argument: str, run: Run, task: Task, length:
     """Open a stream. Raises UserError for data or models that do not support it."""
     if word != "hf" or task != "causal-lm":
         message = f"--stream needs --data hf:NAME and a causal language model, not {name} with the task {task}"
-        raise UserError(Problem(kind="stream", message=message, hint="remove it", where="--stream"))
+        raise UserError(Problem(kind="stream", message=message, hint="remove --stream", where="--stream"))
     return open_stream(run, argument, _tokenizer_for(run.tokenizer, task), length)
 
 

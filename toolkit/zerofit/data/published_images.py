@@ -1,4 +1,4 @@
-"""Size and scaling of images in the training of pretrained weights, if their folder has them."""
+"""Size and scaling of the images on which pretrained weights were trained, from the folder of the weights."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class _Reader:
 #
 #     valid.bin        validation tokens
 #     before-7.json    where the stream is before block 7, and the token with which the block starts
-#     block-7.bin      1 + block_tokens tokens; the first is the last one of block 6, since labels are shifted by one
+#     block-7.bin      1 + block_tokens tokens; the first is the last token of block 6, since labels are shifted by one
 #
 # Any block can be made from the nearest earlier before-N.json, so a resumed run needs no block of the old one.
 @dataclass(frozen=True, kw_only=True)

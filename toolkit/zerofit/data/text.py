@@ -108,8 +108,8 @@ def mask_tokens(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mask tokens, int64 (batch, seq_len). In each row only the first `real` (batch,) tokens count.
 
-    In each row the key selects exactly masked_count(real) tokens as targets. Of these, 80 % become `mask_id`, 10 % one
-    of the `ordinary` ids, and 10 % stay. Returns (inputs, labels), with labels -100 elsewhere.
+    In each row the key selects exactly masked_count(real) tokens as targets. 80 % of the targets become `mask_id`, 10 %
+    become one of the `ordinary` ids, and 10 % stay. Returns (inputs, labels), with labels -100 elsewhere.
     """
     width = tokens.shape[1]
     draws = cell_hashes(keys, width, _WHERE)

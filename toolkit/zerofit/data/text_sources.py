@@ -107,7 +107,7 @@ def held_out_hash(names: Iterable[str], documents: int, whole_documents: bool = 
 # With few documents, a full document would be too large a part to hold out. Then the end of each document is held out,
 # since sentences from random places would leak training text into the validation part.
 def split_text(name: str, text: str, limit: int) -> Iterator[TextPiece]:
-    """Yield a document in one piece or, if documents are few, in two: its first 95 % and the rest."""
+    """Yield a document in one piece or, if documents are few, in two: its first 95 % and its last 5 %."""
     if limit >= 0:
         yield TextPiece(text, name_hash(name) <= limit, True)
         return

@@ -83,7 +83,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _matmul(device: torch.device, budget_s: float) -> dict[str, float]:
-    """Return FLOP/s of a product of square matrices, by precision."""
+    """Return the FLOP/s of multiplying square matrices, by precision."""
     size = 8192 if device.type == "cuda" else 1024
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if device.type == "cuda":

@@ -30,10 +30,10 @@ UNITS = 8  # sizes of the small model with which launches are measured
 class Sizes(NamedTuple):
     """The sizes measured on a kind of device, from launch-bound sizes to sizes at full speed."""
 
-    rows: tuple[int, ...]  # rows of a product: tokens or pixels
-    matrices: tuple[tuple[int, int], ...]  # outputs and inputs of a product
+    rows: tuple[int, ...]  # rows of a matrix multiplication: tokens or pixels
+    matrices: tuple[tuple[int, int], ...]  # outputs and inputs of a matrix multiplication
     most_flops: float
-    batches: tuple[tuple[int, int, int, int], ...]  # batched products: number, M, N, K
+    batches: tuple[tuple[int, int, int, int], ...]  # batched matrix multiplications: number, M, N, K
     attention: tuple[tuple[int, int, int], ...]  # heads of all samples, tokens, width of a head
     convolution: tuple[tuple[int, int, int, int, int], ...]  # images, channels in and out, pixels of a side, kernel
     batch_norm: tuple[tuple[int, int, int], ...]  # images, channels, pixels of a side
@@ -72,7 +72,7 @@ GPU = Sizes(
 
 
 class Stopwatch:
-    """A clock for kernels on one device, which repeats each of them for about `budget_s` seconds."""
+    """A clock for kernels on one device. It repeats each kernel for about `budget_s` seconds."""
 
     def __init__(self, device: torch.device, budget_s: float):
         self.device, self._budget_s = device, budget_s
@@ -87,7 +87,7 @@ class Stopwatch:
     def seconds(self, work: Work) -> float:
         """Return the median seconds of a call.
 
-        With several CPU threads return the minimum, since other load slows them.
+        With several CPU threads return the minimum, since other load slows some calls.
         """
         work()
         calls = max(1, min(MOST_CALLS, int(LEAST_S / max(1e-7, self.timed(work, 1)))))
@@ -172,7 +172,7 @@ def _keeping(watch: Stopwatch, work: Work, result_bytes: int) -> Work:
 
 
 def _products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
-    """Yield products of activations and weights, and batched products of small matrices."""
+    """Yield multiplications of activations and weights, and batched multiplications of small matrices."""
     shapes = [(1, m, n, k) for m in sizes.rows for n, k in sizes.matrices if 2.0 * m * n * k <= sizes.most_flops]
     for many, m, n, k in (*shapes, *sizes.batches):
         shape = () if many == 1 else (many,)

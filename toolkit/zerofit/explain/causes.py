@@ -67,7 +67,9 @@ def _other_processes(evidence: LogEvidence) -> Cause | None:
         return Cause(
             name="ranks-share-device",
             summary=f"Ranks {', '.join(evidence.sharers)} use the same GPU.",
-            evidence=(f"{shown}, {shown_bytes(others)}; each of these ranks ran out on GPU {evidence.shortage.gpu}",),
+            evidence=(
+                f"{shown}, {shown_bytes(others)}; each of these ranks ran out of memory on GPU {evidence.shortage.gpu}",
+            ),
         )
     return Cause(
         name="another-process",
@@ -157,7 +159,7 @@ def _refused_though_free(evidence: LogEvidence) -> Cause | None:
     return Cause(name=UNKNOWN, summary=summary, evidence=(note,), run_next=f"{NVIDIA_SMI} -l 1, while it runs")
 
 
-# --- the phase in which a full device ran out ------------------------------------------------------------------------
+# --- the phase in which memory ran out -------------------------------------------------------------------------------
 
 _IN_PHASE = {
     INIT: ("states", "Master weights, gradients or optimizer states did not fit when the engine was created."),
@@ -202,7 +204,7 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
             name=UNKNOWN,
             summary=f"{progress.steps} steps had fitted. Since then memory grew, or this batch was longer than "
             "earlier ones. The log does not show which.",
-            evidence=(f"it ran out in {phase}", *shown),
+            evidence=(f"memory ran out in {phase}", *shown),
             run_next=RECORD,
         )
     if phase == LOADING:

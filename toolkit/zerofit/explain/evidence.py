@@ -20,7 +20,7 @@ class LogEvidence:
     frames: Sequence[CodeFrame]
     phase: str
     progress: Progress
-    sharers: tuple[str, ...] = ()  # ranks that ran out on the same device
+    sharers: tuple[str, ...] = ()  # ranks that ran out of memory on the same device
     in_worker: bool = False  # whether the error is from a DataLoader's worker
 
 

@@ -58,6 +58,9 @@ def explain_log(lines: Sequence[LogLine], source: str = "log") -> Explanation | 
 
 
 def _sharers(found: Sequence[Shortage], shortage: Shortage) -> tuple[str, ...]:
-    """Return the ranks that ran out on one device: its number is the same, and each rank saw other processes on it."""
+    """Return the ranks that ran out of memory on the same device.
+
+    They name the same device number, and each of them saw other processes on the device.
+    """
     ranks = (other.rank for other in found if other.gpu == shortage.gpu and other.figures.other_bytes and other.rank)
     return tuple(dict.fromkeys(ranks))

@@ -67,7 +67,7 @@ def explain_snapshot(path: Path) -> Explanation:
     frames = _calls(failed.frames) if failed else []
     own, phase = own_frame(frames), phase_of(frames)
     cause, summary, evidence = _cause(snapshot, alive, kinds, frames)
-    moment = "when it ran out" if failed else "at the highest moment"
+    moment = "when memory ran out" if failed else "at the highest moment"
     unknown = cause == UNKNOWN
     return Explanation(
         source="snapshot",
@@ -99,7 +99,7 @@ def explain_snapshot(path: Path) -> Explanation:
 def _cause(
     snapshot: MemorySnapshot, alive: Sequence[AliveBlock], kinds: Counter[str], frames: Sequence[CodeFrame]
 ) -> tuple[str, str, tuple[str, ...]]:
-    """Return the cause, its summary, and what shows it."""
+    """Return the cause, its summary, and the evidence."""
     allocated = sum(kinds.values())
     reserved, failed = snapshot.reserved_at_moment, snapshot.ran_out
     if failed and reserved - allocated >= max(failed.bytes - failed.free_bytes, USUAL_FRAGMENTS * reserved):
@@ -118,7 +118,7 @@ def _cause(
         summary = "The snapshot has no stacks for most blocks: recording began too late, or was off."
         return UNKNOWN, summary, ()
     if name := _IN_PHASE.get(phase_of(frames), ""):
-        return name, f"It ran out in {phase_of(frames)}.", _shares(kinds)
+        return name, f"Memory ran out in {phase_of(frames)}.", _shares(kinds)
     if kinds[COPIES] > MOST_LOGITS * allocated:
         return (
             "second-copy",

@@ -59,7 +59,7 @@ class Explanation:
     asked_by: str = ""  # the innermost line outside of torch, if it is in a library
     phase: str = ""
     steps: int = 0  # steps before the error, if the log has them
-    ranks: tuple[str, ...] = ()  # ranks that ran out; () if the log names none
+    ranks: tuple[str, ...] = ()  # ranks that ran out of memory; () if the log names none
     figures: MemoryFigures = field(default_factory=MemoryFigures)
     alive: dict[str, int] = field(default_factory=dict)  # kind -> bytes
     lines: tuple[Line, ...] = ()  # the lines whose allocations hold the most memory

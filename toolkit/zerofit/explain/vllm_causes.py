@@ -42,7 +42,7 @@ def _not_free(text: str) -> Cause:
     if found := _FREE.search(text):
         free, total, share, wanted = found.groups()
         shown.append(f"{free} GiB of {total} GiB were free, and gpu_memory_utilization={share} needs {wanted} GiB")
-        shown.append(f"if no more becomes free, vLLM starts at gpu_memory_utilization={_share_below(free, total):.2f}")
+        shown.append(f"to run vLLM without freeing memory, set gpu_memory_utilization={_share_below(free, total):.2f}")
     summary = "vLLM needs a share of the whole GPU, and other tensors or processes use a part of that share."
     return Cause(name="vllm-gpu-not-free", summary=summary, evidence=tuple(shown), run_next=NVIDIA_SMI)
 

@@ -42,7 +42,7 @@ def activation_memory(model: nn.Module, device: torch.device, call: Call) -> Act
     except RuntimeError:
         if next((p.dtype for p in model.parameters()), None) != torch.float32:
             raise
-        # the grouped products of mixtures of experts have no fp32 on fake tensors
+        # the grouped matmuls of mixtures of experts do not support fp32 on fake tensors
         half = _run(copy.deepcopy(model).bfloat16(), device, call)
         return ActivationMemory(2 * half.peak, 2 * half.returned)
 

@@ -107,7 +107,7 @@ class InferenceSession:
 
     @property
     def main(self) -> Device:
-        """The device on which the model would run; its activations are counted there."""
+        """The device on which the model would run; the activations are counted there."""
         return main_device(self.limits)
 
     def load(self, working: int, knobs: str) -> tuple[nn.Module, Placement]:

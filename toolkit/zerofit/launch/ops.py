@@ -186,12 +186,12 @@ def locks_by_existence() -> bool:
 
 
 def clear_stale_locks(folder: Path, show: Callable[[str], None]) -> None:
-    """Remove lock files of op builds whose owner was killed, and wait for those whose owner is alive.
+    """Remove lock files of op builds whose owner was killed, and wait for locks whose owner is alive.
 
     torch 2.14 locks `FOLDER/OP/lock` in the kernel, which releases the lock when its holder dies, so nothing needs to
     be done. Older versions create the file for a build, keep it open, and remove it at the end
-    (torch.utils.file_baton). Other processes wait for it silently; they wait forever if its owner was killed. The file
-    does not name its owner, but /proc shows which process has it open.
+    (torch.utils.file_baton). Other processes wait for it silently; they wait forever if the owner of the file was
+    killed. The file does not name its owner, but /proc shows which process has the file open.
     """
     if not locks_by_existence():
         return

@@ -80,7 +80,7 @@ class Rendezvous:
         self._store.set(f"order-{next(self._orders)}", json.dumps(order))
 
     def orders(self) -> Iterator[dict[str, Any]]:
-        """Yield the first process's orders. Raises RunFailed if it does not arrive or has died."""
+        """Yield the first process's orders. Raises RunFailed if this process does not arrive or has died."""
         for number in itertools.count():
             try:
                 if number == 0:
@@ -139,13 +139,13 @@ class Rendezvous:
 
     def _taken(self, error: RuntimeError) -> UserError:
         host, port = self._world.master
-        message = f"the first process cannot listen at {host} port {port}: {str(error).splitlines()[0]}"
+        message = f"rank 0 cannot listen at {host} port {port}: {str(error).splitlines()[0]}"
         hint = "set another MASTER_PORT: deepspeed --master_port, torchrun --master-port, mpirun -x MASTER_PORT=N"
         return UserError(Problem(kind="port-in-use", message=message, hint=hint, where="MASTER_PORT"))
 
     def _unreachable(self, error: RuntimeError) -> RunFailed:
         host, port = self._world.master
-        lost = f"rank {self._world.rank} lost the first process at {host} port {port}"
+        lost = f"rank {self._world.rank} cannot reach rank 0 at {host} port {port}"
         message = f"{lost}: {str(error).splitlines()[0]}"
         hint = "see rank 0's output; if rank 0 is running, set MASTER_ADDR to an address of it that this host can reach"
         return RunFailed(Problem(kind="leader", message=message, hint=hint, where="MASTER_ADDR"))

@@ -35,7 +35,7 @@ class AttentionRate:
         return length * filled / (self.narrow if width <= NARROW else 1.0)
 
 
-PLAIN = AttentionRate(share=1.0, half=0.0, full_half=0.0, narrow=1.0, blocks=0.0, how="plain products")
+PLAIN = AttentionRate(share=1.0, half=0.0, full_half=0.0, narrow=1.0, blocks=0.0, how="plain matrix multiplications")
 _FA2 = "measured: FlashAttention-2 paper (2023), figures 4 to 6, A100, 512 to 16k tokens"
 _FA3 = "measured: FlashAttention-3 paper (2024), figures 5 and 6, H100, 512 to 16k tokens"
 _MEASURED = "measured: torch's SDPA (cuDNN) on an H100 (benchmarks/results/gpu-environment.json)"

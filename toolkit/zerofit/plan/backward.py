@@ -133,7 +133,10 @@ def _reduced_at_the_end(line: StageTimeline, layout: PlannedLayout, element: int
 
 
 class _Bucketed:
-    """Stages 1 and 2: gradients are copied into a bucket. A full bucket is reduced, and this rank keeps its part."""
+    """Stages 1 and 2: gradients are copied into a bucket. A full bucket is reduced, and this rank keeps its part.
+
+    Line numbers such as (:1545) are those of DeepSpeed's zero/stage_1_and_2.py.
+    """
 
     def __init__(self, line: StageTimeline, layout: PlannedLayout):
         self.line, self.element, self.limit = line, layout.element_bytes, layout.bucket
@@ -215,7 +218,7 @@ class _Bucketed:
         self.kept_bytes = max(self.kept_bytes, max(reached, default=0))
 
     def _slices(self, parameter: Parameter) -> Iterator[tuple[int, int]]:
-        """Yield each rank whose partition overlaps a parameter, and the number of its elements."""
+        """Yield each rank whose partition overlaps a parameter, and the number of elements that overlap."""
         size = self.sizes[parameter.group]
         start, end = parameter.start, parameter.start + parameter.numel
         while start < end:
@@ -225,7 +228,7 @@ class _Bucketed:
             start = stop
 
     def _flattened(self, slices: list[tuple[int, int]]) -> int:
-        """Count the elements copied into one buffer for an all-reduce (:1545). A single slice is not copied."""
+        """Return the most elements copied into one buffer for an all-reduce (:1545). A single slice is not copied."""
         largest = together = count = 0
         for _, of_rank in groupby(slices, key=itemgetter(0)):
             together, count = together + sum(numel for _, numel in of_rank), count + 1
@@ -242,7 +245,10 @@ class _Bucketed:
 
 
 class _Scattered:
-    """Stage 3: like stage 2, but parts are added to persistent buffers, and parameters are gathered and released."""
+    """Stage 3: like stage 2, but parts are added to persistent buffers, and parameters are gathered and released.
+
+    Line numbers such as (:1627) are those of DeepSpeed's zero/stage3.py.
+    """
 
     def __init__(self, line: StageTimeline, layout: PlannedLayout, device: str):
         self.line, self.limit = line, layout.bucket

@@ -14,7 +14,10 @@ SAME_MOMENT_S = 1e-12  # tolerance for sums in another order
 
 
 class Piece(NamedTuple):
-    """A span before it is placed in the step: times without contention, from the start of its direction."""
+    """A span before it is placed in the step.
+
+    Its times begin with its forward or backward, as if no other work slowed it.
+    """
 
     stream: Stream
     module: str

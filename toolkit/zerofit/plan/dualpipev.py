@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zerofit.spec.mesh import parts_of_stage
 
-EXCHANGE = "|"  # send and receive all that was queued since the last one (CommitP2P)
+EXCHANGE = "|"  # send and receive all that was queued since the last exchange (CommitP2P)
 _FILLING = "<F0 | F0 F0> "
 _TURNING = "| F0 <F0 <F1 | F1 F1> F0> "
 _FIRST_BACK = "<B1 | B1 B1> <F1 | | F1 F1> "

@@ -22,9 +22,9 @@ def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> floa
 
 # The roofline model (Williams, Waterman, Patterson, 2009): a kernel takes the longer of
 #
-#     FLOPs / rate of its kind (matrix products, attention, convolutions), and bytes moved / memory bandwidth
+#     FLOPs / rate of its kind (matrix multiplications, attention, convolutions), and bytes moved / memory bandwidth
 #
-# Rates of products fall with small or unaligned dimensions (`rates.ProductRate`, `rates.UnalignedShare`).
+# Rates of matrix multiplications fall with small or unaligned dimensions (`rates.ProductRate`, `rates.UnalignedShare`).
 # A kernel whose shape was measured on the device takes the measured time.
 def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
     """Return the seconds of equal kernels: the measured time, or else the time at the device's rates."""
@@ -47,9 +47,9 @@ def _memory_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
 def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
     """Return the seconds for a kernel's FLOPs at the rate for its shape.
 
-    Tiles at the edges are partly empty, and few tiles do not fill the device: a product reaches 1 / (1 + edge (1/M +
-    1/N + 1/K)) of the best rate. Attention with a causal mask skips half of its blocks. Kernels whose shape differs
-    between micro batches have no shape and waste nothing.
+    Tiles at the edges are partly empty. If there are few tiles, part of the device is idle. So a matrix multiplication
+    reaches 1 / (1 + edge (1/M + 1/N + 1/K)) of the best rate. Attention with a causal mask skips half of its blocks.
+    Kernels whose shape differs between micro batches have no shape and waste nothing.
     """
     flops = kernel.flops.at(micro_batch)
     if not flops:
@@ -71,7 +71,7 @@ def _grouped(kernel: Kernel, sizes: list[float], rates: Rates) -> float:
 
 
 def _aligned_share(kernel: Kernel, rates: Rates) -> float:
-    """Return a product's rate relative to products whose rows begin at multiples of 16 bytes."""
+    """Return a matrix multiplication's rate, relative to rows that begin at multiples of 16 bytes."""
     lengths = unaligned_lengths(kernel)
     if not lengths:
         return 1.0

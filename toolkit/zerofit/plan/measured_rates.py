@@ -46,8 +46,8 @@ class KernelTable:
     def seconds(self, kernel: Kernel, micro_batch: int, unaligned: float = 1.0) -> float | None:
         """Return the seconds of equal kernels; None if no kernel of their kind and dtype was measured.
 
-        `unaligned`: rate of products with unaligned rows, relative to aligned products. It is used if no unaligned
-        product was measured.
+        `unaligned`: rate of matrix multiplications with unaligned rows, relative to aligned rows. It is used if no
+        matrix multiplication with unaligned rows was measured.
         """
         key, odd = (kernel.kind, kernel.dtype, kernel.groups > 1), bool(unaligned_lengths(kernel))
         points = self._points.get((*key, odd))

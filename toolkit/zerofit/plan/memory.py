@@ -101,7 +101,7 @@ class Forecaster:
     """Forecasts of many layouts for one model on one kind of device, "cpu" or "cuda".
 
     On "cpu" host and device are one, and the optimizer is torch's. On "cuda" the optimizer is DeepSpeed's FusedAdam, or
-    DeepSpeed's CPUAdam if the states are on the host. `workspace_bytes`: workspace of the matrix products of a thread.
+    DeepSpeed's CPUAdam if the states are on the host. `workspace_bytes`: workspace of a thread's matmuls.
     Forward and backward run in two threads, each with its own workspace (aten/src/ATen/cuda/CublasHandlePool.cpp).
     """
 
@@ -297,7 +297,7 @@ def _cpu_process_bytes(profile: Profile) -> int:
 
 
 def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
-    """Yield the moments of the forward with most live bytes; if gradients accumulate, it is a later micro batch."""
+    """Yield the moments of the forward with most live bytes: of a later micro batch if gradients accumulate."""
     line, gradients, buckets = kind.line, 0, 0
     if layout.zero_stage < 2:
         gradients = layout.element_bytes * kind.graded

@@ -73,7 +73,7 @@ class RankPass:
 
     @cached_property
     def trained_parameters(self) -> int:
-        """Trained elements on one rank of the stage that has most."""
+        """Trained elements on one rank of the stage with most trained elements."""
         return max(self.trained_of(stage) for stage in self.stages)
 
     @cached_property
@@ -83,7 +83,7 @@ class RankPass:
 
     @cached_property
     def expert_share(self) -> float:
-        """Share of experts in the parameters of the stage that has most."""
+        """Share of experts in the parameters of the stage with most parameters."""
         stage = max(self.stages, key=self.elements_of)
         return sum(n * self.experts[i] for i, n in stage) / max(1, self.elements_of(stage))
 
@@ -183,7 +183,7 @@ class Passes:
         )
 
     def _handles(self, layout: PlannedLayout) -> bool:
-        """Return whether gradients cost host time in backward; on a GPU at stage 0 they wait for its end."""
+        """Return whether gradients cost host time in backward. On a GPU at stage 0 they cost time only after it."""
         return (layout.zero_stage > 0 and not layout.by_layer) or not self._rates.ahead
 
     def _ahead(self, layout: PlannedLayout) -> bool:

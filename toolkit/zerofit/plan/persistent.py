@@ -179,7 +179,7 @@ def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> li
 
 @lru_cache(maxsize=1024)
 def _reaching(line: StageTimeline, ranks: int) -> tuple[tuple[int, Parameter, int], ...]:
-    """Return tuples of a rank, a parameter that overlaps its partition, and the elements inside."""
+    """Return tuples: a rank, a parameter that overlaps its partition, the number of elements that overlap."""
     groups = zip(filter(None, line.members), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
     return tuple(
         (rank, group[place], piece)

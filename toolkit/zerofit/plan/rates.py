@@ -27,7 +27,7 @@ _FITTED = "fitted to published throughput (benchmarks/time_accuracy.py)"
 class Coefficients:
     """The coefficients for GPUs that were fitted to published throughput; no other coefficient was fitted."""
 
-    memory: float = 0.72  # share of the data sheet's bandwidth reached by kernels without products
+    memory: float = 0.72  # share of the data sheet's bandwidth reached by kernels without matrix multiplications
     network: float = 0.68  # share of the wire speed between nodes reached by collectives
     network_hop_s: float = 33e-6  # one step of a ring between nodes, with the small messages of many ranks
     exposed_between: float = 0.6  # share of a collective between nodes that is not hidden by compute
@@ -38,7 +38,7 @@ FITTED = Coefficients()
 
 
 class ProductRate(NamedTuple):
-    """Rate of 16-bit matrix products: large / (1 + edge (1/M + 1/N + 1/K)) of the data sheet's peak."""
+    """Rate of 16-bit matrix multiplications: large / (1 + edge (1/M + 1/N + 1/K)) of the data sheet's peak."""
 
     large: float
     edge: float
@@ -48,7 +48,7 @@ class ProductRate(NamedTuple):
 _MAMF = "measured: stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS (bf16)"
 _SIMUMAX = "measured: MooreThreads/SimuMax configs/system, "
 OTHER_EDGE = 120.0  # assumed for other GPUs, between the measured values
-MODEL_SHAPES = 0.85  # large products in a model's shapes, relative to the best product (A100 by both tables: 0.91)
+MODEL_SHAPES = 0.85  # rate of large matrix multiplications in a model's shapes, relative to the best rate (A100: 0.91)
 
 
 def _best(share: float, how: str) -> ProductRate:
@@ -57,8 +57,8 @@ def _best(share: float, how: str) -> ProductRate:
 
 PRODUCTS: dict[str, ProductRate] = {
     # error of the rule: 3 % (median) and 12 % (90th percentile) of the A100's table, 6 % and 25 % of the B200's
-    "A100": ProductRate(0.787, 154, _SIMUMAX + "a100_pcie: 183 products of training shapes"),
-    "B200": ProductRate(0.509, 92, _SIMUMAX + "b200_bf16_ceperm: 514 products of training shapes"),
+    "A100": ProductRate(0.787, 154, _SIMUMAX + "a100_pcie: 183 matrix multiplications with shapes from training"),
+    "B200": ProductRate(0.509, 92, _SIMUMAX + "b200_bf16_ceperm: 514 matrix multiplications with shapes from training"),
     "H100": ProductRate(0.60, OTHER_EDGE, "measured: KempnerInstitute/KempnerForge profiling: 552 TFLOP/s in training"),
     "H200": _best(0.803, _MAMF + ", its H100"),
     "RTX 4090": _best(0.92, "measured: DefTruth/CUDA-Learn-Notes, hgemm: 105 to 115 of an L20's 119.5 TFLOP/s"),
@@ -78,11 +78,11 @@ _ALIKE = {  # same chip or generation
 }
 PRODUCTS |= {name: PRODUCTS[other] for name, other in _ALIKE.items()}
 OTHER_PRODUCTS = _best(0.80, "assumed: the middle of the measured rates")
-FP32_PRODUCTS = SourcedRate(0.92, "assumed: cuBLAS's products without TF32")
+FP32_PRODUCTS = SourcedRate(0.92, "assumed: cuBLAS's matrix multiplications without TF32")
 
 
 class UnalignedShare(NamedTuple):
-    """Rate of 16-bit products whose rows are not a multiple of 16 bytes, relative to aligned products."""
+    """Rate of 16-bit matrix multiplications with rows of no multiple of 16 bytes, relative to aligned rows."""
 
     odd: float  # rows of an odd number of elements
     even: float  # rows of a multiple of two or four elements
@@ -149,7 +149,7 @@ EFFICIENCIES: dict[str, SourcedRate] = {
     ),
     "nvme": SourcedRate(0.8, "assumed: large asynchronous reads and writes"),
     "cpu": SourcedRate(0.6, "assumed: share of the cores' peak that oneDNN reaches with a model's shapes"),
-    "cpu bf16": SourcedRate(0.42, "assumed: no bf16 instructions, so it is converted to fp32 and back"),
+    "cpu bf16": SourcedRate(0.42, "assumed: no bf16 instructions, so values are converted to fp32 and back"),
     "cpu memory": SourcedRate(0.85, "assumed: share of memory bandwidth that streaming kernels reach"),
     "cpu host": SourcedRate(0.6, "assumed: share of memory bandwidth that DeepSpeed's CPU Adam reaches on all cores"),
 }
@@ -168,7 +168,7 @@ _ENGINE_LAUNCH = SourcedRate(
 _GRADIENT = SourcedRate(4.5, "measured: BERT-large at stage 1 on an H100: the time of this many launches")
 NO_ENGINE_LAUNCH = SourcedRate(0.0, "included in the host's time per gradient")
 STREAMING = SourcedRate(0.89, "measured: one long addition on an H100 (benchmarks/results/gpu-environment.json)")
-COMPILED, FUSED = 0.5, 0.6  # assumed: traffic between products that torch.compile and Liger's kernels leave
+COMPILED, FUSED = 0.5, 0.6  # assumed: traffic that torch.compile and Liger leave between matrix multiplications
 EXPOSED_INSIDE = SourcedRate(0.15, "assumed: share of a collective's time by which it slows compute")
 # rate -> kind in a trace whose factor corrects it; kernels and collectives have kinds of their own
 _HOST = "launches and hooks"
@@ -196,14 +196,14 @@ class Rates:
     gradient_s: float  # host time per parameter's gradient and backward
     hook_s: float  # host time to fetch and release one parameter under ZeRO-3
     channel: Mapping[str, float]  # per channel of a batch norm, by dtype: one block of a GPU processes a channel
-    edge: float  # elements of a product's dimension that tiles waste
+    edge: float  # elements of a matrix multiplication's dimension that tiles waste
     general: float  # grouped convolutions on the general cores, per channel of a group
     depthwise: float  # lower limit of the rate by `general` in fp16
-    attention: float  # long sequences in fused kernels, for the products that they compute
+    attention: float  # long sequences in fused kernels, for the matrix multiplications that they compute
     attention_shape: AttentionRate  # factors on `attention` for a kernel's shape
-    unaligned: float  # relative rate of products whose rows are not a multiple of 16 bytes: odd numbers of elements
+    unaligned: float  # relative rate of matrix multiplications with unaligned rows: odd numbers of elements
     unaligned_even: float  # the same for even numbers of elements
-    unfused: float  # share of the traffic between products that is left; 1: one kernel per op
+    unfused: float  # share of the traffic between matrix multiplications that is left; 1: one kernel per op
     exposed_inside: float  # share of a collective that compute does not hide, within a node
     exposed_between: float  # the same between nodes
     ahead: bool  # whether launches run ahead of the device, as on GPUs
@@ -266,7 +266,7 @@ def rates_of(
         slower = measured.launch_s / LAUNCH_S.value
         found |= {name: slower * assumed[name].value for name in ("engine_launch_s", "gradient_s")}
     reached = measured.matmul_flops.get(precision)
-    if reached:  # only products were measured: rates of the other kernels with FLOPs are scaled by the same factor
+    if reached:  # the rates of other kernels with FLOPs, which were not measured, change by the same factor
         faster = reached * MODEL_SHAPES / assumed["flops"].value
         found |= {name: assumed[name].value * faster for name in ("flops", "attention", "general", "depthwise")}
     date = f"measured here on {measured.date[:10]}"
@@ -310,7 +310,7 @@ def _passes(cluster: Cluster, measured: Calibration) -> float | None:
 
 
 def _of_streaming(cluster: Cluster, fitted: Coefficients) -> float:
-    """Return the bandwidth of kernels between products, relative to one long addition."""
+    """Return the bandwidth of kernels between matrix multiplications, relative to one long addition."""
     return 1.0 if cluster.on_cpu else fitted.memory / STREAMING.value
 
 
@@ -380,7 +380,7 @@ def _share_of(peak: float, share: SourcedRate) -> SourcedRate:
 
 
 def _products(cluster: Cluster, precision: str) -> ProductRate:
-    """Return the share of the peak that a model's matrix products reach."""
+    """Return the share of the peak that a model's matrix multiplications reach."""
     if cluster.on_cpu:
         share, how = EFFICIENCIES["cpu bf16" if precision == "bf16" else "cpu"]
         return ProductRate(share, 0.0, how)

@@ -139,7 +139,7 @@ def timer_of(
 
 
 def _padding(profile: Profile, best: RankedLayout, rates: Rates) -> str:
-    """Return a hint on sizes that slow a layout's products, with the gain of padding; "" if the gain is below 1 %."""
+    """Return a hint on sizes that slow matrix multiplications, and the gain of padding; "" if it is below 1 %."""
     layout, lengths, slow_s, padded_s = best.layout, set[int](), 0.0, 0.0
     for layer, cost in zip(profile.layers, profile.costs[layout.setting], strict=True):
         for kernel in (*cost.forward_kernels, *cost.backward_kernels):
@@ -277,7 +277,7 @@ def _fastest(family: list[PlannedLayout], timer: Timer, correct: Correct | None)
 def _close(
     too_large: list[tuple[Fit, list[PlannedLayout]]], best: list[TimedLayout], timer: Timer, correct: Correct | None
 ) -> list[TimedLayout]:
-    """Return the fastest layouts that only the margin excludes, if they are faster than the best that fits."""
+    """Return the fastest layouts that fit only without the margin, if they are faster than the best that fits."""
     found = [_timed(family[0], timer, correct) for fit, family in too_large if fit.verdict == CLOSE]
     least = best[0].samples_per_s if best else 0.0
     return sorted((row for row in found if row.samples_per_s > least), key=lambda row: -row.samples_per_s)[:MOST_CLOSE]

@@ -256,7 +256,7 @@ def _decided(request: PlanRequest) -> Problem:
     knobs = {"micro_batch": request.micro_batch, "accumulation": request.accumulation, **request.keep}
     words = ", ".join(f"{name} {value}" for name, value in knobs.items() if value is not None)
     message = f"no layout matches all fixed values: {words}, global batch {request.global_batch or 'free'}"
-    return Problem(kind="decided", message=message, hint="fix fewer values, or change them")
+    return Problem(kind="decided", message=message, hint="fix fewer values, or change the fixed values")
 
 
 def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Iterator[tuple[int, Offload, Offload]]:

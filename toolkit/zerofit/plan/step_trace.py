@@ -45,7 +45,7 @@ def step_trace(
 
 
 def layer_memory(timeline: StepTimeline, stage: int, moments: Sequence[LayerMoment]) -> list[MemorySample]:
-    """Place the live bytes of a stage's layers at their times in the timeline, and the step's at its start.
+    """Return a stage's live memory at the start of each layer and of the optimizer step, in the timeline's times.
 
     The bytes of layers between two known layers are interpolated.
     """

@@ -1,4 +1,4 @@
-"""Tensor parallelism that also splits the sequence between products, as Megatron-LM and torch's DTensor do."""
+"""Tensor parallelism that also splits the sequence between matmuls, as Megatron-LM and torch's DTensor do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Li
 # DeepSpeed's AutoTP runs norms, residuals, embedding and loss on all tokens of each tensor rank. With sequence
 # parallelism inside tensor parallelism (Korthikanti et al., 2022), each rank runs them on a share of the tokens, and
 # embedding, head and loss on a share of the vocabulary. All-gathers and reduce-scatters send the bytes of all-reduces.
-# So a rank keeps a share of all activations. During a matrix product it also has the gathered input of all tokens. In
+# So a rank keeps a share of all activations. During a matmul it also has the gathered input of all tokens. In
 # backward it also has the gradient of this input.
 def with_split_sequence(profile: Profile) -> Profile:
     """Return the profile with kernels and memory of tensor parallel ranks that also split the sequence."""
@@ -55,7 +55,7 @@ def _sum(*lines: Linear) -> Linear:
 def _kernels(whole: tuple[Kernel, ...], mine: tuple[Kernel, ...], block: bool, tp: int) -> tuple[Kernel, ...]:
     """Return the kernels of one rank.
 
-    For a block these are its own products and a share of its other kernels. For other layers they are a share of all
+    For a block these are its own matmuls and a share of its other kernels. For other layers they are a share of all
     kernels.
     """
     split = (kernel for kernel in whole if not (block and kernel.shape))

@@ -253,7 +253,7 @@ class Timer:
         )
 
     def _share(self, layout: PlannedLayout, rank_pass: RankPass) -> float:
-        """Return the share of its parameters that a rank keeps. Fewer ranks divide the experts."""
+        """Return the share of the parameters that a rank keeps. Fewer ranks divide the experts."""
         return (1 + (layout.ep - 1) * rank_pass.expert_share) / layout.shard_ranks
 
     def _spread_s(

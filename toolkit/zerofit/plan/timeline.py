@@ -56,7 +56,7 @@ class Parameter(NamedTuple):
 class TimelineEvent(NamedTuple):
     """A part of the backward, up to a parameter's complete gradient.
 
-    All bytes exclude parameters and complete gradients.
+    No size includes parameters or complete gradients.
     """
 
     live: tuple[Point, ...]  # candidates for the peak

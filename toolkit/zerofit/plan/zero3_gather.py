@@ -110,7 +110,7 @@ def _gathering(line: StageTimeline, layout: PlannedLayout) -> _Gathering:
 
 
 def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCall]:
-    """Return the calls of a layer's backward. A recomputation runs when the first product needs saved tensors.
+    """Return the calls of a layer's backward. A recomputation runs when the first matmul needs saved tensors.
 
     DeepSpeed sees a module's backward end when its input gets a gradient (parameter_offload.py, post_bwd_fn).
     """

@@ -1,4 +1,4 @@
-"""The sections of a page about explanations of errors and about findings in DeepSpeed JSONs."""
+"""Build the page sections that explain errors and list findings in DeepSpeed JSONs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extract products and fused attention with their shapes from a measured trace."""
+"""Extract matrix multiplications and fused attention with their shapes from a measured trace."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from zerofit.report.traces import Event, read_events
 from zerofit.spec.measured_kernels import MeasuredKernel
 
-# FLOPs from recorded shapes. A product (m, k) x (k, n) has 2 m k n, attention 4 b h q k w: two products of 2 q k w for
-# each of b x h heads. Backward of attention recomputes the scores, so it has 5 products for 2.
+# FLOPs from recorded shapes. A matrix multiplication (m, k) x (k, n) has 2 m k n. Attention has 4 b h q k w: two matrix
+# multiplications of 2 q k w for each of b x h heads. Its backward recomputes the scores, so it has 5 instead of 2.
 DTYPES = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "double": "float64"}
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 ATTENTION = "aten::_scaled_dot_product_"
@@ -22,7 +22,10 @@ BACKWARD = 2.5  # FLOPs relative to forward
 
 
 def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
-    """Return products and attention of a trace for `read_trace`; equal kernels are one entry with the median time."""
+    """Return the matrix multiplications and attention kernels of a trace, for `read_trace`.
+
+    Equal kernels are one entry with the median time.
+    """
     events, _ = read_events(path)
     # On a GPU an op's duration is only the time to launch it; its kernels carry the op's external id.
     on_device: defaultdict[Any, float] = defaultdict(float)

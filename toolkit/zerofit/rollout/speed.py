@@ -40,7 +40,7 @@ class RolloutTime:
 def generation_s(engine: EngineMemory, rates: Rates, sequences: int, prompt: int, completion: int) -> float:
     """Return the seconds in which one engine generates `completion` tokens for each of `sequences` prompts.
 
-    Each token reads all weights and the cache of all running sequences. If many sequences run, the matrix products take
+    Each token reads all weights and the cache of all running sequences. If many sequences run, the matmuls take
     longer than these reads. The cache decides how many sequences run at once. A prompt of `prompt` tokens is computed
     once for each sequence.
     """

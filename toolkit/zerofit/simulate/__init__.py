@@ -1,6 +1,6 @@
 """Simulate one rank of N: the real DeepSpeed engine, or a user's script, on fake tensors.
 
-Sub-rooms, each of which imports only those above it:
+Its packages. Each imports only packages above it:
 
     memory/    what was allocated: ledger, categories, host memory, torch's caching allocator
     ops/       what an op does: tracker, streams, FLOPs and scratch memory, shortcuts

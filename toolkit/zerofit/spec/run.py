@@ -316,7 +316,7 @@ class Run(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_attention(cls, values: Any) -> Any:
-        """Copy `attn_implementation` into `model_args`, since models are built from these."""
+        """Copy `attn_implementation` into `model_args`, since models are built from `model_args`."""
         kernel, args = (values.get(name) for name in ("attn_implementation", "model_args"))
         if kernel is None or not isinstance(args or {}, dict):
             return values
@@ -400,7 +400,7 @@ def load_run(file: Path | None, flags: Mapping[str, Any], trust_model_code: bool
     """Return the run from a file and flags; flags override the file.
 
     Raises UserError with all unknown keys (and the nearest known keys) and all bad values. Also raises it if a run
-    folder's file names code, unless `trust_model_code`.
+    folder's file refers to code, unless `trust_model_code`.
     """
     values, places, faults = _read_run_file(file) if file else ({}, {}, [])
     values |= flags
@@ -412,7 +412,7 @@ def load_run(file: Path | None, flags: Mapping[str, Any], trust_model_code: bool
 
 
 def _refuse_foreign_code(file: Path, run: Run, typed: Collection[str], trusted: bool) -> None:
-    """Refuse code that a run folder's file names, except in fields that the user gave (`typed`). Raises UserError."""
+    """Refuse custom code to which a run folder's run file refers, except in fields that the user gave (`typed`)."""
     if in_run_folder(file):
         own = {"model": run.model, "model_args": run.model_args, "callbacks": run.callbacks}
         refuse_foreign_code(file, trusted, **{name: value for name, value in own.items() if name not in typed})

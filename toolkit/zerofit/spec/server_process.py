@@ -1,8 +1,8 @@
-"""A server process that imports libraries once and forks other processes. Each of these would need seconds for imports.
+"""A server process that imports libraries once and forks other processes, so that these start without imports.
 
-It has its own command line. multiprocessing would run the user's script again in each process. So it would not work in
-a script without `if __name__ == "__main__"`, in a notebook or in a thread. The server reads requests as lines of JSON
-from standard input, and ends when standard input is closed.
+The server has its own command line. multiprocessing would run the user's script again in each process. So
+multiprocessing would not work in a script without `if __name__ == "__main__"`, in a notebook or in a thread. The server
+reads requests as lines of JSON from standard input, and ends when standard input is closed.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def stored_by_engine(job: Job) -> Stored:
 def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any], inputs: Inputs | None) -> Iterator[bool]:
     """Make transformers build the model under zero.Init, if that is possible.
 
-    transformers enters zero.Init while an HfDeepSpeedConfig of stage 3 is alive. Yields whether it will enter it.
+    transformers enters zero.Init while an HfDeepSpeedConfig of stage 3 is alive. Yields whether it will do so.
     """
     zero = ds_config.get("zero_optimization", {})
     if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None:

@@ -87,7 +87,10 @@ class Callback:
         """Called after an evaluation, when `step` steps are done. `figures`: loss, and accuracy or perplexity."""
 
     def on_save(self, checkpoint: SavedCheckpoint) -> None:
-        """Called on rank 0 when a checkpoint becomes visible. With `save_async` the thread that wrote it calls this."""
+        """Called on rank 0 when a checkpoint becomes visible.
+
+        With `save_async` the thread that wrote the checkpoint calls this method.
+        """
 
 
 def overridden(callbacks: Sequence[Callback], method: str) -> list[Callable[..., None]]:

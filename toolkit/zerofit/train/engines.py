@@ -297,7 +297,7 @@ class ZeroTrainer(EngineTrainer):
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
         """Make one optimizer step over the micro batches of a gradient accumulation; return their losses, float32."""
-        # engine.step() after each micro batch: the engine itself counts them and updates only at the last one
+        # engine.step() after each micro batch: the engine counts micro batches and updates only at the last of them
         losses = []
         for _ in range(self.job.batch.accumulation):
             losses.append(self._backward(next(batches)))

@@ -60,7 +60,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
 class _FromHidden(torch.autograd.Function):
     """Sum of cross entropies; forward computes the gradients of hidden states and head chunk by chunk.
 
-    No product is computed twice, and backward does not need the weight. The head's gradient is summed in float32.
+    No matmul is computed twice, and backward does not need the weight. The head's gradient is summed in float32.
     """
 
     @staticmethod

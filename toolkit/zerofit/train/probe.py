@@ -125,7 +125,7 @@ def fed_with(model: nn.Module, run: Run) -> Task:
 
 @contextmanager
 def models_say(where: str) -> Iterator[None]:
-    """Turn a ModelError of models/ into a UserError about this place."""
+    """Turn a ModelError of models/ into a UserError that names `where`, the flag or file."""
     try:
         yield
     except ModelError as error:

@@ -43,7 +43,7 @@ class IndexedShard:
 
     name: str  # in the full model
     shape: tuple[int, ...]  # of the tensor in the full model
-    cut: TensorSlice | None  # this rank's share of it
+    cut: TensorSlice | None  # this rank's part of the parameter
     shard: ParamShard
     first: bool  # no lower rank holds the same stretch
 
@@ -121,7 +121,7 @@ def _where(slot: StateSlot, shard: ParamShard) -> dict[str, Any]:
 
 
 def _whole_shape(p: nn.Parameter, coords: RankCoords, layout: Layout) -> tuple[tuple[int, ...], TensorSlice | None]:
-    """Return a parameter's shape in the full model, and this rank's cut of it."""
+    """Return a parameter's shape in the full model, and this rank's part of the parameter."""
     local, experts = tuple(getattr(p, "ds_shape", p.shape)), share_of(p)
     if experts is not None:
         return experts.shape, experts.cut(expert_rank(coords.rank, layout))

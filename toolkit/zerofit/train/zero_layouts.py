@@ -73,7 +73,7 @@ class ParamShard:
     on_nvme: dict[int, str] = field(default_factory=dict)  # files of the tensors on NVMe, by id of the tensor
 
     def slots(self, states: dict[str, Any]) -> dict[str, StateSlot]:
-        """Return the slots by kind. `states`: the optimizer's for `master`. Raises Unsupported for other shapes."""
+        """Return the slots by kind. `states`: the optimizer states of `master`. Raises Unsupported for other shapes."""
         slots = {MASTER: self._slot(self.master, self.master_at)}
         for kind, tensor in states.items():
             if not isinstance(tensor, Tensor) or kind == "step" or self.states_at is None:

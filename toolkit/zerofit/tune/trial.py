@@ -43,7 +43,7 @@ class Trial:
     status: Status
     forecast_step_s: float
     measured_step_s: float | None = None  # None unless the status is "ok"
-    spread: float | None = None  # half the 95 % confidence interval of the mean step time, as a share of it
+    spread: float | None = None  # half the 95 % confidence interval of the mean step time, as a share of this mean
     steps: int = 0  # measured steps, without warm-up
     cut_short: bool = False  # stopped when it was clearly slower than the best
     peak_bytes: int | None = None  # measured on rank 0

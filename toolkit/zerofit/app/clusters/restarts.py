@@ -60,7 +60,7 @@ RETRY_S = 5.0  # time between attempts to reach a host
 
 @dataclass
 class RestartingRun:
-    """A run on many hosts with all of its starts."""
+    """A run on many hosts that is restarted after failures."""
 
     request: RunRequest
     hosts: Sequence[Host]

@@ -149,7 +149,10 @@ def _refuse_task(model: str, task: Task, has_accuracy: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StateGate:
-    """Gate of a comparison. Without activations and buffers, it refuses only strategies that cannot fit at all."""
+    """Memory check of a comparison. It refuses only strategies that cannot fit at all.
+
+    It counts model states, but no activations and no buffers.
+    """
 
     parameters: int  # number in the model
     folder: Path  # the comparison's folder

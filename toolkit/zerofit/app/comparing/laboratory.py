@@ -1,4 +1,4 @@
-"""The laboratory: every experiment with one model, each in its own folder, and one page about all of them."""
+"""The laboratory: every experiment with one model, each in its own folder, and one page about all experiments."""
 
 from __future__ import annotations
 

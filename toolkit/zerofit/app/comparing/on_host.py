@@ -22,7 +22,7 @@ KEPT = ("ZEROFIT_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "TOKENIZE
 
 
 def order(folder: Path, accelerator: str, slots: int, variables: Mapping[str, str]) -> bytes:
-    """Return the first input line of a process; `variables`: only for this rank, `slots`: ranks on its host."""
+    """Return the first input line of a process. `variables`: of this rank only; `slots`: ranks on its host."""
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
     env = forwarded | dict(variables)
     return json.dumps({"folder": str(folder), "accelerator": accelerator, "slots": slots, "env": env}).encode() + b"\n"

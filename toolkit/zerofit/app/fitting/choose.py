@@ -87,7 +87,7 @@ class FitSearch:
         return min(near, key=lambda option: (*_machinery(option), -option.samples_per_s), default=None)
 
     def _fits(self, option: LayoutOption, verdicts: Set[str] = frozenset({FITS})) -> bool:
-        """Return whether an option fits by its simulation or, without one, by plan's corrected forecast."""
+        """Return whether an option fits by its simulation or, without a simulation, by plan's corrected forecast."""
         worst = self.seen.get(option)
         if worst:
             return worst.verdict in verdicts and worst.reserved_bytes <= self.most_bytes

@@ -36,7 +36,7 @@ from zerofit.spec.units import shown_bytes
 
 PLACE = "--fit"
 KEPT = {"ranks", "precision", "micro_batch_by_rank", "ema", *CHOSEN}  # fields of the run that can be chosen
-LEANER = 0.9  # share of the memory forecast of a rank that ran out; a layout that needs more would run out again
+LEANER = 0.9  # part of the forecast of a rank that ran out of memory: a larger layout would run out again
 HINT = "fix fewer layout options, use shorter sequences or fewer --ranks; `zerofit plan` lists devices that fit; "
 HINT += "--anyway starts the smallest layout anyway"
 OUT_OF_MEMORY = "out-of-memory"
@@ -81,7 +81,7 @@ def fitted(
 
 
 def read_choice(folder: RunFolder) -> FittedLayout | None:
-    """Return the choice recorded in this run folder; None if there is none or it has fields that `--fit` never sets."""
+    """Return the choice in this run folder. None without a choice, or if it has fields that `--fit` never sets."""
     try:
         kept = read_json(folder.plan).get("fit")
         choice = shaped(kept, TypeAdapter(FittedLayout)) if kept else None

@@ -38,7 +38,7 @@ def with_local_model(request: RunRequest, report: Reporter) -> RunRequest:
 
 
 def with_shape(request: RunRequest, report: Reporter) -> RunRequest:
-    """Return the request of a hub model with the preset of the same shape; it is enough to forecast memory and time."""
+    """Return the request with the preset of the same shape as its hub model. It suffices for forecasts."""
     return _with_preset(request, shape_named(request.run.model), report) if request.run.model else request
 
 

@@ -147,7 +147,7 @@ def resolve_job(
 
 
 def with_stages(request: RunRequest, devices: int, report: Reporter) -> RunRequest:
-    """Return the request with the number of stages that `--pipeline auto` selects on these devices."""
+    """Return the request with the number of stages that `--pipeline auto` selects for `devices` devices."""
     run, layers = request.run, None
     if run.pipeline != AUTO:
         return request

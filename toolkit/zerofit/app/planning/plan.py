@@ -203,9 +203,10 @@ class Plan:
         return write_plan(Path(folder), planned.fields, planned.ds_config, data_line(self.profile, self.request.image))
 
     def trace(self, path: Path | str) -> Path:
-        """Write a Chrome trace with the timeline of a step of the layout that `write` writes, else of the first.
+        """Write a Chrome trace of one step in the layout that `write` writes, or in the first layout that does not fit.
 
-        It has one rank of each pipeline stage. Raises UserError if there is no layout or the file is not writable.
+        The trace has one rank of each pipeline stage. Raises UserError if there is no layout, or if the file is not
+        writable.
         """
         planned = self.layouts[self.shown] if self.layouts else next(iter(self.misfits), None)
         if planned is None:

@@ -132,7 +132,7 @@ def answer_request(
         for cluster in clusters:
             problems.attempt(partial(refuse_other_device, corrections, cluster.device.kind))
     if request.measured and len(clusters) > 1:
-        problems.add("usage", "--measured is for one kind of machine", "name one with --gpu", "--measured, --gpu")
+        problems.add("usage", "--measured is for one kind of machine", "name one kind with --gpu", "--measured, --gpu")
     problems.raise_if_any()
     plans = [plan_for(cluster, request, report) for cluster in clusters]
     plans.sort(key=lambda plan: -plan.result.layouts[0].samples_per_s if plan.result.layouts else 0.0)

@@ -46,7 +46,7 @@ class ProfileRequest:
     savings: Savings = NOTHING_SAVED
     partial: PartialTraining | None = None
     task: str | None = None  # Run.task: the training task, if it differs from the config's
-    split_sequence: bool = False  # whether tensor parallel ranks also split the sequence between products
+    split_sequence: bool = False  # whether tensor parallel ranks split the sequence between matrix multiplications
 
     @classmethod
     def of_run(

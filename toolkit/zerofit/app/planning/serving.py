@@ -39,11 +39,14 @@ class ServingPlan:
 
     @property
     def problem(self) -> str:
-        """Why vLLM does not start, in vLLM's words; "" if it starts."""
+        """Why vLLM does not start; "" if it starts."""
         engine, s = self.engine, self.engine.settings
         if engine.cache_bytes <= 0:
             counted, requested = shown_bytes(engine.counted), shown_bytes(engine.requested)
-            return f"no memory for cache blocks: weights and activations need {counted} of the {requested} allowed"
+            return (
+                f"no memory is left for the KV cache: weights and activations need {counted}, "
+                f"and gpu_memory_utilization allows {requested}"
+            )
         if engine.sequences < 1:
             needed = shown_bytes(engine.cache.blocks_of_request(engine.need) * engine.cache.block_bytes)
             has = shown_bytes(engine.cache_bytes)

@@ -62,7 +62,7 @@ class PreparedSimulation:
     def of(
         cls, request: RunRequest, resolved: ResolvedJob, cluster: Cluster, *, image: str | None, alloc_conf: str
     ) -> PreparedSimulation:
-        """Return a resolved run on these devices."""
+        """Prepare a resolved run for simulation on the devices of `cluster`."""
         assert resolved.inputs is not None
         return cls(
             request=request,
@@ -87,8 +87,9 @@ class PreparedSimulation:
         )
 
     def knobs(self, rank: int, *, heaviest: bool = True, exact: bool = False) -> KnobSimulations:
-        """Return the changes worth trying, simulated on demand: for this rank, or for the heaviest of the ranks that
-        differ from it only in their partitions.
+        """Return the changes worth trying. They are simulated on demand, for `rank`.
+
+        `heaviest`: for the heaviest of the ranks that differ from `rank` only in their partitions.
         """
         return KnobSimulations(prepared=self, rank=rank, heaviest=heaviest, exact=exact)
 
@@ -142,9 +143,9 @@ class KnobSimulations:
         return in_order(rows)
 
     def _slowdowns(self, changed: Sequence[PreparedSimulation], report: Reporter) -> dict[int, float]:
-        """Return the slowdown of a step by the number of each change, if formulas can forecast it.
+        """Return the slowdown of a step for each change (by its number) that formulas can forecast.
 
-        A change of the sequence length is left out, since its steps do different work.
+        A change of the sequence length is left out, since steps with another length do different work.
         """
         progress = Reporter(lambda event: report.status(f"knobs: {event.text}"))
 

@@ -100,7 +100,7 @@ class TrialHosts:
 
     @classmethod
     def of(cls, hosts: Path | str | TrialHosts | None) -> TrialHosts:
-        """Return the hosts of a hostfile; none for this machine. Raises UserError."""
+        """Return the hosts of a hostfile; without a hostfile no hosts, for this machine. Raises UserError."""
         if isinstance(hosts, str | Path):
             return cls(hosts=read_hostfile(Path(hosts)), flags=(f"--hostfile={hosts}",))
         return hosts or cls(hosts=(), flags=())

@@ -110,7 +110,7 @@ def _outcome(trial: Trial) -> str:
 
 
 def _find_output(output: Path | None) -> Path:
-    """Return the folder for results: a new one, or one of an earlier tuning. Raises UserError for any other."""
+    """Return the folder for results. Raises UserError for a folder with files that no tuning wrote."""
     path = (output or Path("runs") / f"tune-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - set(NAMES)):
         message, hint = f"{path} contains other files", "use another folder, or remove this one"

@@ -97,6 +97,7 @@ def _identity(c: CheckSubject, total: int, micro: int, steps: int, dp: int | Non
         code="batch-identity",
         path=TOTAL,
         message=f"{TOTAL} {total} {wrong}",
-        why='DeepSpeed stops once the ranks run: "Check batch related parameters" or "... has to be greater than 0"',
+        why='DeepSpeed stops after the ranks have started: "Check batch related parameters" or "... has to be greater '
+        'than 0"',
         fix=f"use {TOTAL} {near}, or remove one of the three",
     )

@@ -27,8 +27,8 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
             code="optimizer-bitsandbytes",
             path="optimizer.type",
             message=f"{name} is an optimizer of {entry.library}, which DeepSpeed cannot build by name",
-            why=f'DeepSpeed stops once the ranks run: "{name} is not a supported DeepSpeed Optimizer"; zerofit train '
-            "builds it",
+            why=f'DeepSpeed stops after the ranks have started: "{name} is not a supported DeepSpeed Optimizer". '
+            "`zerofit train` supports this optimizer and creates it itself",
             fix="remove the block, and pass the optimizer to deepspeed.initialize in your script",
         )
         return
@@ -39,8 +39,8 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
             code="optimizer-unknown",
             path="optimizer.type",
             message=f"unknown optimizer {name!r}; known: {', '.join(sorted(known))}",
-            why=f'DeepSpeed stops once the ranks run: "{name} is not a supported DeepSpeed Optimizer" (torch\'s names '
-            "are case-sensitive)",
+            why=f'DeepSpeed stops after the ranks have started: "{name} is not a supported DeepSpeed Optimizer" '
+            "(torch's names are case-sensitive)",
             fix=f"did you mean {better}?" if better else "use AdamW",
             edits=(Assignment("optimizer.type", better),) if better and plainly(name, better, same) else (),
         )

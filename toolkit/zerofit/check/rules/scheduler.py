@@ -27,7 +27,7 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
             code="scheduler-unknown",
             path="scheduler.type",
             message=f"unknown scheduler {name!r}; known: {', '.join(sorted(own))}",
-            why=f'DeepSpeed stops once the ranks run: "DeepSpeed does not recognize LR scheduler {name}"',
+            why=f'DeepSpeed stops after the ranks have started: "DeepSpeed does not recognize LR scheduler {name}"',
             fix=f"did you mean {better}?" if better else "use WarmupLR",
             edits=(Assignment("scheduler.type", better),) if better and plainly(name, better) else (),
         )
@@ -48,7 +48,8 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
                 code="scheduler-param-missing",
                 path=PARAMS,
                 message=f"{name} needs {key}",
-                why=f"DeepSpeed stops once the ranks run: \"missing 1 required positional argument: '{key}'\"",
+                why="DeepSpeed stops after the ranks have started: "
+                f"\"missing 1 required positional argument: '{key}'\"",
                 fix='set it (or "auto" if zerofit or Hugging Face fills it in)',
             )
 
@@ -65,7 +66,7 @@ def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
                 code="number-as-string",
                 path=path,
                 message=f"{key} is the string {value!r}",
-                why="DeepSpeed passes it on unchanged, and the scheduler fails to compute with it",
+                why="DeepSpeed passes the string to the scheduler, which fails to compute with it",
                 fix="write it without quotes",
                 edits=(Assignment(path, meant),) if meant is not None else (),
             )

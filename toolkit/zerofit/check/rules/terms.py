@@ -54,7 +54,7 @@ def uses_bf16_optimizer(c: CheckSubject) -> bool:
 
 
 def steps_in_one_copy(c: CheckSubject) -> bool:
-    """Return whether DeepSpeed keeps a flat float32 copy of each group; it does in 16 bits without ZeRO."""
+    """Return whether DeepSpeed keeps a flat float32 copy of each group: in 16 bits without ZeRO."""
     entry = of_json(c.optimizer)
     return entry is not None and entry.step.fused
 

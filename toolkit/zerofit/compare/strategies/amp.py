@@ -1,4 +1,4 @@
-"""Train with automatic mixed precision on one device: 16-bit matrix products, with a gradient scaler for fp16."""
+"""Train with automatic mixed precision on one device: 16-bit matmuls, with a gradient scaler for fp16."""
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -13,7 +13,7 @@ def train(work: BenchmarkTask, fp16: bool = False):
     """
     kind, dtype = work.device.type, torch.float16 if fp16 else torch.bfloat16
     if kind == "cuda" and not fp16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise NotHereError("this GPU has no bf16 products; amp-fp16 uses fp16 and a gradient scaler")
+        raise NotHereError("this GPU has no bf16 matrix multiplication; amp-fp16 uses fp16 and a gradient scaler")
     model = work.model()
     optimizer = work.optimizer(model.parameters())
     scaler = GradScaler(kind, enabled=fp16)

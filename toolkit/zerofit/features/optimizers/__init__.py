@@ -29,7 +29,7 @@ def usual_optimizer(cnn: bool, offload: str) -> Optimizer:
 
 
 def of_json(json_type: Any) -> OptimizerEntry | None:
-    """Return the optimizer with this DeepSpeed name, in upper or lower case; None if zerofit does not support it."""
+    """Return the optimizer with this DeepSpeed name (case does not matter); None if zerofit does not support it."""
     kind = str(json_type).lower()
     return next((entry for entry in ENTRIES if kind == entry.json_type.lower() or kind in entry.same_states), None)
 

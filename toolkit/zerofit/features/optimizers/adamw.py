@@ -22,7 +22,7 @@ RULES = (
         when=f"optimizer == 'adam' and not has('{PARAMS}.adam_w_mode') and number('{PARAMS}.weight_decay')",
         message="Adam with weight decay",
         why='DeepSpeed treats "Adam" as AdamW: the decay is decoupled from the gradient',
-        fix='write "AdamW" if you want that, else add "adam_w_mode": false',
+        fix='write "AdamW" for decoupled decay, else add "adam_w_mode": false',
         source="runtime/engine.py:2490",
     ),
     JsonRule(
@@ -31,7 +31,7 @@ RULES = (
         path=f"{PARAMS}.adam_w_mode",
         when="optimizer == 'adamw' and off(path)",
         message="AdamW with adam_w_mode false",
-        why='DeepSpeed ignores it: only the type "Adam" reads it',
+        why='DeepSpeed ignores this key: only the type "Adam" reads it',
         fix='write "Adam" for decay through the gradient',
         source="runtime/engine.py:2490",
         ignored=True,

@@ -256,7 +256,7 @@ def _frozen_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> tuple[
 
 
 def _calls(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> tuple[ModuleCall, ...]:
-    """Return the module calls of a unit's forward. Parameters are given by their places in this or another layer."""
+    """Return the module calls of a unit's forward. A parameter is given by its layer and its index in the layer."""
     layers = [n for n, one in enumerate(subject.units) if one.count]
     found: dict[int, tuple[int, int]] = {}  # index in model.parameters() -> unit, place in its layer
     for one in {*layers, unit}:
@@ -314,8 +314,8 @@ def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecor
 
 def envelope(lines: Iterable[Linear]) -> tuple[Linear, ...]:
     """Return the lines that are the maximum at some micro batch from 1 on."""
-    # Upper envelope of lines by ascending slope: a new line makes the last line needless in two cases. It is higher
-    # already at b = 1, or it crosses the line before the last earlier than the last line does.
+    # Upper envelope of lines by ascending slope: a new line replaces the last line in two cases. It is higher
+    # already at b = 1, or it crosses the second-to-last line at a smaller b than the last line does.
     best: list[Linear] = []
     for line in sorted(set(lines), key=lambda one: (one.per_sample, one.fixed)):
         while best and (best[-1].at(1) <= line.at(1) or (len(best) > 1 and _hidden(best[-2], best[-1], line))):
@@ -360,7 +360,7 @@ def _kernels(recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int, phas
 
 
 def _buffers_bytes(model: nn.Module, mine: set[int], rest: bool) -> int:
-    """Return the bytes of buffers in modules with these parameters. `rest`: include modules without parameters."""
+    """Return the bytes of buffers in modules with the parameters `mine`. `rest`: also in modules without parameters."""
     total = 0
     for module in model.modules():
         parameters = [id(p) for p in module.parameters(recurse=False)]

@@ -52,7 +52,7 @@ class CastCache:
 
     @property
     def lower(self) -> torch.dtype:
-        """The type in which products are computed."""
+        """The type in which matrix multiplications are computed."""
         return torch.get_autocast_dtype(self.device)
 
     def clear(self) -> None:

@@ -106,7 +106,7 @@ def backend_keys() -> None:
 
 
 def attention() -> None:
-    """Use CUDA's flash kernel; for an unknown device torch would compute attention by plain matrix products.
+    """Use CUDA's flash kernel; for an unknown device torch would compute attention by plain matmuls.
 
     With a mask or in fp32, use the memory-efficient kernel, since flash attention does not support these.
     (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA)
@@ -157,7 +157,7 @@ def sends_in_batches() -> None:
 
 
 def superoffload() -> None:
-    """Let SuperOffload run on the simulated device and step in this process, since fakes cannot be sent to another.
+    """Let SuperOffload run on the simulated device, and step in this process: others cannot receive fake tensors.
 
     (superoffload_stage3.py:23, superoffload_utils.py:220)
     """

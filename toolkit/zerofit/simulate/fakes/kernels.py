@@ -84,9 +84,9 @@ def as_on(device: str, sp: int = 1, packed: bool = False, padded: bool = False) 
 # Kernels of scaled_dot_product_attention, as torch chooses them (sdp_utils.cpp):
 #
 #   device   condition                                                       kernel
-#   cpu      dropout, a learnt mask, values of another width                 plain products (all scores)
+#   cpu      dropout, a learnt mask, values of another width                 plain matmuls (all scores)
 #   cpu      otherwise                                                       flash for the CPU
-#   cuda     one head of keys broadcast to several query heads               plain products
+#   cuda     one head of keys broadcast to several query heads               plain matmuls
 #   cuda     16 bits, no mask, heads up to FLASH_WIDTH, equal widths         flash
 #   cuda     otherwise                                                       memory-efficient
 def _fused_attention(
@@ -142,7 +142,7 @@ def _cpu_shares_keys() -> bool:
     choice: Any = vars(torch)["_fused_sdp_choice"]
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         query, key = (torch.zeros(1, heads, 4, 8, device="cpu") for heads in (2, 1))
-        return choice(query, key, key) != 0  # 0: attention by plain matrix products
+        return choice(query, key, key) != 0  # 0: attention by plain matrix multiplications
 
 
 cuda_attention = partial(_fused_attention, "cuda")

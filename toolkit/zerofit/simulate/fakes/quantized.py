@@ -28,11 +28,14 @@ _EIGHT = {"CB": None, "SCB": None, "has_fp16_weights": False}
 
 
 def four_bits() -> None:
-    """Make bitsandbytes' 4-bit weights fakes, and count the weights that its products unpack.
+    """Make bitsandbytes' 4-bit weights fakes, and count the weights that its matrix multiplications unpack.
 
-    Tensor._make_subclass refuses fakes. The product's shape rule returns only the result, without the unpacked weights
-    (backends/cuda/ops.py, _dequant_linear_fallback). The table of quantised scales has values, which cannot be copied
-    to a simulated device. (bitsandbytes.nn.Params4bit.__new__, torch.ops.bitsandbytes.gemm_4bit, functional.name2qmap)
+    Replaces in bitsandbytes:
+
+    - nn.Params4bit.__new__: it calls Tensor._make_subclass, which refuses fakes.
+    - torch.ops.bitsandbytes.gemm_4bit: its shape rule returns only the result, without the unpacked weights
+      (backends/cuda/ops.py, _dequant_linear_fallback).
+    - functional.name2qmap: this table of codes is a real tensor, which cannot be copied to a simulated device.
     """
     weight = library().Params4bit
     replace_in(importlib.import_module("bitsandbytes.functional"), "name2qmap", {"dynamic": _CodeTable()})
@@ -42,9 +45,9 @@ def four_bits() -> None:
 
 
 def eight_bits() -> None:
-    """Make bitsandbytes' 8-bit weights fakes, which Tensor._make_subclass refuses.
+    """Make bitsandbytes' 8-bit weights fakes.
 
-    (bitsandbytes.nn.Int8Params.__new__)
+    Replaces bitsandbytes.nn.Int8Params.__new__: it calls Tensor._make_subclass, which refuses fakes.
     """
     weight = library().Int8Params
     replace_in(weight, "__new__", staticmethod(_or_fakes(weight, _EIGHT)))
@@ -76,7 +79,7 @@ def moments_of_eight_bits(gpu: bool) -> None:
 
 
 class _CodeTable:
-    """The values of a scale's 256 codes, which exist only on a device."""
+    """Stand-in for bitsandbytes' table of 256 quantization codes. It allocates the table on the device."""
 
     def to(self, device: torch.device, copy: bool = False) -> torch.Tensor:
         return torch.empty(256, device=device)
@@ -84,7 +87,10 @@ class _CodeTable:
 
 @contextmanager
 def traced_bits(device: str) -> Iterator[None]:
-    """In a trace on meta, count the weights that products unpack, and run the products of this kind of device."""
+    """Trace quantized weights on meta: count the weights that matrix multiplications unpack.
+
+    The matrix multiplications are those that bitsandbytes runs on this kind of device.
+    """
     kinds, functions = library(), importlib.import_module("bitsandbytes.autograd._functions")
 
     def on_cpu(
@@ -105,7 +111,7 @@ def traced_bits(device: str) -> Iterator[None]:
 
 
 def _unpacking() -> Mapping[object, Callable[..., object]]:
-    """Return products that unpack the weights in a separate op, for devices without a fused kernel."""
+    """Return matrix multiplications that unpack the weights in a separate op, for devices without a fused kernel."""
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         return {}  # older versions call dequantize_4bit themselves
     ops: Any = importlib.import_module("bitsandbytes.backends.default.ops")

@@ -63,7 +63,7 @@ def knobs(job: Job, written: dict[str, object], named: str | None = None) -> lis
     found += [_edited(written, _SHOWN[name], **values) for name, values in changes.items()]
     if run.seq_len and run.seq_len > 1:
         fields = {"seq_len": run.seq_len // 2}
-        found.append(Knob(change=f"--seq-len {run.seq_len // 2} (other data)", fields=fields, config=written))
+        found.append(Knob(change=f"--seq-len {run.seq_len // 2} (shorter sequences)", fields=fields, config=written))
     return found
 
 

@@ -31,7 +31,7 @@ class RecordStream:
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronized:
-    """An event: the host knows that a stream (None: every stream) has finished its work before a moment."""
+    """An event: the host has waited for the work of a stream (None: every stream) before a moment."""
 
     stream: int | None
     before: int  # number of an event
@@ -90,8 +90,8 @@ def replay(
 ) -> Reserved:
     """Replay a device's allocations and releases in their order.
 
-    With `host_ahead`, a block that another stream uses is freed at the latest moment, when the host knows that the
-    stream is done. Without `host_ahead` the block is freed at once, as if the device kept up with the host. A positive
+    With `host_ahead`, a block that another stream uses is freed at the latest moment: after the host has waited for the
+    stream. Without `host_ahead` the block is freed at once, as if the device kept up with the host. A positive
     change allocates or grows a storage, a negative one shrinks or frees it. Resizing allocates the new block before it
     frees the old one, as at::native::resize_bytes_cuda does. `device_bytes`: the device's memory without the context
     and other uses outside of the allocator. `allocator` is used instead of a new allocator of that size, e.g. to record

@@ -1,7 +1,7 @@
 """Count the FLOPs of ops on fake tensors, and the scratch memory that kernels allocate while they run.
 
 FLOPs are torch's own count, plus ops that torch does not count. Scratch memory is counted only if a source states it
-exactly. The scratch memory of oneDNN's convolutions and bf16 products depends on the processor;
+exactly. The scratch memory of oneDNN's convolutions and bf16 matmuls depends on the processor;
 `benchmarks/meter/scratch.py` measures it.
 """
 
@@ -27,7 +27,7 @@ Scratch = Callable[
 
 
 def flops_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> int:
-    """Return the FLOPs of one call of an op, 2 per multiply-add; 0 for an op without products."""
+    """Return the FLOPs of one call of an op, 2 per multiply-add; 0 for an op without multiply-adds."""
     count = _MORE.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
     if not count:
         return 0
@@ -70,7 +70,7 @@ def _ungrouped(query: Tensor, *grouped: Tensor) -> list[tuple[int, ...]]:
 
 
 def _grouped(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
-    """Count the (tokens, k) by (experts, k, n) product of a mixture of experts."""
+    """Count the FLOPs of multiplying (tokens, k) by (experts, k, n) in a mixture of experts."""
     return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
 
 

@@ -42,7 +42,7 @@ class IssuedWait(NamedTuple):
 
     stream: int | None  # the stream that waits; None: the host
     on: int | None  # None: all streams
-    before: int  # waits for work before this place in the list
+    before: int  # index in the list: it waits for work before this index
 
 
 class IssuedLog:

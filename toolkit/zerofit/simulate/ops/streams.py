@@ -1,9 +1,9 @@
-"""Simulate the device's streams and events: the memory that each stream uses, and the work that the host knows is done.
+"""Simulate a device's streams and events: each stream's memory, and the work that the host has waited for.
 
-The host runs ahead of the device. It knows that a stream's work is done after it has waited for the stream: by
-`synchronize()`, for a value (`item()`) or for a copy without `non_blocking`. Work for which this stream has waited is
-then also done. `query()` returns False before. If `query()` is called again without new work, the host is in a waiting
-loop, so `query()` returns True.
+The host runs ahead of the device. It waits for a stream by `synchronize()`, for a value (`item()`) or for a copy
+without `non_blocking`. The stream's work is then complete. So is the work of other streams that this stream has waited
+for. Before the host waits, `query()` returns False. If `query()` is called again without new work, the host is in a
+waiting loop, so `query()` waits and returns True.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from zerofit.simulate.memory.ledger import Ledger
 from zerofit.simulate.ops.issued import IssuedLog
 
 
-# Why streams matter for memory: a block that another stream has used may be reused only when the host knows
-# that this stream is done. If the host runs far ahead of the device, such blocks pile up.
+# Why streams matter for memory: a block that another stream has used may be reused only after the host has waited
+# for that stream. If the host runs far ahead of the device, many blocks wait to be reused.
 #
-#   host     issue issue issue ........ item() -> knows that all work before it is done; waiting blocks are freed
+#   host     issue issue issue ........ item() -> all work before it is complete; waiting blocks are freed
 #   device         work work work work |
 class Streams:
     """The streams of one device, by number; the first is the default, and current in each thread at the start."""
@@ -28,7 +28,7 @@ class Streams:
     def __init__(self, ledger: Ledger):
         streams, self.ledger, self.made = self, ledger, 0
         self.issued: IssuedLog | None = None  # the log of issued work, if any
-        self.known: dict[int, int] = {}  # stream's number -> the host knows its work before this moment to be done
+        self.known: dict[int, int] = {}  # stream's number -> the host has waited for its work before this moment
         self._here = threading.local()
 
         class Stream(SimulatedStream):
@@ -121,7 +121,7 @@ class SimulatedEvent:
             self._streams.issued.wait(stream, *self._place)
 
     def query(self) -> bool:
-        """Return whether the host knows that the event is reached."""
+        """Return whether the host has waited for this event. A second query without new work waits first."""
         if self._asked_at == self._streams.now:
             self.synchronize()
         self._asked_at = self._streams.now
@@ -165,7 +165,7 @@ class SimulatedStream:
         self.record_event().synchronize()
 
     def query(self) -> bool:
-        """Return whether the host knows that all work is done."""
+        """Return whether the host has waited for all work. A second query without new work waits first."""
         self.record_event(self._end)
         return self._end.query()
 
