@@ -43,7 +43,6 @@ from zerofit.spec.errors import ModelError, Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import cache_root
 from zerofit.spec.model_facts import AttentionKernel
-from zerofit.spec.profile import Savings
 
 # where a fit begins, and what holds it where few sources speak: SimuMax's tables, nccl-tests on 4 nodes (1 MiB at 8.8
 # GB/s), hooks as `zerofit calibrate` measures them on an H100
@@ -270,7 +269,7 @@ def profile_of(case: Case, cache: Path, fused: bool) -> Path:
         image=f"image:{case['image']}" if case["image"] else None,
         checkpointings=(case["activation_checkpointing"] is True,),
         degrees=tuple(dict.fromkeys((Degrees(), Degrees(case["tp"], 1, case["sp"])))),
-        savings=Savings(liger_kernel=fused),
+        liger_kernel=fused,
     )
     file = get_profile(wanted, Reporter())[1]
     assert file

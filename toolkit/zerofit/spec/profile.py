@@ -18,12 +18,11 @@ class Savings(NamedTuple):
     loss_chunk: int | None = None  # targets per chunk of logits
     mlp_chunk: int | None = None  # tokens per chunk of an MLP
     activation_offload: bool = False  # keep checkpointed activations in host memory
-    liger_kernel: bool = False  # only in plans: `zerofit train` does not use Liger
 
     @classmethod
     def of(cls, run: Any) -> Savings:
         """Return the fields of a settled run."""
-        return cls(*(getattr(run, name) for name in cls._fields if name != "liger_kernel"))
+        return cls(*(getattr(run, name) for name in cls._fields))
 
     @property
     def flags(self) -> str:

@@ -27,8 +27,7 @@ from zerofit.spec.profile import Profile, Savings, offered
 from zerofit.spec.run import Run, RunRequest
 
 ALL, AMPLE = 10**6, 10**18  # number of layouts; and bytes of an unlimited memory
-SAVINGS = tuple(name for name in Savings._fields if name in Run.model_fields)  # plan has more
-CHOSEN = (*FIELDS.values(), "global_batch", *SAVINGS, "ds_config")  # fields of the run
+CHOSEN = (*FIELDS.values(), "global_batch", *Savings._fields, "ds_config")  # fields of the run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -157,7 +156,7 @@ def chosen_fields(
         **degrees,
         **layout_fields(option.layout),
         "global_batch": option.layout.global_batch,
-        **{name: getattr(option.savings, name) for name in SAVINGS},
+        **option.savings._asdict(),
         "optimizer": optimizer,
         "ds_config": merged(config, given.get("ds_config", {})),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from zerofit.spec.process import deepspeed_quiet
 from zerofit.spec.profile import NOTHING_SAVED, LayerCost, Profile, Savings, setting
 from zerofit.spec.run import Run
 
+Costs = tuple[LayerCost, ...]  # of the layers, in one setting
 TRACED_RANKS = 8  # largest traced tensor and sequence parallel degree
 
 
@@ -46,6 +48,7 @@ class ProfileRequest:
     savings: Savings = NOTHING_SAVED
     partial: PartialTraining | None = None
     task: str | None = None  # Run.task: the training task, if it differs from the config's
+    liger_kernel: bool = False  # with the memory of Liger's kernels
     split_sequence: bool = False  # whether tensor parallel ranks split the sequence between matrix multiplications
 
     @classmethod
@@ -100,8 +103,8 @@ def _as_split(profile: Profile, wanted: ProfileRequest) -> Profile:
 
 def _shipped(wanted: ProfileRequest) -> Profile | None:
     """Return the shipped profile for a request; None if it was made by another version than the installed version."""
-    own = (wanted.image, wanted.model_args, wanted.partial, wanted.task, wanted.savings != NOTHING_SAVED)
-    if any(own):
+    own = (wanted.image, wanted.model_args, wanted.partial, wanted.task, wanted.liger_kernel)
+    if any(own) or wanted.savings != NOTHING_SAVED:
         return None
     found = shipped_profile(wanted.model, wanted.device, wanted.precision, wanted.seq_len)
     if found is None or any(installed_version(name) not in (None, made) for name, made in found.versions.items()):
@@ -134,16 +137,15 @@ def _with_liger(profile: Profile, wanted: ProfileRequest, report: Reporter) -> P
 
     The rates of a plan contain the speed-up of Liger's kernels.
     """
-    if not wanted.savings.liger_kernel:
+    if not wanted.liger_kernel:
         return profile
-    plain = replace(wanted, savings=wanted.savings._replace(liger_kernel=False), split_sequence=False)
-    by_rates = get_profile(plain, report)[0]
+    plain = get_profile(replace(wanted, liger_kernel=False, split_sequence=False), report)[0]
 
-    def timed(costs: dict[str, tuple[LayerCost, ...]], by: dict[str, tuple[LayerCost, ...]]) -> Any:
-        pairs = {key: zip(layers, by[key], strict=True) for key, layers in costs.items() if key in by}
-        return {key: tuple(_with_kernels(*pair) for pair in layers) for key, layers in pairs.items()}
+    def timed(costs: Mapping[str, Costs], plain: Mapping[str, Costs]) -> dict[str, Costs]:
+        pairs = ((key, zip(layers, plain.get(key, layers), strict=True)) for key, layers in costs.items())
+        return {key: tuple(_with_kernels(*pair) for pair in layers) for key, layers in pairs}
 
-    return replace(profile, costs=timed(profile.costs, by_rates.costs), zero3=timed(profile.zero3, by_rates.zero3))
+    return replace(profile, costs=timed(profile.costs, plain.costs), zero3=timed(profile.zero3, plain.zero3))
 
 
 def _with_kernels(cost: LayerCost, by: LayerCost) -> LayerCost:
@@ -185,7 +187,10 @@ def _trace(wanted: ProfileRequest, report: Reporter) -> Profile:
             # largest first: a degree that does not divide every layer fails at once
             ordered = sorted(degrees, reverse=True)
             pairs = [(degree, c) for degree in ordered for c in checkpointings]
-            settings = [TraceSetting(wanted.precision, c, d.tp, d.sp, d.ep, wanted.savings) for d, c in pairs]
+            liger = wanted.liger_kernel
+            settings = [
+                TraceSetting(wanted.precision, c, d.tp, d.sp, d.ep, wanted.savings, liger=liger) for d, c in pairs
+            ]
             try:
                 found = profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
                 return _with_liger(found, wanted, report)
@@ -235,6 +240,8 @@ def _place(wanted: ProfileRequest) -> Path | None:
     }
     if wanted.task:
         key["task"] = wanted.task
+    if wanted.liger_kernel:
+        key["liger"] = True
     if wanted.partial:
         key["partial"] = asdict(wanted.partial)
     stem = "".join(c if c.isalnum() or c in ".-" else "-" for c in Path(wanted.model).name)

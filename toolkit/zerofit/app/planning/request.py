@@ -136,9 +136,7 @@ class PlanningRequest:
     def _check_engines(self, problems: Problems) -> None:
         """Add a problem for each option that applies only to DeepSpeed's layouts, if other engines are planned too."""
         given = {"--from": self.tuned, "--measured": self.measured, "--ds-config": self.pins.get("ds_config")}
-        given |= {
-            f"--{name.replace('_', '-')}": self.pins.get(name) for name in Savings._fields if name not in PLANNED_ONLY
-        }
+        given |= {f"--{name.replace('_', '-')}": self.pins.get(name) for name in Savings._fields}
         for flag in (flag for flag, value in given.items() if value):
             message = f"--engine {','.join(self.engines)} with {flag}, which is for DeepSpeed alone"
             problems.add("usage", message, "remove one of them", f"--engine, {flag}")

@@ -64,7 +64,7 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
     correct = corrections.correct if corrections else None
     if stored is not None:
         request.refuse_meaningless(stored)
-        if pins.get("liger_kernel"):
+        if wanted.software.liger_kernel:
             report.note(f"--liger-kernel changes only times: {request.profile} has the memory of the traced kernels")
         stored = with_split_sequence(stored) if wanted.software.tensor_sequence_parallel else stored
         setup = SearchSetup(profile=stored, request=wanted, top=request.top, correct=correct)
@@ -84,11 +84,12 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
         savings=savings_of(pins, request.ds_config),
         partial=Run(**request.part).partial,
         task=pins.get("task"),
+        liger_kernel=wanted.software.liger_kernel,
         split_sequence=wanted.software.tensor_sequence_parallel,
     )
     profile, file = get_profile(traced, report)
     request.refuse_meaningless(profile)
-    if pins.get("liger_kernel") and profile.model_type not in LIGER_TYPES:
+    if wanted.software.liger_kernel and profile.model_type not in LIGER_TYPES:
         report.note(f"Liger has no kernels for {profile.model_type or profile.model}: only its cross-entropy is used")
     traced = replace(traced, seq_len=profile.seq_len)
     setup = SearchSetup(profile=profile, request=wanted, traced=traced, top=request.top, correct=correct)

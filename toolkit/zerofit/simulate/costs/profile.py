@@ -242,11 +242,7 @@ def _stand_ins(recorder: ProfileRecorder, device: str, one: TraceSetting) -> Ite
     """
     to_host = recorder.keeping_on_host if device == "cuda" else lambda pin_memory: nullcontext()
     in_chunks = patch.object(train_loss, "chunk_starts", recorder.few_chunks)
-    liger = (
-        patch.object(train_loss, "linear_cross_entropy", fused_linear_loss)
-        if one.savings.liger_kernel
-        else nullcontext()
-    )
+    liger = patch.object(train_loss, "linear_cross_entropy", fused_linear_loss) if one.liger else nullcontext()
     alone = without_ranks(device, recorder.exchange)
     with in_chunks, liger, alone, patch.object(models_checkpointing, "save_on_cpu", to_host), EveryLayer():
         yield
@@ -276,8 +272,7 @@ def _loss(
     if not hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters:  # computes its loss
         out = model(input_ids=x, labels=labels) if task == "causal-lm" else model(x, labels=labels)
         return output_part(out, "loss")
-    liger = one.savings.liger_kernel
-    fused = liger and getattr(getattr(model, "config", None), "model_type", None) in LIGER_TYPES
+    fused = one.liger and getattr(getattr(model, "config", None), "model_type", None) in LIGER_TYPES
     head = head_loss(model, one.savings.loss_chunk or (1 if fused else None), inside=True)  # Liger has its own chunks
     if head:
         with head.with_labels(labels):
@@ -288,6 +283,6 @@ def _loss(
         logits, aux = forward_logits(model, x, **extra)
         logits = output_part(logits, "logits")
         recorder.handed_on[recorder.segments[-1].key[1]] = logits.nbytes
-        cross_entropy = fused_loss if liger else weighted_cross_entropy
+        cross_entropy = fused_loss if one.liger else weighted_cross_entropy
         loss = cross_entropy(logits, labels, 1.0, one.savings.loss_chunk)
     return loss if aux is None else loss + aux

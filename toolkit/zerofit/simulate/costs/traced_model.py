@@ -46,6 +46,7 @@ class TraceSetting(NamedTuple):
     savings: Savings = NOTHING_SAVED
     zero3: bool = False  # trace as ZeRO-3 does, which partitions the model while it is built
     whole: bool = False  # trace every layer, even equal ones
+    liger: bool = False  # with the memory of Liger's kernels
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,10 +88,10 @@ def make_subject(
         spread(model, setting.ep)
     if setting.savings.activation_offload and setting.checkpointing:
         keep_on_host(model)
-    if setting.savings.mlp_chunk:
-        tile_mlps(model, setting.savings.mlp_chunk)
-    elif setting.savings.liger_kernel:
+    if setting.liger:
         use_liger(model)
+    if setting.savings.mlp_chunk:  # tiles run the plain MLP
+        tile_mlps(model, setting.savings.mlp_chunk)
     if setting.dtype != torch.float32:
         for parameter in model.parameters():  # buffers keep their dtype (deepspeed/runtime/engine.py:1851)
             if parameter.is_floating_point():
