@@ -79,6 +79,7 @@ def test_the_command_ranks_both_engines_and_writes_accelerates_file(tmp_path: Pa
     assert {row["engine"] for row in both["layouts"]} == {"deepspeed", "fsdp2"}
     mine = [row for row in both["layouts"] if row["engine"] == "fsdp2"]
     assert {row["reshard_after_forward"] for row in mine} == {True, False}
+    assert len({row["layout"] for row in mine}) == len(mine)  # words that name one layout each, as a page shows them
     names = {"deepspeed": {"ds_config.json", "run.yaml"}, "fsdp2": {"accelerate.yaml"}}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names[
         both["layouts"][both["written_layout"]]["engine"]

@@ -281,7 +281,10 @@ def test_many_large_results_stay_below_two_megabytes(tmp_path):
     kinds = dict.fromkeys(COLOURS, GIB)
     moments = [{"t": t, "phase": "forward", "step": 0, "bytes": kinds | {"other": t}, **where} for t in range(2000)]
     row = {"micro_batch": 1, "peak_bytes": GIB, "samples_per_s": 1.0, "step_s": 1.0, "fits": True, "verdict": "fits"}
-    layouts = [row | {"zero_stage": n, "breakdown": kinds, "time": {"compute_s": 1.0}} for n in range(1000)]
+    layouts = [
+        row | {"zero_stage": n, "layout": f"ZeRO-{n}", "breakdown": kinds, "time": {"compute_s": 1.0}}
+        for n in range(1000)
+    ]
     cluster = {"gpu": "l4", "gpus": 8, "nodes": 1, "device_bytes": GIB}
     plan = {"model": "m", "parameters": 1, "precision": "bf16", "cluster": cluster, "layouts": layouts}
     (tmp_path / "plan.json").write_text(json.dumps(plan | {"considered": 1000, "fitting": 1000}))

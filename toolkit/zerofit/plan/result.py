@@ -44,6 +44,7 @@ class RankedLayout:
         lacks = {"memory": self.fit.exceeded, "bytes": round(self.fit.lacking_bytes)}
         return {
             **self.layout.to_dict(),
+            "layout": str(self.layout),
             "peak_bytes": self.memory.peak_bytes,
             "peak_phase": self.memory.peak_phase,
             "breakdown": self.memory.breakdown,

@@ -118,8 +118,7 @@ class SimulationAnswer:
 class ShownLayout:
     """A layout of a plan."""
 
-    zero_stage: int
-    micro_batch: int
+    layout: str  # in words
     peak_bytes: NonNegativeInt
     samples_per_s: FiniteFloat
     step_s: FiniteFloat
@@ -132,26 +131,6 @@ class ShownLayout:
     host_bytes: NonNegativeInt = 0
     tokens_per_s: FiniteFloat | None = None
     mfu: FiniteFloat | None = None
-    engine: str = "deepspeed"
-    offload: str = "none"
-    activation_checkpointing: bool = False
-    gradient_accumulation_steps: int = 1
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    sp: int = 1
-    ep: int = 1
-
-    def __str__(self) -> str:
-        degrees = [
-            f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "sp", "ep") if getattr(self, name) > 1
-        ]
-        words = [f"ZeRO-{self.zero_stage}" if self.engine == "deepspeed" else self.engine, *degrees]
-        words += [f"micro batch {self.micro_batch}"]
-        steps = self.gradient_accumulation_steps
-        words += [f"accumulation {steps}"] if steps > 1 else []
-        words += [f"offload {self.offload}"] if self.offload != "none" else []
-        return ", ".join([*words, "checkpointing"] if self.activation_checkpointing else words)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from zerofit.report.answers import CheckAnswer, ExplanationAnswer
 from zerofit.report.forecasts import cost, kind_blocks
-from zerofit.report.page import Answer, Block, Code, Section, Tone, table_of
+from zerofit.report.page import Answer, Block, Code, Section, Tone, named, table_of
 from zerofit.spec.files import number_in
 from zerofit.spec.units import shown_bytes
 
@@ -73,7 +73,7 @@ def check_answer(name: str, found: CheckAnswer) -> Answer:
     facts = [(label, text) for label, text in (("read by", found.reader), ("note", found.note)) if text]
     tone: Tone = "bad" if errors else "warn" if warnings else "good"
     verdict = ", ".join(counts).capitalize() or "No findings"
-    label = found.file if name == found.file else f"{name}: {found.file}"
+    label = found.file if name == found.file else named(name, found.file)
     return Answer(name=name and label, verdict=verdict, tone=tone, facts=facts)
 
 

@@ -6,7 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from zerofit.report.answers import PlanAnswer, ShownLayout, ShownMoment, SimulationAnswer
-from zerofit.report.page import COLOURS, Answer, Bar, Bars, Block, Chart, ChartLine, Section, Table, Tone, table_of
+from zerofit.report.page import (
+    COLOURS,
+    Answer,
+    Bar,
+    Bars,
+    Block,
+    Chart,
+    ChartLine,
+    Section,
+    Table,
+    Tone,
+    named,
+    table_of,
+)
 from zerofit.spec.units import shown_bytes
 
 MOMENTS = 1500  # of each timeline, if a page has at most three
@@ -53,7 +66,7 @@ def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
         ("why", found.because),
     ]
     return Answer(
-        name=name and f"{name}: {found.title}",
+        name=name and named(name, found.title),
         verdict=found.verdict.capitalize(),
         tone=verdict_tone(found.verdict, found.fits),
         summary=f"needs {_part(needed, found.device_total_bytes)}, {room}"
@@ -82,17 +95,17 @@ def simulation_sections(found: Simulations) -> Iterator[Section]:
     )
     yield Section(title="Peak of each phase", blocks=[_phases(found)])
     stages = [
-        Bar(label=_of(name, f"rank {s.rank}"), parts={"peak": s.peak_bytes}, text=_peak(s.peak_bytes, s.peak_phase))
+        Bar(label=named(name, f"rank {s.rank}"), parts={"peak": s.peak_bytes}, text=_peak(s.peak_bytes, s.peak_phase))
         for name, simulation in found.items()
         for s in simulation.stages
     ]
     yield Section(title="Ranks", blocks=[Bars(bars=stages)] if stages else [])
     yield Section(title="Changes", blocks=_changes(found), note="Each change was simulated alone.")
     for name, simulation in found.items():
-        yield Section(title=_of(name, "The script"), blocks=list(_script(simulation.run)))
+        yield Section(title=named(name, "The script"), blocks=list(_script(simulation.run)))
     traffic = [
         {
-            "collective": _of(name, c.op),
+            "collective": named(name, c.op),
             "phase": c.phase,
             "ranks": str(c.group_size),
             "calls": f"{c.count:,}",
@@ -102,11 +115,6 @@ def simulation_sections(found: Simulations) -> Iterator[Section]:
         for c in simulation.comm
     ]
     yield Section(title="Collectives of a step", blocks=table_of(traffic, words=("phase",)))
-
-
-def _of(name: str, text: str) -> str:
-    """Return the text with the name of its file, if the page has several."""
-    return f"{name}: {text}" if name else text
 
 
 def _peak(size: int, phase: str) -> str:
@@ -129,7 +137,7 @@ def memory_chart(name: str, found: SimulationAnswer, most: int) -> Chart:
     kinds = [*(kind for kind in COLOURS if kind in seen), *sorted(seen - {*COLOURS})]
     starts = [(float(next(group).t), phase) for (phase, _), group in groupby(moments, key=lambda m: (m.phase, m.step))]
     return Chart(
-        title=_of(name, f"memory of {found.title} ({shown_bytes(found.device_total_bytes)})"),
+        title=named(name, f"memory of {found.title} ({shown_bytes(found.device_total_bytes)})"),
         x=[moment.t for moment in moments],
         x_label="allocations and releases",
         y_unit="bytes",
@@ -189,7 +197,7 @@ def _phases(found: Simulations) -> Bars:
     peaks: dict[tuple[str, str], int] = {}
     for name, simulation in found.items():
         for phase in simulation.phases:
-            key = _of(name, phase.name), phase.name
+            key = named(name, phase.name), phase.name
             peaks[key] = max(peaks.get(key, 0), phase.peak_bytes)
     bars = [Bar(label=label, parts={"peak": size}, text=shown_bytes(size)) for (label, _), size in peaks.items()]
     return Bars(bars=bars, limit=_limit(found))
@@ -201,7 +209,7 @@ def _changes(found: Simulations) -> list[Block]:
         for knob in simulation.knobs:
             rows.append(
                 {
-                    "change": _of(name, knob.change),
+                    "change": named(name, knob.change),
                     "peak": shown_bytes(knob.peak_bytes),
                     "against now": f"{_relative(knob.peak_bytes, simulation.peak_bytes)}",
                     "reserved": shown_bytes(knob.reserved_bytes),
@@ -251,18 +259,18 @@ def plan_answer(name: str, found: PlanAnswer) -> Answer:
     verdict, tone = (
         (f"Fits: {number}", "good") if found.layouts else (f"Nothing fits of {found.considered:,} layouts", "bad")
     )
-    return Answer(name=name and _of(name, found.title), verdict=verdict, tone=tone, facts=facts)
+    return Answer(name=name and named(name, found.title), verdict=verdict, tone=tone, facts=facts)
 
 
 def _first(found: PlanAnswer) -> Iterator[tuple[str, str]]:
     best = found.layouts[0]
-    yield "fastest", str(best)
+    yield "fastest", best.layout
     yield "step time", _step(best)
     yield "speed", _speed(best) + (f", MFU {best.mfu:.0%}" if best.mfu is not None else "")
     yield "memory", f"{shown_bytes(best.peak_bytes)} of {shown_bytes(best.device_total_bytes)} per device"
     number = found.plainest
     if number and 0 < number < len(found.layouts):
-        yield "simplest nearly as fast", f"{found.layouts[number]}: {_step(found.layouts[number])}"
+        yield "simplest nearly as fast", f"{found.layouts[number].layout}: {_step(found.layouts[number])}"
 
 
 def _step(row: ShownLayout) -> str:
@@ -278,8 +286,8 @@ def plan_sections(found: Plans) -> Iterator[Section]:
     """Yield the map of layouts, step times, memory, all figures, and why other layouts do not fit."""
     boxes = [
         {
-            "machine": _of(name, f"{box.nodes} x {box.gpus} x {box.gpu}"),
-            "fastest layout": str(box.layout) if box.layout else "nothing fits",
+            "machine": named(name, f"{box.nodes} x {box.gpus} x {box.gpu}"),
+            "fastest layout": box.layout.layout if box.layout else "nothing fits",
             "memory": shown_bytes(box.layout.peak_bytes) if box.layout else "",
             "step": f"{box.layout.step_s:.3g} s" if box.layout else "",
             "speed": _speed(box.layout) if box.layout else "",
@@ -296,7 +304,9 @@ def plan_sections(found: Plans) -> Iterator[Section]:
     yield Section(title="Step time by part", blocks=[_times(plan) for plan in drawn.values()], note=note)
     memory = [
         Bars(
-            bars=[Bar(label=_of(name, str(r)), parts=r.breakdown, text=shown_bytes(r.peak_bytes)) for r in _rows(plan)],
+            bars=[
+                Bar(label=named(name, r.layout), parts=r.breakdown, text=shown_bytes(r.peak_bytes)) for r in _rows(plan)
+            ],
             limit=(f"device, {shown_bytes(plan.cluster.device_bytes)}", plan.cluster.device_bytes),
         )
         for name, plan in drawn.items()
@@ -304,13 +314,13 @@ def plan_sections(found: Plans) -> Iterator[Section]:
     yield Section(title="Memory of each layout", blocks=memory)
     yield Section(title="Layouts", blocks=_layouts(found))
     reasons = [
-        {"layouts": _of(name, f"{r.count:,}"), "reason": r.message, "change": r.hint}
+        {"layouts": named(name, f"{r.count:,}"), "reason": r.message, "change": r.hint}
         for name, plan in found.items()
         for r in plan.rejections
     ]
     yield Section(title="Why others do not fit", blocks=table_of(reasons, words=("reason", "change")))
     rates = [
-        {"rate": _of(name, rate), "value": f"{value:.4g}", "source": plan.rate_sources.get(rate, "")}
+        {"rate": named(name, rate), "value": f"{value:.4g}", "source": plan.rate_sources.get(rate, "")}
         for name, plan in found.items()
         for rate, value in plan.rates.items()
     ]
@@ -324,7 +334,7 @@ def _rows(plan: PlanAnswer) -> list[ShownLayout]:
 def _map(name: str, plan: PlanAnswer) -> Chart:
     """Return the map of memory against speed, with the frontier."""
     groups = {"fits": plan.layouts, "close to the limit": plan.close, "does not fit": plan.misfits}
-    places = [(row.peak_bytes, row.samples_per_s, group, str(row)) for group, rows in groups.items() for row in rows]
+    places = [(row.peak_bytes, row.samples_per_s, group, row.layout) for group, rows in groups.items() for row in rows]
     places += [(point.peak_bytes, point.samples_per_s, "frontier", point.layout) for point in plan.frontier]
     places.sort()
     lines = [
@@ -343,7 +353,7 @@ def _map(name: str, plan: PlanAnswer) -> Chart:
         if any(group == of for _, _, of, _ in places)
     ]
     return Chart(
-        title=_of(name, f"samples per second against memory of a device, {plan.title}"),
+        title=named(name, f"samples per second against memory of a device, {plan.title}"),
         x=[size for size, *_ in places],
         x_unit="bytes",
         x_label="peak memory of a device",
@@ -356,7 +366,7 @@ def _map(name: str, plan: PlanAnswer) -> Chart:
 def _times(plan: PlanAnswer) -> Bars:
     bars = [
         Bar(
-            label=str(row),
+            label=row.layout,
             parts={name: row.time.get(key, 0.0) for key, name in PARTS.items()},
             text=f"{row.step_s:.3g} s",
             low=row.step_s_range[0] if row.step_s_range else None,
@@ -373,7 +383,7 @@ def _layouts(found: Plans) -> list[Block]:
         for row in (*_rows(plan), *plan.close):
             rows.append(
                 {
-                    "layout": _of(name, str(row)),
+                    "layout": named(name, row.layout),
                     "memory": shown_bytes(row.peak_bytes),
                     "host": shown_bytes(row.host_bytes) if row.host_bytes else "",
                     "step": f"{row.step_s:.3g} s",

@@ -224,6 +224,11 @@ def render(template: str, **content: object) -> str:
     return environment.get_template(template).render(**content)
 
 
+def named(name: str, text: str) -> str:
+    """Return the text with the name of its file, if the page has several."""
+    return f"{name}: {text}" if name else text
+
+
 def table_of(rows: Iterable[Mapping[str, str]], words: Sequence[str] = (), tones: Sequence[Tone] = ()) -> list[Block]:
     """Return a table of rows with the same keys, without its empty columns; [] without rows."""
     listed = list(rows)

@@ -20,7 +20,7 @@ from zerofit.report.answers import (
 )
 from zerofit.report.diagnoses import check_answer, check_blocks, explanation_answer, explanation_sections
 from zerofit.report.forecasts import plan_answer, plan_sections, simulation_answer, simulation_sections
-from zerofit.report.page import Answer, Block, Code, Page, Section, Table
+from zerofit.report.page import Answer, Block, Code, Page, Section, Table, named
 from zerofit.report.run_history import RunHistory, read_run, run_answer, run_sections
 from zerofit.spec.errors import Problems
 from zerofit.spec.foreign import refused
@@ -110,15 +110,11 @@ def _sections(sources: Sources) -> Iterator[Section]:
         yield from plan_sections(plans)
     for name, explained in _of(sources, ExplanationAnswer).items():
         for section in explanation_sections(explained):
-            yield replace(section, title=_named(name, section.title))
+            yield replace(section, title=named(name, section.title))
     for name, checked in _of(sources, CheckAnswer).items():
-        yield Section(title=_named(name, "Findings"), blocks=check_blocks(checked))
+        yield Section(title=named(name, "Findings"), blocks=check_blocks(checked))
     settings = [block for source in sources.items() for block in _settings_blocks(*source)]
     yield Section(title="Settings", blocks=settings)
-
-
-def _named(name: str, title: str) -> str:
-    return f"{name}: {title}" if name else title
 
 
 def _of(sources: Sources, form: type[S]) -> dict[str, S]:
@@ -137,7 +133,7 @@ def _settings_blocks(name: str, content: Reported) -> Iterator[Block]:
         shown = {"what DeepSpeed gets": content.resolved}
     for title, value in shown.items():
         if value:
-            yield Code(title=_named(name, title), text=json.dumps(value, indent=2))
+            yield Code(title=named(name, title), text=json.dumps(value, indent=2))
 
 
 def _differences(sources: Sources) -> Section:

@@ -19,6 +19,7 @@ from zerofit.report.page import (
     Tone,
     Unit,
     colour_of,
+    named,
     table_of,
 )
 from zerofit.report.plot import Record, evaluations, points, steps_of
@@ -117,7 +118,7 @@ def run_answer(name: str, run: RunHistory) -> Answer:
         ("faults", str(len(run.faults)) if run.faults else ""),
     ]
     return Answer(
-        name=name and f"{name}: {run.title}",
+        name=name and named(name, run.title),
         verdict=verdict,
         tone=tone,
         summary=summary,
@@ -235,7 +236,7 @@ def _against(runs: Mapping[str, RunHistory]) -> list[Block]:
             off = measured / forecast - 1 if forecast else 0.0
             rows.append(
                 {
-                    "figure": ": ".join(filter(None, (name, FIGURES.get(key, key)))),
+                    "figure": named(name, FIGURES.get(key, key)),
                     "measured": _figure(key, measured),
                     "forecast": _figure(key, forecast) if forecast else "not forecast",
                     "difference": f"{off:+.1%}" if forecast else "",
