@@ -15,7 +15,7 @@ from zerofit.app.training.prepare_folder import find_start
 from zerofit.app.training.run_ranks import run_ranks
 from zerofit.checkpoint.store import Store
 from zerofit.config.batch import regroup
-from zerofit.explain.not_finite import Replay, cause_of
+from zerofit.explain.not_finite import Replay, cause_of, has_risen
 from zerofit.launch.host import this_machine
 from zerofit.launch.local import local_site
 from zerofit.launch.ops import build_ops, needed_ops
@@ -29,7 +29,6 @@ from zerofit.spec.run_folder import Job, Layout, ReplayRequest, RunFolder, Start
 from zerofit.watch.supervise import Watch
 
 WidePrecision = Literal["fp32", "fp64"]
-ROSE = 3.0  # a finite loss that exceeds the lowest loss so far by this factor is suspicious
 # settings of a run that a replay replaces: they write to other places, save, compile or profile
 _QUIET: dict[str, Any] = {"callbacks": (), "tensorboard": False, "wandb": None, "profile": None, "compile": False}
 _QUIET |= {"save_every": "0", "ema": None, "check_loss": True, "record_memory": False, "output": None}
@@ -115,7 +114,7 @@ def _failed_step(folder: RunFolder, losses: dict[int, float], job: Job) -> int:
             return int(named[1])
     lowest = math.inf
     for at in sorted(losses):
-        if not losses[at] <= ROSE * max(lowest, 1e-6):
+        if has_risen(losses[at], lowest):
             return at
         lowest = min(lowest, losses[at])
     return min(job.steps, max(losses, default=0) + 1)

@@ -19,6 +19,7 @@ LOSS_SCALE = "loss-scale"  # a gradient overflows only because of the scale
 FP16_OVERFLOW = "fp16-overflow"  # finite in float32
 OPERATION = "operation"  # log of zero, division by zero, ...
 GREW = 3.0  # training diverges if the loss grew by this factor over its lowest value, or the weights over their first
+LEAST_LOSS = 1e-6  # smaller losses count as this
 LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38}
 # op that does not support all numbers -> its name in messages
 _DOMAINS = {"log": "log", "log2": "log", "log10": "log", "sqrt": "square root", "rsqrt": "reciprocal square root"}
@@ -199,10 +200,15 @@ def _judged(origin: Mapping[str, Any], rank: Mapping[str, Any], grown: str) -> t
     return OPERATION, f"{made}, from finite inputs.", evidence
 
 
+def has_risen(loss: float, lowest: float) -> bool:
+    """Return whether a loss is not finite, or far above the lowest loss before it."""
+    return not loss <= GREW * max(lowest, LEAST_LOSS)
+
+
 def _growth(rank: Mapping[str, Any], losses: Sequence[float]) -> str:
     """Return a sentence if the loss or the weights grew before the step; "" if they did not."""
     finite = [loss for loss in losses if math.isfinite(loss)]
-    if len(finite) > 1 and finite[-1] > GREW * max(min(finite), 1e-6):
+    if len(finite) > 1 and has_risen(finite[-1], min(finite)):
         return f"the loss rose from {min(finite):.4g} to {finite[-1]:.4g}"
     sizes = [size for size in rank["sizes"] if size > 0]
     if len(sizes) > 1 and not sizes[-1] <= GREW * sizes[0]:

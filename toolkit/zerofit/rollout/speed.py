@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from zerofit.plan.rates import Rates
 from zerofit.rollout.vllm import EngineMemory
 
-SLEEPS = 2  # a step wakes the engine and puts it to sleep
-
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTime:

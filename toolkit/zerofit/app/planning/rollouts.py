@@ -299,10 +299,8 @@ class _Planner:
 
     def _apart(self, gpus: int) -> Arrangement | None:
         """Return the fastest arrangement with `gpus` GPUs for vLLM alone; None if nothing trains on the others."""
-        trained = Cluster(
-            self.cluster.kind, gpus=self.cluster.gpus - gpus, host_memory=self.cluster.host_bytes,
-            device_memory=self.cluster.device_memory, nvme=self.cluster.nvme,
-        )  # fmt: skip
+        left = self.cluster.gpus - gpus
+        trained = replace(self.cluster, gpus=left, host_memory=self.cluster.host_bytes)
         try:
             layouts = [row for row in self._layouts(trained) if row.fit.exceeded is None]
         except UserError:
@@ -347,7 +345,7 @@ class _Planner:
             logprobs_s=forwards * layout.accumulation * timer.parts(layout).forward_s,
             train_s=timer.step(layout).step_s * (2 if method.critic else 1),
             sync_s=moved / (rates.link if layout.zero_stage == 3 else rates.streaming) if engine else 0.0,
-            sleep_s=2 * engine.weights / rates.pcie if engine and sleeping else 0.0,
+            sleep_s=2 * engine.weights / rates.pcie if engine and sleeping else 0.0,  # to the host and back
             generated_tokens=layout.global_batch * completion if engine else 0,
         )
 
