@@ -73,3 +73,12 @@ def test_all_bad_settings_are_reported_at_once():
     with pytest.raises(UserError) as caught:
         EngineSettings.read(values, "--rollout")
     assert len(caught.value.problems) == len(values)
+
+
+def test_a_config_without_a_limit_has_vllms_default_length():
+    """XLNet writes -1 for no limit; vLLM's default is then 2048 tokens (config/model.py)."""
+    served, device = served_model("llama-3.2-1b", {"max_position_embeddings": -1}), Cluster("l4").device
+    found = EngineMemory(model=served, device=device, settings=EngineSettings().settled(served, device))
+    assert served.positions is None
+    assert found.settings.max_model_len == 2048
+    assert found.sequences > 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofit.models.depth import of_all_layers
-from zerofit.models.hf_config import EXPERTS
+from zerofit.models.hf_config import EXPERTS, max_positions
 from zerofit.rollout.cache import CacheLayers
 from zerofit.spec.errors import Problem, UserError
 
@@ -86,7 +86,7 @@ class ServedModel:
         inner = getattr(text, "intermediate_size", None) or getattr(text, "ffn_hidden_size", None) or 4 * hidden
         inner = max(inner) if isinstance(inner, list) else inner
         experts = next((getattr(text, key) for key in EXPERTS if getattr(text, key, None)), 0)
-        positions = getattr(text, "max_position_embeddings", None)
+        positions = max_positions(config)
         heads = of_all_layers(text, "num_attention_heads") or 1
         width = of_all_layers(text, "head_dim") or hidden // heads
         return cls(
