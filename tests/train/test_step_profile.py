@@ -131,4 +131,5 @@ def test_forecast_and_measured_lie_beside_each_other(trained, tmp_path):
     products = next(row for row in found["rows"] if (row["module"], row["kind"]) == ("block", "product"))
     assert products["forecast_s"] > 0 and products["off_s"] == products["measured_s"] - products["forecast_s"]
     shown = CliRunner().invoke(main, drawn[:-1]).stdout
-    assert "times the forecast" in shown and "block: product" in shown
+    largest = found["rows"][0]  # which one depends on how busy the machine is
+    assert "times the forecast" in shown and f"{1e3 * largest['off_s']:+.3f} ms" in shown
