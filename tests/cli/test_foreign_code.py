@@ -51,7 +51,6 @@ WAYS: dict[str, list[str]] = {
     "ckpt verify": ["{step}"],
     "compare all": ["{model} --ranks 1"],
     "compare batch-size": ["{model}", "{run}/run.json"],
-    "compare documents": ["{run}"],
     "compare scaling": ["{model} --steps 2"],
     "compare strategies": ["{model} --ranks 2 --steps 2", "{run} --ranks 2 --steps 2"],
     "data": ["{run}/run.json"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,7 +18,6 @@ from zerofit.spec.run import load_run
 if TYPE_CHECKING:
     from zerofit.app.comparing.laboratory import Laboratory
     from zerofit.app.comparing.rows import Comparison, ScalingRow, SizeRow, SizeSummary, StrategyRow
-    from zerofit.app.documents.compare_documents import DocumentComparison
 
 FIELDS = ("model_args", "data", "data_root", "image_size", "seq_len", "tokenizer", "seed")  # options of a run
 SCALES = ("none", "linear", "sqrt")
@@ -174,23 +172,6 @@ def all_experiments(model: str, as_json: bool, **options: Any) -> None:
     _compare(partial(compare_all, **_taken(options, ("target", "seeds"))), model, options, as_json, show_laboratory)
 
 
-@compare.command()
-@click.argument("numbers", metavar="[DOCUMENT]...", nargs=-1)
-@click.option("--output", type=PATH, help="the page; results go to a folder of the same name [runs/documents.md]")
-@AS_JSON
-def documents(numbers: tuple[str, ...], as_json: bool, output: Path | None) -> None:
-    """Repeat the experiments of documents 000 to 003, and compare the figures on one page.
-
-    Repeat the command to resume.
-    """
-    from zerofit.app.documents.compare_documents import compare_documents
-
-    def work(events: EventConsole) -> DocumentComparison:
-        return compare_documents(numbers, output=output, on_event=events)
-
-    answer_watched(work, as_json, show_documents, AGAIN)
-
-
 def _taken(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Remove the comparison's own options and return them. The options of its runs remain."""
     return {name: options.pop(name) for name in (*names, "hostfile", "anyway")}
@@ -258,17 +239,6 @@ def show_laboratory(result: Laboratory) -> None:
         ran = sum(row.status == "ok" for row in rows)
         words = f"{done.experiment.name}: {done.experiment.question} {ran} of {len(rows)} rows have figures"
         print_facts(console, [("", words)], 0, hang=2)
-
-
-def show_documents(result: DocumentComparison) -> None:
-    """Print the path of the page, and each document's figures next to ours."""
-    console = out()
-    print_verdict(console, "DONE", f"{len(result.documents)} documents in {result.written[0]}")
-    for document in result.documents:
-        console.print(f"{document.number}  {document.title}", style="bold")
-        for figure in document.figures:
-            print_facts(console, [("", figure.name)], 0)
-            print_facts(console, [("  here", figure.ours), ("  document", figure.theirs)])
 
 
 def show_scaling(result: Comparison[ScalingRow]) -> None:

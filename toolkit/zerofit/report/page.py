@@ -215,11 +215,11 @@ class Page:
             write_text(path, self.to_html())
 
 
-def render(template: str, **content: object) -> str:
-    """Return a page from a file in `templates/`; values are escaped in HTML."""
+def render(template: str, *folders: Path, **content: object) -> str:
+    """Return a page from a file in `folders` or in `templates/`; values are escaped in HTML."""
     from jinja2 import Environment, FileSystemLoader
 
-    loader = FileSystemLoader(Path(__file__).with_name("templates"))
+    loader = FileSystemLoader([*folders, Path(__file__).with_name("templates")])
     environment = Environment(loader=loader, autoescape=".html" in template, keep_trailing_newline=True)
     return environment.get_template(template).render(**content)
 

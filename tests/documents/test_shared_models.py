@@ -6,10 +6,10 @@ import shlex
 
 import pytest
 
+from benchmarks.documents import shared_models
+from benchmarks.documents.document import DocumentRun, entries, result_store
+from benchmarks.documents.shared_models import drawing, train_all, trained
 from zerofit.app.comparing.laboratory import flags
-from zerofit.app.documents import shared_models
-from zerofit.app.documents.document import DocumentRun, entries, result_store
-from zerofit.app.documents.shared_models import drawing, train_all, trained
 from zerofit.app.training.result import TrainingResult
 from zerofit.cli.options import given
 from zerofit.cli.train import train

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from benchmarks.documents.data_parallel import data_parallel_costs
 from zerofit.models.inputs import ImageInputs
 from zerofit.models.vision import simplecnn_112
-from zerofit.simulate.costs.data_parallel import data_parallel_costs
 
 
 def test_one_linear_layer_by_hand():

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.documents.document import DocumentRun
+from benchmarks.documents.page import TeachingDocument
 from zerofit.app.comparing.rows import SizeRow
-from zerofit.app.documents.document import DocumentRun
-from zerofit.report.experiment_pages import Evidence, TeachingDocument
+from zerofit.report.experiment_pages import Evidence
 
 TARGETS = ("0.99", "0.97")  # the document's target, and a target that most sizes reach here
 EPOCHS = 200

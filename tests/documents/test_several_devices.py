@@ -5,10 +5,10 @@ from __future__ import annotations
 from matplotlib import colormaps
 from PIL import Image
 
+from benchmarks.documents.page import draw_epochs
+from benchmarks.documents.several_devices import lenet_values, resnet_values, run_collectives, sums
 from zerofit.app.comparing.laboratory import Done, Experiment
 from zerofit.app.comparing.rows import Comparison, SizeRow
-from zerofit.app.documents.several_devices import lenet_values, resnet_values, run_collectives, sums
-from zerofit.report.experiment_pages import draw_epochs
 
 
 def test_two_ranks_add_up_and_share_a_matrix():

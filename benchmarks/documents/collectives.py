@@ -1,6 +1,6 @@
 """Show an all-reduce and a scatter between real ranks, with each rank's tensors before and after.
 
-torchrun --standalone --nproc_per_node 2 -m zerofit.compare.collectives FILE
+torchrun --standalone --nproc_per_node 2 -m benchmarks.documents.collectives FILE
 """
 
 from __future__ import annotations

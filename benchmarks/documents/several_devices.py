@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.documents.document import DocumentRun
+from benchmarks.documents.page import TeachingDocument, draw_epochs
 from zerofit.app.comparing.laboratory import Done
-from zerofit.app.documents.document import DocumentRun
-from zerofit.report.experiment_pages import Evidence, TeachingDocument, draw_epochs
+from zerofit.report.experiment_pages import Evidence
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.foreign import read_json
 
-COLLECTIVES = ("--standalone", "--nproc_per_node", "2", "-m", "zerofit.compare.collectives")
+ROOT = Path(__file__).parents[2]
+COLLECTIVES = ("--standalone", "--nproc_per_node", "2", "-m", "benchmarks.documents.collectives")
 FASHION = """On the document's data: `zerofit train lenet --data fashion-mnist --data-root DATA --download --steps 1`
 fetches Fashion-MNIST (31 MiB; no package ships it), and `{}` trains on its 60,000 images."""
 
@@ -47,7 +49,7 @@ def run_collectives() -> dict[str, list[dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "seen.json")
         argv = [sys.executable, "-m", "torch.distributed.run", *COLLECTIVES, str(file)]
-        ended = subprocess.run(argv, capture_output=True, text=True)
+        ended = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
         if ended.returncode:
             message = f"the ranks of the collectives failed: {ended.stderr.strip()[-300:]}"
             hint = f"torchrun {' '.join(COLLECTIVES)} FILE shows all of their output"

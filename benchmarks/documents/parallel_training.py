@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.documents.document import DocumentRun
+from benchmarks.documents.document import DocumentRun
+from benchmarks.documents.page import TeachingDocument
 from zerofit.models.presets import NAMED
-from zerofit.report.experiment_pages import Evidence, TeachingDocument
+from zerofit.report.experiment_pages import Evidence
 from zerofit.spec.units import shown_bytes
 
 CLASSES, SIDE, BATCH = 10, 112, 32
@@ -36,10 +37,10 @@ def repeat(document: DocumentRun) -> TeachingDocument:
 
 def _simulate_data_parallel() -> dict[str, Any]:
     """Simulate DataParallel on two GPUs with the document's network and with a larger one."""
+    from benchmarks.documents.data_parallel import data_parallel_costs
     from zerofit.models.build import build
     from zerofit.models.catalog import find
     from zerofit.models.inputs import ImageInputs
-    from zerofit.simulate.costs.data_parallel import data_parallel_costs
 
     networks = {
         "simplecnn-112": ImageInputs(channels=3, size=SIDE, classes=CLASSES),
