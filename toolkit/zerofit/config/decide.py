@@ -114,12 +114,9 @@ def decide(
         for field in {"schedule", "warmup_steps", "min_lr"} & set(asked.places):
             if getattr(asked.run, field) == type(asked.run).model_fields[field].default:
                 continue  # run.json contains all fields
-            problems.add(
-                "conflict",
-                f"{asked.place(field)} and the scheduler block of {ds_place} both set the learning rate schedule",
-                f"remove the scheduler block, or {asked.place(field)}",
-                f"{asked.place(field)} and {ds_place}: scheduler",
-            )
+            message = f"{asked.place(field)} and the scheduler block of {ds_place} both set the learning rate schedule"
+            hint = f"remove the scheduler block, or {asked.place(field)}"
+            problems.add("conflict", message, hint, f"{asked.place(field)} and {ds_place}: scheduler")
     unnamed = {field for field in ("lr", "weight_decay") if field not in merged}
     if run.weight_decay is None:  # a user's own optimizer block without weight decay keeps none
         unnamed.discard("weight_decay")
@@ -174,12 +171,9 @@ def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems
             value = int(value)  # the checker accepts 16.0
         ours = getattr(asked.run, field) if field in asked.places else None
         if ours is not None and value is not None and ours != value:
-            problems.add(
-                "conflict",
-                f"{field} is {ours} in {asked.place(field)} but {value} in {ds_place}: {path}",
-                f'make them equal, or write "auto" at {ds_place}: {path} to use the run\'s value',
-                f"{asked.place(field)} and {ds_place}: {path}",
-            )
+            message = f"{field} is {ours} in {asked.place(field)} but {value} in {ds_place}: {path}"
+            hint = f'make them equal, or write "auto" at {ds_place}: {path} to use the run\'s value'
+            problems.add("conflict", message, hint, f"{asked.place(field)} and {ds_place}: {path}")
         value = value if ours is None else ours
         if value is not None:
             merged[field] = value

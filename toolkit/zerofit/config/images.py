@@ -48,12 +48,8 @@ def check_images(run: Run, layout: Layout, facts: ModelFacts, problems: Problems
     _check_targets(run, facts, problems)
     if run.image_sizes and run.image_size:
         message = f"--image-sizes {run.image_sizes} and --image-size {run.image_size} are both given"
-        problems.add(
-            "conflict",
-            message,
-            "leave --image-size out: evaluation uses the last size",
-            "--image-size",
-        )
+        message = message
+        problems.add("conflict", message, "leave --image-size out: evaluation uses the last size", "--image-size")
     for name, why in {
         "image_sizes": "stages fix the shape of their messages at the first step",
         "sync_batch_norm": "batch norm would have to be synchronised among the replicas of a stage only",

@@ -31,12 +31,8 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
     if partial is None or asked is None:
         return
     if partial.lora and (partial.train or partial.freeze):
-        problems.add(
-            "conflict",
-            "--lora freezes the model, so --train and --freeze cannot be combined with it",
-            "give --lora, or patterns",
-            "--train" if partial.train else "--freeze",
-        )
+        message = "--lora freezes the model, so --train and --freeze cannot be combined with it"
+        problems.add("conflict", message, "give --lora, or patterns", "--train" if partial.train else "--freeze")
     if layout.tp > 1:
         why = "DeepSpeed's AutoTP replaces layers with adapters and silently drops the adapters"
         if not partial.lora:

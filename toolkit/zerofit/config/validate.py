@@ -41,20 +41,12 @@ def check_combination(layout: Layout, config: Mapping[str, Any], problems: Probl
     used, instead = " and ".join(dimensions), "keep one of " if len(dimensions) > 1 else "leave out "
     for feature in features_on(config):
         if not feature.combined:
-            problems.add(
-                "layout",
-                f"{feature.path} with {used} was not compared with training on one device",
-                f"remove the key, or {instead}{used}",
-                feature.path,
-            )
+            message = f"{feature.path} with {used} was not compared with training on one device"
+            problems.add("layout", message, f"remove the key, or {instead}{used}", feature.path)
     for block, degree in (("tensor_parallel", "autotp_size"), ("expert_parallel", "autoep_size")):
         for key in set(get(config, block) or {}) - {"enabled", degree}:
-            problems.add(
-                "layout",
-                f"{block}.{key} with {used}: zerofit splits the layers itself",
-                "remove the key",
-                f"{block}.{key}",
-            )
+            message = f"{block}.{key} with {used}: zerofit splits the layers itself"
+            problems.add("layout", message, "remove the key", f"{block}.{key}")
     if layout.ep > 1:
         _check_experts(layout, problems)
 
@@ -71,21 +63,13 @@ def _check_experts(layout: Layout, problems: Problems) -> None:
             "--expert-parallel",
         )
     if layout.zero_stage == 0:
-        problems.add(
-            "layout",
-            f"{name} at ZeRO stage 0: DeepSpeed averages the gradient norm over ranks with different experts, so "
-            "it is too small and clips too late",
-            "use --ds-config zero1, zero2 or zero3",
-            "zero_optimization.stage",
-        )
+        message = f"{name} at ZeRO stage 0: DeepSpeed averages the gradient norm over ranks with different experts, so "
+        message += "it is too small and clips too late"
+        problems.add("layout", message, "use --ds-config zero1, zero2 or zero3", "zero_optimization.stage")
     if others % layout.ep:
         fitting = [degree for degree in range(1, others + 1) if others % degree == 0]
-        problems.add(
-            "layout",
-            f"{name} does not divide the {others} data and sequence parallel ranks",
-            f"allowed: {', '.join(map(str, fitting))}",
-            "--expert-parallel",
-        )
+        message = f"{name} does not divide the {others} data and sequence parallel ranks"
+        problems.add("layout", message, f"allowed: {', '.join(map(str, fitting))}", "--expert-parallel")
 
 
 def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
@@ -107,12 +91,8 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
     for refusal in refusals(run.optimizer, setting):
         problems.add(refusal.kind, refusal.message, refusal.hint, refusal.where)
     if isinstance(get(config, "zero_optimization.zenflow"), Mapping) and accumulation > 1:
-        problems.add(
-            "layout",
-            f"ZenFlow with {accumulation} accumulation steps: DeepSpeed uses update_interval instead",
-            "use --gradient-accumulation-steps 1",
-            "--gradient-accumulation-steps",
-        )
+        message = f"ZenFlow with {accumulation} accumulation steps: DeepSpeed uses update_interval instead"
+        problems.add("layout", message, "use --gradient-accumulation-steps 1", "--gradient-accumulation-steps")
     if run.compile and layout.combined:
         problems.add(
             "layout",
@@ -141,44 +121,26 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
     if run.loss == "mse" and not facts.own:
         problems.add("loss", f"--loss mse with {run.model}, which returns class logits", "leave --loss out", "--loss")
     if run.loss_chunk and (run.loss == "mse" or not facts.gives_logits or (facts.own and run.loss is None)):
-        problems.add(
-            "loss",
-            f"--loss-chunk {run.loss_chunk} needs a cross entropy loss, which {run.model} does not have here",
-            "leave it out" + (", or give --loss cross-entropy" if facts.own and run.loss is None else ""),
-            "--loss-chunk",
-        )
+        message = f"--loss-chunk {run.loss_chunk} needs a cross entropy loss, which {run.model} does not have here"
+        hint = "leave it out" + (", or give --loss cross-entropy" if facts.own and run.loss is None else "")
+        problems.add("loss", message, hint, "--loss-chunk")
     if run.mlp_chunk and (facts.own or facts.model_type not in TILED_MLP_TYPES):
-        problems.add(
-            "layout",
-            f"--mlp-chunk {run.mlp_chunk} needs MLPs that map each token by itself, without dropout; {run.model} "
-            f"({facts.model_type or facts.task}) is not known to have them",
-            f"leave it out; supported model types: {', '.join(TILED_MLP_TYPES)}",
-            "--mlp-chunk",
-        )
+        message = f"--mlp-chunk {run.mlp_chunk} needs MLPs that map each token by itself, without dropout; {run.model} "
+        message += f"({facts.model_type or facts.task}) is not known to have them"
+        hint = f"leave it out; supported model types: {', '.join(TILED_MLP_TYPES)}"
+        problems.add("layout", message, hint, "--mlp-chunk")
     if run.mlp_chunk and run.compile:
-        problems.add(
-            "layout",
-            "--mlp-chunk with --compile may not save memory (not tested): the compiler decides what to keep",
-            "leave one of them out",
-            "--mlp-chunk",
-        )
+        message = "--mlp-chunk with --compile may not save memory (not tested): the compiler decides what to keep"
+        problems.add("layout", message, "leave one of them out", "--mlp-chunk")
     if layout.pp > 1 and (facts.own or facts.task in ("gan", "segmentation")):
-        problems.add(
-            "layout",
-            f"--pipeline {layout.pp} needs a model that is a list of layers, which {run.model} is not",
-            "leave it at 1",
-            "--pipeline",
-        )
+        message = f"--pipeline {layout.pp} needs a model that is a list of layers, which {run.model} is not"
+        problems.add("layout", message, "leave it at 1", "--pipeline")
     if facts.task == "gan" and run.partial:
         hint = "leave --lora, --train and --freeze out"
         problems.add("layout", "parts of a GAN cannot be frozen", hint, "MODEL")
     if facts.task == "gan" and layout.zero_stage == 3:
-        problems.add(
-            "layout",
-            "a GAN passes gradients through both networks' weights, which ZeRO-3 releases",
-            "use stage 0, 1 or 2",
-            "zero_optimization.stage",
-        )
+        message = "a GAN passes gradients through both networks' weights, which ZeRO-3 releases"
+        problems.add("layout", message, "use stage 0, 1 or 2", "zero_optimization.stage")
 
 
 def _check_pairs(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
@@ -234,12 +196,8 @@ def _check_heads(name: str, layout: Layout, facts: ModelFacts, problems: Problem
     sequence = name == "--sequence-parallel"
     degree, sharers = (layout.sp, layout.tp) if sequence else (layout.tp, 1)
     if facts.attention_heads is None:
-        problems.add(
-            "layout",
-            f"{name} {degree} splits attention heads and MLP columns, which this model does not have",
-            "leave it at 1; use data parallelism and ZeRO",
-            name,
-        )
+        message = f"{name} {degree} splits attention heads and MLP columns, which this model does not have"
+        problems.add("layout", message, "leave it at 1; use data parallelism and ZeRO", name)
         return
     counts = ((facts.attention_heads, "attention heads", False), (facts.kv_heads, "key-value heads", sequence))
     for count, what, repeatable in counts:
@@ -248,69 +206,41 @@ def _check_heads(name: str, layout: Layout, facts: ModelFacts, problems: Problem
         if share % degree and not repeated:
             fitting = [d for d in range(1, share + 1) if share % d == 0]
             of = f" of each of {sharers} tensor parallel ranks" if sharers > 1 else ""
-            problems.add(
-                "layout",
-                f"{name} {degree} does not divide the {share} {what}{of}",
-                f"allowed: {', '.join(map(str, fitting))}",
-                name,
-            )
+            message = f"{name} {degree} does not divide the {share} {what}{of}"
+            problems.add("layout", message, f"allowed: {', '.join(map(str, fitting))}", name)
 
 
 def _check_sequence_parallel(layout: Layout, run: Run, facts: ModelFacts, problems: Problems) -> None:
     name, degree = "--sequence-parallel", layout.sp
     if facts.own or facts.model_type not in SEQUENCE_PARALLEL_TYPES:
-        problems.add(
-            "layout",
-            f"{name} {degree}: DeepSpeed's Ulysses attention does not support {facts.model_type or 'this model'}",
-            f"supported model types: {', '.join(SEQUENCE_PARALLEL_TYPES)}",
-            name,
-        )
+        message = f"{name} {degree}: DeepSpeed's Ulysses attention does not support {facts.model_type or 'this model'}"
+        problems.add("layout", message, f"supported model types: {', '.join(SEQUENCE_PARALLEL_TYPES)}", name)
         return
     _check_heads(name, layout, facts, problems)
     if run.seq_len and run.seq_len % degree:
-        problems.add(
-            "layout",
-            f"{name} {degree} does not divide --seq-len {run.seq_len}",
-            f"use --seq-len {run.seq_len // degree * degree or degree}",
-            name,
-        )
+        message = f"{name} {degree} does not divide --seq-len {run.seq_len}"
+        problems.add("layout", message, f"use --seq-len {run.seq_len // degree * degree or degree}", name)
 
 
 def _check_expert_model(layout: Layout, run: Run, facts: ModelFacts, problems: Problems) -> None:
     name, degree = "--expert-parallel", layout.ep
     if facts.own or facts.model_type not in EXPERT_TYPES or facts.experts is None:
-        problems.add(
-            "layout",
-            f"{name} {degree}: DeepSpeed's AutoEP is not known to work with {facts.model_type or run.model}",
-            f"supported model types: {', '.join(EXPERT_TYPES)}",
-            name,
-        )
+        message = f"{name} {degree}: DeepSpeed's AutoEP is not known to work with {facts.model_type or run.model}"
+        problems.add("layout", message, f"supported model types: {', '.join(EXPERT_TYPES)}", name)
     elif facts.experts % degree:
         fitting = [d for d in range(1, facts.experts + 1) if facts.experts % d == 0]
-        problems.add(
-            "layout",
-            f"{name} {degree} does not divide the {facts.experts} experts of a layer",
-            f"allowed: {', '.join(map(str, fitting))}",
-            name,
-        )
+        message = f"{name} {degree} does not divide the {facts.experts} experts of a layer"
+        problems.add("layout", message, f"allowed: {', '.join(map(str, fitting))}", name)
 
 
 def check_machine(run: Run, layout: Layout, machine: Machine, problems: Problems) -> None:
     """Check the run against the local devices."""
     if machine.accelerator == "cuda" and layout.world_size > machine.devices:
-        problems.add(
-            "ranks",
-            f"--ranks {layout.world_size} on {machine.devices} GPU(s): NCCL needs one GPU per rank",
-            f"use --ranks {machine.devices} or less",
-            "--ranks",
-        )
+        message = f"--ranks {layout.world_size} on {machine.devices} GPU(s): NCCL needs one GPU per rank"
+        problems.add("ranks", message, f"use --ranks {machine.devices} or less", "--ranks")
     for precision, able in (("fp16", machine.fp16), ("bf16", machine.bf16)):
         if run.precision == precision and not able:
             half = {"fp16": machine.bf16, "bf16": machine.fp16}[precision]
             other = {"fp16": "bf16", "bf16": "fp16"}[precision] if half else "fp32"
-            problems.add(
-                "precision",
-                f"{precision} is not supported on {machine.device_name}",
-                f"use --precision {other}",
-                "--precision",
-            )
+            message = f"{precision} is not supported on {machine.device_name}"
+            problems.add("precision", message, f"use --precision {other}", "--precision")
