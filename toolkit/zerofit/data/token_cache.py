@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from zerofit.data.tokenizer import Tokenizer
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_text
 
-FORMAT = "tokens-2"  # increase it if files or split rules change; old caches are then not used
+FORMAT = "tokens-3"  # increase it if files or split rules change; old caches are then not used
 SPLITS = ("train", "valid")
 BATCH_CHARACTERS, BATCH_PIECES = 1 << 20, 1024
 
@@ -44,7 +43,7 @@ class TokenFile:
 class SplitWriter:
     """Files of one split, SPLIT.PART with numbers of one type each, that grow sample by sample."""
 
-    def __init__(self, folder: Path, split: str, dtypes: Mapping[str, str], starts: Sequence[str]):
+    def __init__(self, folder: Path, split: str, dtypes: Mapping[str, str], starts: Sequence[str] = ()):
         """`dtypes`: type of each part.
 
         `starts`: parts with the start of each sample, and the end of the last sample.
@@ -105,16 +104,21 @@ def open_tokens(source: TextSource, tokenizer: Tokenizer, progress: Reporter) ->
     """
 
     def write(staging: Path, documents: int) -> None:
-        writers = [_Writer(staging / f"{split}.bin", tokenizer) for split in SPLITS]
+        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        writers = [SplitWriter(staging, split, {"ids": dtype}) for split in SPLITS]
+        unigrams = np.zeros((len(SPLITS), tokenizer.vocab_size), dtype=np.int64)
         with progress.task(f"{source.name}: tokenizing", source.size_bytes(), "bytes") as task:
             for batch in _batches(source.pieces(documents)):
                 encoded = tokenizer.encode_all([piece.text for piece in batch])
                 for piece, ids in zip(batch, encoded, strict=True):
-                    writers[piece.held_out].add(ids, piece.ends)
+                    tokens = np.append(ids.astype(dtype), np.array([tokenizer.eod_id] * piece.ends, dtype=dtype))
+                    unigrams[int(piece.held_out)] += np.bincount(tokens, minlength=tokenizer.vocab_size)
+                    writers[piece.held_out].put("ids", tokens)
                 task.advance(sum(len(piece.text.encode()) for piece in batch))
-        meta = {split: writer.close() for split, writer in zip(SPLITS, writers, strict=True)}
-        meta |= {"format": FORMAT, "source": source.name, "tokenizer": tokenizer.name, "documents": documents}
-        write_text(staging / "meta.json", json.dumps(meta))
+        for writer in writers:
+            writer.close()
+        meta = {"format": FORMAT, "source": source.name, "tokenizer": tokenizer.name, "documents": documents}
+        write_meta(staging, {**meta, "dtype": dtype, "unigrams": dict(zip(SPLITS, unigrams.tolist(), strict=True))})
 
     identity = (tokenizer.identity, FORMAT)
     return Preparation(source=source, identity=identity, write=write, read=_read).open(progress)
@@ -134,45 +138,15 @@ def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
         yield batch
 
 
-class _Writer:
-    """One split's file of ids, with the hash and the counts of the ids."""
-
-    def __init__(self, path: Path, tokenizer: Tokenizer):
-        self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-        self._vocab_size, self._eod_id = tokenizer.vocab_size, tokenizer.eod_id
-        self._file = path.open("wb")
-        self._hash = hashlib.blake2b(digest_size=16)
-        self._unigrams = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-
-    def add(self, ids: np.ndarray, ends: bool) -> None:
-        """Append a piece and, if its document ends, the end-of-document id."""
-        tokens = np.append(ids.astype(self._dtype), np.array([self._eod_id] * ends, dtype=self._dtype))
-        self._unigrams += np.bincount(tokens, minlength=self._vocab_size)
-        self._hash.update(tokens.data)
-        self._file.write(tokens.data)
-
-    def close(self) -> dict:
-        """Flush to disk and return the file's entry in meta.json."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        count = int(self._unigrams.sum())
-        facts = {"tokens": count, "dtype": self._dtype.name, "blake2b": self._hash.hexdigest()}
-        return {**facts, "unigrams": self._unigrams.tolist()}
-
-
 def _read(folder: Path) -> Tokens | None:
-    """Return the tokens of a complete folder; None if it is missing or has files of wrong size."""
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        files = {split: TokenFile(folder / f"{split}.bin", meta[split]["dtype"]) for split in SPLITS}
-        for split, file in files.items():
-            if file.path.stat().st_size != meta[split]["tokens"] * np.dtype(file.dtype).itemsize:
-                return None
-    except (OSError, ValueError, KeyError):
+    """Return the tokens of a complete folder; None if it is missing or incomplete."""
+    if (meta := read_meta(folder)) is None:
         return None
-    train, valid = (np.array(meta[split]["unigrams"]) for split in SPLITS)
+    train, valid = (np.array(meta["unigrams"][split]) for split in SPLITS)
     logs = np.log((train + 1) / (train.sum() + len(train)))  # loss of predicting by add-one smoothed frequencies
-    entropy = float(-(valid * logs).sum() / max(valid.sum(), 1))
-    counts = {split: meta[split]["tokens"] for split in SPLITS}
-    return Tokens(**files, counts=counts, unigram_entropy_nats=entropy)
+    files = {split: TokenFile(folder / f"{split}.ids", meta["dtype"]) for split in SPLITS}
+    return Tokens(
+        **files,
+        counts={"train": int(train.sum()), "valid": int(valid.sum())},
+        unigram_entropy_nats=float(-(valid * logs).sum() / max(valid.sum(), 1)),
+    )
