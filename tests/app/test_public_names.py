@@ -41,12 +41,10 @@ def test_a_package_does_not_hide_a_function_of_its_name():
 
 def test_type_checkers_read_the_names_that_there_are():
     """`__all__` is a literal list, and each name in it is imported where type checkers look."""
-    imported, listed = set(), []
-    for node in ast.walk(SOURCE):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "zerofit":
-            imported |= {alias.asname for alias in node.names if alias.asname}
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            listed = ast.literal_eval(node.value)
+    by_checkers = next(node for node in SOURCE.body if isinstance(node, ast.If))
+    imported = {alias.name for node in by_checkers.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assigned = {ast.unparse(node.targets[0]): node.value for node in SOURCE.body if isinstance(node, ast.Assign)}
+    listed = ast.literal_eval(assigned["__all__"])
     assert listed == sorted(listed) == dir(zerofit)
     assert imported == set(listed) == set(zerofit._PLACES)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):

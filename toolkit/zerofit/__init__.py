@@ -11,45 +11,32 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zerofit import hf as hf
-    from zerofit.app.checking import check as check
-    from zerofit.app.checkpoints import Checkpoint as Checkpoint
-    from zerofit.app.comparing.comparisons import compare_scaling as compare_scaling
-    from zerofit.app.comparing.comparisons import compare_sizes as compare_sizes
-    from zerofit.app.comparing.comparisons import compare_strategies as compare_strategies
-    from zerofit.app.comparing.rows import Comparison as Comparison
-    from zerofit.app.data_view import DataView as DataView
-    from zerofit.app.data_view import look_at_data as look_at_data
-    from zerofit.app.explaining import explain as explain
-    from zerofit.app.inference import ChatResult as ChatResult
-    from zerofit.app.inference import Evaluation as Evaluation
-    from zerofit.app.inference import Generation as Generation
-    from zerofit.app.inference import chat as chat
-    from zerofit.app.inference import evaluate as evaluate
-    from zerofit.app.inference import generate as generate
-    from zerofit.app.planning.plan import Plan as Plan
-    from zerofit.app.planning.planner import plan as plan
-    from zerofit.app.replaying import replay as replay
-    from zerofit.app.simulation.runs import simulate as simulate
-    from zerofit.app.simulation.scripts import simulate_script as simulate_script
-    from zerofit.app.training.result import TrainingResult as TrainingResult
-    from zerofit.app.training.session import Session as Session
-    from zerofit.app.training.train import TrainingRun as TrainingRun
-    from zerofit.app.training.train import train as train
-    from zerofit.app.tuning.tune import tune as tune
-    from zerofit.explain.not_finite import Replay as Replay
-    from zerofit.explain.result import Explanation as Explanation
-    from zerofit.simulate.forecast.result import Simulation as Simulation
-    from zerofit.spec.cluster import Cluster as Cluster
-    from zerofit.spec.errors import DoesNotFit as DoesNotFit
-    from zerofit.spec.errors import Problem as Problem
-    from zerofit.spec.errors import RunFailed as RunFailed
-    from zerofit.spec.errors import Stopped as Stopped
-    from zerofit.spec.errors import UserError as UserError
-    from zerofit.spec.events import Event as Event
-    from zerofit.spec.run import Run as Run
-    from zerofit.train.callbacks import Callback as Callback
-    from zerofit.tune.search import TuneResult as TuneResult
+    from zerofit import hf
+    from zerofit.app.checking import check
+    from zerofit.app.checkpoints import Checkpoint
+    from zerofit.app.comparing.comparisons import compare_scaling, compare_sizes, compare_strategies
+    from zerofit.app.comparing.rows import Comparison
+    from zerofit.app.data_view import DataView, look_at_data
+    from zerofit.app.explaining import explain
+    from zerofit.app.inference import ChatResult, Evaluation, Generation, chat, evaluate, generate
+    from zerofit.app.planning.plan import Plan
+    from zerofit.app.planning.planner import plan
+    from zerofit.app.replaying import replay
+    from zerofit.app.simulation.runs import simulate
+    from zerofit.app.simulation.scripts import simulate_script
+    from zerofit.app.training.result import TrainingResult
+    from zerofit.app.training.session import Session
+    from zerofit.app.training.train import TrainingRun, train
+    from zerofit.app.tuning.tune import tune
+    from zerofit.explain.not_finite import Replay
+    from zerofit.explain.result import Explanation
+    from zerofit.simulate.forecast.result import Simulation
+    from zerofit.spec.cluster import Cluster
+    from zerofit.spec.errors import DoesNotFit, Problem, RunFailed, Stopped, UserError
+    from zerofit.spec.events import Event
+    from zerofit.spec.run import Run
+    from zerofit.train.callbacks import Callback
+    from zerofit.tune.search import TuneResult
 
 __all__ = [
     "Callback",

@@ -19,12 +19,7 @@ from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
-    from zerofit.app.checkpoints import (
-        Checkpoint,
-        CheckpointDescription,
-        CheckpointList,
-        VerifyResult,
-    )
+    from zerofit.app.checkpoints import Checkpoint, CheckpointDescription, CheckpointList, VerifyResult
     from zerofit.checkpoint.conversion import ConvertResult
     from zerofit.checkpoint.diff import CheckpointDiff
     from zerofit.checkpoint.export import ExportResult

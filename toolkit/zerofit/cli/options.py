@@ -166,13 +166,7 @@ host_options = add_options(
     click.option("--launcher-args", "runner_args", default="", help="arguments for pdsh, srun or mpirun"),
     click.option("--ssh-port", type=click.IntRange(1, 65535), help="ssh port of all hosts [from ~/.ssh/config]"),
     click.option("--master-port", type=click.IntRange(1, 65535), help="port of rank 0 [29500]"),
-    click.option(
-        "--env",
-        "env",
-        multiple=True,
-        metavar="NAME[=VALUE]",
-        help="variable for all ranks; may be repeated",
-    ),
+    click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]", help="variable for all ranks; may be repeated"),
 )
 
 

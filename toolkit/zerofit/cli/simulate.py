@@ -18,16 +18,7 @@ from zerofit.app.simulation.other_releases import rerun_with
 from zerofit.cli.answer import answer
 from zerofit.cli.check_show import workflow_command
 from zerofit.cli.console import EventConsole
-from zerofit.cli.options import (
-    AS_JSON,
-    INPUT,
-    PATH,
-    TRUST_MODEL_CODE,
-    clusters,
-    given,
-    hardware_options,
-    run_options,
-)
+from zerofit.cli.options import AS_JSON, INPUT, PATH, TRUST_MODEL_CODE, clusters, given, hardware_options, run_options
 from zerofit.cli.report import refuse_page, write_page
 from zerofit.cli.simulate_show import show, show_knobs
 from zerofit.config.ds_json import write_for_trainer

@@ -14,12 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from zerofit.checkpoint.adapters import is_adapters
 from zerofit.checkpoint.foreign import foreign_at
-from zerofit.checkpoint.model_folder import (
-    CARD,
-    SAFETENSORS_NAMES,
-    ModelInfo,
-    read_model_info,
-)
+from zerofit.checkpoint.model_folder import CARD, SAFETENSORS_NAMES, ModelInfo, read_model_info
 from zerofit.checkpoint.safe_load import load
 from zerofit.checkpoint.store import CHECKPOINTS, MANIFEST, Store, is_own, locate
 from zerofit.models.catalog import ModelError, ModelSource, find, label_names

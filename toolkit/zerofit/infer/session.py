@@ -31,11 +31,7 @@ from zerofit.checkpoint.safe_load import load
 from zerofit.checkpoint.store import is_own, manifest_of
 from zerofit.infer.guards import failures, quiet
 from zerofit.infer.limits import Device, MemoryLimits
-from zerofit.infer.memory import (
-    peak_device_bytes,
-    return_freed_memory_at_once,
-    start_counting,
-)
+from zerofit.infer.memory import peak_device_bytes, return_freed_memory_at_once, start_counting
 from zerofit.infer.placement import (
     DeviceRow,
     Placement,

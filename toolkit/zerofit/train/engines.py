@@ -26,14 +26,7 @@ from zerofit.check.dotted import get
 from zerofit.config.resolve import warmup_steps
 from zerofit.data import Data, eval_batches
 from zerofit.features.optimizers import of_json
-from zerofit.models.build import (
-    batch_keys,
-    forward_logits,
-    forward_loss,
-    forward_named,
-    output_part,
-    parameter_groups,
-)
+from zerofit.models.build import batch_keys, forward_logits, forward_loss, forward_named, output_part, parameter_groups
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs
@@ -44,13 +37,7 @@ from zerofit.spec.mesh import RankCoords
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.averaging import AveragedWeights
-from zerofit.train.build import (
-    build_from_seed,
-    build_on_meta,
-    build_whole,
-    prepare_batch_norms,
-    stored_by_engine,
-)
+from zerofit.train.build import build_from_seed, build_on_meta, build_whole, prepare_batch_norms, stored_by_engine
 from zerofit.train.expert_split import RouterBalance, build_spread
 from zerofit.train.loss import counts, head_loss, one_a_sample, weighted_cross_entropy
 from zerofit.train.mesh_groups import MeshGroups, exchange_heads
