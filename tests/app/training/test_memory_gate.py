@@ -321,7 +321,7 @@ def test_a_host_that_could_not_be_asked_looks_for_itself(tmp_path, monkeypatch, 
     def refused(*_, **__):
         raise zf.DoesNotFit(caught.value.problem)  # as `launch.outcome` does
 
-    monkeypatch.setattr(restarts, "run_once", refused)
+    monkeypatch.setattr(restarts, "run_ranks", refused)
     options = HostRequest(no_ssh=True, nodes=2, slots=2, node_rank=0, master_addr="127.0.0.1")
     launch = RestartingRun(
         request=as_request(run.model_copy(update={"output": tmp_path / "run"})),

@@ -152,9 +152,8 @@ class CheckResult:
         from zerofit.config.resolve import reasons
 
         config = self.document.config if self.document.generated else self.file
-        run = self.request.run.model_copy(update={"ds_config": config})
         machine = cluster_machine(self.cluster) if self.cluster else None
-        request = RunRequest(run=run, places=self.request.places)
+        request = self.request.updated(ds_config=config)
         found = resolve_job(request, machine=machine, inputs=PUBLISHED)
         plain = found.job.ds_config
         return ResolvedConfig(

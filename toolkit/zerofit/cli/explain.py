@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zerofit.app.explaining import explain as explain_what
-from zerofit.cli.answer import answer
-from zerofit.cli.console import EventConsole, out, print_facts, print_verdict
+from zerofit.cli.console import EventConsole, answer_watched, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, hardware_options
 from zerofit.cli.report import HTML, refuse_page, write_page
 from zerofit.cli.simulate import HARDWARE_FIELDS, SCRIPT, CommandAfterDashes, command_cluster, single_cluster
@@ -47,14 +46,13 @@ def explain(ctx: click.Context, what: str, html: Path | None, as_json: bool, **h
     2: bad input.
     """
 
-    def work() -> Explanation:
+    def work(console: EventConsole) -> Explanation:
         refuse_page(html)
-        with EventConsole() as console:
-            found = explain_what(what, ctx.meta[SCRIPT], _cluster(ctx, what, hardware), on_event=console)
+        found = explain_what(what, ctx.meta[SCRIPT], _cluster(ctx, what, hardware), on_event=console)
         write_page(found.to_dict(), html)
         return found
 
-    result = answer(work, as_json, show)
+    result = answer_watched(work, as_json, show)
     sys.exit(0 if result.is_known else NOT_KNOWN)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zerofit.cli.answer import answer
-from zerofit.cli.console import EventConsole, out, print_facts, print_verdict
+from zerofit.cli.console import EventConsole, answer_watched, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, Number, add_options, given, run_options
 from zerofit.cli.terminal import write_data
 from zerofit.spec.events import Event
@@ -55,14 +55,13 @@ def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
     Exit code 0: done, 1: the model does not fit into the memory that it may use, 2: bad input.
     """
 
-    def work() -> Evaluation:
-        with EventConsole() as console:
-            console.say("looking at the model and the data ...")  # importing torch alone takes seconds
-            from zerofit.app.inference import evaluate
+    def work(console: EventConsole) -> Evaluation:
+        console.say("looking at the model and the data ...")  # importing torch alone takes seconds
+        from zerofit.app.inference import evaluate
 
-            return evaluate(ckpt, on_event=console, **options)
+        return evaluate(ckpt, on_event=console, **options)
 
-    answer(work, as_json, _show_scores)
+    answer_watched(work, as_json, _show_scores)
 
 
 def _show_scores(result: Evaluation) -> None:

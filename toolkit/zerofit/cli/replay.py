@@ -10,8 +10,7 @@ import click
 
 from zerofit.app.replaying import WidePrecision
 from zerofit.app.replaying import replay as replay_run
-from zerofit.cli.answer import answer
-from zerofit.cli.console import EventConsole, out, print_facts, print_verdict
+from zerofit.cli.console import EventConsole, answer_watched, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE
 from zerofit.explain.not_finite import Replay
 
@@ -38,11 +37,10 @@ def replay(run: Path, step: int | None, precision: WidePrecision | None, trust_m
     Exit code 0: the answer names a cause; 1: all steps are finite; 2: bad input; 3: the ranks failed.
     """
 
-    def work() -> Replay:
-        with EventConsole() as console:
-            return replay_run(run, step, precision=precision, trust_model_code=trust_model_code, on_event=console)
+    def work(console: EventConsole) -> Replay:
+        return replay_run(run, step, precision=precision, trust_model_code=trust_model_code, on_event=console)
 
-    result = answer(work, as_json, show)
+    result = answer_watched(work, as_json, show)
     sys.exit(0 if result.is_known else NOTHING)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -31,7 +30,7 @@ from zerofit.models.vision import DCGAN
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_text
 from zerofit.spec.model_facts import IGNORE_INDEX
-from zerofit.spec.process import Flow, flows
+from zerofit.spec.process import Flow, flows, forget_resident_peak, resident_memory
 from zerofit.train.probe import task_of
 
 EVAL_BATCH = 100
@@ -269,8 +268,8 @@ class StrategyMeter:
         self._times: list[float] = []
         self._flows: dict[str, Flow] = {}
         self._found: RankReport = {}
-        _forget_peak(device)
-        self._before = psutil.Process().memory_info().rss
+        _forget_peaks(device)
+        self._before = resident_memory().now
 
     def step(self, done: int, last: bool) -> None:
         """Record that this many steps are done."""
@@ -280,7 +279,7 @@ class StrategyMeter:
         self._times.append(time.perf_counter())
         if done == WARM:
             self._flows = flows()
-            _forget_peak(self._device)  # exclude building the model and the first step's extra memory
+            _forget_peaks(self._device)  # exclude building the model and the first step's extra memory
         if last:
             self._found = {**self._memory(), **self._wire()}
 
@@ -293,7 +292,7 @@ class StrategyMeter:
 
     def _memory(self) -> dict[str, int]:
         """Return peaks: on GPUs torch's, over all devices of this process; on a CPU the growth of the process."""
-        host = _peak_rss()
+        host = resident_memory().peak
         if self._device.type != "cuda":
             return {"peak_bytes": max(0, host - self._before), "host_bytes": host}
         devices = range(torch.cuda.device_count())
@@ -310,22 +309,12 @@ class StrategyMeter:
         }
 
 
-def _forget_peak(device: torch.device) -> None:
-    """Reset the peaks of devices and of the process (proc(5), clear_refs)."""
+def _forget_peaks(device: torch.device) -> None:
+    """Reset the peaks of devices and of the process."""
     if device.type == "cuda":
         for number in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(number)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
-
-
-def _peak_rss() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return psutil.Process().memory_info().rss
+    forget_resident_peak()
 
 
 class GanPair(nn.Module):

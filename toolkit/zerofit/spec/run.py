@@ -390,6 +390,10 @@ class RunRequest:
         """Return the place where the user set this field, else its flag."""
         return self.places.get(field, flag(field))
 
+    def updated(self, **fields: Any) -> RunRequest:
+        """Return the request with these fields of the run replaced. The places do not change."""
+        return replace(self, run=self.run.model_copy(update=fields))
+
 
 def flag(field: str) -> str:
     """Return the command-line option of a field."""

@@ -25,7 +25,6 @@ from zerofit.train.zero_layouts import Unsupported, states_of
 
 # The steps before the fault run as in training, so their losses equal the run's losses. Each step uses --check-loss. If
 # it stops a step, the weights are still good. The micro batches of this step then run again, and each op is watched.
-SIXTEEN_BITS = ("fp16", "bf16")
 
 
 def replay(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,7 +170,7 @@ def _check_run(options: JobFileRequest, problems: Problems) -> None:
         return  # reported already
     if run.fit:  # these values are chosen on the cluster
         free = {name: Run.model_fields[name].default for name in CHOSEN}
-        request = replace(request, run=run.model_copy(update={"fit": False, **free}))
+        request = request.updated(fit=False, **free)
     accelerator = "cuda" if options.device == "gpu" else "cpu"
     able = {"device_name": f"the cluster's {accelerator}", "fp16": True, "bf16": True}  # unknown here
     machine = Machine(accelerator=accelerator, devices=ranks or run.ranks or 1, cores=ranks or 1, here=False, **able)

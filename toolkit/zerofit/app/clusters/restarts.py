@@ -26,7 +26,7 @@ from zerofit.app.fitting.fit import OUT_OF_MEMORY, fitted, leaner_next
 from zerofit.app.training.memory_gate import MemoryGate
 from zerofit.app.training.prepare_folder import find_folder, make_ready, prepare, resuming
 from zerofit.app.training.result import TrainingResult, finished_before
-from zerofit.app.training.run_ranks import run_once
+from zerofit.app.training.run_ranks import run_ranks
 from zerofit.checkpoint.store import Store
 from zerofit.config.batch import regroup, shown
 from zerofit.doctor.check import FAIL, OK, Check
@@ -138,7 +138,9 @@ class RestartingRun:
                 build_ops_on(used, needed_ops(job.ds_config, machine), self.options.ssh_port, self.report.phase)
             with leaner_next(folder, self.options.again):
                 signals = {"handle_signals": self.handle_signals}
-                return run_once(folder, site, watch, self.report, attempt=attempt, **signals)
+                return TrainingResult.of(
+                    folder, run_ranks(folder, site, watch, self.report, attempt=attempt, **signals)
+                )
 
     def _would_recur(self, failure: RunFailed) -> bool:
         """Return whether a restart would fail in the same way.
@@ -162,7 +164,7 @@ class RestartingRun:
             self._remove_empty_folders()
             raise
         # later starts use this folder
-        self.request = _with(self.request, output=folder.path)
+        self.request = self.request.updated(output=folder.path)
         return found
 
     def _remove_empty_folders(self) -> None:
@@ -245,7 +247,7 @@ class RestartingRun:
             )
         else:
             fewer_ranks |= sizes
-        self.request = _with(self.request, **fewer_ranks)
+        self.request = self.request.updated(**fewer_ranks)
 
 
 def _stop_after(problem: Problem, folder: RunFolder) -> None:
@@ -255,10 +257,6 @@ def _stop_after(problem: Problem, folder: RunFolder) -> None:
         message = f"failed while stopping on request ({problem.message}); step {checkpoints[-1].step} is saved"
         hint = "run the same command to resume"
         raise Stopped(Problem(kind="stopped", message=message, hint=hint, where=str(folder.path))) from None
-
-
-def _with(request: RunRequest, **fields: Any) -> RunRequest:
-    return replace(request, run=request.run.model_copy(update=fields))
 
 
 def _check_libaio(found: Preflight | None, ds_config: Mapping[str, Any]) -> None:

@@ -195,7 +195,7 @@ class _Fit:
         """Resolve a run without notes and warnings: they are reported for the completed run."""
         heard = ("status", "task")
         report = Reporter(lambda event: self.report.on_event(event) if event.kind in heard else None)
-        settled = replace(request, run=request.run.model_copy(update={"fit": False}))
+        settled = request.updated(fit=False)
         return resolve_job(settled, machine=self.machine, report=report)
 
     def _simulations(self, option: LayoutOption, request: RunRequest, free: Cluster) -> Sequence[Simulation]:

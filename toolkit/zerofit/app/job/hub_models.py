@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from zerofit.data.hf import hub_if_reachable
@@ -28,7 +27,7 @@ def with_local_model(request: RunRequest, report: Reporter) -> RunRequest:
     """
     name = request.run.model
     if name.startswith(PREFIX):
-        return _with_model(request, str(_snapshot(name.removeprefix(PREFIX), request.place("model"), report)))
+        return request.updated(model=str(_snapshot(name.removeprefix(PREFIX), request.place("model"), report)))
     if "/" in name or Path(name).exists() or names_callable(name):
         return request
     request = _with_preset(request, preset_of(name), report)
@@ -47,11 +46,7 @@ def _with_preset(request: RunRequest, match: Match | None, report: Reporter) -> 
         return request
     if match.note:
         report.note(match.note)
-    return _with_model(request, match.name)
-
-
-def _with_model(request: RunRequest, model: str) -> RunRequest:
-    return replace(request, run=request.run.model_copy(update={"model": model}))
+    return request.updated(model=match.name)
 
 
 def _snapshot(name: str, place: str, report: Reporter) -> Path:

@@ -53,8 +53,8 @@ def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunReques
     if (folder / ADAPTERS).is_file():
         return request  # the catalogue refuses it with a hint
     refuse_foreign_code(folder / CARD, trust_model_code, model=info.model, model_args=info.model_args)
-    saved = {"model": info.model, "pretrained": folder, "model_args": {**info.model_args, **request.run.model_args}}
-    return replace(request, run=request.run.model_copy(update=saved))
+    model_args = {**info.model_args, **request.run.model_args}
+    return request.updated(model=info.model, pretrained=folder, model_args=model_args)
 
 
 def read_request(target: str | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:

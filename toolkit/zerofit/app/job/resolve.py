@@ -156,7 +156,7 @@ def with_stages(request: RunRequest, devices: int, report: Reporter) -> RunReque
     stages = most_stages(run, ranks := run.ranks or devices, layers)
     if stages == 1:
         report.note(f"{request.place('pipeline')}: auto is 1 stage here, so no pipeline is used (ranks: {ranks})")
-    return replace(request, run=run.model_copy(update={"pipeline": stages}))
+    return request.updated(pipeline=stages)
 
 
 def _decide(

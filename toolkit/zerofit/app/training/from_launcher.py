@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from zerofit.app.clusters.hosts import machine_of
@@ -110,7 +110,7 @@ class _Leading:
             message = f"{request.place('ranks')} sets {ranks} ranks, but {world.launcher} started {world.size}"
             hint = f"use --ranks {world.size}, or start {ranks} with {world.launcher}"
             raise UserError(Problem(kind="ranks", message=message, hint=hint, where=request.place("ranks")))
-        request = replace(request, run=request.run.model_copy(update={"ranks": world.size}))
+        request = request.updated(ranks=world.size)
         folder = request.run.output or self._rendezvous.kept(FOLDER)
         return resuming(request, RunFolder(Path(folder).absolute())) if folder and world.attempt > 1 else request
 

@@ -265,8 +265,7 @@ def _usable_bytes(job: Job, hosts: Sequence[HostMemory], *, on_cpu: bool) -> int
 
 def prepared_for(request: RunRequest, resolved: ResolvedJob, cluster: Cluster) -> PreparedSimulation:
     """Prepare a resolved run for simulation on the devices of `cluster`."""
-    fields = {"data": resolved.job.run.data, "ranks": resolved.job.layout.world_size}
-    request = replace(request, run=request.run.model_copy(update=fields))
+    request = request.updated(data=resolved.job.run.data, ranks=resolved.job.layout.world_size)
     alloc_conf = alloc_conf_of(os.environ)  # the ranks inherit it
     return PreparedSimulation.of(request, resolved, cluster, image=None, alloc_conf=alloc_conf)
 

@@ -79,7 +79,7 @@ def prepare(
     if fitter and folder:
         request, fit = fitter(request, folder)
     elif fitter:  # still report all other problems
-        request = replace(request, run=request.run.model_copy(update={"fit": False}))
+        request = request.updated(fit=False)
     resolved = resolve_job(request, machine=machine, report=report, problems=problems, model=model)
     assert folder
     if stages := stages_of(resolved.job):
@@ -126,10 +126,10 @@ def find_folder(run: Run) -> RunFolder:
 
 def resuming(request: RunRequest, folder: RunFolder) -> RunRequest:
     """Return the request for a start after a failed start in this folder: from its newest checkpoint, if any."""
-    fields: dict[str, Any] = {"output": folder.path}
+    request = request.updated(output=folder.path)
     if request.run.resume == "never" or Store(folder.checkpoints).entries():
-        fields["resume"] = "auto"
-    return replace(request, run=request.run.model_copy(update=fields))
+        return request.updated(resume="auto")
+    return request
 
 
 def _new_path(run: Run) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from zerofit.report.html_table import html_table
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, RunFailed, Stopped
 from zerofit.spec.foreign import Unreadable, read_json, refused
 from zerofit.spec.run_folder import Job, RunFolder
@@ -69,8 +69,7 @@ class TrainingResult:
         """Show the figures as a table in a notebook."""
         values = {"run folder": self.run_dir, "steps": self.steps, "training loss": f"{self.train_loss:.4f}"}
         values |= {f"validation {name}": f"{value:.4f}" for name, value in self.eval.items()}
-        rows = (f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>" for k, v in values.items())
-        return f"<table>{''.join(rows)}</table>"
+        return html_table("training", (), values.items())
 
 
 def finished_before(job: Job, folder: RunFolder) -> TrainingResult | None:

@@ -7,7 +7,7 @@ import secrets
 import time
 from typing import Any
 
-from zerofit.app.training.result import TrainingResult, outcome
+from zerofit.app.training.result import outcome
 from zerofit.launch.host import RUN_ID, end_all
 from zerofit.launch.local import LaunchSite, started
 from zerofit.spec.events import Event, Reporter, stages_event
@@ -88,38 +88,20 @@ def _event_of(line: dict[str, Any]) -> Event | None:
     data = {key: value for key, value in line.items() if key not in ("event", "time_s", "text")}
     kind, text = line.get("event"), line.get("text", "")
     step = f"step {data.get('step')}"
-    if kind == "phase":
-        return Event(kind="phase", text=text)
-    if kind == "note":
-        return Event(kind="note", text=text)
+    if kind in ("phase", "note", "warning"):
+        return Event(kind=kind, text=text)
     if kind == "stages":
         return stages_event(data["stages"])
     if kind == "training":
         return Event(kind="training", text="training", data=data)
     if kind == "saved":
         return Event(kind="saved", text=f"{step}: checkpoint saved in {data.get('save_s', 0.0):.1f} s", data=data)
-    if kind == "note" or kind == "warning":
-        return Event(kind=kind, text=text)
     if kind == "save-failed":
         return Event(kind="warning", text=f"{step}: {text}", data=data)
     if kind == "eval":
         figures = ", ".join(f"{name} {value:.4g}" for name, value in data.items() if name != "step")
         return Event(kind="evaluated", text=f"{step}: validation {figures}", data=data)
     return None
-
-
-def run_once(
-    folder: RunFolder,
-    site: LaunchSite,
-    watch: Watch,
-    report: Reporter,
-    *,
-    attempt: int = 1,
-    handle_signals: bool = False,
-) -> TrainingResult:
-    """Start the ranks, report their events, and return their result; see `run_ranks`."""
-    result = run_ranks(folder, site, watch, report, attempt=attempt, handle_signals=handle_signals)
-    return TrainingResult.of(folder, result)
 
 
 def run_ranks(

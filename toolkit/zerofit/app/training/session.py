@@ -183,7 +183,5 @@ class Session:
         if model is None and find_model(self._asked)[1] == "gan":
             problems.add("model-task", f"{run.model} trains two engines", "use `zerofit.train`", "model")
         problems.raise_if_any()
-        changed: dict[str, Any] = {"ranks": world}
-        if model is not None:
-            changed["model"] = f"{type(model).__module__}:{type(model).__name__}"
-        return replace(self._asked, run=run.model_copy(update=changed))
+        asked = self._asked.updated(ranks=world)
+        return asked if model is None else asked.updated(model=f"{type(model).__module__}:{type(model).__name__}")

@@ -15,7 +15,7 @@ from zerofit.app.job.requests import as_request
 from zerofit.app.training.memory_gate import MemoryGate
 from zerofit.app.training.prepare_folder import PreparedRun, make_ready, prepare
 from zerofit.app.training.result import TrainingResult, finished_before
-from zerofit.app.training.run_ranks import run_once
+from zerofit.app.training.run_ranks import run_ranks
 from zerofit.launch.hostfile import Host
 from zerofit.launch.local import LaunchSite, local_site
 from zerofit.launch.ops import build_ops, needed_ops
@@ -136,7 +136,8 @@ def train_at(
     """Start the ranks of a prepared job, and supervise them to the end."""
     build_ops(needed_ops(prepared.job.ds_config, prepared.machine), site.env(""), report.phase)
     with leaner_next(prepared.folder, site.again):
-        return run_once(prepared.folder, site, watch, report, attempt=attempt, handle_signals=handle_signals)
+        result = run_ranks(prepared.folder, site, watch, report, attempt=attempt, handle_signals=handle_signals)
+        return TrainingResult.of(prepared.folder, result)
 
 
 class TrainingRun:
