@@ -96,7 +96,6 @@ CASES = {
     "dcp-fsdp2-tied": Case(program="fsdp", model="qwen2"),
     "dcp-fsdp1-sharded": Case(program="fsdp1"),
     "dcp-fsdp1-full": Case(program="fsdp1", kind="full"),
-    # last: DeepSpeed keeps the topology of a pipeline for the engines after it
     "ds-pipeline": Case(program="deepspeed", stage=1, model="pipeline"),
     "ds-pipeline-zero0": Case(program="deepspeed", stage=0, model="pipeline"),
 }
