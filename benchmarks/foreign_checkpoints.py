@@ -50,6 +50,7 @@ CONVERSIONS: list[tuple[str, str, Change, dict[str, Any]]] = [
     ("dcp-fsdp1-sharded-2", "ds-zero3-fp32", {}, {"to": "deepspeed", "stage": 3}),
     ("accelerate-fsdp2-2", "ds-zero1-tied", {"precision": "fp32", "groups": 1}, {"to": "deepspeed", "stage": 1}),
     ("torchtitan-2", "ds-zero1-fp32", {}, {"to": "deepspeed", "stage": 1}),
+    ("ds-tp-zero1-fp32-2", "ds-zero1-fp32", {}, {"to": "deepspeed", "stage": 1}),
     ("ds-tp-zero1-2", "ds-zero1-bf16", {}, {"to": "deepspeed", "stage": 1}),
     ("ds-tp-zero2-2", "ds-zero3-bf16", {}, {"to": "deepspeed", "stage": 3}),
     ("ds-zero2-fp16-2", "ds-zero1-fp16", {}, {"to": "deepspeed", "stage": 1}),
