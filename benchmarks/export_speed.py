@@ -1,16 +1,19 @@
 """Speed of `zerofit ckpt export` beside DeepSpeed's zero_to_fp32, and its memory for a ZeRO-3 state of 70B.
 
-    python -m benchmarks.export_speed [--work FOLDER] [--output FILE] [--only engine|sparse]
+    python -m benchmarks.export_speed [--work FOLDER] [--output FILE] [--only engine|large|sparse]
 
 `engine`: a DeepSpeed engine of ZeRO 3 on two ranks writes a checkpoint of 368M parameters. Both programs export it in
-turns in one process; each time ends when the files are on the disk. `sparse`: the files of eight ranks of a 70B, whose
-tensors are holes. An export of it discards what it writes.
+turns in one process. `large`: the files of eight ranks of a 7B with random weights (the moments are holes); both
+programs run in turns as commands, with their imports. `sparse`: the files of eight ranks of a 70B, whose tensors are
+holes, in a memory cgroup of 4 GiB; the disk is smaller than the result, so an observer frees finished shards.
+Each time ends when the files are on the disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import datetime
 import io
 import json
@@ -19,6 +22,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +33,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from torch._subclasses import FakeTensorMode
 
 from benchmarks.export_memory import GIB, limited, watched
 from benchmarks.foreign_writer import start_ranks
@@ -44,6 +49,13 @@ MIDDLE: dict[str, Any] = {
     "num_attention_heads": 16,
 }
 MIDDLE |= {"vocab_size": 32000, "num_key_value_heads": 16}
+LLAMA_7B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+LLAMA_7B |= {"vocab_size": 32000, "num_key_value_heads": 32}
 LLAMA_70B: dict[str, Any] = {
     "hidden_size": 8192,
     "intermediate_size": 28672,
@@ -51,44 +63,32 @@ LLAMA_70B: dict[str, Any] = {
     "num_attention_heads": 64,
 }
 LLAMA_70B |= {"vocab_size": 128256, "num_key_value_heads": 8}
-RANKS_70B, SUB_GROUP = 8, 10**9
+RANKS, SUB_GROUP = 8, 10**9
 LIMIT_BYTES = 4 * GIB
 TURNS = 2
-OURS, THEIRS = "zerofit ckpt export --dtype fp32", "zero_to_fp32, safetensors"
+OURS, THEIRS = "zerofit ckpt export", "zero_to_fp32, safetensors"
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-# what an export writes is discarded; its files get their headers and sizes
-DISCARDING = """
-import os, pathlib, runpy, shutil
-
-class Discarded:
-    def __init__(self, path):
-        self.path, self.end = path, 0
-    def __enter__(self):
-        return self
-    def __exit__(self, *_):
-        os.truncate(self.path, max(self.end, os.path.getsize(self.path)))
-    def seek(self, offset):
-        self.end = offset
-    def write(self, piece):
-        self.end += len(piece)
-
-def opened(path, mode="r", *rest, real=pathlib.Path.open, **named):
-    discard = mode == "r+b" and path.suffix == ".safetensors"
-    return Discarded(path) if discard else real(path, mode, *rest, **named)
-
-pathlib.Path.open = opened
+LARGE_DISK = """
+import runpy, shutil
 shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 50, 0, 1 << 50)
 runpy.run_module("zerofit.cli", run_name="__main__")
 """
+ZERO_TO_FP32 = """
+import sys
+from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_state_dict as convert
+convert(sys.argv[1], sys.argv[2], dtype=sys.argv[3], max_shard_size="1GB", safe_serialization=True)
+"""
+PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, which needs FALLOC_FL_KEEP_SIZE
+HEADER = 1 << 20  # bytes at the beginning of a shard that stay
 
 
 def main() -> None:
     """Measure, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, help="scratch folder with 12 GB of free space; its checkpoint is kept")
+    parser.add_argument("--work", type=Path, help="scratch folder with 60 GB of free space; its checkpoints are kept")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/export_speed.json")
-    parser.add_argument("--only", choices=("engine", "sparse"))
-    parser.add_argument("--seconds", type=int, help="stop the export of the 70B; the result then has its part")
+    parser.add_argument("--only", choices=("engine", "large", "sparse"))
+    parser.add_argument("--dtypes", nargs="*", default=["bf16", "fp32"], help="of `large`")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.write:
@@ -96,15 +96,15 @@ def main() -> None:
     scratch = arguments.work or Path(tempfile.mkdtemp())
     result = json.loads(arguments.output.read_text()) if arguments.output.is_file() else {}
     try:
-        if arguments.only != "sparse":
-            result["engine"] = beside(scratch)
-        if arguments.only != "engine":
-            result["sparse"] = sparse(scratch, arguments.seconds)
+        for name, work in {"engine": beside, "large": large, "sparse": sparse}.items():
+            if arguments.only in (None, name):
+                result[name] = work(scratch, arguments.dtypes) if name == "large" else work(scratch)
+                result[name]["date"] = datetime.date.today().isoformat()
     finally:
         if not arguments.work:
             shutil.rmtree(scratch)
     hardware = {"device": this_machine().device_name, "cores": this_machine().cores}
-    result |= {"date": datetime.date.today().isoformat(), "hardware": hardware, "versions": versions()}
+    result |= {"hardware": hardware, "versions": versions()}
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
@@ -149,7 +149,7 @@ def beside(scratch: Path) -> dict[str, Any]:
     works: dict[str, tuple[Path, Callable[[], object]]] = {
         OURS: (ours, lambda: Checkpoint(saved).export(ours, dtype="fp32")),
         THEIRS: (theirs, lambda: zero_to_fp32(str(saved), str(theirs), "1GB", safe_serialization=True)),
-        "zerofit ckpt export (bf16)": (ours, lambda: Checkpoint(saved).export(ours)),
+        f"{OURS} (bf16)": (ours, lambda: Checkpoint(saved).export(ours)),
     }
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in works}
     equal = 0
@@ -194,48 +194,114 @@ def _names(file: Path) -> list[str]:
         return list(opened.keys())
 
 
-def sparse(scratch: Path, seconds: int | None) -> dict[str, Any]:
+def large(scratch: Path, dtypes: list[str]) -> dict[str, Any]:
+    """Export a 7B with both programs in turns, as commands with their imports; compare all weights."""
+    saved, ours, theirs = scratch / "large", scratch / "ours", scratch / "theirs"
+    shapes = written(saved, LLAMA_7B, torch.randn)
+    rows = []
+    for dtype in dtypes:
+        commands = {
+            OURS: [sys.executable, "-m", "zerofit.cli", "ckpt", "export", str(saved), str(ours), "--dtype", dtype],
+            THEIRS: [sys.executable, "-c", ZERO_TO_FP32, str(saved), str(theirs), dtype],
+        }
+        for turn in range(TURNS):
+            for program, command in commands.items():
+                out = ours if program == OURS else theirs
+                for old in (ours, theirs) if dtype == "fp32" else (out,):  # both results in fp32 need too much disk
+                    shutil.rmtree(old, ignore_errors=True)
+                rows.append({"program": program, "dtype": dtype, "turn": turn, **timed(command, out)})
+                print(json.dumps(rows[-1]), flush=True)
+        rows[-1]["tensors_equal"] = same_weights(ours, theirs) if dtype == "bf16" else None
+        for out in (ours, theirs):
+            shutil.rmtree(out, ignore_errors=True)
+    return {**sizes(saved, shapes), "rows": rows}
+
+
+def sparse(scratch: Path) -> dict[str, Any]:
     """Export a 70B whose tensors are holes, in a memory cgroup of 4 GiB, which counts cached pages too."""
     saved, out = scratch / "sparse", scratch / "out"
-    for folder in (saved, out, *scratch.glob(".out.writing-*")):
+    for folder in (out, *scratch.glob(".out.writing-*")):
         shutil.rmtree(folder, ignore_errors=True)
-    tag = saved / "global_step1"
-    tag.mkdir(parents=True)
-    (saved / "latest").write_text(tag.name)
-    with torch.device("meta"):
-        model = llama(LLAMA_70B)
-    model.config.save_pretrained(saved)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    for rank in range(RANKS_70B):
-        write_rank(tag, rank, shapes)
-    files = list(tag.iterdir())
-    script = f"import signal\nsignal.alarm({seconds or 0})\n{DISCARDING}"
-    command = [sys.executable, "-c", script, "ckpt", "export", str(saved), str(out), "--json"]
-    with limited(command, LIMIT_BYTES) as inside:
-        row = watched(inside or command)
-    written = [file for folder in scratch.glob("*out*") for file in folder.glob("*.safetensors")]
+    shapes = written(saved, LLAMA_70B, hole)
+    command = [sys.executable, "-c", LARGE_DISK, "ckpt", "export", str(saved), str(out), "--json"]
+    freed: list[int] = []
+    ended = threading.Event()
+    observer = threading.Thread(target=free_finished, args=(scratch, ended, freed))
+    observer.start()
+    try:
+        with limited(command, LIMIT_BYTES) as inside:
+            row = timed(inside or command, out)
+    finally:
+        ended.set()
+        observer.join()
+    facts = {"complete": out.is_dir(), "output_bytes": sum(file.stat().st_size for file in out.glob("*.safetensors"))}
+    facts |= {"freed_bytes": sum(freed), "cgroup_limit_bytes": LIMIT_BYTES if inside else None}
+    return sizes(saved, shapes) | facts | row
+
+
+def sizes(saved: Path, shapes: dict[str, torch.Size]) -> dict[str, Any]:
+    """Return the facts about a checkpoint."""
+    stats = [file.stat() for file in saved.rglob("*") if file.is_file()]
     return {
         "parameters": sum(shape.numel() for shape in shapes.values()),
-        "ranks": RANKS_70B,
-        "checkpoint_bytes": sum(file.stat().st_size for file in files),
-        "checkpoint_bytes_on_disk": sum(file.stat().st_blocks * 512 for file in files),
-        "complete": out.is_dir(),
-        "output_bytes": sum(file.stat().st_size for file in written),
-        "cgroup_limit_bytes": LIMIT_BYTES if inside else None,
-        **row,
+        "ranks": RANKS,
+        "checkpoint_bytes": sum(stat.st_size for stat in stats),
+        "checkpoint_bytes_on_disk": sum(stat.st_blocks * 512 for stat in stats),
     }
 
 
-def write_rank(tag: Path, rank: int, shapes: dict[str, torch.Size]) -> None:
-    """Write a rank's files of ZeRO 3, without the content of the large tensors (runtime/zero/stage3.py)."""
+def timed(command: list[str], out: Path) -> dict[str, Any]:
+    """Measure a command until its files are on the disk."""
+    row, start = watched(command), time.perf_counter()
+    for file in out.glob("*"):
+        sync_file(file)
+    return row | {"seconds": round(row["seconds"] + time.perf_counter() - start, 1)}
+
+
+def free_finished(scratch: Path, ended: threading.Event, freed: list[int]) -> None:
+    """Free the disk space of shards that an export has written: those before the last two that have numbers."""
+    fallocate, done = ctypes.CDLL(None, use_errno=True).fallocate, set()
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
+    while not ended.wait(0.2):
+        begun = [
+            file
+            for file in sorted(scratch.glob(".out.writing-*/*.safetensors"))
+            if file.stat().st_blocks > HEADER // 512
+        ]
+        for file in begun[:-2]:
+            if file in done:
+                continue
+            done.add(file)
+            with file.open("r+b") as opened:
+                freed.append(file.stat().st_blocks * 512)
+                assert not fallocate(opened.fileno(), PUNCH_HOLE, HEADER, file.stat().st_size - HEADER)
+
+
+def written(saved: Path, shape: dict[str, Any], weights: Callable[[int], torch.Tensor]) -> dict[str, torch.Size]:
+    """Write the files of eight ranks, unless they exist. Return the shapes of the parameters."""
+    with torch.device("meta"):
+        model = llama(shape)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    tag = saved / "global_step1"
+    if not (saved / "latest").is_file():
+        tag.mkdir(parents=True, exist_ok=True)
+        model.config.save_pretrained(saved)
+        for rank in range(RANKS):
+            write_rank(tag, rank, shapes, weights)
+        (saved / "latest").write_text(tag.name)
+    return shapes
+
+
+def write_rank(tag: Path, rank: int, shapes: dict[str, torch.Size], weights: Callable[[int], torch.Tensor]) -> None:
+    """Write a rank's files of ZeRO 3; the moments are holes (runtime/zero/stage3.py)."""
     groups: list[dict[str, torch.Size]] = [{}]
     size = 0
     for name, shape in shapes.items():
         if size >= SUB_GROUP:
             groups, size = [*groups, {}], 0
         groups[-1][name] = shape
-        size += -(-shape.numel() // RANKS_70B)
-    lengths = [sum(-(-shape.numel() // RANKS_70B) for shape in group.values()) for group in groups]
+        size += -(-shape.numel() // RANKS)
+    lengths = [sum(-(-shape.numel() // RANKS) for shape in group.values()) for group in groups]
     config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
     common = {"ds_version": "0.19.8", "ds_config": config}
     states = {
@@ -244,17 +310,32 @@ def write_rank(tag: Path, rank: int, shapes: dict[str, torch.Size]) -> None:
     }
     optimizer = {
         "zero_stage": 3,
-        "partition_count": RANKS_70B,
+        "partition_count": RANKS,
         "optimizer_state_dict": {"state": states, "param_groups": [{"lr": 1e-4, "params": [*range(len(groups))]}]},
         "fp32_flat_groups": [hole(length) for length in lengths],
     }
     module = {name: torch.empty(0, dtype=torch.bfloat16) for name in shapes}
     model = {"module": module, "buffer_names": [], "param_shapes": groups, "shared_params": {}, "dp_world_size": 8}
     model |= {"global_steps": 1, "global_samples": 8, "skipped_steps": 0, "lr_scheduler": None}
+    name = f"zero_pp_rank_{rank}_mp_rank_00"
+    path = tag / f"bf16_{name}_optim_states.pt"
     with torch.serialization.skip_data():
-        name = f"zero_pp_rank_{rank}_mp_rank_00"
-        torch.save({"optimizer_state_dict": optimizer, **common}, tag / f"bf16_{name}_optim_states.pt")
+        torch.save({"optimizer_state_dict": optimizer, **common}, path)
         torch.save(model | common, tag / f"{name}_model_states.pt")
+    if weights is not hole:
+        fill(path, rank, weights)
+
+
+def fill(path: Path, rank: int, weights: Callable[[int], torch.Tensor]) -> None:
+    """Write weights into the holes of a rank's file."""
+    torch.manual_seed(rank)
+    with FakeTensorMode():
+        saved = torch.load(path)["optimizer_state_dict"]["fp32_flat_groups"]
+    with path.open("r+b") as file:
+        for group in saved:
+            file.seek(group.untyped_storage()._checkpoint_offset)
+            for piece in torch.empty(len(group), device="meta").split(1 << 24):
+                file.write(weights(len(piece)).numpy().data)
 
 
 def hole(count: int) -> torch.Tensor:

@@ -28,11 +28,11 @@ from zerofit.checkpoint.foreign import Foreign, foreign_in
 from zerofit.spec.errors import UserError
 from zerofit.spec.local_machine import versions
 
-RANKS = {
-    1: None,
-    2: None,
-    4: ["ds-zero1-fp32", "ds-zero2-tied", "ds-zero3-bf16", "ds-zero3-tied", "dcp-fsdp2", "ds-moe"],
-}
+# DeepSpeed keeps the topology of AutoTP or of a pipeline for the engines after it: each has its own processes
+KEPT = ("ds-tp", "ds-pipeline")
+RUNS = [(ranks, [name for name in CASES if not name.startswith(KEPT)]) for ranks in (1, 2)]
+RUNS += [(ranks, [name for name in CASES if name.startswith(kept)]) for ranks in (1, 2) for kept in KEPT]
+RUNS += [(4, ["ds-zero1-fp32", "ds-zero2-tied", "ds-zero3-bf16", "ds-zero3-tied", "dcp-fsdp2", "ds-moe"])]
 # source, what the target changes, options of convert: loaded on two ranks
 Change = dict[str, Any]
 CONVERSIONS: list[tuple[str, str, Change, dict[str, Any]]] = [
@@ -50,6 +50,7 @@ CONVERSIONS: list[tuple[str, str, Change, dict[str, Any]]] = [
     ("dcp-fsdp1-sharded-2", "ds-zero3-fp32", {}, {"to": "deepspeed", "stage": 3}),
     ("accelerate-fsdp2-2", "ds-zero1-tied", {"precision": "fp32", "groups": 1}, {"to": "deepspeed", "stage": 1}),
     ("torchtitan-2", "ds-zero1-fp32", {}, {"to": "deepspeed", "stage": 1}),
+    ("ds-tp-zero1-fp32-2", "ds-zero1-fp32", {}, {"to": "deepspeed", "stage": 1}),
     ("ds-tp-zero1-2", "ds-zero1-bf16", {}, {"to": "deepspeed", "stage": 1}),
     ("ds-tp-zero2-2", "ds-zero3-bf16", {}, {"to": "deepspeed", "stage": 3}),
     ("ds-zero2-fp16-2", "ds-zero1-fp16", {}, {"to": "deepspeed", "stage": 1}),
@@ -67,9 +68,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/foreign_checkpoints.json")
     arguments = parser.parse_args()
     work = arguments.work or Path(tempfile.mkdtemp())
-    for ranks, names in RANKS.items():
-        if not (work / f"{(names or list(CASES))[0]}-{ranks}").is_dir():
-            run("benchmarks.foreign_writer", work, ranks, *(names or []))
+    for ranks, names in RUNS:
+        missing = [name for name in names if not (work / f"{name}-{ranks}/facts.json").is_file()]
+        for name in missing:
+            shutil.rmtree(work / f"{name}-{ranks}", ignore_errors=True)
+        if missing:
+            run("benchmarks.foreign_writer", work, ranks, *missing)
     written = [exported(place, work / "out") for place in sorted(work.glob("*-[124]"))]
     rows = {"exports": written, "conversions": converted(work), "damage": damaged(work)}
     facts = {"versions": versions(), "summary": summary(rows)}

@@ -69,6 +69,7 @@ CASES = {
     },
     **{f"ds-zero{stage}-fp16": Case(program="deepspeed", stage=stage, precision="fp16") for stage in range(4)},
     **{f"ds-tp-zero{stage}": Case(program="deepspeed", stage=stage, precision="bf16", tensor=2) for stage in range(3)},
+    "ds-tp-zero1-fp32": Case(program="deepspeed", stage=1, tensor=2),
     "ds-zero2-offload": Case(program="deepspeed", stage=2, zero={"offload_optimizer": {"device": "cpu"}}),
     "ds-zero3-offload": Case(program="deepspeed", stage=3, zero={"offload_optimizer": {"device": "cpu"}}),
     "ds-zero2-round-robin": Case(program="deepspeed", stage=2, groups=2, zero={"round_robin_gradients": True}),
@@ -96,7 +97,6 @@ CASES = {
     "dcp-fsdp2-tied": Case(program="fsdp", model="qwen2"),
     "dcp-fsdp1-sharded": Case(program="fsdp1"),
     "dcp-fsdp1-full": Case(program="fsdp1", kind="full"),
-    # last: DeepSpeed keeps the topology of a pipeline for the engines after it
     "ds-pipeline": Case(program="deepspeed", stage=1, model="pipeline"),
     "ds-pipeline-zero0": Case(program="deepspeed", stage=0, model="pipeline"),
 }

@@ -74,7 +74,7 @@ class _TargetWriter:
             numel = math.prod(self.state.shape(name))
             start, end = max(first, place), min(first + count, place + numel)
             if start < end and kind in self.state.kinds(name):
-                out[start - first : end - first] = self.state.read_flat(name, kind, start - place, end - start)
+                self.state.fill(name, kind, out[start - first : end - first], start - place)
                 self.wrote(4 * (end - start))
             place += numel
         return out
@@ -308,7 +308,7 @@ def _share(writer: _TargetWriter, names: list[str], kind: str, rank: int) -> Ten
     for name, size in zip(names, sizes, strict=True):
         numel = min(size, math.prod(state.shape(name)) - rank * size)
         if numel > 0 and kind in state.kinds(name):
-            out[place : place + numel] = state.read_flat(name, kind, rank * size, numel)
+            state.fill(name, kind, out[place : place + numel], rank * size)
             writer.wrote(4 * numel)
         place += size
     return out

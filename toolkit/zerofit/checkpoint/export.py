@@ -1,6 +1,7 @@
 """Export of a checkpoint to a model for other tools: a Hugging Face folder, or one safetensors file.
 
-Tensors are read and written one by one, so only the largest tensor must fit the memory. Needs no engine or device.
+Tensors are read and written in pieces. Only tensors that must be joined or merged are read at once. Needs no engine or
+device.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from zerofit.checkpoint.foreign_facts import facts_of, model_config_folder
 from zerofit.checkpoint.full_state import FullState, full_model
 from zerofit.checkpoint.merge import TrainedPart, merged_weights
 from zerofit.checkpoint.model_folder import (
+    LazyTensor,
     ModelInfo,
     TensorEntry,
     read_model_info,
@@ -69,7 +71,7 @@ class ExportedModel:
     """A model to write, and the source of its tensors."""
 
     published: PublishedModel
-    tensors: Callable[[], Iterable[tuple[str, Tensor]]]  # by their names in the model
+    tensors: Callable[[], Iterable[tuple[str, Tensor | LazyTensor]]]  # by their names in the model
     dtype: Precision  # of the parameters
     write_tokenizer: Callable[[Path], None] | None  # into a folder; the files are read already
     info: ModelInfo | None
@@ -112,9 +114,7 @@ def export(
     reads_tokens = are_tokenized(manifest.inputs)
     exported = ExportedModel(
         published=PublishedModel(model, source.family == "transformers"),
-        tensors=lambda: (
-            (name, state.read(state.ties.get(name, name), dtype=_read_as(wanted))) for name in model.state_dict()
-        ),
+        tensors=lambda: ((name, state.source(state.ties.get(name, name))) for name in model.state_dict()),
         dtype=wanted,
         write_tokenizer=tokenizer_files(run.tokenizer, run.chat_template) if reads_tokens else None,
         info=ModelInfo.of_run(
@@ -168,19 +168,12 @@ def export_foreign(
     _check_names(model, state, found.path, without_frozen=False)
     exported = ExportedModel(
         published=PublishedModel(model, folder is not None),
-        tensors=lambda: (
-            (name, state.read(state.ties.get(name, name), dtype=_read_as(wanted))) for name in model.state_dict()
-        ),
+        tensors=lambda: ((name, state.source(state.ties.get(name, name))) for name in model.state_dict()),
         dtype=wanted,
         write_tokenizer=partial(_copy_tokenizer, folder) if folder else None,
         info=None,
     )
     return _write(exported, out, max_shard_bytes, report)
-
-
-def _read_as(dtype: Precision) -> torch.dtype:
-    """Return the type to read tensors in: a 16-bit type halves the memory, but fp16's range is checked in float32."""
-    return torch.bfloat16 if dtype == "bf16" else torch.float32
 
 
 def _named_model(folder: Path) -> nn.Module:

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from zerofit.checkpoint.index import (
     incomplete,
     read_ranks,
 )
+from zerofit.checkpoint.model_folder import LazyTensor
+from zerofit.checkpoint.safe_load import SAFETENSORS
 from zerofit.checkpoint.store import MANIFEST, STATE, manifest_of
 from zerofit.checkpoint.torch_files import distributed_index, state_dict_index, universal_index
 from zerofit.spec.errors import Problem, UserError
@@ -155,18 +158,31 @@ class FullState:
 
         If the tensor is saved in shares, it is assembled first.
         """
-        shards = self._shards_of(name)
-        if any(shard.cut for shard in shards):
-            return self._join(shards, kind).view(-1)[start : start + numel].to(dtype)
-        parts: list[tuple[int, Tensor]] = []
-        for shard in shards:
-            first, end = max(start, shard.start), min(start + numel, shard.start + shard.numel)
-            if first < end:
-                parts.append((first - start, self._stored(shard, kind, first - shard.start, end - first)))
         out = torch.empty(numel, dtype=dtype)
-        for offset, part in parts:
-            safe_load.copy_numbers(out[offset : offset + len(part)], part)
+        self.fill(name, kind, out, start)
         return out
+
+    def fill(self, name: str, kind: str, out: Tensor, start: int = 0) -> None:
+        """Read a part of the flattened full tensor into `out`, as `read_flat`."""
+        shards, end = self._shards_of(name), start + len(out)
+        if any(shard.cut for shard in shards):
+            out.copy_(self._join(shards, kind).view(-1)[start:end])
+            return
+        for shard in shards:
+            first, last = max(start, shard.start), min(end, shard.start + shard.numel)
+            if first < last:
+                part = self._stored(shard, kind, first - shard.start, last - first)
+                safe_load.copy_numbers(out[first - start : last - start], part)
+
+    def source(self, name: str) -> Tensor | LazyTensor:
+        """Return a buffer, or a parameter that is not read yet. Its files are opened, as threads may read it."""
+        if name in self._buffers:
+            return self.buffer(name)
+        shards = self._shards_of(name)
+        in_pieces = not any(s.cut or s.where[MASTER].span or s.where[MASTER].file.endswith(SAFETENSORS) for s in shards)
+        for shard in shards if in_pieces else ():
+            self._stored(shard, MASTER, 0, 1)
+        return LazyTensor(shape=self.shape(name), fill=partial(self.fill, name, MASTER), in_pieces=in_pieces)
 
     def buffer(self, name: str) -> Tensor:
         """Return a buffer; for batch norm's running statistics the mean over the ranks."""

@@ -8,9 +8,11 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from zerofit.checkpoint.direct_io import PIECE, NumbersFile, buffer, copy
 from zerofit.checkpoint.store import FrozenWeights, sync_folders
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, RunFailed, UserError
@@ -29,7 +32,6 @@ from zerofit.spec.run import Run
 from zerofit.spec.units import shown_bytes
 
 SPARE_BYTES = 1 << 24  # for files other than weights
-PIECE = 1 << 24  # elements converted at a time
 PLAN = ".plan.json"  # identifies an interrupted conversion
 CARD = "zerofit.json"  # the model and its inputs
 SAFETENSORS_NAMES = {
@@ -117,6 +119,24 @@ def _continued(staging: Path, plan: dict[str, Any], where: str) -> Iterator[None
         yield
 
 
+Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]  # `map`, or that of a pool of threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class LazyTensor:
+    """A tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    fill: Callable[[Tensor, int], None]  # reads into a flat tensor, from an element on
+    in_pieces: bool  # whether a part is read without the rest
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """Return the full tensor."""
+        out = torch.empty(self.shape, dtype=dtype)
+        self.fill(out.view(-1), 0)
+        return out
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
     """One tensor of a file to write."""
@@ -156,26 +176,42 @@ class TensorFile:
         self.path, self.entries = path, sorted(entries, key=lambda e: -e.dtype.itemsize)
         header = _header(self.entries)
         path.write_bytes(header)
+        os.truncate(path, len(header) + sum(entry.bytes for entry in entries))
         self._places: dict[str, tuple[int, TensorEntry]] = {}
         offset = len(header)
         for entry in self.entries:
             self._places[entry.name] = (offset, entry)
             offset += entry.bytes
 
-    def write(self, name: str, tensor: Tensor, wrote: Callable[[int], None] = lambda count: None) -> None:
-        """Write one tensor; `wrote` is called with the number of bytes of each piece.
+    def write(
+        self,
+        name: str,
+        tensor: Tensor | LazyTensor,
+        wrote: Callable[[int], None] = lambda count: None,
+        run: Map = map,
+    ) -> None:
+        """Write one tensor, in pieces that `run` may write at the same time; `wrote` is called with their bytes.
 
         Raises UserError "overflow" if a number does not fit the narrower type.
         """
-        offset, entry = self._places[name]
-        if not entry.shape:
+        place, entry = self._places[name]
+        if not entry.shape and isinstance(tensor, Tensor):
             tensor = tensor.reshape(())  # engines store scalars as vectors of length 1
         assert tuple(tensor.shape) == entry.shape, f"{name} is {tuple(tensor.shape)}, not {entry.shape}"
-        with self.path.open("r+b") as file:
-            file.seek(offset)
-            for piece in _pieces(tensor, entry):
-                file.write(piece)
-                wrote(len(piece))
+        fill = tensor.fill if isinstance(tensor, LazyTensor) else partial(_copy_part, tensor.reshape(-1))
+        with NumbersFile(self.path, os.O_RDWR) as file:
+
+            def put(span: tuple[int, int]) -> tuple[int, list[tuple[int, bytes]]]:
+                start = place + span[0] * entry.dtype.itemsize
+                out = buffer(start, span[1] - span[0], entry.dtype)
+                fill(out, span[0])
+                _refuse_overflow(name, out, fill, span[0])
+                return out.nbytes, file.write(start, out)
+
+            spans = _spans(place, entry)
+            for count, edges in run(put, spans) if len(spans) > 1 else map(put, spans):
+                file.write_edges(edges)
+                wrote(count)
 
 
 def write_file(
@@ -216,13 +252,26 @@ def _header(entries: list[TensorEntry]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _pieces(tensor: Tensor, entry: TensorEntry) -> Iterator[memoryview]:
-    for piece in tensor.reshape(-1).split(PIECE):
-        narrowed = piece.to(entry.dtype)
-        if entry.dtype == torch.float16 and (narrowed.isinf() & piece.isfinite()).any():
-            message = f"{entry.name} has the value {piece.abs().max():g}, but float16 ends at 65504"
-            raise UserError(Problem(kind="overflow", message=message, hint="use --dtype bf16 or fp32", where="--dtype"))
-        yield narrowed.contiguous().view(torch.uint8).numpy().data
+def _spans(place: int, entry: TensorEntry) -> list[tuple[int, int]]:
+    """Split a tensor at byte `place` of a file into pieces of elements that end at full pieces of the file."""
+    size, total = entry.dtype.itemsize, math.prod(entry.shape)
+    first = (PIECE - place % PIECE) // size
+    cuts = [0, *range(first, total, PIECE // size), total]
+    return [(start, end) for start, end in pairwise(cuts) if start < end]
+
+
+def _copy_part(source: Tensor, out: Tensor, start: int) -> None:
+    copy(out, source[start : start + len(out)])
+
+
+def _refuse_overflow(name: str, out: Tensor, fill: Callable[[Tensor, int], None], start: int) -> None:
+    if out.dtype != torch.float16 or not out.isinf().any():
+        return
+    numbers = torch.empty(len(out), dtype=torch.float64)
+    fill(numbers, start)
+    if (out.isinf() & numbers.isfinite()).any():
+        message = f"{name} has the value {numbers.abs().max():g}, but float16 ends at 65504"
+        raise UserError(Problem(kind="overflow", message=message, hint="use --dtype bf16 or fp32", where="--dtype"))
 
 
 @dataclass(frozen=True, kw_only=True)

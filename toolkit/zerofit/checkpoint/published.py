@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from zerofit.checkpoint.model_folder import TensorEntry, TensorFile, check_file, cut
+from zerofit.checkpoint.model_folder import LazyTensor, TensorEntry, TensorFile, check_file, cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHARD_BYTES = 1 << 30  # some tools, such as accelerate, load a full shard into host memory
+THREADS = 4  # that read and write at the same time
 INDEX = "model.safetensors.index.json"
 
 
@@ -53,7 +55,7 @@ class PublishedFiles:
     def write(
         self,
         folder: Path,
-        tensors: Iterable[tuple[str, Tensor]],
+        tensors: Iterable[tuple[str, Tensor | LazyTensor]],
         wrote: Callable[[int], None] = lambda count: None,
     ) -> None:
         """Write (name in the model, tensor) pairs in any order; names that are not published are skipped.
@@ -63,15 +65,25 @@ class PublishedFiles:
         parts = {part.source: part for part in self.published.parts}
         files = {name: TensorFile(folder / name, entries) for name, entries in self._files.items()}
         where = {entry.name: file for file in files.values() for entry in file.entries}
-        for name, tensor in tensors:
-            if name in parts:
-                for output, piece in self.published.tensors(parts.pop(name), tensor).items():
-                    where[output].write(output, piece, wrote)
+        with ThreadPoolExecutor(THREADS) as pool:
+            for name, tensor in tensors:
+                if name in parts:
+                    for output, piece in self._outputs(parts.pop(name), tensor).items():
+                        where[output].write(output, piece, wrote, pool.map)
         assert not parts, f"no tensors for {', '.join(parts)}"
         for name, entries in self._files.items():
             check_file(folder / name, entries)
         if self.published.transformers:
             self._write_configs(folder)
+
+    def _outputs(self, part: PublishedTensor, tensor: Tensor | LazyTensor) -> Mapping[str, Tensor | LazyTensor]:
+        """Return a part's tensors in the files, by name, which are read at once if necessary."""
+        if isinstance(tensor, LazyTensor):
+            if part.unchanged and tensor.in_pieces:
+                return dict.fromkeys(part.outputs, tensor)
+            # 16 bits halve the memory, but fp16's range is checked in float32
+            tensor = tensor.read(torch.bfloat16 if self._dtype == torch.bfloat16 else torch.float32)
+        return self.published.tensors(part, tensor)
 
     def _write_configs(self, folder: Path) -> None:
         """Write config.json, generation_config.json (if the model generates) and the index (if there are shards)."""
@@ -95,6 +107,7 @@ class PublishedTensor:
 
     source: str  # its name in the model's state_dict
     outputs: dict[str, tuple[int, ...]]  # names in the files, and shapes
+    unchanged: bool = True  # the only output has the same numbers
 
 
 class PublishedModel:
@@ -135,7 +148,11 @@ class PublishedModel:
         if max(times.values()) == 1 and alone == {name: t.shape for name, t in together.items()}:
             self._converts = True
             self.parts = [
-                PublishedTensor(source=source, outputs={name: tuple(t.shape) for name, t in outputs.items()})
+                PublishedTensor(
+                    source=source,
+                    outputs={name: tuple(t.shape) for name, t in outputs.items()},
+                    unchanged=[id(t) for t in outputs.values()] == [id(state[source])],
+                )
                 for source, outputs in parts
             ]
 

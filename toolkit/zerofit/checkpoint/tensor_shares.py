@@ -14,32 +14,41 @@ from zerofit.checkpoint.foreign import Foreign
 from zerofit.checkpoint.index import Shard, TensorSlice
 from zerofit.spec.errors import Problem, UserError
 
-# Megatron-DeepSpeed's names (megatron/model/language_model.py and transformer.py), for its checkpoints without rules
+# Names of Megatron-DeepSpeed (megatron/model: language_model.py, transformer.py, bert_model.py, gpt_model.py) and
+# GPT-NeoX, for their checkpoints without rules. A pipeline numbers its layers; its last norm is NUMBER.weight.
 MEGATRON = {
-    "parameter_with_row_parallelism_patterns": [
-        r".*\.(attention|self_attention)\.dense\.weight",
-        r".*\.dense_4h_to_h\.weight",
-    ],
+    "parameter_with_row_parallelism_patterns": [r".*attention\.dense\.weight", r".*\.dense_4h_to_h\.weight"],
     "tp_replicated_parameter_patterns": [
         r".*norm.*\.(weight|bias)",
-        r".*position_embeddings\.weight",
-        r".*\.(attention|self_attention)\.dense\.bias",
-        r".*\.dense_4h_to_h\.bias",
-        r".*\.(pooler|lm_head)\..*",
+        r"\d+\.(weight|bias)",
+        r".*(position|tokentype)_embeddings\.weight",
+        r".*(attention\.dense|\.dense_4h_to_h)\.bias",
+        r".*(pooler\.dense|lm_head\.dense|binary_head)\.(weight|bias)",
+        r".*\.gate\.wg\.weight",
+    ],
+    "columns": [
+        r".*\.(query_key_value|query|key_value|dense_h_to_4h)\.(weight|bias)",
+        r".*(word_embeddings|output_layer|final_linear|lm_head)\.weight",
+        r".*lm_head\.bias",
     ],
 }
 MARK = re.compile(r".*\.(query_key_value|dense_h_to_4h)\.weight")
-WIDE, NARROW = "dense_h_to_4h", "dense_4h_to_h"
+WIDE, NARROW = "dense_h_to_4h.weight", "dense_4h_to_h.weight"
 
 
 def whole_shards(found: Foreign, parts: Parts, rules: dict[str, Any] | None) -> list[Shard]:
     """Return all shards as parts of the full tensors. Raises UserError "no-whole-view" if no rules are known."""
     if parts.tensor_ranks == 1:
         return [shard for ranks in parts.shards.values() for shard in ranks[0]]
+    unknown = []
     if not rules and any(MARK.fullmatch(name) for name in parts.shards):
+        unknown = [name for name in parts.shards if not any(_Rules.matches(each, name) for each in MEGATRON.values())]
         rules = MEGATRON | {"parameter_with_2_sub_params_cat_dim_0": _gated(parts)}
-    if not rules:
-        message = f"{found.files} is split over {parts.tensor_ranks} tensor parallel ranks, without rules to join them"
+    if not rules or unknown:
+        what = unknown[0] if unknown else "them"
+        message = (
+            f"{found.files} is split over {parts.tensor_ranks} tensor parallel ranks, without rules to join {what}"
+        )
         hint = "gather it with the program that wrote it, e.g. save_16bit_model; DeepSpeed 0.19 and newer save rules"
         raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where=str(found.files)))
     shares = _Rules(rules)
@@ -51,8 +60,8 @@ def _gated(parts: Parts) -> list[str]:
     gated = []
     for name, ranks in parts.shards.items():
         other = parts.shards.get(name.replace(WIDE, NARROW))
-        if WIDE in name and other and ranks[0][0].shape[0] == 2 * other[0][0].shape[-1]:
-            gated.append(re.escape(name))
+        if name.endswith(WIDE) and other and ranks[0][0].shape[0] == 2 * other[0][0].shape[-1]:
+            gated.append(re.escape(name.removesuffix("weight")) + "(weight|bias)")
     return gated
 
 

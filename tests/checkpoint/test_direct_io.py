@@ -1,0 +1,74 @@
+"""Numbers read and written past the page cache equal what plain files have."""
+
+import errno
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from zerofit.checkpoint.direct_io import BLOCK, PIECE, NumbersFile, buffer, copy
+from zerofit.checkpoint.model_folder import LazyTensor, TensorEntry, TensorFile
+
+
+@pytest.fixture(params=["direct", "no O_DIRECT", "refused at the first call"])
+def file_system(request, monkeypatch):
+    """File systems with and without support for O_DIRECT."""
+    real = {name: getattr(os, name) for name in ("open", "preadv", "pwrite")}
+    direct = set()
+
+    def opened(path, flags, *rest):
+        if flags & os.O_DIRECT and request.param == "no O_DIRECT":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        file = real["open"](path, flags, *rest)
+        (direct.add if flags & os.O_DIRECT else direct.discard)(file)
+        return file
+
+    def refused(name):
+        def call(file, *rest):
+            if file in direct:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return real[name](file, *rest)
+
+        return call
+
+    if request.param != "direct":
+        monkeypatch.setattr(os, "open", opened)
+        if request.param != "no O_DIRECT":
+            monkeypatch.setattr(os, "preadv", refused("preadv"))
+            monkeypatch.setattr(os, "pwrite", refused("pwrite"))
+
+
+@pytest.mark.parametrize("place", [0, 4, BLOCK - 8, BLOCK, 3 * BLOCK + 64])
+@pytest.mark.parametrize("count", [1, 5, BLOCK // 4, PIECE // 4 - 1])
+def test_numbers_at_any_place(tmp_path, file_system, place, count):
+    path = tmp_path / "numbers"
+    path.write_bytes(b"\x07" * (place + 4 * count + 9))
+    numbers = torch.randn(count)
+    with NumbersFile(path, os.O_RDWR) as file:
+        out = buffer(place, count, torch.float32)
+        copy(out, numbers)
+        file.write_edges(file.write(place, out))
+    assert path.read_bytes() == b"\x07" * place + numbers.numpy().tobytes() + b"\x07" * 9
+
+    with path.open("rb") as plain:  # the pages leave the cache
+        os.fsync(plain.fileno())
+        os.posix_fadvise(plain.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with NumbersFile(path) as file:
+        assert torch.equal(file.read(place, count, torch.float32), numbers)
+        assert torch.equal(file.read(place + 4, count + 9, torch.float32)[: count - 1], numbers[1:])
+
+
+def test_a_tensor_that_is_read_in_pieces(tmp_path):
+    whole = torch.arange(PIECE + 77, dtype=torch.float64).remainder(1001)
+    entries = [TensorEntry(name=n, shape=s, dtype=torch.bfloat16) for n, s in {"a": (3,), "b": (len(whole),)}.items()]
+    stored = LazyTensor(
+        shape=whole.shape, fill=lambda out, start: copy(out, whole[start : start + len(out)]), in_pieces=True
+    )
+    file = TensorFile(tmp_path / "model.safetensors", entries)
+    written = []
+    file.write("b", stored, written.append)
+    file.write("a", torch.ones(3))
+    got = load_file(file.path)
+    assert torch.equal(got["b"], whole.bfloat16()) and torch.equal(got["a"], torch.ones(3).bfloat16())
+    assert sum(written) == 2 * len(whole) and len(written) > 2
