@@ -168,10 +168,9 @@ def batch_and_precision(pins: Mapping[str, Any], config: Mapping[str, Any]) -> d
     A JSON that switches 16-bit types off, and none on, trains in float32.
     """
     found = {"global_batch": get(config, "train_batch_size", "auto")}
-    switches = {get(config, f"{name}.enabled"): name for name in ("fp16", "bf16")}
-    found["precision"] = switches.get(
-        True, "fp32" if switches.keys() <= {False, None} and False in switches else "auto"
-    )
+    enabled = {name: get(config, f"{name}.enabled") for name in ("bf16", "fp16")}
+    off = False in enabled.values() and all(value in (False, None) for value in enabled.values())
+    found["precision"] = next((name for name, value in enabled.items() if value is True), "fp32" if off else "auto")
     found = {name: value for name, value in found.items() if value != "auto"}
     return found | {name: pins[name] for name in ("global_batch", "precision") if pins.get(name) is not None}
 
