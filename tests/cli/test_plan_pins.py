@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.plan.stub import make_profile
+from zerofit.app.planning.layout_pins import batch_and_precision
 from zerofit.cli.main import main
 from zerofit.config.ds_json import bundled
 
@@ -99,9 +100,26 @@ def test_superoffload_steps_beside_backward_where_nothing_is_clipped(stored, tmp
     assert beside["offload"] == clipped["offload"] == "optimizer:cpu"
 
 
-def test_zenflow_is_refused_with_what_to_plan_instead(stored):
-    (wrong,) = refused(*stored, "--ds-config", "zenflow")
-    assert "cannot forecast" in wrong["message"] and "zero3_offload" in wrong["hint"]
+def test_features_without_a_forecast_are_refused_with_what_to_do_instead(stored, tmp_path):
+    autocast = tmp_path / "autocast.json"
+    autocast.write_text('{"torch_autocast": {"enabled": true, "dtype": "bfloat16"}}')
+    for config, instead in (("zenflow", "zero3_offload"), (autocast, "zerofit simulate")):
+        (wrong,) = refused(*stored, "--ds-config", config)
+        assert "cannot forecast" in wrong["message"] and instead in wrong["hint"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "precision"),
+    [
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, "bf16"),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": False}}, "fp32"),
+        ({"fp16": {"enabled": False}}, "fp32"),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": "auto"}}, "auto"),
+        ({}, "auto"),
+    ],
+)
+def test_a_json_without_16_bit_types_trains_in_float32(blocks, precision):
+    assert batch_and_precision({}, blocks).get("precision", "auto") == precision
 
 
 def test_what_is_written_is_the_json_that_was_given(stored, tmp_path):

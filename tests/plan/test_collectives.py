@@ -8,7 +8,8 @@ import pytest
 
 from tests.plan.stub import make_cluster
 from zerofit.plan.collectives import RankGroup, call_s, collective_s, group_of, sent_bytes
-from zerofit.plan.rates import MODEL_SHAPES, Rates, rates_of
+from zerofit.plan.rate_catalog import rate_catalog
+from zerofit.plan.rates import Rates, rates_of
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.local_machine import Calibration
 
@@ -89,8 +90,20 @@ def test_a_calibration_takes_the_place_of_assumptions():
         kind="h100-80gb", device_name="", devices=8, date="2026-01-02T00:00:00", matmul_flops={"bf16": 7e14}, link=3e11
     )
     found, assumed = rates_of(make_cluster(), "bf16", measured), rates_of(make_cluster(), "bf16")
-    assert found.flops == pytest.approx(7e14 * MODEL_SHAPES) and found.link == 3e11
+    assert found.flops == pytest.approx(7e14 * rate_catalog()["model_shapes"]) and found.link == 3e11
     assert found.link_reduce == 3e11
     assert found.attention / assumed.attention == pytest.approx(found.flops / assumed.flops)
     assert found.sources["link"] == "measured here on 2026-01-02" and "nccl-tests" in assumed.sources["link"]
     assert found.memory == assumed.memory and found.peak == assumed.peak == 989e12
+
+
+def test_every_rate_of_the_catalog_is_a_number_with_a_source():
+    rates = rate_catalog()
+    kernels = [entry for entries in rates["attention"]["kernels"].values() for entry in entries.values()]
+    sections = [*rates["products"].values(), *rates["unaligned"].values(), *rates["rates"].values(), *kernels]
+    entries = [entry for entry in sections if isinstance(entry, dict)]
+    assert len(entries) > 50 and all(entry["source"] for entry in entries)
+    for entry in entries:  # YAML reads 7e-6 as a text
+        numbers = {name: value for name, value in entry.items() if name not in ("source", "date")}
+        assert all(isinstance(value, int | float) for value in numbers.values()), entry
+        assert "date" in entry or not entry["source"].startswith(("measured:", "measured by others"))

@@ -93,6 +93,13 @@ def test_words(reserved_gib, word, left_gib):
     assert "context" in verdict.sentence
 
 
+def test_the_sentence_has_the_likely_reserved_memory_and_the_most():
+    both = judge(60 * GIB, BESIDE, 80 * GIB, likely_bytes=50 * GIB)
+    assert "torch reserves 50.0 GiB to 60.0 GiB of the device's 80.0 GiB" in both.sentence
+    assert both.margin_bytes == judge(60 * GIB, BESIDE, 80 * GIB).margin_bytes
+    assert "reserves 60.0 GiB of the" in judge(60 * GIB, BESIDE, 80 * GIB, likely_bytes=60 * GIB).sentence
+
+
 def test_a_margin_of_ones_own():
     assert judge(75 * GIB, BESIDE, 80 * GIB, kept_free_bytes=0).word == FITS
     assert judge(75 * GIB, BESIDE, 80 * GIB, kept_free_bytes=2 * GIB).word == WITHIN

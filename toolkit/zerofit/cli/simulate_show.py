@@ -56,7 +56,9 @@ def _needs(result: Simulation) -> str:
 
 
 def _needed(result: Simulation) -> int:
-    """Return the bytes that the verdict uses: torch's memory, and the mean estimate of memory outside of torch."""
+    """Return the likely bytes. If they do not fit, return torch's most, and the mean estimate of memory outside it."""
+    if result.verdict != NOT:
+        return result.smi_bytes
     return result.device_total_bytes - result.margin_bytes - sum(o.high_bytes - o.bytes for o in result.overheads)
 
 

@@ -126,6 +126,14 @@ DEEPCOMPILE = ZeroFeature(
     partial=False,
     op="DeepCompileBuilder",
 )
+TORCH_AUTOCAST = ZeroFeature(
+    path="torch_autocast.enabled",
+    docs="Weights stay float32. Matrix multiplications compute in 16 bits.",
+    not_planned=Unforecast(
+        message="plan cannot forecast torch_autocast in the DeepSpeed JSON (float32 weights, activations of two types)",
+        hint="use `zerofit simulate` with the same options",
+    ),
+)
 ZERO_FEATURES: tuple[ZeroFeature, ...] = (
     SECONDARY_PARTITION,
     QUANTIZED_WEIGHTS,
@@ -135,6 +143,7 @@ ZERO_FEATURES: tuple[ZeroFeature, ...] = (
     SUPER_OFFLOAD,
     TWIN_FLOW,
     DEEPCOMPILE,
+    TORCH_AUTOCAST,
 )
 
 

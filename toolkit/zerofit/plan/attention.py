@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
+from zerofit.plan.rate_catalog import rate_catalog
 from zerofit.spec.model_facts import AttentionKernel
 from zerofit.spec.profile import Kernel
 
@@ -36,49 +40,21 @@ class AttentionRate:
 
 
 PLAIN = AttentionRate(share=1.0, half=0.0, full_half=0.0, narrow=1.0, blocks=0.0, how="plain matrix multiplications")
-_FA2 = "measured: FlashAttention-2 paper (2023), figures 4 to 6, A100, 512 to 16k tokens"
-_FA3 = "measured: FlashAttention-3 paper (2024), figures 5 and 6, H100, 512 to 16k tokens"
-_MEASURED = "measured: torch's SDPA (cuDNN) on an H100 (benchmarks/results/gpu-environment.json)"
-_A100 = AttentionRate(share=0.68, how=_FA2)
-_H100 = AttentionRate(share=0.35, half=400, how=f"{_FA3}: FlashAttention-2")
-_CUDNN = AttentionRate(share=0.62, half=900, full_half=100, narrow=0.75, how=_MEASURED)
-_FIRST = AttentionRate(share=0.36, half=400, how="measured: FlashAttention-2 paper (2023), FlashAttention on an A100")
-_OTHER = AttentionRate(share=0.55, how="assumed: FlashAttention-2 between A100 and H100")
-_HOPPER = ("H100", "H100 PCIe", "H200", "H800", "H20", "GH200")
-_BLACKWELL = ("B200", "B300", "GB200")
-_CDNA = ("MI250X", "MI300X", "MI325X", "MI355X")
-_FA2_RATES = {
-    **dict.fromkeys(("A100", "A800"), _A100),
-    **dict.fromkeys(_HOPPER, _H100),
-    **dict.fromkeys(_BLACKWELL, replace(_H100, share=0.2, how="assumed: FlashAttention-2, made for Ampere")),
-    **dict.fromkeys(_CDNA, AttentionRate(share=0.3, how="assumed: AOTriton")),
-    "V100": AttentionRate(share=0.25, how="assumed: the memory-efficient kernel, without FlashAttention"),
-}
-_SIMUMAX = "measured: MooreThreads/SimuMax configs/system, b200_bf16_ceperm, sdp"
-_SDPA_RATES = {
-    **_FA2_RATES,
-    **dict.fromkeys(_HOPPER, _CUDNN),
-    **dict.fromkeys(_BLACKWELL, replace(_CUDNN, share=0.55, how=_SIMUMAX)),
-}
-_FA3_RATES = {**_SDPA_RATES, **dict.fromkeys(_HOPPER, AttentionRate(share=0.64, half=400, narrow=0.77, how=_FA3))}
-_FA4 = AttentionRate(share=0.6, half=400, narrow=0.77, how="published: FlashAttention-4's release, B200")
-_FIRST_RATES = {
-    **dict.fromkeys(_FA2_RATES, _FIRST),
-    **dict.fromkeys((*_HOPPER, *_BLACKWELL), replace(_FIRST, share=0.23)),
-    "V100": _FA2_RATES["V100"],
-}
-# by kernel and name of the device; `eager` has no fused kernel, so its rate is never used
-RATES: dict[AttentionKernel, dict[str, AttentionRate]] = {
-    "sdpa": _SDPA_RATES,
-    "eager": {},
-    "flash_attention_1": _FIRST_RATES,
-    "flash_attention_2": _FA2_RATES,
-    "flash_attention_3": _FA3_RATES,
-    "flash_attention_4": {**_FA3_RATES, **dict.fromkeys(_BLACKWELL, _FA4)},
-    "flex_attention": {name: replace(rate, share=0.85 * rate.share) for name, rate in _FA2_RATES.items()},
-}
 
 
+@cache
 def attention_rate(kernel: AttentionKernel, device: str) -> AttentionRate:
     """Return a kernel's rate on a device, by the name that torch reports."""
-    return RATES[kernel].get(device, _OTHER)
+    rates = rate_catalog()["attention"]
+    family = next((name for name, devices in rates["families"].items() if device in devices), "")
+    entries, times = rates["kernels"][kernel], 1.0
+    while family not in entries and "like" in entries:
+        times *= entries.get("times", 1.0)
+        entries = rates["kernels"][entries["like"]]
+    found = entries.get(family)
+    return _rate(found, times) if found else _rate(rates["other"], 1.0)
+
+
+def _rate(entry: Mapping[str, Any], times: float) -> AttentionRate:
+    shape = {name: entry[name] for name in ("half", "full_half", "narrow") if name in entry}
+    return AttentionRate(share=times * entry["share"], how=entry["source"], **shape)

@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.rates import SourcedRate
+from zerofit.plan.rate_catalog import SourcedRate
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.files import field_data
 

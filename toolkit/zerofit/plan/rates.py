@@ -8,17 +8,10 @@ from typing import NamedTuple
 
 from zerofit.plan.attention import PLAIN, AttentionRate, attention_rate
 from zerofit.plan.measured_rates import CollectiveTable, KernelTable
+from zerofit.plan.rate_catalog import SourcedRate, entry_of, rate_catalog, rate_of
 from zerofit.plan.software import USUAL, Software
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.local_machine import Calibration
-
-
-class SourcedRate(NamedTuple):
-    """A number with its source."""
-
-    value: float
-    how: str
-
 
 _FITTED = "fitted to published throughput (benchmarks/time_accuracy.py)"
 
@@ -28,10 +21,10 @@ class Coefficients:
     """The coefficients for GPUs that were fitted to published throughput; no other coefficient was fitted."""
 
     memory: float = 0.72  # share of the data sheet's bandwidth reached by kernels without matrix multiplications
-    network: float = 0.68  # share of the wire speed between nodes reached by collectives
+    network: float = 0.634  # share of the wire speed between nodes reached by collectives
     network_hop_s: float = 33e-6  # one step of a ring between nodes, with the small messages of many ranks
-    exposed_between: float = 0.6  # share of a collective between nodes that is not hidden by compute
-    hook_s: float = 405e-6  # host time for ZeRO-3 to fetch and release one parameter, with streams and events
+    exposed_between: float = 0.55  # share of a collective between nodes that is not hidden by compute
+    hook_s: float = 417e-6  # host time for ZeRO-3 to fetch and release one parameter, with streams and events
 
 
 FITTED = Coefficients()
@@ -45,131 +38,6 @@ class ProductRate(NamedTuple):
     how: str
 
 
-_MAMF = "measured: stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS (bf16)"
-_SIMUMAX = "measured: MooreThreads/SimuMax configs/system, "
-OTHER_EDGE = 120.0  # assumed for other GPUs, between the measured values
-MODEL_SHAPES = 0.85  # rate of large matrix multiplications in a model's shapes, relative to the best rate (A100: 0.91)
-
-
-def _best(share: float, how: str) -> ProductRate:
-    return ProductRate(share * MODEL_SHAPES, OTHER_EDGE, f"{how}; times {MODEL_SHAPES:g} for a model's shapes")
-
-
-PRODUCTS: dict[str, ProductRate] = {
-    # error of the rule: 3 % (median) and 12 % (90th percentile) of the A100's table, 6 % and 25 % of the B200's
-    "A100": ProductRate(0.787, 154, _SIMUMAX + "a100_pcie: 183 matrix multiplications with shapes from training"),
-    "B200": ProductRate(0.509, 92, _SIMUMAX + "b200_bf16_ceperm: 514 matrix multiplications with shapes from training"),
-    "H100": ProductRate(0.60, OTHER_EDGE, "measured: KempnerInstitute/KempnerForge profiling: 552 TFLOP/s in training"),
-    "H200": _best(0.803, _MAMF + ", its H100"),
-    "RTX 4090": _best(0.92, "measured: DefTruth/CUDA-Learn-Notes, hgemm: 105 to 115 of an L20's 119.5 TFLOP/s"),
-    "RTX PRO 6000": _best(0.83, "measured: zzc0721/torch-performance-test-data#161: 417 of 503.8 TFLOP/s"),
-    "MI250X": _best(0.767, _MAMF + ", one GCD"),
-    "MI300X": _best(0.601, _MAMF),
-}
-_ALIKE = {  # same chip or generation
-    "A800": "A100",
-    "H800": "H100",
-    "GH200": "H100",
-    "B300": "B200",
-    "GB200": "B200",
-    "L20": "RTX 4090",
-    "RTX 3090": "RTX 4090",
-    "MI325X": "MI300X",
-}
-PRODUCTS |= {name: PRODUCTS[other] for name, other in _ALIKE.items()}
-OTHER_PRODUCTS = _best(0.80, "assumed: the middle of the measured rates")
-FP32_PRODUCTS = SourcedRate(0.92, "assumed: cuBLAS's matrix multiplications without TF32")
-
-
-class UnalignedShare(NamedTuple):
-    """Rate of 16-bit matrix multiplications with rows of no multiple of 16 bytes, relative to aligned rows."""
-
-    odd: float  # rows of an odd number of elements
-    even: float  # rows of a multiple of two or four elements
-    how: str
-
-
-UNALIGNED: dict[str, UnalignedShare] = {
-    "H100": UnalignedShare(
-        0.16, 0.34, "measured: 50,257 to 50,264 and 30,522 to 30,528 columns (benchmarks/results/gpu-kernels.json)"
-    ),
-}
-UNALIGNED["H200"] = UNALIGNED["H100 PCIe"] = UNALIGNED["H800"] = UNALIGNED["GH200"] = UNALIGNED["H100"]
-UNALIGNED["A100"] = UNALIGNED["A800"] = UnalignedShare(
-    0.42,
-    0.42,
-    "karpathy/nanoGPT: a vocabulary of 50,304 instead of 50,257 makes GPT-2's steps on A100s 25 % faster",
-)
-OTHER_UNALIGNED = UnalignedShare(1.0, 1.0, "assumed: no figure is known")
-# bytes per second and channel of batch norm, by dtype: one block processes a full channel of NCHW. The kernels are
-# cuDNN's; for bf16, which cuDNN does not support there, torch's (ATen/native/cuda/Normalization.cuh). Measured on
-# an H100 with 32 and 64 channels (benchmarks/results/gpu-kernels.json)
-BATCH_NORM_CHANNEL = {"float32": 15e9, "float16": 7.3e9, "bfloat16": 5e9}
-
-EFFICIENCIES: dict[str, SourcedRate] = {
-    "general": SourcedRate(
-        0.022,
-        "measured on an H100: grouped convolutions in NCHW, forward and backward together, per channel of a group "
-        "(benchmarks/results/gpu-kernels.json), relative to the general cores' float32 peak",
-    ),
-    "depthwise": SourcedRate(
-        0.06,
-        "measured on an H100: grouped convolutions by cuDNN, float16 only (benchmarks/results/gpu-kernels.json)",
-    ),
-    "host": SourcedRate(
-        0.43,
-        "measured by others: ZeRO-Offload (Ren et al. 2021), table 4: DeepSpeed's CPU Adam on 1 to 10 billion "
-        "parameters moves 93 to 127 of the 256 GB/s of a DGX-2's two Xeon 8168, with all their cores",
-    ),
-    "Grace host": SourcedRate(
-        0.68,
-        "assumed: a Grace has one socket, so its threads read no other socket's memory; STREAM reaches 486 of 512 GB/s "
-        "(arXiv:2407.07850)",
-    ),
-    "cpu general": SourcedRate(0.5, "assumed: grouped convolutions relative to the cores' peak"),
-    "nvlink": SourcedRate(
-        0.78, "measured by others: nccl-tests all_reduce_perf, 8 A100 reach 230 to 250 of 300 GB/s of bus bandwidth"
-    ),
-    "NVLink 4 all-reduce": SourcedRate(
-        1.06,
-        "measured by others: nccl-tests all_reduce_perf, 8 H100 or H200 reduce in the switch: 474 to 483 of 450 GB/s",
-    ),
-    "NVLink 5 all-reduce": SourcedRate(
-        0.93, "measured by others: nccl-tests all_reduce_perf, reduced in the switch: 8 B200 reach 839 to 846 of 900"
-    ),
-    "pcie ring": SourcedRate(
-        0.6, "measured by others: nccl-tests all_reduce_perf, 8 H100 PCIe reach 35 to 45 of 63 GB/s"
-    ),
-    "adam": SourcedRate(0.82, "measured: fused AdamW on an H100 (benchmarks/results/gpu-environment.json)"),
-    "PCIe": SourcedRate(0.8, "assumed: page-locked copies"),
-    "NVLink-C2C": SourcedRate(
-        0.75,
-        "measured by others: Schieffer et al. 2024 (arXiv:2407.07850): a GH200 copies 375 GB/s from the host and 297 "
-        "to it, of 450",
-    ),
-    "nvme": SourcedRate(0.8, "assumed: large asynchronous reads and writes"),
-    "cpu": SourcedRate(0.6, "assumed: share of the cores' peak that oneDNN reaches with a model's shapes"),
-    "cpu bf16": SourcedRate(0.42, "assumed: no bf16 instructions, so values are converted to fp32 and back"),
-    "cpu memory": SourcedRate(0.85, "assumed: share of memory bandwidth that streaming kernels reach"),
-    "cpu host": SourcedRate(0.6, "assumed: share of memory bandwidth that DeepSpeed's CPU Adam reaches on all cores"),
-}
-THREAD = SourcedRate(12e9, "measured: torch's fused AdamW with one thread on an EPYC server: 12 to 14 GB/s")
-PAGEABLE = SourcedRate(
-    7.2e9, "measured on an H100: images of 38.5 MB from pageable memory (benchmarks/results/gpu-training.json)"
-)
-LAUNCH_S = SourcedRate(7e-6, "assumed: PyTorch eager, one op from Python while the device waits")
-HOP_S = SourcedRate(3.4e-6, "NCCL's own model, src/graph/tuning.cc: one step of a ring over NVLink, protocol Simple")
-CALL_S = SourcedRate(20e-6, "assumed: latency of a collective")
-CPU_HOOK_S = SourcedRate(200e-6, "measured by `zerofit calibrate` on two cores: 190 to 220 us")
-CPU_GRADIENT_S = SourcedRate(75e-6, "measured by `zerofit calibrate` on two cores: 60 to 90 us")
-_ENGINE_LAUNCH = SourcedRate(
-    0.44, "measured: GPT-2 and ResNet-50 at stage 0 on an H100: kernels outside of modules and autograd"
-)
-_GRADIENT = SourcedRate(4.5, "measured: BERT-large at stage 1 on an H100: the time of this many launches")
-NO_ENGINE_LAUNCH = SourcedRate(0.0, "included in the host's time per gradient")
-STREAMING = SourcedRate(0.89, "measured: one long addition on an H100 (benchmarks/results/gpu-environment.json)")
-COMPILED, FUSED = 0.5, 0.6  # assumed: traffic that torch.compile and Liger leave between matrix multiplications
-EXPOSED_INSIDE = SourcedRate(0.15, "assumed: share of a collective's time by which it slows compute")
 # rate -> kind in a trace whose factor corrects it; kernels and collectives have kinds of their own
 _HOST = "launches and hooks"
 TRACED = {
@@ -263,13 +131,13 @@ def rates_of(
         "call_s": measured.call_s or measured.link_latency_s,
     }
     if measured.launch_s and not cluster.on_cpu:
-        slower = measured.launch_s / LAUNCH_S.value
+        slower = measured.launch_s / rate_of("launch").value
         found |= {name: slower * assumed[name].value for name in ("engine_launch_s", "gradient_s")}
     reached = measured.matmul_flops.get(precision)
     if reached:  # the rates of other kernels with FLOPs, which were not measured, change by the same factor
-        faster = reached * MODEL_SHAPES / assumed["flops"].value
+        faster = reached * rate_catalog()["model_shapes"] / assumed["flops"].value
         found |= {name: assumed[name].value * faster for name in ("flops", "attention", "general", "depthwise")}
-    date = f"measured here on {measured.date[:10]}"
+    date, channel = f"measured here on {measured.date[:10]}", rate_catalog()["batch_norm_channel"]
     chosen = {name: SourcedRate(rate, date) if (rate := found.get(name)) else assumed[name] for name in assumed}
     if measured.origin:
         chosen = {name: _by_trace(name, rate, measured) for name, rate in chosen.items()}
@@ -277,11 +145,11 @@ def rates_of(
         **{name: rate.value for name, rate in chosen.items()},
         ahead=not cluster.on_cpu,
         edge=products.edge,
-        channel={} if cluster.on_cpu else {name: rate / measured.slower for name, rate in BATCH_NORM_CHANNEL.items()},
+        channel={} if cluster.on_cpu else {name: rate / measured.slower for name, rate in channel.items()},
         attention_shape=_attention(cluster, precision, software),
-        unfused=COMPILED if software.compile else FUSED if software.liger_kernel else 1.0,
-        exposed_inside=EXPOSED_INSIDE.value,
-        hop_s=measured.slower * HOP_S.value,
+        unfused=_unfused(software),
+        exposed_inside=rate_of("exposed inside").value,
+        hop_s=measured.slower * rate_of("hop").value,
         peak=None if cluster.on_cpu else device.peak(precision),
         sources={name: rate.how for name, rate in chosen.items()},
         kernels=KernelTable(measured.kernels) if measured.kernels else None,
@@ -311,7 +179,7 @@ def _passes(cluster: Cluster, measured: Calibration) -> float | None:
 
 def _of_streaming(cluster: Cluster, fitted: Coefficients) -> float:
     """Return the bandwidth of kernels between matrix multiplications, relative to one long addition."""
-    return 1.0 if cluster.on_cpu else fitted.memory / STREAMING.value
+    return 1.0 if cluster.on_cpu else fitted.memory / rate_of("streaming").value
 
 
 def _attention(cluster: Cluster, precision: str, software: Software) -> AttentionRate:
@@ -329,46 +197,48 @@ def _assumed(
     shape = _attention(cluster, precision, software)
     attention = SourcedRate(products.large, products.how) if shape is PLAIN else SourcedRate(shape.share, shape.how)
     on_cpu, general = cluster.on_cpu, device.peak("fp32") or 0.0
-    unaligned = UNALIGNED.get(device.name, OTHER_UNALIGNED)
+    unaligned, launch = entry_of("unaligned", device.name), rate_of("launch")
     # a superchip's GPU reads all host memory by its own page tables; more GPUs come with more Grace CPUs
     superchip = device.host_link == "NVLink-C2C"
     hosts = max(1.0, cluster.gpus / node.gpus) if superchip else 1.0
-    ring = EFFICIENCIES["pcie ring" if "PCIe" in device.link_name else "nvlink"]
+    ring = rate_of("pcie ring" if "PCIe" in device.link_name else "nvlink")
+    switch = f"{device.link_name[:8]} all-reduce"  # of NVLink 4 and 5
     return {
         "flops": SourcedRate(peak * products.large, products.how),
         "attention": SourcedRate(peak * attention.value, attention.how),
-        "unaligned": SourcedRate(unaligned.odd, unaligned.how),
-        "unaligned_even": SourcedRate(unaligned.even, unaligned.how),
-        "general": _share_of(general, EFFICIENCIES["cpu general" if on_cpu else "general"]),
-        "depthwise": _share_of(general, EFFICIENCIES["cpu general" if on_cpu else "depthwise"]),
-        "memory": _share_of(device.bandwidth, EFFICIENCIES["cpu memory"] if on_cpu else _fitted(fitted.memory)),
-        "streaming": _share_of(device.bandwidth, EFFICIENCIES["cpu memory"] if on_cpu else STREAMING),
-        "adam": _share_of(device.bandwidth, EFFICIENCIES["cpu memory" if on_cpu else "adam"]),
-        "sgd": _share_of(device.bandwidth, EFFICIENCIES["cpu memory" if on_cpu else "adam"]),
-        "launch_s": LAUNCH_S,
-        "engine_launch_s": NO_ENGINE_LAUNCH if on_cpu else _share_of(LAUNCH_S.value, _ENGINE_LAUNCH),
-        "gradient_s": CPU_GRADIENT_S if on_cpu else _share_of(LAUNCH_S.value, _GRADIENT),
-        "hook_s": CPU_HOOK_S if on_cpu else _fitted(fitted.hook_s),
+        "unaligned": SourcedRate(unaligned["odd"], unaligned["source"]),
+        "unaligned_even": SourcedRate(unaligned["even"], unaligned["source"]),
+        "general": _share_of(general, rate_of("cpu general" if on_cpu else "general")),
+        "depthwise": _share_of(general, rate_of("cpu general" if on_cpu else "depthwise")),
+        "memory": _share_of(device.bandwidth, rate_of("cpu memory") if on_cpu else _fitted(fitted.memory)),
+        "streaming": _share_of(device.bandwidth, rate_of("cpu memory") if on_cpu else rate_of("streaming")),
+        "adam": _share_of(device.bandwidth, rate_of("cpu memory" if on_cpu else "adam")),
+        "sgd": _share_of(device.bandwidth, rate_of("cpu memory" if on_cpu else "adam")),
+        "launch_s": launch,
+        "engine_launch_s": rate_of("no engine launch") if on_cpu else _share_of(launch.value, rate_of("engine launch")),
+        "gradient_s": rate_of("cpu gradient") if on_cpu else _share_of(launch.value, rate_of("gradient")),
+        "hook_s": rate_of("cpu hook") if on_cpu else _fitted(fitted.hook_s),
         "link": _share_of(device.link, ring),
-        "link_reduce": _share_of(device.link, EFFICIENCIES.get(f"{device.link_name[:8]} all-reduce", ring)),
+        "link_reduce": _share_of(device.link, rate_of(switch) if switch in rate_catalog()["rates"] else ring),
         "network": _share_of(node.network, _fitted(fitted.network)),
         "network_hop_s": _fitted(fitted.network_hop_s),
         "exposed_between": _fitted(fitted.exposed_between),
-        "pcie": _share_of(device.pcie, EFFICIENCIES[device.host_link]),
-        "pageable": _share_of(device.pcie, EFFICIENCIES[device.host_link]) if on_cpu or superchip else PAGEABLE,
+        "pcie": _share_of(device.pcie, rate_of(device.host_link)),
+        "pageable": _share_of(device.pcie, rate_of(device.host_link)) if on_cpu or superchip else rate_of("pageable"),
         "host": _host(cluster, hosts * node.host_bandwidth, software.cpu_threads),
-        "nvme_read": _share_of(node.nvme_read, EFFICIENCIES["nvme"]),
-        "nvme_write": _share_of(node.nvme_write, EFFICIENCIES["nvme"]),
-        "call_s": CALL_S,
+        "nvme_read": _share_of(node.nvme_read, rate_of("nvme")),
+        "nvme_write": _share_of(node.nvme_write, rate_of("nvme")),
+        "call_s": rate_of("call"),
     }
 
 
 def _host(cluster: Cluster, bandwidth: float, threads: int | None) -> SourcedRate:
     """Return the bytes per second of a node's host memory under Adam. `threads`: threads of each rank."""
     kind = "Grace host" if cluster.device.host_link == "NVLink-C2C" else "cpu host" if cluster.on_cpu else "host"
-    every = _share_of(bandwidth, EFFICIENCIES[kind])
-    few = (threads or 0) * cluster.gpus * THREAD.value
-    return SourcedRate(few, f"{threads} threads a rank; {THREAD.how}") if 0 < few < every.value else every
+    every = _share_of(bandwidth, rate_of(kind))
+    thread = rate_of("thread")
+    few = (threads or 0) * cluster.gpus * thread.value
+    return SourcedRate(few, f"{threads} threads a rank; {thread.how}") if 0 < few < every.value else every
 
 
 def _fitted(value: float) -> SourcedRate:
@@ -382,8 +252,17 @@ def _share_of(peak: float, share: SourcedRate) -> SourcedRate:
 def _products(cluster: Cluster, precision: str) -> ProductRate:
     """Return the share of the peak that a model's matrix multiplications reach."""
     if cluster.on_cpu:
-        share, how = EFFICIENCIES["cpu bf16" if precision == "bf16" else "cpu"]
+        share, how = rate_of("cpu bf16" if precision == "bf16" else "cpu")
         return ProductRate(share, 0.0, how)
-    if precision == "fp32":
-        return ProductRate(FP32_PRODUCTS.value, OTHER_EDGE, FP32_PRODUCTS.how)
-    return PRODUCTS.get(cluster.device.name, OTHER_PRODUCTS)
+    entry = entry_of("products", "fp32" if precision == "fp32" else cluster.device.name)
+    edge, how = entry.get("edge", rate_catalog()["edge"]), entry["source"]
+    if "large" in entry:
+        return ProductRate(entry["large"], edge, how)
+    shapes = rate_catalog()["model_shapes"]
+    return ProductRate(entry["best"] * shapes, edge, f"{how}; times {shapes:g} for a model's shapes")
+
+
+def _unfused(software: Software) -> float:
+    """Return the share of the traffic between matrix multiplications that fused kernels leave."""
+    fused = "compiled" if software.compile else "fused" if software.liger_kernel else ""
+    return rate_of(fused).value if fused else 1.0

@@ -163,9 +163,14 @@ def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 
 
 def batch_and_precision(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the global batch and precision that pins or, without them, a DeepSpeed JSON set."""
+    """Return the global batch and precision that pins or, without them, a DeepSpeed JSON set.
+
+    A JSON that switches 16-bit types off, and none on, trains in float32.
+    """
     found = {"global_batch": get(config, "train_batch_size", "auto")}
-    found["precision"] = next((p for p in ("bf16", "fp16") if get(config, f"{p}.enabled") is True), "auto")
+    enabled = {name: get(config, f"{name}.enabled") for name in ("bf16", "fp16")}
+    off = False in enabled.values() and all(value in (False, None) for value in enabled.values())
+    found["precision"] = next((name for name, value in enabled.items() if value is True), "fp32" if off else "auto")
     found = {name: value for name, value in found.items() if value != "auto"}
     return found | {name: pins[name] for name in ("global_batch", "precision") if pins.get(name) is not None}
 

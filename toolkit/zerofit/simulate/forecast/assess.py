@@ -178,9 +178,10 @@ def _verdict(
         taken = record.peaks[0].bytes
         return judge(taken, beside, there), taken, taken
     if record.events is None:
-        verdict = judge(record.reserved_ahead_bytes, beside, there)
+        verdict = judge(record.reserved_ahead_bytes, beside, there, likely_bytes=record.reserved_bytes)
         return verdict, record.reserved_bytes, record.reserved_ahead_bytes
-    verdict, found = judge_events(record.events, beside, there, read_alloc_conf(alloc_conf))
+    settings = read_alloc_conf(alloc_conf)
+    verdict, found = judge_events(record.events, beside, there, settings, record.reserved_bytes)
     return verdict, min(record.reserved_bytes, found.peak_reserved_bytes), found.peak_reserved_bytes
 
 

@@ -130,11 +130,16 @@ class FitVerdict:
 # "fits" means that the run fits with the upper end of each overhead. "does not fit" means that it does not fit with the
 # lower ends.
 def judge(
-    peak_reserved_bytes: int, beside: Sequence[Overhead], device_bytes: int, kept_free_bytes: int | None = None
+    peak_reserved_bytes: int,
+    beside: Sequence[Overhead],
+    device_bytes: int,
+    kept_free_bytes: int | None = None,
+    likely_bytes: int | None = None,
 ) -> FitVerdict:
     """Compare the reserved peak and the overheads with the device's memory.
 
-    `kept_free_bytes` (default: REPLAYED of the peak) covers memory that is not simulated. FITS: the run fits even with
+    `kept_free_bytes` (default: REPLAYED of the peak) covers memory that is not simulated. `likely_bytes`: the reserved
+    peak if the device keeps up with the host, for the sentence. FITS: the run fits even with
     every overhead at its upper end. NOT: the run does not fit even with every overhead at its lower end.
     """
     kept = round(REPLAYED * peak_reserved_bytes) if kept_free_bytes is None else kept_free_bytes
@@ -143,7 +148,7 @@ def judge(
         word = FITS
     else:
         word = NOT if left < sum(o.low_bytes for o in beside) else WITHIN
-    return _verdict(word, peak_reserved_bytes, beside, device_bytes, kept)
+    return _verdict(word, (likely_bytes, peak_reserved_bytes), beside, device_bytes, kept)
 
 
 def judge_events(
@@ -151,6 +156,7 @@ def judge_events(
     beside: Sequence[Overhead],
     device_bytes: int,
     settings: AllocatorSettings | None = None,
+    likely_bytes: int | None = None,
 ) -> tuple[FitVerdict, Reserved]:
     """Return the verdict on a sequence of allocations, and the replay behind it.
 
@@ -158,7 +164,7 @@ def judge_events(
     sequence is replayed with the device's memory minus the overheads.
     """
     found = replay(events, settings=settings)
-    verdict = judge(found.peak_reserved_bytes, beside, device_bytes)
+    verdict = judge(found.peak_reserved_bytes, beside, device_bytes, likely_bytes=likely_bytes)
     if verdict.fits or device_bytes <= 0:
         return verdict, found
     low, high = sum(o.low_bytes for o in beside), sum(o.high_bytes for o in beside)
@@ -171,14 +177,20 @@ def judge_events(
                 " device each time; PYTORCH_ALLOC_CONF=expandable_segments:True reduces fragmentation."
             )
             more = flushes if tight.flushes else ""
-            return _verdict(word, tight.peak_reserved_bytes, beside, device_bytes, kept, more), tight
+            return _verdict(word, (likely_bytes, tight.peak_reserved_bytes), beside, device_bytes, kept, more), tight
     more = f" The first allocation that fails needs {shown_bytes(tight.out_of_memory.asked_bytes)}."
-    return _verdict(NOT, found.peak_reserved_bytes, beside, device_bytes, 0, more), found
+    return _verdict(NOT, (likely_bytes, found.peak_reserved_bytes), beside, device_bytes, 0, more), found
 
 
 def _verdict(
-    word: str, reserved: int, beside: Sequence[Overhead], device_bytes: int, kept: int, more: str = ""
+    word: str,
+    reserves: tuple[int | None, int],
+    beside: Sequence[Overhead],
+    device_bytes: int,
+    kept: int,
+    more: str = "",
 ) -> FitVerdict:
+    likely, reserved = reserves
     low, high = sum(o.low_bytes for o in beside), sum(o.high_bytes for o in beside)
     left = device_bytes - reserved - high
     more_memory = shown_bytes(high) if low == high else f"{shown_bytes(low)} to {shown_bytes(high)}"
@@ -188,6 +200,7 @@ def _verdict(
         WITHIN: f"It may run out of memory: kernels and fragmentation may need {shown_bytes(kept)} more.",
         NOT: f"At least {shown_bytes(reserved + low - device_bytes)} are missing.",
     }[word]
-    reserves = f"torch reserves {shown_bytes(reserved)} of the device's {shown_bytes(device_bytes)}"
-    sentence = f"{'; '.join(filter(None, (reserves, outside)))}. {end}{more}"
+    sizes = " to ".join(dict.fromkeys(shown_bytes(size) for size in (min(likely or reserved, reserved), reserved)))
+    torch = f"torch reserves {sizes} of the device's {shown_bytes(device_bytes)}"
+    sentence = f"{'; '.join(filter(None, (torch, outside)))}. {end}{more}"
     return FitVerdict(word=word, margin_bytes=left, sentence=sentence)

@@ -1,0 +1,37 @@
+"""Read the rates of kernels, links and hosts, with their sources: `catalog/rates.yaml`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from zerofit.spec.device_file import CATALOG
+
+
+class SourcedRate(NamedTuple):
+    """A number with its source."""
+
+    value: float
+    how: str
+
+
+@cache
+def rate_catalog() -> dict[str, Any]:
+    """Return the content of the file."""
+    import yaml  # most commands need no rate
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load((CATALOG / "rates.yaml").read_text(encoding="utf-8"), loader)
+
+
+def rate_of(name: str) -> SourcedRate:
+    """Return an entry of the section `rates`."""
+    entry = rate_catalog()["rates"][name]
+    return SourcedRate(entry["value"], entry["source"])
+
+
+def entry_of(section: str, device: str) -> dict[str, Any]:
+    """Return a device's entry of a section, by the name that torch reports; else the entry of other devices."""
+    entries = rate_catalog()[section]
+    found = entries.get(device, entries["other"])
+    return entries[found] if isinstance(found, str) else found
