@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def main(device: str) -> None:
         from zerofit.simulate.fakes import device as simulated
         from zerofit.simulate.fakes import gpu_patches
 
-        simulated.register()
+        simulated.register(SimpleNamespace(failed=None))
         gpu_patches.backend_keys()
         gpu_patches.autocast()
     name = "privateuseone" if device == "simgpu" else device

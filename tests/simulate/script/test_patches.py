@@ -40,6 +40,7 @@ TOKENIZERS = "transformers.tokenization_utils_base"
 GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available", "destroy_process_group")
 GRAPHS, GENERATION = "torch.cuda._graph_annotations", "transformers:GenerationMixin"
 LOOPS = ("_sample", "_beam_search", "_beam_search_has_unfinished_sequences")
+SAVERS = {**writes.SAVERS, **writes.OF_PACKAGES}
 # patch -> attributes that it replaces, and the lines of the library that make it necessary
 PATCHES = {
     "parameters": (["torch.nn:Parameter.__new__"], []),
@@ -50,6 +51,11 @@ PATCHES = {
     "moments_of_eight_bits": ([], []),
     "tensor_values": (["torch:Tensor.numpy", "torch:Tensor.tolist", "torch:Tensor.__format__"], []),
     "equality": (["torch:equal"], []),
+    "nested_lengths": (
+        ["torch.nested._internal.nested_tensor:get_tensor_symint"],
+        [Reason("torch.nested._internal.nested_tensor", "get_tensor_symint", "tensor", "tensor.get_nested_int(")],
+    ),
+    "replicas": (["torch.nn:DataParallel.forward"], []),
     "addresses": (
         ["torch:UntypedStorage.data_ptr", "torch._subclasses.fake_tensor:FakeTensor.data_ptr"],
         [Reason(FLAT, "_same_storage", "a b", "a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()")],
@@ -245,6 +251,7 @@ def test_every_patch_is_listed():
         "install_gpu",
         "capability",
         "token_tensors",
+        "padded_shape",
         "quantizer_of",
         "quantize",
         "missing_triton",
@@ -274,10 +281,10 @@ def test_every_patch_is_listed():
     assert found - beside == set(PATCHES)
 
 
-@pytest.mark.parametrize("module", writes.SAVERS)
+@pytest.mark.parametrize("module", SAVERS)
 def test_what_saves_is_where_it_was(module):
     owner = pytest.importorskip(module)
-    for name in writes.SAVERS[module]:
+    for name in SAVERS[module]:
         assert callable(value_of(f"{owner.__name__}:{name}")), name
 
 

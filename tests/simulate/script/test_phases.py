@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulate.script.scripts import facts, simulated
+from tests.simulate.script.scripts import facts, refused, simulated
 from zerofit.cli.simulate_show import _facts
+from zerofit.spec.overhead import CUBLAS_HOPPER_BYTES
 
 # torchtitan's way: the head runs chunk by chunk, each with its backward, and the rest of the model follows
 CHUNKED = """\
@@ -55,3 +56,63 @@ def test_chunks_of_a_loss_are_one_backward(folder, wrap):
     assert seen.precision == ("bf16" if "bfloat16" in wrap else "fp32")
     said = dict(_facts(result))["run"]
     assert "ZeRO" not in said and said.endswith(f"rank 0 of 2{wrap and f', {SHARDED[wrap]}'}")
+
+
+# optimizers that step as soon as a gradient is complete, layers inside torch.func, and errors of hooks
+IN_BACKWARD = """\
+import torch
+from torch import nn
+
+net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).cuda()
+optimizers = {p: torch.optim.Adam([p]) for p in net.parameters()}
+
+def update(p):
+    optimizers[p].step()
+    optimizers[p].zero_grad()
+
+for p in optimizers:
+    p.register_post_accumulate_grad_hook(update)
+for _ in range(50):
+    net(torch.randn(8, 64, device="cuda")).square().mean().backward()
+"""
+BY_SAMPLE = """\
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+net = nn.Linear(64, 4).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+loss = lambda values, x: functional_call(net, values, (x,)).square().mean()
+for _ in range(50):
+    values = {name: p.detach() for name, p in net.named_parameters()}
+    found = vmap(grad(loss), in_dims=(None, 0))(values, torch.randn(8, 64, device="cuda"))
+    for name, p in net.named_parameters():
+        p.grad = found[name].mean(0)
+    optimizer.step()
+"""
+BROKEN = """\
+import torch
+
+net = torch.nn.Linear(64, 64).cuda()
+net.weight.register_hook(lambda gradient: [][1])
+net(torch.randn(8, 64, device="cuda")).sum().backward()
+"""
+
+
+def test_an_optimizer_that_steps_in_backward_frees_each_gradient(folder):
+    result = simulated(IN_BACKWARD)
+    assert [p.name for p in result.phases if p.step >= 0] == 2 * ["forward", "backward"]
+    seen, layer = facts(result).facts, 4 * 65 * 64
+    assert seen.optimizer == "Adam" and seen.accumulation == 1
+    # weights and two moments of three layers, the loss, and a workspace of each of two threads; no gradient
+    assert result.phases[-1].end_bytes == 9 * layer + 4 + 2 * CUBLAS_HOPPER_BYTES
+
+
+def test_layers_inside_torch_func(folder):
+    seen = facts(simulated(BY_SAMPLE)).facts
+    assert seen.parameters == 65 * 4 and seen.model == "Linear"
+
+
+def test_an_error_of_a_hook_is_the_scripts_error(folder):
+    problem = refused(BROKEN)
+    assert "IndexError: list index out of range" in problem.message and problem.where == "train.py:4"

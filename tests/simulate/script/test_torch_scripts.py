@@ -459,6 +459,7 @@ def test_stages_of_torchs_pipelines(folder, kind, of_rank):
     assert facts(result).facts.parameters == layers * 1025 * 1024
     micro, both = 8 * 1024 * 4, 2 * of_rank - 1  # bytes that stages exchange, and how often with each micro batch
     sent = [row for row in result.comm if (row.op, row.step) == ("send", 1)]
+    assert facts(result).facts.accumulation == 4  # micro batches, in both orders of their forwards
     assert sum(row.count for row in sent) == 4 * both and sum(row.bytes for row in sent) == 4 * both * micro
 
 

@@ -7,6 +7,7 @@ Python.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -40,13 +41,43 @@ _BACKEND = SimpleNamespace(  # the functions that torch needs of a device's modu
 def install(gpu: bool, meter: AllocationTracker, device_bytes: int) -> None:
     """Make DeepSpeed use a device of this size. Must be called before anything reads the accelerator."""
     if gpu:
-        register()
+        register(meter)
     real_accelerator.set_accelerator((SimulatedGpu if gpu else SimulatedHost)(meter, device_bytes))
 
 
-def register() -> None:
-    """Register the simulated device in torch."""
-    _setup_privateuseone_for_python_backend(NAME, backend_module=_BACKEND)
+def register(meter: AllocationTracker) -> None:
+    """Register the simulated device in torch, and raise the errors of backward's hooks where the script waits for them.
+
+    torch asks the device's guard for its type while an error of a hook leaves autograd's thread. Python code that
+    returns a value while an error is set ends the process (torch/csrc/acc/Module.cpp, PythonDeviceGuard).
+    (torch.autograd._engine_run_backward)
+    """
+    guard, run = _Guard(), torch.autograd._engine_run_backward
+
+    def run_backward(*args: object, **kwargs: object) -> object:
+        try:
+            return run(*args, **kwargs)
+        except SystemError as error:
+            raise guard.pending or meter.failed or error from None
+        finally:
+            guard.pending = None
+
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_BACKEND, device_guard=guard)
+    torch.autograd._engine_run_backward = run_backward
+
+
+class _Guard(torch._C._acc.DeviceGuard):
+    """The device's guard. It keeps the error that is set when torch calls it."""
+
+    pending: BaseException | None = None
+
+    def type_(self) -> object:
+        """Return the type of the device."""
+        try:
+            ctypes.pythonapi.PyErr_Occurred()  # raises the error that is set, if there is one
+        except BaseException as error:  # of the script's code
+            self.pending = error
+        return torch._C._autograd.DeviceType.PrivateUse1
 
 
 # earlier releases of DeepSpeed pin memory in each accelerator

@@ -109,15 +109,23 @@ def attention() -> None:
     """Use CUDA's flash kernel; for an unknown device torch would compute attention by plain matmuls.
 
     With a mask or in fp32, use the memory-efficient kernel, since flash attention does not support these.
-    (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA)
+    (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA; for jagged tensors
+    can_use_flash_attention and can_use_efficient_attention of torch.nested._internal.sdpa)
     """
+    from torch.nested._internal import sdpa
+
     original = nn.functional.scaled_dot_product_attention
 
+    def takes_flash(params: Any, debug: bool = False) -> bool:
+        return params.query.dtype != torch.float32 and params.attn_mask is None
+
     def scaled_dot_product_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attention = original if query.device.type in ("cpu", "meta") else cuda_attention
+        attention = original if query.device.type in ("cpu", "meta") or query.is_nested else cuda_attention
         return attention(query, *args, **kwargs)
 
     nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+    replace_in(sdpa, "can_use_flash_attention", takes_flash)
+    replace_in(sdpa, "can_use_efficient_attention", lambda params, debug=False: True)
 
 
 def record_stream(meter: AllocationTracker) -> None:

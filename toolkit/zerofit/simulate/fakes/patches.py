@@ -47,25 +47,25 @@ def module_apply() -> None:
     """
     original = nn.Module._apply
 
-    def apply(self: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         own = [t for t in [*self._parameters.values(), *self._buffers.values()] if t is not None]
         if own and not any(isinstance(t, FakeTensor) for t in own):
-            return original(self, function, recurse)
+            return original(self, fn, recurse)
         if recurse:
             for child in self.children():
-                child._apply(function)
+                child._apply(fn)
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 with torch.no_grad():
-                    moved = function(parameter.data)
+                    moved = fn(parameter.data)
                     if moved.is_meta:  # `.data` cannot change to meta: torch makes a new parameter, too
                         self._parameters[name] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
                         continue
                     if moved is not parameter.data:
                         parameter.data = moved
                     if parameter.grad is not None:
-                        parameter.grad.data = function(parameter.grad.data)
-        self._buffers.update({name: b if b is None else function(b) for name, b in self._buffers.items()})
+                        parameter.grad.data = fn(parameter.grad.data)
+        self._buffers.update({name: b if b is None else fn(b) for name, b in self._buffers.items()})
         return self
 
     replace_in(nn.Module, "_apply", apply)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -121,7 +122,12 @@ def _unpacking() -> Mapping[object, Callable[..., object]]:
 def _or_fakes(weight: Any, state: Mapping[str, object]) -> Callable[..., object]:
     """Return a constructor that turns a fake tensor into a fake parameter, with the attributes of `state`."""
     original = weight.__new__
-    kind = type(weight.__name__, (FakeTensor, weight), {})
+
+    def copied(self: Any, memo: dict[int, Any]) -> Any:
+        kept = {name: vars(self)[name] if name == "module" else copy.deepcopy(vars(self)[name], memo) for name in state}
+        return new(weight, self.data.clone(), self.requires_grad, **kept)
+
+    kind = type(weight.__name__, (FakeTensor, weight), {"__deepcopy__": copied})
 
     def new(cls: Any, data: Any = None, requires_grad: bool = False, **given: Any) -> Any:
         if not isinstance(data, FakeTensor):

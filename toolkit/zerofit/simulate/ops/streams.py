@@ -66,7 +66,7 @@ class Streams:
         finally:
             self.current = before
 
-    def synchronize(self, *_: object) -> None:
+    def synchronize(self, *_: object, **__: object) -> None:
         """Wait for all work on the device."""
         self.ledger.note(Synchronized(stream=None, before=self.now))
         self.known = dict.fromkeys(range(self.made), self.now)

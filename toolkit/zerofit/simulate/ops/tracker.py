@@ -95,6 +95,7 @@ class AllocationTracker(TorchDispatchMode):
         self.convolution_bytes = 0  # input, weights and output of the largest convolution
         self.files: Counter[str] = Counter()  # path on NVMe -> bytes
         self.last = ("", "")  # the last op that began, and the module that called it
+        self.failed: Exception | None = None  # the last error of an op; autograd's thread may lose it
         self.device = device
         self.stacks: StackLog | None = None  # set to record the stack of each allocation on the device
         self._scratch = scratch

@@ -59,7 +59,7 @@ def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
         "device_count": lambda: target.gpus,
         "current_device_index": lambda: target.rank % target.gpus,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
-        "current_stream": lambda *_: meter.streams.current,
+        "current_stream": lambda *_, **__: meter.streams.current,
         **dict.fromkeys(("set_device_index", "set_device_idx"), _nothing),
         **{name: answer for name, answer in _streams(meter.streams).items() if name in ("synchronize", "set_stream")},
         **_memory(meter, target.device.memory_bytes),
@@ -149,11 +149,11 @@ def _devices(target: ScriptTarget) -> dict[str, object]:
         "is_tf32_supported": lambda: major >= 8,
         "device_count": lambda: target.gpus,
         "current_device": lambda: target.rank % target.gpus,
-        "get_device_name": lambda *_: name,
-        "get_device_capability": lambda *_: (major, minor),
-        "get_device_properties": lambda *_: properties,
+        "get_device_name": lambda *_, **__: name,
+        "get_device_capability": lambda *_, **__: (major, minor),
+        "get_device_properties": lambda *_, **__: properties,
         "get_arch_list": lambda: [f"sm_{major}{minor}"],
-        "utilization": lambda *_: 0,
+        "utilization": lambda *_, **__: 0,
         "current_blas_handle": lambda: 0,
     }
 
@@ -167,8 +167,8 @@ def _streams(streams: Streams) -> dict[str, object]:
         "Event": streams.Event,
         "stream": streams.using,
         **dict.fromkeys(("device", "device_of"), _Context),
-        "current_stream": lambda *_: streams.current,
-        "default_stream": lambda *_: streams.default,
+        "current_stream": lambda *_, **__: streams.current,
+        "default_stream": lambda *_, **__: streams.default,
         "set_stream": set_stream,
         "synchronize": streams.synchronize,
     }
@@ -194,14 +194,14 @@ def _memory(meter: ScriptTracker, total: int) -> dict[str, object]:
         **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), _nothing),
         **dict.fromkeys(("reset_accumulated_memory_stats", "set_per_process_memory_fraction"), _nothing),
         "memory_stats": stats,
-        "mem_get_info": lambda *_: (max(0, total - meter.live()), total),
+        "mem_get_info": lambda *_, **__: (max(0, total - meter.live()), total),
         "memory_summary": lambda *_, **__: "",
         "empty_cache": meter.ledger.empty_cache,
     }
 
 
 def _random_states(gpus: int) -> dict[str, object]:
-    def state(*_: object) -> torch.Tensor:
+    def state(*_: object, **__: object) -> torch.Tensor:
         return torch.zeros(_STATE_BYTES, dtype=torch.uint8)
 
     return {

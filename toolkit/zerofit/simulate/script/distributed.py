@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.script.errors import not_simulated
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker, is_real
 from zerofit.spec.memory_kinds import BUCKETS, GRADIENTS
@@ -66,8 +67,11 @@ def object_lists(target: ScriptTarget) -> None:
         if object_gather_list is not None:
             object_gather_list[:] = [obj] * len(object_gather_list)
 
-    def scatter_object_list(out: list[Any], inputs: Any = None, *_: object, **__: object) -> None:
-        out[0] = inputs[target.rank] if inputs else None
+    def scatter_object_list(
+        scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, *_: object, **__: object
+    ) -> None:
+        if scatter_object_input_list:
+            scatter_object_output_list[0] = scatter_object_input_list[target.rank]
 
     _replace("gather_object", gather_object)
     _replace("scatter_object_list", scatter_object_list)
@@ -168,6 +172,18 @@ def data_parallel(meter: ScriptTracker) -> None:
     replace_in(DistributedDataParallel, "__init__", init)
     replace_in(DistributedDataParallel, "register_comm_hook", register_comm_hook)
     replace_in(DistributedDataParallel, "_register_builtin_comm_hook", register_builtin)
+
+
+def replicas() -> None:
+    """Refuse one process with several GPUs. (torch.nn.DataParallel.forward)"""
+    original = nn.DataParallel.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(self.device_ids) > 1:
+            raise not_simulated("torch.nn.DataParallel", "use DistributedDataParallel and torchrun, or set --gpus 1")
+        return original(self, *args, **kwargs)
+
+    replace_in(nn.DataParallel, "forward", forward)
 
 
 def resized_storages(meter: ScriptTracker) -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.record import Note, ScriptFacts
 from zerofit.simulate.script.edits import repeated_blocks, unwrapped
-from zerofit.simulate.script.lengths import Lengths, token_tensors
+from zerofit.simulate.script.lengths import Lengths, padded_shape, token_tensors
 from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
@@ -39,8 +39,8 @@ class BatchShapes:
         """Record a micro batch."""
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if tensors:
-            self.seen[tuple(max(tensors, key=lambda t: t.numel()).shape)] += 1
-        self.longest = max([self.longest, *(t.shape[1] for t in token_tensors(tensors))])
+            self.seen[padded_shape(max(tensors, key=lambda t: t.numel()))] += 1
+        self.longest = max([self.longest, *(padded_shape(t)[1] for t in token_tensors(tensors))])
 
     @property
     def micro_batch(self) -> int:
@@ -59,11 +59,12 @@ def script_facts(
     sizes = [elements_of(p) for p in parameters]
     trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
     steps = max(phases.steps.values())
-    model = unwrapped(models[0])
+    main = max(models, key=lambda model: sum(map(elements_of, model.parameters())))
+    model = unwrapped(main)
     blocks, repeated = repeated_blocks(model)
     return ScriptFacts(
         name=PurePath(target.command.script).name,
-        model=type(model).__name__,
+        model=next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)),
         blocks=blocks,
         block=type(repeated[0]).__name__ if repeated else "",
         checkpointing_switch=bool(getattr(model, "supports_gradient_checkpointing", False)),
@@ -77,8 +78,8 @@ def script_facts(
         trainer=lengths.has_trainer,
         accelerate=bool(AcceleratorState._shared_state),
         zero_stage=engine.zero_optimization_stage() if engine else 0,
-        sharding=f"ZeRO-{engine.zero_optimization_stage()}" if engine else _sharding(models[0]),
-        precision=_precision(engine, parameters, meter.autocast, _gathered(models[0])),
+        sharding=f"ZeRO-{engine.zero_optimization_stage()}" if engine else _sharding(main),
+        precision=_precision(engine, parameters, meter.autocast, _gathered(main)),
         optimizer=_optimizer(engine, phases),
         micro_batch=engine.train_micro_batch_size_per_gpu() if engine else shapes.micro_batch,
         accumulation=engine.gradient_accumulation_steps() if engine else max(1, phases.micro_batches // steps),

@@ -147,8 +147,10 @@ def _is_of_zerofit(error: BaseException) -> bool:
 
 
 def _is_in_call(entry: TracebackType) -> bool:
-    """Return whether a C function that this frame called raised the error. Wrappers call the replaced functions."""
-    return dis.opname[entry.tb_frame.f_code.co_code[entry.tb_lasti]].startswith("CALL")
+    """Return whether a C function raised the error that this frame called for the script: a replaced one, or an op."""
+    code = entry.tb_frame.f_code
+    stands_for = "<locals>" in code.co_qualname or code.co_name == "__torch_dispatch__"
+    return stands_for and dis.opname[code.co_code[entry.tb_lasti]].startswith("CALL")
 
 
 def _defined_here(name: str) -> bool:
@@ -189,6 +191,9 @@ def no_training(target: ScriptTarget, how: str, phases: ScriptPhases, *, failed:
         message = f"{said} before it trained"
     elif phases.engines:
         message, hint = f"{said} before its engine ran an optimizer step", "give it data for at least one step"
+    elif phases.micro_batches:
+        message = f"{said} without a step of DeepSpeed or of an optimizer of torch"
+        hint = "update the weights with an optimizer of torch.optim: zerofit counts its steps"
     else:
         message = f"{said} without creating a DeepSpeed engine or running an optimizer step"
         hint = "is DeepSpeed switched on? (Trainer: --deepspeed JSON, Accelerate: DeepSpeedPlugin or accelerate launch)"

@@ -58,8 +58,6 @@ class FaultLog:
             if bound(*args, **kwargs).arguments.get("retain_graph"):
                 self.retained_at = own_line()
             backward(*args, **kwargs)
-            if self.meter.failed is not None:
-                raise self.meter.failed
 
         @wraps(check)
         def check_inputs(inputs: Any) -> None:

@@ -14,6 +14,7 @@ from deepspeed.accelerator import real_accelerator
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerofit.simulate.fakes import device
 from zerofit.simulate.fakes.patches import replace_in
@@ -56,7 +57,7 @@ class ScriptGpu(device.SimulatedGpu):
 
 def install_gpu(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Make torch and DeepSpeed use the simulated device."""
-    device.register()
+    device.register(meter)
     real_accelerator.set_accelerator(ScriptGpu(meter, target))
     for patch in (device_shown, to_device, constructors, generators):
         patch(meter, target)
@@ -67,7 +68,7 @@ def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
 
     Before torch 2.14 `fake_device` is an entry in each tensor's dictionary, not a property. Making a fake also
     initialises the device's context, which does not exist.
-    (torch.Tensor.device, is_cuda, get_device; FakeTensor.device, fake_device, init_gpu_context)
+    (torch.Tensor.device, is_cuda, get_device, _make_wrapper_subclass; FakeTensor.device, fake_device, init_gpu_context)
     """
     replace_in(fake_tensor, "init_gpu_context", lambda of: None)
     seen: Any = FakeTensor.device
@@ -91,6 +92,12 @@ def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
     replace_in(Tensor, "device", property(lambda self: as_shown(wrapped.__get__(self))))
     replace_in(Tensor, "is_cuda", property(lambda self: self.device.type == SHOWN))
     replace_in(Tensor, "get_device", index)
+    wrap: Any = Tensor._make_wrapper_subclass
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return wrap(*map(on_simulated, args), **{name: on_simulated(value) for name, value in kwargs.items()})
+
+    replace_in(Tensor, "_make_wrapper_subclass", staticmethod(wrapper))
 
 
 def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
@@ -124,6 +131,10 @@ def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
 
     def on_host(original: Any) -> Any:
         def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
+            fakes = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, FakeTensor)]
+            if fakes and isinstance(args[0], (list, tuple)):  # C++ code would read their values
+                args = (tree_map_only(FakeTensor, Tensor.item, args[0]), *args[1:])
+                kwargs = {"dtype": fakes[0].dtype, **kwargs}
             if pin_memory:
                 return made(*args, device=device, **kwargs).pin_memory()
             default = torch._C._get_default_device()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -134,6 +135,23 @@ def addresses() -> None:
 
     replace_in(torch.UntypedStorage, "data_ptr", of_storage)
     replace_in(FakeTensor, "data_ptr", of_tensor)
+
+
+def nested_lengths() -> None:
+    """Give the ragged dimension of a jagged tensor of fakes a number, as torch does outside of the compiler.
+
+    (torch.nested._internal.nested_tensor.get_tensor_symint)
+    """
+    from torch.nested._internal import nested_tensor
+
+    numbers, counter = nested_tensor._tensor_symint_registry, itertools.count()
+
+    def get_tensor_symint(tensor: Tensor, *, coeff: int = 1) -> Any:
+        if tensor not in numbers:
+            numbers[tensor] = torch.SymInt(nested_tensor.NestedIntNode(next(counter), coeff))
+        return numbers[tensor]
+
+    replace_in(nested_tensor, "get_tensor_symint", get_tensor_symint)
 
 
 def loaders() -> None:

@@ -33,7 +33,7 @@ class Lengths:
         self.has_trainer = False
         self.dataset: Any = None  # source of the last batch with tokens
         self.padded_at = ""  # the script's line that padded rows to the maximum
-        self.packed = 1  # samples that were packed into a batch of one row
+        self.packed = 0  # samples that were packed into the first batch if it has one row, else 1; 0: no batch yet
         self._of_targets = False
         self._rows: dict[int, int] = {}  # id of a data set -> tokens of its longest row
 
@@ -47,7 +47,7 @@ class Lengths:
             "the longest row of the data set": self._rows.get(id(self.dataset), 0),
             "the model's max_position_embeddings": self.positions,
         }
-        return next(((tokens * self.packed, by) for by, tokens in said.items() if tokens), (0, ""))
+        return next(((tokens * max(1, self.packed), by) for by, tokens in said.items() if tokens), (0, ""))
 
     def learn_model(self, model: nn.Module) -> None:
         """Record the number of positions of a model."""
@@ -61,11 +61,11 @@ class Lengths:
         if tokens:
             self.dataset = loader._dataset
             rows = getattr(getattr(loader, "_index_sampler", None), "batch_size", None) or 1
-            self.packed = rows if all(t.shape[0] == 1 for t in tokens) else 1
+            self.packed = self.packed or (rows if all(t.shape[0] == 1 for t in tokens) else 1)
 
     def longer(self, batch: object) -> object:
         """Return a batch with every sequence at the allowed length, by repeating its own values."""
-        seen = max((t.shape[1] for t in token_tensors(batch)), default=0)
+        seen = max((padded_shape(t)[1] for t in token_tensors(batch)), default=0)
         wanted = self.limit()[0]
         return _longer(batch, seen, wanted, self.targets) if 0 < seen < wanted else batch
 
@@ -75,6 +75,14 @@ def token_tensors(batch: object) -> list[Tensor]:
     values = list(batch.values()) if isinstance(batch, Mapping) else batch
     leaves = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
     return [t for t in leaves if t.dim() == 2 and t.dtype in (torch.int64, torch.int32)]
+
+
+def padded_shape(tensor: Any) -> tuple[int, ...]:
+    """Return a tensor's shape; of a jagged tensor the shape that padding to its longest row would give."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    ragged = tensor._ragged_idx
+    return tuple(tensor._get_max_seqlen() if n == ragged else int(size) for n, size in enumerate(tensor.shape))
 
 
 def tokenizers(lengths: Lengths) -> None:

@@ -12,6 +12,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofit.simulate.engine.phases import PhaseLog, announce_phases
@@ -47,6 +48,7 @@ class ScriptPhases:
         self.optimizers: list[torch.optim.Optimizer] = []  # optimizers that stepped without an engine
         self.models: list[nn.Module] = []  # models that were trained without an engine
         self.steps: Counter[int] = Counter()  # id of an engine or optimizer -> its optimizer steps
+        self._transformed: list[nn.Module] = []  # modules that ran inside torch.func and are not in `models` yet
         self.micro_batches = 0
         self._busy = 0  # depth of running engine calls: calls inside them belong to them
         self._known: set[int] = set()  # ids of the modules of `models`
@@ -57,6 +59,8 @@ class ScriptPhases:
         self._is_forward = False  # whether a micro batch without an engine has begun and its backward has not
         self._first: nn.Module | None = None  # the module that began the micro batch
         self._ran: set[int] = set()  # ids of the modules that it contains, and of others that ran after it
+        self._leading: object = None  # the first of this rank's pipeline stages (torch)
+        self._updated: torch.optim.Optimizer | None = None  # an optimizer that stepped inside the running backward
 
     def cut(self) -> None:
         """Wrap the engines, optimizers and models that scripts train, for the rest of this process."""
@@ -67,6 +71,7 @@ class ScriptPhases:
             (DeepSpeedEngine, "step", self._step),
             (PipelineEngine, "__init__", self._init_pipeline),
             (PipelineEngine, "train_batch", self._train_batch),
+            (PipelineStage, "forward_one_chunk", self._chunk),
         ):
             method = getattr(engine, name)
             setattr(engine, name, functools.wraps(method)(wrap(method)))
@@ -167,15 +172,25 @@ class ScriptPhases:
 
         return call
 
+    def _chunk(self, method: Callable[..., object]) -> Callable[..., object]:
+        def forward_one_chunk(stage: Any, *args: Any, **kwargs: Any) -> object:
+            self._leading = self._leading or stage
+            self._is_forward = stage is not self._leading  # else a micro batch begins: others need not have ended
+            self._first = stage.submod if self._is_forward else None
+            self.log.begin("forward")
+            return method(stage, *args, **kwargs)
+
+        return forward_one_chunk
+
     def _trains(self, module: nn.Module) -> bool:
         # in evaluation mode, too: `from_pretrained` returns a model in it, and scripts train it so
         return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
     def _begin_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
-        if id(module) not in self._known:
-            self._known |= {id(one) for one in module.modules()}
-            self.models.append(module)
-            self._on_model(module)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self._transformed.append(module)  # its parameters are replaced until torch.func returns
+        else:
+            self._learn(module)
         again = self._first is not None and module is not self._first and id(module) in self._ran
         if not self._is_forward and not again:
             # otherwise another call before the loss, or after a backward: of a loss that is computed in chunks
@@ -187,15 +202,25 @@ class ScriptPhases:
             self._on_batch(args, kwargs)
         self._ran.add(id(module))
 
+    def _learn(self, module: nn.Module) -> None:
+        if id(module) not in self._known:
+            self._known |= {id(one) for one in module.modules()}
+            self.models.append(module)
+            self._on_model(module)
+
     def _plain_backward(self, method: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(method)
         def backward(*args: Any, **kwargs: Any) -> None:
             if self._busy or self._inside or self._first is None:
-                return method(*args, **kwargs)
+                method(*args, **kwargs)
+                return
             if self._is_forward:
                 self._is_forward = False
                 self.log.begin("backward")
-            return self._alone(method, *args, **kwargs)  # modules that run in it are recomputed
+            self._alone(method, *args, **kwargs)  # modules that run in it are recomputed
+            updated, self._updated = self._updated, None
+            if updated is not None:
+                self._stepped(updated, [updated])
 
         return backward
 
@@ -208,6 +233,9 @@ class ScriptPhases:
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._busy or self.engines or self._stepping is not None:
+            return None
+        if self._inside:  # a hook steps while backward frees the gradients; all of backward is one step
+            self._updated = self._updated or optimizer
             return None
         self._stepping = optimizer
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
@@ -224,6 +252,8 @@ class ScriptPhases:
 
     def _begin_step(self) -> None:
         self._is_forward, self._first = False, None
+        while self._transformed:
+            self._learn(self._transformed.pop())
         self.log.begin("step")
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:

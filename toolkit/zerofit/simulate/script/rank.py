@@ -28,6 +28,7 @@ from zerofit.simulate.engine.phases import PhaseLog, phase_name
 from zerofit.simulate.engine.rank_record import record_of
 from zerofit.simulate.fakes.device import install
 from zerofit.simulate.fakes.gpu_patches import apply_common
+from zerofit.simulate.fakes.quantized import moments_of_eight_bits
 from zerofit.simulate.memory.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
 from zerofit.simulate.memory.snapshot import StackLog
 from zerofit.simulate.ops.costs import Scratch, scratch_on
@@ -146,12 +147,14 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     host.equality()
     host.higher_order_ops(meter)
     host.addresses()
+    host.nested_lengths()
     host.loaders()
     distributed.process_groups(target)
     distributed.barriers()
     distributed.object_lists(target)
     distributed.reductions(meter)
     distributed.data_parallel(meter)
+    distributed.replicas()
     distributed.handles(meter)
     distributed.fetched_parameters(meter)
     distributed.resized_storages(meter)
@@ -168,6 +171,7 @@ def _learner(
     meter: ScriptTracker, seen: Lengths, watched: FaultLog, edit: Callable[[nn.Module], None]
 ) -> Callable[[nn.Module], None]:
     def learn(model: nn.Module) -> None:
+        _patch_imported(meter)
         edit(model)
         seen.learn_model(model)
         watched.learn_model(model)
@@ -177,6 +181,13 @@ def _learner(
                 _watch(meter, parameter)
 
     return learn
+
+
+def _patch_imported(meter: ScriptTracker) -> None:
+    """Patch packages that the script has imported."""
+    writes.saving(meter, writes.OF_PACKAGES)
+    if "bitsandbytes" in sys.modules:
+        moments_of_eight_bits(meter.device != "cpu")
 
 
 def _watch(meter: ScriptTracker, parameter: Tensor) -> None:
@@ -221,7 +232,7 @@ def _run(target: ScriptTarget, meter: ScriptTracker, watched: FaultLog) -> tuple
         problem = failure(target, meter, error)
         if watched.detached and "does not require grad" in str(error):
             problem = replace(problem, hint=LOST_GRADIENTS.mend)
-        elif error is meter.failed and any(
+        elif meter.last[0] == "aten::add_" and any(
             map(z3_leaf_module, (m for model in watched.models for m in model.modules()))
         ):
             problem = replace(problem, hint=LEAF_HINT)

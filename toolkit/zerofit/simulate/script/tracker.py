@@ -51,11 +51,21 @@ from zerofit.simulate.ops.tracker import (
 )
 from zerofit.simulate.record import STEPS
 from zerofit.simulate.script.received import alike, replicate
-from zerofit.simulate.script.values import RULES, choices, decided, forget, is_assumed, keep, known_value, largest
+from zerofit.simulate.script.values import (
+    KEPT_FLOATS,
+    KEPT_INTEGERS,
+    RULES,
+    choices,
+    decided,
+    forget,
+    is_assumed,
+    keep,
+    known_value,
+    largest,
+)
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 _HOST = torch.device("cpu")
-KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64  # largest number of elements of a device tensor whose values are kept
 OWN_LINE_BYTES = 1 << 20  # storages from this size on have the script's line
 HOLDS_NOTHING_BYTES = 16 << 20  # new host tensors of at least this size are fake
 _DEVICE_OF = torch.ops.prim.device.default
@@ -64,6 +74,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _HISTC = torch.ops.aten.histc.default
 _TOP_K = torch.ops.aten.topk.default
+_TOP_1 = (torch.ops.aten.max.dim, torch.ops.aten.argmax.default)
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
 _BOUNDED = (
     "aten::nonzero",
@@ -107,7 +118,6 @@ class ScriptTracker(AllocationTracker):
         self.notes: Counter[str] = Counter()  # each approximation, and how often it was used
         self.inexact: set[str] = set()  # the notes that make the figures an upper bound
         self.without_rule = ""  # the last op without a rule for the shapes of its outputs
-        self.failed: RuntimeError | None = None  # error of a gradient's accumulation, in autograd's thread
         self.ops_on_fakes = 0  # how many have run
         self.compiles = False  # whether the script has compiled a model or function of its own
         self.gpus = 1  # per node
@@ -326,19 +336,20 @@ class ScriptTracker(AllocationTracker):
         except RuntimeError as error:
             if isinstance(error, NotImplementedError) or "no fake impl" in str(error):
                 self.without_rule = name
-            if name != "aten::add_" or leaves[0].numel() or not leaves[-1].numel():
-                raise
-            # torch's engine crashes if it cannot accumulate a gradient. `FaultLog.watch` raises the error later
-            self.failed, out = error, args[0]
+            self.failed = error
+            raise
         self._keep_values(func, name, args, kwargs, leaves, out)
         if func is _TO_COPY and isinstance(out, FakeTensor) and out.fake_device.type == "cpu":
             known = self.read(out)
             return out if known is None else known  # back on the host, where tensors are real
         return out
 
-    def read(self, tensor: Tensor) -> Any:
-        """Return a tensor's value, or None if it is unknown. Call it if a shape or the control flow depends on it."""
-        if is_assumed(tensor) and not self.routed:
+    def read(self, tensor: Tensor, *, shapes: bool = False) -> Any:
+        """Return a tensor's value, or None if it is unknown. `shapes`: the shape of an op's output depends on it.
+
+        Outside of modules, values that Python reads are measures such as an accuracy. They are no routing.
+        """
+        if is_assumed(tensor) and not self.routed and (shapes or self._running):
             self.routed = True
             share = "all tokens choose the same experts" if self.crowded else "all experts get equally many tokens"
             self.note(f"tokens choose experts by values on the device: {share}", here=True)
@@ -362,7 +373,7 @@ class ScriptTracker(AllocationTracker):
         """
         if not isinstance(index, FakeTensor) or index.dtype != torch.bool:
             return [index]
-        known = self.read(index)
+        known = self.read(index, shapes=True)
         with unset_fake_temporarily():
             if known is None:
                 if not self.all_true:
@@ -385,7 +396,7 @@ class ScriptTracker(AllocationTracker):
         For some ops the largest output is a bound. It is the output for a mask that is all True, or for distinct
         elements.
         """
-        known = all(self.read(t) is not None for t in leaves)
+        known = all(self.read(t, shapes=True) is not None for t in leaves)
         if not known:
             if (
                 func._overloadpacket._qualified_op_name not in _BOUNDED
@@ -422,12 +433,13 @@ class ScriptTracker(AllocationTracker):
                 replicate(name, (filled, known_value(args[1]), *args[2:]), self.reduction == dist.ReduceOp.SUM)
             keep(args[0], filled, assumed=is_assumed(args[1]))
             return
-        routes = func is _TOP_K and self._phase in STEPS  # during generation, top-k chooses tokens
-        if routes and known_value(args[0]) is None and out[1].numel() <= KEPT_INTEGERS:
+        routes = func is _TOP_K or (func in _TOP_1 and bool(self._running) and torch.is_grad_enabled())
+        if routes and self._phase in STEPS and known_value(args[0]) is None:  # generation chooses tokens
+            chosen = outs[-1]  # after the scores, if they are an output
             with unset_fake_temporarily(), _disable_current_modes():
-                chosen = choices(out[1].shape, args[0].shape, crowded=self.crowded)
-            if chosen is not None:
-                keep(out[1], chosen, assumed=True)
+                places = choices(func is _TOP_K, args, chosen.shape, crowded=self.crowded)
+            if places is not None:
+                keep(chosen, places, assumed=True)
                 return
         if len(outs) == 1 and self._keep_decided(func, args, outs[0]):
             return

@@ -22,6 +22,7 @@ _OR = (_aten.bitwise_or, _aten.bitwise_or_, _aten.logical_or, _aten.logical_or_)
 _AND = (_aten.bitwise_and, _aten.bitwise_and_, _aten.logical_and, _aten.logical_and_, _aten.mul, _aten.mul_)
 _OF_ALL = (_aten.all, _aten.any, _aten.max, _aten.min)
 _NOT_FINITE = (_aten.isnan, _aten.isinf)
+KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64  # largest number of elements of a device tensor whose values are kept
 _MOST_EXPERTS = 1024  # a top-k of more choices selects tokens of a vocabulary, or boxes
 _EQUAL = {_aten.eq: True, _aten.ne: False}  # whether the op is True for equal operands
 _FILLED = {_aten.zeros_like: False, _aten.new_zeros: False, _aten.ones_like: True, _aten.new_ones: True}
@@ -48,17 +49,20 @@ def is_assumed(leaf: object) -> bool:
     return isinstance(leaf, FakeTensor) and known_value(leaf) is not None and leaf.__dict__["_assumed"]
 
 
-def choices(shape: Sequence[int], scores: Sequence[int], *, crowded: bool) -> Tensor | None:
-    """Return the experts that a router's top-k is assumed to choose, since its scores are unknown.
+def choices(several: bool, args: OpArguments, shape: Sequence[int], *, crowded: bool) -> Tensor | None:
+    """Return the experts that a router is assumed to choose by top-k (`several`), max or argmax of unknown scores.
 
-    `shape`: shape (..., k) of the result; `scores`: shape (..., experts) of the scores. If `crowded`, every token
-    chooses the first k experts; otherwise all experts get the same number of tokens. Return None if the shapes are not
-    those of a router, e.g. a choice among the tokens of a vocabulary.
+    `args`: of the op: scores (..., experts), ...; `shape`: of the result. If `crowded`, every token chooses the first
+    experts; otherwise all experts get the same number of tokens. Return None if the shapes are not those of a router,
+    e.g. a choice among the tokens of a vocabulary.
     """
-    if len(scores) < 2 or not 0 < scores[-1] <= _MOST_EXPERTS or shape[:-1] != scores[:-1]:
+    scores, width = args[0].shape, shape[-1] if several else 1
+    dimension = args[2 if several else 1] if len(args) > (2 if several else 1) else -1 if several else None
+    of_experts = len(scores) > 1 and 0 < scores[-1] <= _MOST_EXPERTS and dimension in (-1, len(scores) - 1)
+    if not of_experts or math.prod(shape) != math.prod(scores[:-1]) * width or math.prod(shape) > KEPT_INTEGERS:
         return None
     if crowded:
-        return torch.arange(shape[-1]).expand(*shape).contiguous()
+        return torch.arange(width).expand(*scores[:-1], width).reshape(*shape).contiguous()
     return torch.arange(math.prod(shape)).reshape(*shape) % scores[-1]
 
 

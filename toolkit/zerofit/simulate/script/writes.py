@@ -6,7 +6,8 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from zerofit.simulate.fakes.patches import replace_in
@@ -24,7 +25,13 @@ SAVERS = {
     "deepspeed.runtime.engine": ("DeepSpeedEngine.save_checkpoint", "DeepSpeedEngine.save_16bit_model"),
     "accelerate": ("Accelerator.save_state", "Accelerator.save_model"),
     "huggingface_hub": ("HfApi.create_repo", "HfApi.upload_folder", "HfApi.upload_file", "HfApi.create_commit"),
+    "torch.distributed.checkpoint": ("save", "async_save"),
+}
+# the same of packages that a script may import
+OF_PACKAGES = {
     "peft": ("PeftModel.save_pretrained",),
+    "lightning.fabric.plugins.io.torch_io": ("TorchCheckpointIO.save_checkpoint",),
+    "lightning_fabric.plugins.io.torch_io": ("TorchCheckpointIO.save_checkpoint",),
 }
 # environment variables that turn trackers off
 TRACKERS_OFF = {
@@ -56,10 +63,10 @@ class SilentWriter:
         pass
 
 
-def saving(meter: ScriptTracker) -> None:
-    """Save and push nothing, since files would contain zeros. (the functions of SAVERS)"""
-    for module, names in SAVERS.items():
-        if module == "peft" and "peft" not in sys.modules:
+def saving(meter: ScriptTracker, savers: Mapping[str, tuple[str, ...]] = SAVERS) -> None:
+    """Save and push nothing, since files would contain zeros. (the functions of SAVERS and OF_PACKAGES)"""
+    for module, names in savers.items():
+        if savers is OF_PACKAGES and module not in sys.modules:
             continue
         owner_module = importlib.import_module(module)
         for name in names:
@@ -105,6 +112,10 @@ def watch_files(meter: ScriptTracker) -> None:
 def _left_out(meter: ScriptTracker, name: str) -> Callable[..., object]:
     def nothing(*_: object, **__: object) -> object:
         meter.note(f"{name.partition('.')[2] or name}(): writes nothing", here=True)
+        if name == "async_save":
+            done = Future[None]()
+            done.set_result(None)
+            return done
         return True if "DeepSpeedEngine" in name else () if "pretrained" in name else None
 
     return nothing
