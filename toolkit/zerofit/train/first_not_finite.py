@@ -56,16 +56,16 @@ class TensorFacts:
 class Origin:
     """The op whose inputs are finite and whose result is not."""
 
-    op: str
     phase: str  # FORWARD or BACKWARD
-    module: str  # its name in the model; in backward the module whose forward it differentiates
-    line: str  # file:line of the forward, outside of torch and DeepSpeed
-    inputs: tuple[TensorFacts, ...]
     output: TensorFacts
     depends: tuple[str, ...]  # of INPUTS, LABELS and WEIGHTS
     micro: int  # number of the micro batch in the step
-    rows: tuple[int, ...]  # samples of the micro batch whose results are not finite; () if no dimension has samples
-    wide: float | None  # largest result in float32, if the result is finite in float32 but not in 16 bits
+    op: str = ""
+    module: str = ""  # its name in the model; in backward the module whose forward it differentiates
+    line: str = ""  # file:line of the forward, outside of torch and DeepSpeed
+    inputs: tuple[TensorFacts, ...] = ()
+    rows: tuple[int, ...] = ()  # samples of the micro batch with such results; () if no dimension has samples
+    wide: float | None = None  # largest result in float32, if the result is finite in float32 but not in 16 bits
     tensor: str = ""  # the tensor of the batch or model that was not finite before any op
 
 
@@ -132,18 +132,12 @@ class FirstNotFinite(TorchDispatchMode):
     def _given(self, name: str, tensor: Tensor) -> None:
         """Record a tensor of the batch that is not finite."""
         if tensor.is_floating_point() and not _finite(tensor):
-            facts = TensorFacts.of(tensor)
             self._origins[_key(tensor)] = Origin(
-                op="",
                 phase=FORWARD,
-                module="",
-                line="",
-                inputs=(),
-                output=facts,
+                output=TensorFacts.of(tensor),
                 depends=tuple(self._depends[_key(tensor)]),
                 micro=self.micro,
                 rows=_rows(tensor, self.samples),
-                wide=None,
                 tensor=name,
             )
 
@@ -203,16 +197,12 @@ class FirstNotFinite(TorchDispatchMode):
         made = _key(tensor) in self._depends
         name = "a tensor that ranks have reduced" if made else self._names.get(id(tensor), "a weight")
         return Origin(
-            op="",
             phase=FORWARD if torch._C._current_autograd_node() is None else BACKWARD,
             module=self._modules[-1] if self._modules else "",
             line=model_line(),
-            inputs=(),
             output=TensorFacts.of(tensor),
             depends=tuple(sorted(self._dependence(tensor))),
             micro=self.micro,
-            rows=(),
-            wide=None,
             tensor=name,
         )
 
