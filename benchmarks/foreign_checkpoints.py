@@ -1,10 +1,11 @@
 """Checkpoints of other programs: read, exported, damaged, and converted for the programs that load them.
 
-    python -m benchmarks.foreign_checkpoints [--work FOLDER] [--output FILE]
+    python -m benchmarks.foreign_checkpoints [--work FOLDER] [--output FILE] [--older FOLDER ...]
 
 The real programs (foreign_writer.py) write checkpoints on 1, 2 and 4 ranks. Each is exported and compared bit for bit
 with the writer's own weights. Some are converted to other layouts, which real programs load (foreign_reader.py): their
-next five losses must be those of the writer. Copies are damaged in ten ways; `verify` must name the file.
+next five losses must be those of the writer. Copies are damaged in ten ways; `verify` must name the file. An older
+release of DeepSpeed also writes, if `pip install --no-deps --target FOLDER deepspeed==0.16.9` installed it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ KEPT = ("ds-tp", "ds-pipeline")
 RUNS = [(ranks, [name for name in CASES if not name.startswith(KEPT)]) for ranks in (1, 2)]
 RUNS += [(ranks, [name for name in CASES if name.startswith(kept)]) for ranks in (1, 2) for kept in KEPT]
 RUNS += [(4, ["ds-zero1-fp32", "ds-zero2-tied", "ds-zero3-bf16", "ds-zero3-tied", "dcp-fsdp2", "ds-moe"])]
+OLDER = ["ds-zero0-fp32", "ds-zero1-bf16", "ds-zero2-tied", "ds-zero2-fp16", "ds-zero2-round-robin", "ds-zero3-bf16"]
+OLDER += ["ds-zero3-tied", "ds-zero3-sub-groups", "ds-moe", "ds-moe-zero0", "trainer-zero2", "trainer-zero3"]
+# runs a module with another folder before all installed packages
+WITH_FOLDER = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); "
+WITH_FOLDER += "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 # source, what the target changes, options of convert: loaded on two ranks
 Change = dict[str, Any]
 CONVERSIONS: list[tuple[str, str, Change, dict[str, Any]]] = [
@@ -66,25 +72,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, help="folder for the checkpoints; kept, and used again if it has them")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/foreign_checkpoints.json")
+    parser.add_argument("--older", type=Path, nargs="*", default=[], help="folders with older releases of DeepSpeed")
     arguments = parser.parse_args()
     work = arguments.work or Path(tempfile.mkdtemp())
     for ranks, names in RUNS:
-        missing = [name for name in names if not (work / f"{name}-{ranks}/facts.json").is_file()]
-        for name in missing:
-            shutil.rmtree(work / f"{name}-{ranks}", ignore_errors=True)
-        if missing:
-            run("benchmarks.foreign_writer", work, ranks, *missing)
+        write(work, ranks, names)
     written = [exported(place, work / "out") for place in sorted(work.glob("*-[124]"))]
     rows = {"exports": written, "conversions": converted(work), "damage": damaged(work)}
+    rows["older"] = [row for folder in arguments.older for row in by_older(folder, work)]
     facts = {"versions": versions(), "summary": summary(rows)}
     arguments.output.write_text(json.dumps(facts | rows, indent=1) + "\n")
     print(json.dumps(facts["summary"], indent=1))
 
 
-def run(module: str, *arguments: object) -> None:
+def write(work: Path, ranks: int, names: list[str], older: Path | None = None) -> None:
+    """Write the checkpoints that the folder does not have."""
+    missing = [name for name in names if not (work / f"{name}-{ranks}/facts.json").is_file()]
+    for name in missing:
+        shutil.rmtree(work / f"{name}-{ranks}", ignore_errors=True)
+    if missing:
+        run("benchmarks.foreign_writer", work, ranks, *missing, older=older)
+
+
+def by_older(folder: Path, work: Path) -> list[dict[str, Any]]:
+    """Write and export checkpoints with an older release of DeepSpeed, on two ranks."""
+    release = next(folder.glob("deepspeed-*.dist-info")).name.removeprefix("deepspeed-").removesuffix(".dist-info")
+    place = work / f"older-{release}"
+    write(place, 2, OLDER, older=folder)
+    return [{"deepspeed": release, **exported(each, work / "out")} for each in sorted(place.glob("*-2"))]
+
+
+def run(module: str, *arguments: object, older: Path | None = None) -> None:
     """Run a module of this folder, and show its errors."""
     with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", module, *map(str, arguments)]
+        start = ["-c", WITH_FOLDER, str(older.absolute())] if older else ["-m"]
+        command = [sys.executable, *start, module, *map(str, arguments)]
         if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode:
             log.seek(0)
             sys.stderr.write(log.read()[-3000:])
@@ -275,6 +297,8 @@ def summary(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "conversions": len(apart),
         "loaded": sum(value is not None for value in apart),
         "largest_difference_of_losses": max((value for value in apart if value is not None), default=None),
+        "older": len(rows["older"]),
+        "older_equal_bit_for_bit": sum(row["result"] == "equal bit for bit" for row in rows["older"]),
         "damaged": len(rows["damage"]),
         "damage_named": sum(row["named"] for row in rows["damage"]),
     }

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from deepspeed.utils.tensor_fragment import fragment_address
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -266,16 +267,40 @@ def test_export_without_a_config_keeps_the_names(distributed, tmp_path):
     model.load_state_dict(load_file(tmp_path / "out/model.safetensors"))
 
 
-def test_a_run_resumes_from_plain_deepspeed_in_another_layout(runs, pools, tmp_path):
+def as_lightning(own: Path, folder: Path) -> Path:
+    """A run's checkpoint as Lightning's strategy saves a module that has the model as its attribute `net`."""
+    saved = folder / "saved/epoch=0-step=2.ckpt"
+    shutil.copytree(own / "state", saved / "checkpoint")
+    (saved / "latest").write_text("checkpoint")
+    for file in saved.glob("*/*_model_states.pt"):
+        content = torch.load(file, weights_only=False)
+        content["module"] = {f"net.{name}": tensor for name, tensor in content["module"].items()}
+        content["param_shapes"] = [
+            {f"net.{n}": shape for n, shape in group.items()} for group in content["param_shapes"]
+        ]
+        torch.save(content, file)
+    return folder / "saved"
+
+
+def as_torchtitan(own: Path, folder: Path) -> Path:
+    """A run's checkpoint as torchtitan's manager saves it with PyTorch DCP."""
+    state = FullState(own)
+    states = {
+        f"state.{name}.{kind}": state.read(name, kind) for name in state.names for kind in ("exp_avg", "exp_avg_sq")
+    }
+    states |= {f"state.{name}.step": torch.tensor(2.0) for name in state.names}
+    states |= {f"param_groups.{name}.lr": 1e-2 for name in state.names}
+    weights = {name: state.read(name) for name in state.tensors}
+    dcp.save({**weights, "optimizer": states}, checkpoint_id=str(folder / "saved/step-2"), no_dist=True)
+    return folder / "saved/step-2"
+
+
+@pytest.mark.parametrize("written", [as_lightning, as_torchtitan])
+def test_a_run_resumes_from_another_program_in_another_layout(runs, pools, tmp_path, written):
     """The next loss is that of the run that wrote the files."""
-    saved, own = plain(runs, "zero3-bf16", tmp_path)
-    step2 = own.with_name("step-00000002")
-    shutil.rmtree(saved / "global_step3")
-    shutil.copytree(step2 / "state", saved / "global_step2")
-    (saved / "latest").write_text("global_step2")
-    text = runs("zero3-bf16").job.run.data
-    how = {**RUNS["zero3-bf16"], "data": text, "ds_config": "zero1"}
-    resumed = pools(2).train(tmp_path / "run", **how, resume=str(saved))
+    own = runs("zero3-bf16").folder.checkpoints / "step-00000002"
+    how = {**RUNS["zero3-bf16"], "data": runs("zero3-bf16").job.run.data, "ds_config": "zero1"}
+    resumed = pools(2).train(tmp_path / "run", **how, resume=str(written(own, tmp_path)))
     assert [row["step"] for row in resumed.steps] == [3]
     assert resumed.losses[0] == pytest.approx(runs("zero3-bf16").losses[2], rel=1e-4)
 
@@ -374,3 +399,34 @@ def test_a_lost_rank_of_stage_three_has_the_weights_that_the_program_gathered(ru
     assert all(torch.equal(written[name], gathered[name]) for name in gathered)
     state = FullState(saved, repair=True)
     assert all(state.read(name, "exp_avg").any() and not state.read(name, "exp_avg").all() for name in ours.names[:1])
+
+
+def test_a_mixture_of_experts_of_an_older_release(tmp_path):
+    """DeepSpeed 0.16 saves no shapes of it; each of two ranks has half of the shared weight, and its own expert."""
+    shared, expert = torch.arange(6.0).view(2, 3), "moe.deepspeed_moe.experts.deepspeed_experts"
+    experts = [torch.full((2, 2), 7.0), torch.full((2, 2), 9.0)]
+    folder = tmp_path / "saved/global_step3"
+    folder.mkdir(parents=True)
+    model = {"module": {"first.weight": shared}, "global_steps": 3, "dp_world_size": 2, "num_experts": [2]}
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    for rank, own in enumerate(experts):
+        name = f"layer_0_expert_{rank}_mp_rank_00_model_states.pt"
+        torch.save({f"{expert}.{rank}.weight": own.bfloat16()}, folder / name)
+        flats = [shared.flatten()[3 * rank :][:3].clone(), own.flatten()]
+        optimizer = {
+            "base_optimizer_state": {
+                "state": {n: {"step": 3, "exp_avg": flat + 1} for n, flat in enumerate(flats)},
+                "param_groups": [{"lr": 0.1, "params": [n]} for n in range(2)],
+            },
+            "single_partition_of_fp32_groups": flats,
+            "partition_count": [2, 1],
+            "param_slice_mappings": [
+                {"first.weight": fragment_address(numel=3, start=0)},
+                {f"{expert}.0.weight": fragment_address(numel=4, start=0)},
+            ],
+        }
+        torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    state = FullState(tmp_path / "saved")
+    weights = {"first.weight": shared, f"{expert}.0.weight": experts[0], f"{expert}.1.weight": experts[1]}
+    for name, tensor in weights.items():
+        assert torch.equal(state.read(name), tensor) and torch.equal(state.read(name, "exp_avg"), tensor + 1)

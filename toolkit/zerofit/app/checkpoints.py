@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -308,7 +307,7 @@ def _foreign_description(found: Foreign) -> CheckpointDescription:
         name=facts.name,
         model=facts.model,
         model_args={},
-        parameters=sum(math.prod(state.shape(name)) for name in state.names),
+        parameters=sum(state.numel(name) for name in state.names),
         task=None,
         data=None,
         precision=facts.precision,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import tempfile
@@ -41,8 +40,8 @@ def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:
 
     `total`: bytes of the result. `ranks`: number of ranks whose files have a part of each parameter (ZeRO 3).
     """
-    name = max(state.names, key=lambda name: math.prod(state.shape(name)))
-    numel = math.prod(state.shape(name))
+    name = max(state.names, key=lambda name: state.numel(name))
+    numel = state.numel(name)
     start, probe = time.monotonic(), state.read_flat(name, MASTER, 0, min(numel, PROBE))
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     with tempfile.TemporaryFile(dir=existing) as file:
@@ -64,7 +63,7 @@ def conversion_plan(checkpoint: Path, *options: object) -> dict[str, Any]:
     return {"checkpoint": str(checkpoint.resolve()), "files": seen, "options": [str(option) for option in options]}
 
 
-def progress(report: Reporter, total: int) -> Callable[[int], None]:
+def progress(report: Reporter, total: int, verb: str = "converting") -> Callable[[int], None]:
     """Return the function that counts written bytes, and reports these and the remaining time."""
     done, begun = 0, time.monotonic()
 
@@ -74,6 +73,6 @@ def progress(report: Reporter, total: int) -> Callable[[int], None]:
         passed = time.monotonic() - begun
         seconds = passed * (total / done - 1) if done and passed > SETTLED_S else 0.0
         left = f", about {seconds / 60:.0f} min left" if seconds > 60 else ""
-        report.status(f"converting {shown_bytes(done)} of {shown_bytes(total)}{left}")
+        report.status(f"{verb} {shown_bytes(done)} of {shown_bytes(total)}{left}")
 
     return wrote

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
@@ -87,7 +88,21 @@ class DeepSpeedFiles:
         name = next((name for (rank, _), name in sorted(self.models.items()) if rank == mp), None)
         if name is None:
             raise incomplete(self.folder, f"mp_rank_{mp:02}_model_states.pt is missing", MISSING)
-        return name, self.load(name)
+        state = self.load(name)
+        if state.get("num_experts") and "param_shapes" not in state:  # up to DeepSpeed 0.16
+            state["param_shapes"] = self._shapes_of_mixture(mp, dict(state["module"]))
+        return name, state
+
+    def _shapes_of_mixture(self, mp: int, weights: dict[str, Tensor]) -> list[dict[str, torch.Size]]:
+        """Return the shapes of the flat groups, from the names in the optimizer's files."""
+        for name in self.experts:
+            weights |= self.load(name)
+        groups: dict[int, dict[str, torch.Size]] = defaultdict(dict)
+        for (rank, _), file in sorted(self.optimizers.items()):
+            mappings = self.load(file)["optimizer_state_dict"]["param_slice_mappings"] if rank == mp else []
+            for number, mapping in enumerate(mappings):
+                groups[number] |= {name: weights[name].shape for name in mapping}
+        return [groups[number] for number in sorted(groups)]
 
     def optimizer_ranks(self, mp: int) -> list[int]:
         """Return the data parallel ranks that wrote optimizer files, including ranks whose file is lost."""

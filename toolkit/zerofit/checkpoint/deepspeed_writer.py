@@ -71,7 +71,7 @@ class _TargetWriter:
         """Return elements `first` to `first + count` of a flat group; elements after its end are zero."""
         out, place = self.mapped(count), 0
         for name in names:
-            numel = math.prod(self.state.shape(name))
+            numel = self.state.numel(name)
             start, end = max(first, place), min(first + count, place + numel)
             if start < end and kind in self.state.kinds(name):
                 self.state.fill(name, kind, out[start - first : end - first], start - place)
@@ -183,7 +183,7 @@ def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, Any]
 
     ranks, masters, paddings, states, mappings = writer.target.ranks, [], [], {}, []
     for number, group in enumerate(writer.groups):
-        total = sum(math.prod(writer.state.shape(name)) for name in group.names)
+        total = sum(writer.state.numel(name) for name in group.names)
         size = -(-total // (ALIGNMENT * ranks)) * ALIGNMENT
         first = rank * size
         real = min(max(total - first, 0), size)
@@ -219,7 +219,7 @@ def _stretches(writer: _TargetWriter, names: list[str], first: int, end: int) ->
     """Yield the parameters of a partition of a flat group: name, first and last element + 1, in the group."""
     place = 0
     for name in names:
-        numel = math.prod(writer.state.shape(name))
+        numel = writer.state.numel(name)
         if max(first, place) < min(end, place + numel):
             yield name, max(first, place), min(end, place + numel)
         place += numel
@@ -296,17 +296,17 @@ def _sub_groups(writer: _TargetWriter, names: list[str]) -> list[list[str]]:
         if size >= SUB_GROUP:
             subs, size = [*subs, []], 0
         subs[-1].append(name)
-        size += -(-math.prod(writer.state.shape(name)) // writer.target.ranks)
+        size += -(-writer.state.numel(name) // writer.target.ranks)
     return subs
 
 
 def _share(writer: _TargetWriter, names: list[str], kind: str, rank: int) -> Tensor:
     """Return a rank's equal part of each parameter, one after another."""
     state, ranks = writer.state, writer.target.ranks
-    sizes = [-(-math.prod(state.shape(name)) // ranks) for name in names]
+    sizes = [-(-state.numel(name) // ranks) for name in names]
     out, place = writer.mapped(sum(sizes)), 0
     for name, size in zip(names, sizes, strict=True):
-        numel = min(size, math.prod(state.shape(name)) - rank * size)
+        numel = min(size, state.numel(name) - rank * size)
         if numel > 0 and kind in state.kinds(name):
             state.fill(name, kind, out[place : place + numel], rank * size)
             writer.wrote(4 * numel)
@@ -358,8 +358,8 @@ def convert_to(
         )
     if target:
         target = replace(target, dtype=DTYPES[dtype or precision])
-    count = sum(math.prod(state.shape(name)) for name in state.names)
-    total = sum(4 * math.prod(state.shape(name)) * len(state.kinds(name)) for name in state.names)
+    count = sum(state.numel(name) for name in state.names)
+    total = sum(4 * state.numel(name) * len(state.kinds(name)) for name in state.names)
     # the distributed checkpoint is copied from the mapped files
     refuse_small_disk(out, total * (1 if target else 2))
     report.note(forecast(state, total, out, target.ranks if target and target.stage == 3 else 1))

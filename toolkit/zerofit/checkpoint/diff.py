@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.full_state import FullState, full_model
 from zerofit.checkpoint.index import MASTER
 from zerofit.checkpoint.store import locate
@@ -105,7 +105,7 @@ def open_side(path: Path, where: str) -> TensorSource:
     """Open a folder or file. Raises UserError."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] * (path.suffix == ".safetensors")
     if files:
-        return SafetensorsFiles(files, where)
+        return SafetensorsFiles(files)
     checkpoint = locate(path, where)
     return full_model(checkpoint)
 
@@ -113,13 +113,8 @@ def open_side(path: Path, where: str) -> TensorSource:
 class SafetensorsFiles:
     """Tensors of safetensors files, with the interface of `FullState`."""
 
-    def __init__(self, files: list[Path], where: str):
-        try:
-            opened = [safe_open(file, framework="pt") for file in files]
-        except (SafetensorError, OSError) as error:
-            message = f"{files[0].parent} has a file that is not a safetensors file: {error}"
-            raise UserError(Problem(kind="damaged-file", message=message, where=where)) from None
-        self._file = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (no mapping)
+    def __init__(self, files: list[Path]):
+        self._file = {name: content for content in map(safe_load.load, files) for name in content}
         self.tensors: list[str] = list(self._file)
         self.ties: dict[str, str] = {}
 
@@ -129,11 +124,11 @@ class SafetensorsFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
-        return tuple(self._file[name].get_slice(name).get_shape())
+        return self._file[name].shape(name)
 
     def read(self, name: str, kind: str) -> Tensor:
         """Return a tensor."""
-        return self._file[name].get_tensor(name)
+        return self._file[name][name]
 
 
 TensorSource = FullState | SafetensorsFiles

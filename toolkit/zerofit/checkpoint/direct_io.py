@@ -76,10 +76,11 @@ class NumbersFile:
 
     def _directly(self, call: Callable[[int], int]) -> int:
         """Return the bytes that `call` reads or writes; a file system may refuse at the first call."""
+        descriptor = self._direct  # another thread may change it
         try:
-            return call(self._direct)
+            return call(descriptor)
         except OSError as error:
-            if error.errno != errno.EINVAL or self._direct == self._cached:
+            if error.errno != errno.EINVAL or descriptor == self._cached:
                 raise
             self._direct = self._cached
             return call(self._cached)

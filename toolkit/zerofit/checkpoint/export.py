@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofit.checkpoint.adapters import CONFIG, WEIGHTS, is_adapters, read_adapters, write_adapters
+from zerofit.checkpoint.conversion import progress
 from zerofit.checkpoint.foreign import Foreign, foreign_at
 from zerofit.checkpoint.foreign_facts import facts_of, model_config_folder
 from zerofit.checkpoint.full_state import FullState, full_model
@@ -45,7 +46,6 @@ from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import Precision
 from zerofit.spec.named_code import refuse_foreign_code
-from zerofit.spec.units import shown_bytes
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
 TOKENIZER_FILES += ("chat_template*", "generation_config.json", "preprocessor_config.json")
@@ -278,15 +278,8 @@ def _write_adapters(exported: ExportedModel, source: ModelSource, state: FullSta
 def _write(exported: ExportedModel, out: Path, max_shard_bytes: int, report: Reporter) -> ExportResult:
     files = PublishedFiles(exported.published, DTYPES[exported.dtype], max_shard_bytes)
     refuse_small_disk(out, files.bytes)
-    done = 0
-
-    def wrote(count: int) -> None:
-        nonlocal done
-        done += count
-        report.status(f"exporting {shown_bytes(done)} of {shown_bytes(files.bytes)}")
-
     with staged_folder(out) as staging:
-        files.write(staging, exported.tensors(), wrote)
+        files.write(staging, exported.tensors(), progress(report, files.bytes, "exporting"))
         names = _write_beside(exported, staging)
     parameters = sum(p.numel() for p in exported.published.model.parameters())
     return ExportResult(out=out, files=names, parameters=parameters, dtype=exported.dtype)

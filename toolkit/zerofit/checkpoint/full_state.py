@@ -132,6 +132,10 @@ class FullState:
         """Return the full tensor's shape."""
         return tuple(self.buffer(name).shape) if name in self._buffers else self._shards_of(name)[0].shape
 
+    def numel(self, name: str) -> int:
+        """Return the number of elements of the full tensor."""
+        return math.prod(self.shape(name))
+
     def kinds(self, name: str) -> list[str]:
         """List the kinds of a tensor: "fp32", and after the first step a parameter's optimizer states."""
         return [MASTER] if name in self._buffers else list(self._shards_of(name)[0].where)
@@ -145,7 +149,7 @@ class FullState:
         if name in self._buffers:
             return self.buffer(name)
         shape = self.shape(name)
-        return self.read_flat(name, kind, 0, math.prod(shape), dtype).view(shape)
+        return self.read_flat(name, kind, 0, self.numel(name), dtype).view(shape)
 
     @property
     def saved_dtype(self) -> torch.dtype:

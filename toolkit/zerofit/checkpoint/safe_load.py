@@ -269,7 +269,8 @@ def _refused(path: Path | str, reason: str) -> UserError:
 
 def _damaged(path: Path | str, reason: str) -> UserError:
     first = next((line.strip() for line in reason.splitlines() if line.strip()), "")
-    return _error("damaged-file", f"{path} is damaged or not a torch file: {first}", "use an older checkpoint", path)
+    kind = "safetensors" if str(path).endswith(SAFETENSORS) else "torch"
+    return _error("damaged-file", f"{path} is damaged or not a {kind} file: {first}", "use an older checkpoint", path)
 
 
 def _error(kind: str, message: str, hint: str, path: Path | str) -> UserError:

@@ -13,7 +13,6 @@ and 2 read (runtime/base_optimizer.py, load_hp_checkpoint_state_from_checkpoint_
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -52,7 +51,7 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> Conv
     tag = folder_name(step)
     tags = {engine: tag if engine == STATE else f"{tag}-{engine}" for engine in sources}
     states = {engine: FullState(checkpoint, {engine: ""}) for engine in sources}
-    total = sum(4 * _numel(state, name) * len(state.kinds(name)) for state in states.values() for name in state.names)
+    total = sum(4 * state.numel(name) * len(state.kinds(name)) for state in states.values() for name in state.names)
     refuse_small_disk(out, total)
     report.note(forecast(states[STATE], total, out))
     wrote = progress(report, total)
@@ -61,7 +60,7 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> Conv
             for written in _write_engine(sources[engine], state, ranks, staging / tags[engine]):
                 wrote(written)
         (staging / "latest_universal").write_text(tag)
-    parameters = sum(_numel(state, name) for state in states.values() for name in state.names)
+    parameters = sum(state.numel(name) for state in states.values() for name in state.names)
     return ConvertResult(out=out, tag=tag, parameters=parameters, bytes=total)
 
 
@@ -100,7 +99,7 @@ def _write_engine(source: Path | None, state: FullState, ranks: int, folder: Pat
         for kind in state.kinds(name):
             if not (place / f"{kind}.pt").exists():  # of an interrupted conversion
                 _save({"param": state.read(name, kind).contiguous(), "cat_dim": 0}, place / f"{kind}.pt")
-            yield 4 * _numel(state, name)
+            yield 4 * state.numel(name)
         if optimizer["step"] is not None:
             _save(optimizer["step"], place / "step.pt")
     # parameter groups and step, in the places for stages 1 and 2, and for stage 3
@@ -169,7 +168,3 @@ def _own_state(saved: Any) -> dict[str, Any] | None:
     if "state" in saved and "param_groups" in saved:
         return saved
     return next((own for value in saved.values() if (own := _own_state(value)) is not None), None)
-
-
-def _numel(state: FullState, name: str) -> int:
-    return math.prod(state.shape(name))
