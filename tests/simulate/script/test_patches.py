@@ -55,6 +55,7 @@ PATCHES = {
         ["torch.nested._internal.nested_tensor:get_tensor_symint"],
         [Reason("torch.nested._internal.nested_tensor", "get_tensor_symint", "tensor", "tensor.get_nested_int(")],
     ),
+    "host_layers": (["torch:mkldnn_rnn_layer"], []),
     "replicas": (["torch.nn:DataParallel.forward"], []),
     "addresses": (
         ["torch:UntypedStorage.data_ptr", "torch._subclasses.fake_tensor:FakeTensor.data_ptr"],
