@@ -88,6 +88,8 @@ for half in (torch.float32, torch.bfloat16):  # rows of different lengths, in on
     assert net(made.float()).values().shape == (8, 4) and made.offsets().tolist() == [0, 3, 8]
     made.values().sum().backward()
     assert x.grad.values().shape == (8, 64) and x.grad.device.type == "cuda"
+copied = torch.nested.nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged).to("cuda")
+assert [t.tolist() for t in copied.unbind()] == [[0, 1, 2], [0, 1, 2, 3, 4]]
 loss = lambda values, x: functional_call(net, values, (x,)).square().mean()
 for _ in range(50):
     values = {name: p.detach() for name, p in net.named_parameters()}
