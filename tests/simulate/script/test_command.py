@@ -107,8 +107,10 @@ def test_a_shell_script_is_no_program_of_pips(tmp_path: Path):
     script = tmp_path / "run.sh"
     script.write_text("#!/bin/bash\npython train.py\n")
     script.chmod(0o755)
-    with pytest.raises(UserError, match="without shell or job scripts"):
-        read(str(script))
+    for words in (str(script), f"bash {script} --lr 1"):
+        with pytest.raises(UserError) as caught:
+            read(words)
+        assert f"the command of {script}:2 after --" in caught.value.problems[0].hint
 
 
 @pytest.mark.parametrize(

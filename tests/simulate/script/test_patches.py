@@ -34,7 +34,7 @@ pytestmark = pytest.mark.versions
 DATA, DDP = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
 HF, TENSOR = "transformers.modeling_utils", "torch._tensor"
 FLAT, NORMS = "torch.distributed.fsdp._flat_param", "torch.nn.modules._functions"
-MESH = "torch.distributed.device_mesh"
+MESH, NESTED = "torch.distributed.device_mesh", "torch.nested._internal.ops"
 PARAMETER, INIT = "torch.nn.parameter", "torch.distributed.fsdp._init_utils"
 TOKENIZERS = "transformers.tokenization_utils_base"
 GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available", "destroy_process_group")
@@ -52,9 +52,20 @@ PATCHES = {
     "tensor_values": (["torch:Tensor.numpy", "torch:Tensor.tolist", "torch:Tensor.__format__"], []),
     "equality": (["torch:equal"], []),
     "nested_lengths": (
-        ["torch.nested._internal.nested_tensor:get_tensor_symint"],
-        [Reason("torch.nested._internal.nested_tensor", "get_tensor_symint", "tensor", "tensor.get_nested_int(")],
+        ["torch._subclasses.fake_tensor:FakeTensorMode.create_symbolic_nested_int"],
+        [
+            Reason(
+                "torch._subclasses.fake_tensor",
+                "FakeTensorMode.create_symbolic_nested_int",
+                "self",
+                "self.shape_env must not be None",
+            ),
+            Reason(
+                "torch.nested._internal.ops", "to_copy_default", "func", "tgt.nested_int_memo = src.nested_int_memo"
+            ),
+        ],
     ),
+    "host_layers": (["torch:mkldnn_rnn_layer"], []),
     "replicas": (["torch.nn:DataParallel.forward"], []),
     "addresses": (
         ["torch:UntypedStorage.data_ptr", "torch._subclasses.fake_tensor:FakeTensor.data_ptr"],

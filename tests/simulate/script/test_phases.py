@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 class Net(nn.Module):
@@ -42,7 +41,6 @@ for _ in range(50):
 SHARDED = {
     "fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))": "FSDP2 (dp_shard 2)",
     "from torch.distributed.fsdp import FullyShardedDataParallel as F; net.body = F(net.body)": "FSDP",
-    "net.body = DistributedDataParallel(net.body)": "DDP",
     "": "",
 }
 
@@ -82,6 +80,16 @@ from torch.func import functional_call, grad, vmap
 
 net = nn.Linear(64, 4).cuda()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for half in (torch.float32, torch.bfloat16):  # rows of different lengths, in one jagged tensor
+    rows = [torch.randn(n, 64, dtype=half) for n in (3, 5)]
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged, device="cuda", requires_grad=True)
+    heads = x.unflatten(-1, [4, 16]).transpose(1, 2)
+    made = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(-2)
+    assert net(made.float()).values().shape == (8, 4) and made.offsets().tolist() == [0, 3, 8]
+    made.values().sum().backward()
+    assert x.grad.values().shape == (8, 64) and x.grad.device.type == "cuda"
+copied = torch.nested.nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged).to("cuda")
+assert [t.tolist() for t in copied.unbind()] == [[0, 1, 2], [0, 1, 2, 3, 4]]
 loss = lambda values, x: functional_call(net, values, (x,)).square().mean()
 for _ in range(50):
     values = {name: p.detach() for name, p in net.named_parameters()}
@@ -108,7 +116,7 @@ def test_an_optimizer_that_steps_in_backward_frees_each_gradient(folder):
     assert result.phases[-1].end_bytes == 9 * layer + 4 + 2 * CUBLAS_HOPPER_BYTES
 
 
-def test_layers_inside_torch_func(folder):
+def test_layers_inside_torch_func_and_jagged_tensors(folder):
     seen = facts(simulated(BY_SAMPLE)).facts
     assert seen.parameters == 65 * 4 and seen.model == "Linear"
 

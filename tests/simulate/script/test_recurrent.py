@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.simulate.script.scripts import facts, simulated
+from zerofit.simulate.script import recurrent
 
 SCRIPT = """\
 import torch
@@ -74,3 +76,16 @@ def test_sparse_gradients_are_bounded_by_dense_ones(folder):
     result = simulated(SPARSE, gpus=1)
     assert result.breakdown["optimizer state"] == 2 * 4 * 1000 * 64 and facts(result).is_upper_bound
     assert result.breakdown["gradients"] == 4 * 1000 * 64
+
+
+def test_the_workspace_of_an_lstm_on_the_host(monkeypatch):
+    """Long sequences are extrapolated; the reference is oneDNN's own workspace."""
+    zeros, steps, samples, hidden = torch.zeros, 60, 6, 40
+    weights = (zeros(160, 24), zeros(160, 40), zeros(160), zeros(160), zeros(6, 40), zeros(6, 40))
+    kind = (False, [], 2, hidden, 1, True, False, False, True)
+    real = torch.mkldnn_rnn_layer(zeros(steps, samples, 24), *weights, *kind)[3].numel()
+    shape = (steps, samples, 24)
+    assert recurrent._host_workspace(shape, hidden, torch.float32) == real
+    recurrent._host_workspace.cache_clear()
+    monkeypatch.setattr(recurrent, "_HOST_WORK", 20 * 8 * samples * hidden * 64)
+    assert recurrent._host_workspace(shape, hidden, torch.float32) == pytest.approx(real, rel=0.1)

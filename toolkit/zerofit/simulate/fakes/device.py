@@ -52,7 +52,7 @@ def register(meter: AllocationTracker) -> None:
     returns a value while an error is set ends the process (torch/csrc/acc/Module.cpp, PythonDeviceGuard).
     (torch.autograd._engine_run_backward)
     """
-    guard, run = _Guard(), torch.autograd._engine_run_backward
+    guard, run = _SimulatedGuard(), torch.autograd._engine_run_backward
 
     def run_backward(*args: object, **kwargs: object) -> object:
         try:
@@ -66,7 +66,7 @@ def register(meter: AllocationTracker) -> None:
     torch.autograd._engine_run_backward = run_backward
 
 
-class _Guard(torch._C._acc.DeviceGuard):
+class _SimulatedGuard(torch._C._acc.DeviceGuard):
     """The device's guard. It keeps the error that is set when torch calls it."""
 
     pending: BaseException | None = None

@@ -164,6 +164,9 @@ KERNEL_SCRATCH: dict[str, dict[str, Callable[[OpArguments, OpOutput], int]]] = {
         "aten::native_batch_norm": lambda args, out: 8 * args[0].shape[1],
         "aten::native_batch_norm_backward": lambda args, out: bytes_of(args[1]),
         "aten::_safe_softmax": _softmax_mask,
+        # oneDNN's LSTM: weights in its own layout (in backward gradients, too), the sum of the biases, the four gates
+        "aten::mkldnn_rnn_layer": lambda args, out: bytes_of(args[1:4]) + 4 * bytes_of(out[0]),
+        "aten::mkldnn_rnn_layer_backward": lambda args, out: 2 * bytes_of(args[1:3]) + 4 * bytes_of(args[7]),
     },
     "cuda": {**_ANYWHERE, "aten::_scaled_dot_product_flash_attention_backward": _flash_backward},
 }

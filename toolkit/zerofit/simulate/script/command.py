@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import sys
 from argparse import Namespace
@@ -28,6 +29,7 @@ _AS_MODULE = {
     "deepspeed.launcher.runner": "deepspeed",
     "accelerate.commands.launch": "accelerate launch",
 }
+_LAUNCHES = re.compile(r"[^#]*\b(torchrun|deepspeed|accelerate launch|python3?)\s")
 _MANY = 1 << 16  # devices of a host whose number is unknown
 
 
@@ -76,7 +78,19 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
     if installed:
         return _python([installed, *rest], tuple(words), ())
     message = f"{program!r} is not python, torchrun, deepspeed, accelerate launch or a program that pip installed"
-    raise _refused(message, "give the command that starts the training script itself, without shell or job scripts")
+    hint = "give the command that starts the training script itself, without shell or job scripts"
+    place = _starting_line(words)
+    raise _refused(message, f"put the command of {place} after --, with its variables filled in" if place else hint)
+
+
+def _starting_line(words: Sequence[str]) -> str:
+    """Return "file:line" of the launcher or Python in a shell script; "" if there is none."""
+    for file in (Path(word) for word in words[:3]):
+        if file.suffix in (".sh", ".slurm", ".sbatch") and file.is_file():
+            lines = file.read_text(errors="replace").splitlines()
+            found = [n for n, line in enumerate(lines, 1) if _LAUNCHES.match(line)]
+            return f"{file}:{found[-1]}" if found else ""
+    return ""
 
 
 def started_inside(words: Sequence[str]) -> ScriptCommand | None:

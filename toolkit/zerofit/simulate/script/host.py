@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import flex_attention
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import _disable_current_modes
@@ -140,18 +140,19 @@ def addresses() -> None:
 def nested_lengths() -> None:
     """Give the ragged dimension of a jagged tensor of fakes a number, as torch does outside of the compiler.
 
-    (torch.nested._internal.nested_tensor.get_tensor_symint)
+    A copy to the device has the number of the real tensor.
+    (FakeTensorMode.create_symbolic_nested_int, torch.Tensor.nested_int_memo)
     """
-    from torch.nested._internal import nested_tensor
+    from torch.nested._internal.nested_int import NestedIntNode
+    from torch.nested._internal.nested_tensor import get_tensor_symint
 
-    numbers, counter = nested_tensor._tensor_symint_registry, itertools.count()
+    numbers = itertools.count(1 << 32)  # above the numbers of real tensors
 
-    def get_tensor_symint(tensor: Tensor, *, coeff: int = 1) -> Any:
-        if tensor not in numbers:
-            numbers[tensor] = torch.SymInt(nested_tensor.NestedIntNode(next(counter), coeff))
-        return numbers[tensor]
+    def create_symbolic_nested_int(self: object, *, nt_tensor_id: int | None = None) -> Any:
+        return torch.SymInt(NestedIntNode(next(numbers) if nt_tensor_id is None else nt_tensor_id, 1))
 
-    replace_in(nested_tensor, "get_tensor_symint", get_tensor_symint)
+    replace_in(FakeTensorMode, "create_symbolic_nested_int", create_symbolic_nested_int)
+    replace_in(Tensor, "nested_int_memo", property(get_tensor_symint))  # a fake has its own attribute
 
 
 def loaders() -> None:

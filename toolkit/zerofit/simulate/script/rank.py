@@ -139,6 +139,8 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
         kernels.synchronized_norms(meter)
         kernels.flash_attention_package(meter)
         recurrent.recurrent_layers(meter)
+    else:
+        recurrent.host_layers()
     for on_host in (host.parameters, host.parameter_data, host.tensor_values, host.compiling, host.triton_kernels):
         on_host(meter)
     kernels.sparse_gradients(meter)

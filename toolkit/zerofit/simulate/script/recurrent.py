@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._ops import OpOverload
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
-from zerofit.simulate.script.values import known_value
+from zerofit.simulate.script.values import known_value, on_host
 
 # Elements of cuDNN's reserve for each step, sample, layer and hidden unit. Between two layers it has one element more.
 # The values follow from sizes that cuDNN returned for 4 layers of 320 units and 25,000 steps: 736,000,000 bytes of an
 # LSTM are 4 * 5 + 3 elements, 864,000,000 bytes of a GRU are 4 * 6 + 3 elements
 # (github.com/pytorch/pytorch/issues/2895). The value for a plain RNN is an upper bound.
 _KEPT = {"lstm": 5, "gru": 6, "rnn_tanh": 2, "rnn_relu": 2}
+_HOST_WORK = 10**9  # multiply-adds of a layer that is run to ask oneDNN for its workspace
 _WORKSPACES = 2  # times the weights; 1.46 and 1.45 times in that issue
 
 
@@ -71,6 +74,39 @@ class _Recurrent(torch.autograd.Function):
 
 def _workspace(layers: _Layers, weights: Sequence[Tensor]) -> Tensor:
     return weights[0].new_empty(_WORKSPACES * sum(w.numel() for w in weights), dtype=layers.dtype)
+
+
+def host_layers() -> None:
+    """Give an LSTM on the host the workspace that oneDNN keeps for backward: torch's shape rule has none.
+
+    (aten::mkldnn_rnn_layer)
+    """
+    op = torch.ops.aten.mkldnn_rnn_layer.default
+
+    def layer(mode: FakeTensorMode, func: OpOverload, x: Tensor, *rest: Any) -> object:
+        size = _host_workspace(tuple(x.shape), rest[9], x.dtype) if rest[-1] else 0
+        with mode:
+            out, state = x.new_empty(*x.shape[:2], rest[9]), rest[4].shape
+            return out, x.new_empty(state), x.new_empty(state), torch.empty(size, dtype=torch.uint8)
+
+    fake_impls.op_implementations_dict[op] = layer
+
+
+@cache
+def _host_workspace(shape: tuple[int, int, int], hidden: int, dtype: torch.dtype) -> int:
+    """Return the bytes of oneDNN's workspace for one layer. Long sequences are extrapolated from two short ones."""
+    steps, samples, width = shape
+    with on_host(), torch.enable_grad():  # without gradients oneDNN keeps nothing
+        weights = [torch.zeros(4 * hidden, n, dtype=dtype) for n in (width, hidden)]
+        biases, states = torch.zeros(2, 4 * hidden, dtype=dtype), torch.zeros(2, samples, hidden, dtype=dtype)
+
+        def of(number: int) -> int:
+            x = torch.zeros(number, samples, width, dtype=dtype)
+            kind = (False, [], 2, hidden, 1, True, False, False, True)  # an LSTM with biases, in training
+            return torch.mkldnn_rnn_layer(x, *weights, *biases, *states, *kind)[3].numel()
+
+        most = max(4, _HOST_WORK // (8 * samples * hidden * (width + hidden)))
+        return of(steps) if steps <= most else of(most) + (of(most) - of(2)) * (steps - most) // (most - 2)
 
 
 def recurrent_layers(meter: ScriptTracker) -> None:

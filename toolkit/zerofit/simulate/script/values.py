@@ -6,7 +6,8 @@ The decision follows from known operands, or from the assumption that training c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,13 @@ _MOST_EXPERTS = 1024  # a top-k of more choices selects tokens of a vocabulary, 
 _EQUAL = {_aten.eq: True, _aten.ne: False}  # whether the op is True for equal operands
 _FILLED = {_aten.zeros_like: False, _aten.new_zeros: False, _aten.ones_like: True, _aten.new_ones: True}
 RULES = {*_OR, *_AND, *_OF_ALL, *_NOT_FINITE, *_EQUAL, *_FILLED}
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Run ops on real tensors, without gradients."""
+    with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+        yield
 
 
 def known_value(leaf: object) -> Any:
@@ -70,7 +78,7 @@ def largest(value: object) -> object:
     """Return real values for a fake of unknown values. Masks are all True; other elements are distinct and not zero."""
     if not isinstance(value, FakeTensor) or known_value(value) is not None:
         return value
-    with unset_fake_temporarily(), _disable_current_modes():
+    with on_host():
         return torch.arange(1, value.numel() + 1).to(value.dtype).reshape(value.shape)
 
 

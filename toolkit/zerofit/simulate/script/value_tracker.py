@@ -1,0 +1,224 @@
+"""Keep the values of small device tensors while a script runs, and answer where it needs an unknown value."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, leaves_of
+from zerofit.simulate.ops.tracker import FUNCTIONAL, is_own, own_line
+from zerofit.simulate.record import STEPS
+from zerofit.simulate.script.issuing import IssuingTracker
+from zerofit.simulate.script.received import alike, replicate
+from zerofit.simulate.script.values import (
+    KEPT_FLOATS,
+    KEPT_INTEGERS,
+    RULES,
+    choices,
+    decided,
+    forget,
+    is_assumed,
+    keep,
+    known_value,
+    largest,
+    on_host,
+)
+
+SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
+HOLDS_NOTHING_BYTES = 16 << 20  # new host tensors of at least this size are fake
+_HISTC = torch.ops.aten.histc.default
+_TOP_K = torch.ops.aten.topk.default
+_TOP_1 = (torch.ops.aten.max.dim, torch.ops.aten.argmax.default)
+_BOUNDED = (
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "torchvision::nms",  # its largest output: all boxes
+)
+_FILLED = ("c10d::_allgather_base_", "c10d::alltoall_base_")  # output and input are two tensors
+_UNDEFINED = ("aten::empty", "aten::new_empty")
+
+
+class ValueTracker(IssuingTracker):
+    """Known values are stored with a fake (`keep`). With them, masks, lengths and counters control the script.
+
+    If an op overwrites a tensor with unknown values, its known values are deleted (`forget`). An assumption that is
+    made for an unknown value is a note.
+    """
+
+    def __init__(self, device: str, scratch: Scratch, fakes: FakeTensorMode, workspace_bytes: int = 0):
+        super().__init__(device, scratch, workspace_bytes)
+        self.fakes = fakes
+        self.notes: Counter[str] = Counter()  # each approximation, and how often it was used
+        self.inexact: set[str] = set()  # the notes that make the figures an upper bound
+        self.all_true = False  # whether masks of unknown values count as all True without a note
+        self.crowded = False  # whether all tokens choose the same experts; else all experts get as many tokens
+        self.routed = False  # whether the script has read which tokens an expert gets
+        self.reduction: Any = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
+
+    def note(self, text: str, *, bound: bool = False, here: bool = False) -> None:
+        """Count an approximation. `bound`: it makes the figures an upper bound; `here`: add the script's line."""
+        line = own_line() if here else ""  # "" if no line of the script is running
+        text = f"{text}, at {line}" if line else text
+        self.notes[text] += 1
+        if bound:
+            self.inexact.add(text)
+
+    def read(self, tensor: Tensor, *, shapes: bool = False) -> Any:
+        """Return a tensor's value, or None if it is unknown. `shapes`: the shape of an op's output depends on it.
+
+        Outside of modules, values that Python reads are measures such as an accuracy. They are no routing.
+        """
+        if is_assumed(tensor) and not self.routed and (shapes or self._running):
+            self.routed = True
+            share = "all tokens choose the same experts" if self.crowded else "all experts get equally many tokens"
+            self.note(f"tokens choose experts by values on the device: {share}", here=True)
+        return known_value(tensor)
+
+    def _stand_in(self, func: OpOverload, args: OpArguments) -> object:
+        """Return a harmless value instead of a value that only a GPU could compute.
+
+        Add a note if the script's own code reads it.
+        """
+        value = func(*args)
+        code = self._call_site()[1]
+        if code is not None and is_own(code.co_filename):
+            self.note(f"the value of a tensor on the device: taken as {value}", here=True)
+        return value
+
+    def _numbers(self, index: object) -> Sequence[object]:
+        """Return the indices where a mask is True, one tensor per dimension.
+
+        A mask of unknown values counts as all True.
+        """
+        if not isinstance(index, FakeTensor) or index.dtype != torch.bool:
+            return [index]
+        known = self.read(index, shapes=True)
+        with on_host():
+            if known is None:
+                if not self.all_true:
+                    self.note("a mask of unknown values as an index: taken as all True", bound=True, here=True)
+                known = torch.ones(index.shape, dtype=torch.bool)
+            found = known.nonzero()
+            columns = [found[:, d].contiguous() for d in range(index.dim())]
+        on_device = [self.fakes.from_tensor(column).to(index.device) for column in columns]
+        if known_value(index) is not None:
+            for fake, column in zip(on_device, columns, strict=True):
+                if isinstance(fake, FakeTensor):
+                    keep(fake, column)
+        return on_device
+
+    def _by_values(
+        self, func: OpOverload, args: OpArguments, kwargs: OpKeywords, leaves: list[Tensor], error: Exception
+    ) -> OpOutput:
+        """Return the output of an op whose shape depends on values. Raises `error` if the values are unknown.
+
+        For some ops the largest output is a bound. It is the output for a mask that is all True, or for distinct
+        elements.
+        """
+        known = all(self.read(t, shapes=True) is not None for t in leaves)
+        if not known:
+            if (
+                func._overloadpacket._qualified_op_name not in _BOUNDED
+                or max(t.numel() for t in leaves) > HOLDS_NOTHING_BYTES
+            ):
+                raise error
+            self.note(f"{func._overloadpacket} of unknown values: taken as its largest output", bound=True, here=True)
+            args, kwargs = tree_map(largest, (args, kwargs))
+        real = self._computed(func, func._overloadpacket._qualified_op_name, args, kwargs)
+        where = next((t.device for t in leaves if isinstance(t, FakeTensor)), torch.device("cpu"))
+
+        def faked(t: object) -> object:
+            if not isinstance(t, Tensor):
+                return t
+            made = torch.empty(t.shape, dtype=t.dtype, device=where)
+            made = made if isinstance(made, FakeTensor) else self.fakes.from_tensor(made)
+            if known:
+                keep(made, t, assumed=any(map(is_assumed, leaves)))
+            return made
+
+        return tree_map(faked, real)
+
+    def _keep_values(
+        self, func: OpOverload, name: str, args: OpArguments, kwargs: OpKeywords, leaves: list[Tensor], out: OpOutput
+    ) -> None:
+        """Compute the values of small outputs from known inputs.
+
+        Values that an op overwrites with unknown values are forgotten.
+        """
+        outs = [t for t in leaves_of(out) if isinstance(t, FakeTensor)]
+        if name in _FILLED and isinstance(args[0], FakeTensor) and known_value(args[1]) is not None:
+            with on_host():
+                filled = torch.zeros(args[0].shape, dtype=args[0].dtype)
+                replicate(name, (filled, known_value(args[1]), *args[2:]), self.reduction == dist.ReduceOp.SUM)
+            keep(args[0], filled, assumed=is_assumed(args[1]))
+            return
+        if self._keep_choices(func, args, outs) or (len(outs) == 1 and self._keep_decided(func, args, outs[0])):
+            return
+        small = all(t.numel() <= (KEPT_FLOATS if t.is_floating_point() else KEPT_INTEGERS) for t in outs)
+        drawn = name.startswith(_UNDEFINED) or torch.Tag.nondeterministic_seeded in func.tags
+        if not outs or not small or drawn or any(known_value(t) is None for t in leaves):
+            if func._schema.is_mutable:
+                for t in outs:
+                    forget(t)
+            return
+        try:
+            real = self._computed(func, name, args, kwargs)
+        except Exception:  # the host has no kernel for it, so its values are unknown
+            for t in outs:
+                forget(t)
+            return
+        for t, value in zip(leaves_of(out), leaves_of(real), strict=True) if real is not None else ():
+            if isinstance(t, FakeTensor) and isinstance(value, Tensor) and value.shape == t.shape:
+                keep(t, value, assumed=any(map(is_assumed, leaves)))
+
+    def _computed(self, func: OpOverload, name: str, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
+        """Run an op on the host with the known values of its arguments; None if they are the results, too."""
+        host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == SIMULATED else kwargs
+        with on_host():
+            known, named = tree_map(known_value, args), tree_map(known_value, host)
+            if name.startswith(FUNCTIONAL):
+                return alike(name, known)
+            if name.startswith("c10d::"):
+                return replicate(name, known, self.reduction == dist.ReduceOp.SUM)
+            if func is _HISTC:  # the host has no kernel for integers
+                return func(known[0].double(), *known[1:], **named).to(known[0].dtype)
+            return func(*known, **named)
+
+    def _keep_choices(self, func: OpOverload, args: OpArguments, outs: list[FakeTensor]) -> bool:
+        """Keep the experts that a router is assumed to choose; return False for an op that is no router's."""
+        several = func is _TOP_K  # top-1 also finds predictions, outside of modules or in metrics
+        routes = several or (func in _TOP_1 and bool(self._running) and torch.is_grad_enabled())
+        if not routes or self._phase not in STEPS or known_value(args[0]) is not None:  # generation chooses tokens
+            return False
+        with on_host():
+            places = choices(several, args, outs[-1].shape, crowded=self.crowded)
+        if places is not None:
+            keep(outs[-1], places, assumed=True)
+        return places is not None
+
+    def _keep_decided(self, func: OpOverload, args: OpArguments, out: FakeTensor) -> bool:
+        """Keep the value of all elements of an output, if it does not depend on unknown values."""
+        if func._overloadpacket not in RULES:
+            return False
+        with on_host():
+            value = decided(func, args, tuple(map(known_value, args[:2])))
+            if value is None or (out.numel() > KEPT_FLOATS and out.is_floating_point()):
+                return False
+            whole = torch.tensor(value, dtype=out.dtype).expand(out.shape)
+            keep(out, whole.clone() if out.numel() <= KEPT_INTEGERS else whole)
+        return True
+
+    def in_own_code(self) -> bool:
+        """Return False: a script's own modules also get an assumed value, with a note."""
+        return False
