@@ -148,7 +148,7 @@ def test_names_are_checked(bare, tmp_path, refused, opened, monkeypatch):
     (problem,) = refused(data=f"jsonl:{chats}", seq_len=64, chat_template=Path("mistral"))
     assert "--tokenizer bytes lacks" in problem.message
     notes = opened(data=f"jsonl:{chats}", seq_len=99, tokenizer=bare, chat_template=Path("phi4")).notes
-    assert any(note.startswith("<|im_sep|>: not in --tokenizer") for note in notes)
+    assert any(note.startswith("<|im_sep|>: not in the tokenizer") for note in notes)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chatml").write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
     assert named("chatml", bare).prompt(TURNS[1:2]) == "Hi!"

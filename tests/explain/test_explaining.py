@@ -48,7 +48,7 @@ def folder(tmp_path) -> RunFolder:
     found = RunFolder(tmp_path)
     found.logs.mkdir()
     job.write(found, {})
-    found.metrics.write_text(json.dumps({"step": 3, "memory_bytes": 15 * GIB}) + "\n")
+    found.metrics.write_text(json.dumps({"step": 3, "memory_bytes": 15 * GIB, "forecast_bytes": 18 * GIB}) + "\n")
     found.rank_log(0).write_text("fine\n")
     found.rank_log(1).write_text(PHASES["logits"][0])
     return found
@@ -59,6 +59,9 @@ def test_a_run_folder_with_its_forecast(folder):
     assert (found.source, found.cause, found.steps, found.ranks) == ("run folder", "logits", 3, ("1",))
     assert found.forecast.allocated_bytes == 12 * GIB and found.forecast.phase == "forward"
     assert found.forecast.parts == ("at step 3 a rank used 15.0 GiB; forecast 18.0 GiB",)
+    on_gpu = {"step": 3, "memory_bytes": 11 * GIB, "reserved_bytes": 16 * GIB, "forecast_bytes": 17 * GIB}
+    folder.metrics.write_text(json.dumps(on_gpu) + "\n")
+    assert explain(folder.path).forecast.parts == ("at step 3 a rank used 16.0 GiB; forecast 17.0 GiB",)
     done = run(folder.path)
     assert done.exit_code == 0 and "forecast      12.0 GiB in tensors in forward" in done.stdout
 

@@ -48,7 +48,7 @@ def test_knobs_are_simulated_when_asked_for(simulation):
     heard: list[zf.Event] = []
     knobs = simulation.knobs(heard.append)
     assert {"--activation-checkpointing", "--ds-config zero3"} <= {knob.change for knob in knobs}
-    assert heard and all(event.text.startswith("knobs: ") for event in heard)
+    assert heard and all(event.text.startswith("changes that may fit: ") for event in heard)
     assert simulation.knobs() is knobs and len(simulation.to_dict()["knobs"]) == len(knobs)
 
 

@@ -138,9 +138,7 @@ def _of_run_folder(folder: RunFolder) -> Explanation:
         found = replace(found, summary=f"Memory did not run out: {stopped[0]}.", run_next=command)
     if job.forecast is None:
         return found
-    return replace(
-        found, forecast=_of_plan(found, job, [size for row in measured if (size := _count(row, "memory_bytes"))])
-    )
+    return replace(found, forecast=_of_plan(found, job, measured[0] if measured else {}))
 
 
 def _with_snapshot(found: Explanation, snapshot: Explanation) -> Explanation:
@@ -176,16 +174,17 @@ def _texts(folder: RunFolder) -> Iterator[tuple[str, str]]:
     yield "\n".join(str(fault.get("message", "")) for fault in faults), ""
 
 
-def _of_plan(found: Explanation, job: Job, measured: Sequence[int]) -> ForecastAtMoment:
-    """Return the forecast made at the run's start, and how the run's last measurement differs from it."""
+def _of_plan(found: Explanation, job: Job, measured: Mapping[str, Any]) -> ForecastAtMoment:
+    """Return the forecast made at the run's start, and how the run's last record of metrics differs from it."""
     forecast = job.forecast
     assert forecast is not None
     phase = PHASES.get(found.phase, "")
     expected = forecast.phases.get(phase, max(forecast.phases.values(), default=0))
     process = forecast.reserved_bytes + forecast.beside_bytes
-    parts = [
-        f"at step {found.steps} a rank used {shown_bytes(size)}; forecast {shown_bytes(process)}" for size in measured
-    ]
+    size = _count(measured, "reserved_bytes") or _count(measured, "memory_bytes")
+    promised = _count(measured, "forecast_bytes")  # of the same quantity
+    numbers = f"{shown_bytes(size)}; forecast {shown_bytes(promised)}"
+    parts = [f"at step {found.steps} a rank used {numbers}"] if size and promised else []
     free = forecast.free_bytes
     fits = free is None or process <= free
     if free is not None and not fits:

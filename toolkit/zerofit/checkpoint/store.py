@@ -353,7 +353,7 @@ def store_of(path: Path, where: str = "PATH") -> Store | None:
         raise _no_checkpoint(f"folder {path} does not exist", where)
     found = foreign_at(path)
     message = "neither a checkpoint nor a run's folder with one"
-    raise _no_checkpoint(f"{path} is {f'{found.name}, not one of zerofit' if found else message}", where)
+    raise _no_checkpoint(f"{path} is {f'{found.name}, which zerofit did not write' if found else message}", where)
 
 
 def locate(path: Path, where: str = "PATH", *, deep: bool = False, report: Reporter | None = None) -> Path:

@@ -104,7 +104,7 @@ def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
         kinds = sorted(result.forecast.kinds.items(), key=lambda entry: -entry[1])[:KINDS]
         largest = "; at its peak " + ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in kinds) if kinds else ""
         yield "forecast", f"{shown_bytes(result.forecast.allocated_bytes)} in tensors{at}{largest}"
-        yield from _labelled("they part", result.forecast.parts)
+        yield from _labelled("differs", result.forecast.parts)
     yield from _labelled("to make room", list(_changes(result.changes)))
 
 

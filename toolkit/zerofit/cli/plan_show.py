@@ -82,18 +82,19 @@ def _close(result: PlanResult) -> Iterator[tuple[str, str]]:
     """Yield the fastest layout that fits only without the margin."""
     for row in result.close[:1]:
         room = row.fit.device_available_bytes - row.memory.peak_bytes
-        words = f"{row.layout}: {row.step_s:.3g} s; its peak leaves {shown_bytes(room)} of the margin's "
-        simulated = f"--confirm {len(result.close)} simulates it"
-        yield "close", f"{CLOSE}: {words}{shown_bytes(row.fit.margin_bytes)}; {simulated}"
+        yield "close", f"{row.layout} ({row.step_s:.3g} s a step) is {CLOSE}"
+        yield "", f"{shown_bytes(room)} free at its peak, less than the margin of {shown_bytes(row.fit.margin_bytes)}"
+        yield "", f"to simulate it: --confirm {len(result.close)}"
 
 
 def show_end(plan: Plan, details: bool) -> None:
     """Print the results of simulated layouts, the files that were written, and how to see more."""
     console = out()
-    print_facts(console, (("simulated", str(outcome)) for outcome in plan.confirmed))
-    print_facts(console, _files(plan))
+    print_facts(console, (("simulated", outcome.described(details)) for outcome in plan.confirmed))
+    print_facts(console, _files(plan, details))
     if not details:
-        print_facts(console, [("details", "--details    configuration files: --write FOLDER    --json")])
+        files = "" if plan.written else "configuration files: --write FOLDER    "
+        print_facts(console, [("details", f"--details    {files}--json")])
 
 
 def _title(result: PlanResult) -> str:
@@ -134,7 +135,11 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     parts = sorted(memory.breakdown.items(), key=lambda item: -item[1])
     parts = [(kind, size) for kind, size in parts if size >= 0.01 * memory.peak_bytes]
     kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in parts[: None if details else 3])
-    seconds = {name.removesuffix("_s"): s for name, s in asdict(best.time).items() if name != "step_s" and s > 0}
+    seconds = {
+        name.removesuffix("_s"): s
+        for name, s in asdict(best.time).items()
+        if name != "step_s" and s >= 0.005 * best.step_s
+    }
     times = sorted(seconds.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name} {s / best.step_s:.0%}" for name, s in times[:5])
     span = ""
@@ -150,7 +155,8 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     yield from _outlook(best.outlook) if best.outlook else ()
     if result.plainest:
         slower = best.samples_per_s / result.layouts[result.plainest].samples_per_s - 1
-        yield "simplest", f"layout {result.plainest + 1}, about as fast (forecast {slower:.0%} slower)"
+        much = f"forecast {slower:.0%} slower" if slower >= 0.005 else "forecast less than 1% slower"
+        yield "simplest", f"layout {result.plainest + 1}, about as fast ({much})"
     if details and len(result.layouts) < min(plan.request.top, result.fitting):
         yield "table", f"the fastest bucket and overlap of each of {len(result.layouts)} layouts"
 
@@ -207,7 +213,7 @@ def _rejected(result: PlanResult, details: bool) -> Iterator[tuple[str, str]]:
         yield "rejected", f"{near}; {rejection.hint}" if rejection.hint else near
 
 
-def _files(plan: Plan) -> Iterator[tuple[str, str]]:
+def _files(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     for path in plan.written:
         yield "written", str(path)
     if plan.written:
@@ -218,7 +224,7 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.traced:
         words = f"layout {plan.shown + 1}" if plan.layouts else "the first layout, which does not fit"
         yield "trace", f"{plan.traced}, a step of {words} (opens in https://ui.perfetto.dev)"
-    if plan.profile_file:
+    if plan.profile_file and details:
         yield "profile", str(plan.profile_file)
 
 

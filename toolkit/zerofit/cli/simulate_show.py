@@ -219,6 +219,8 @@ def show_knobs(result: Simulation, details: bool) -> None:
         print_facts(console, zip([label, *[""] * len(facts)], facts, strict=False), hang=10 + width)
     if not details:
         how = "as a picture: --plot memory.png    " if isinstance(result.run, SimulatedRun) else ""
+        if not how and any(row.config or row.file for row in fitting):  # the change names a file that does not exist
+            how = "its file: --write-config FILE    "
         print_facts(console, [("details", f"--details    {how}as JSON: --json")])
 
 

@@ -180,7 +180,7 @@ def open_chat_template(template: Path | None, tokenizer: Tokenizer) -> ChatTempl
     try:
         text = loaded.get_chat_template()
     except ValueError as error:  # it has no template, or several without a default
-        message = f"--tokenizer {tokenizer.name} has no chat template"
+        message = f"the tokenizer of {tokenizer.name} has no chat template"
         if loaded.chat_template:
             message = f"--tokenizer {tokenizer.name} has no default chat template: {reason_of(error)}"
         hint = f"--chat-template {likely_template(loaded.get_vocab())} suits its tokens best; other names: "

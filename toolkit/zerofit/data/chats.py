@@ -268,19 +268,19 @@ def _read(folder: Path) -> dict[str, ChatTokens] | None:
 def _notes(
     source: ChatSource, template: ChatTemplate, counts: ChatCounts, held_out: ChatCounts, train: ChatRows
 ) -> list[str]:
-    marking = "which marks the assistant's turns" if template.marked else "the assistant's turns found by prefixes"
+    marks = "marks the assistant's turns" if template.marked else "does not mark the turns: zerofit finds them"
     positions = counts.rows * train.seq_len
     fill = f"{counts.tokens / positions:.0%} full, {counts.targets / counts.tokens:.0%} of the tokens are learned"
     notes = [
         f"{source.name}: conversations in the {source.form.title} form, {counts.conversations:,} to train on and "
         f"{held_out.conversations:,} to validate",
-        f"{template.origin}, {marking}",
+        f"{template.origin}, which {marks}",
         f"{'packed into' if train.packed else 'each in one of'} {counts.rows:,} samples of {train.seq_len:,} tokens, "
         + fill,
     ]
     if template.missing:
         tokens = ", ".join(template.missing)
-        notes.append(f"{tokens}: not in --tokenizer {template.tokenizer.name}, so each is split into several tokens")
+        notes.append(f"{tokens}: not in the tokenizer of {template.tokenizer.name}, which splits each into several")
     if counts.truncated:
         notes.append(f"{counts.truncated:,} conversations are longer than a sample and are cut off")
     if counts.dropped:

@@ -173,10 +173,10 @@ class JsonlChats(JsonlSet, ChatSource):
 def open_jsonl(run: Run, argument: str) -> Source:
     """Open records as documents: the field `run.text_field` of a JSON object, or conversations.
 
-    A record is a line that is not blank, or an element of an array. The first record decides whether there are
-    conversations, unless it has the field. From 20 documents on, 5 % of them are held out, by the hash of file and
-    number. With fewer documents, the last 5 % of each text is held out, or one conversation. Raises UserError
-    "empty-data" if nothing matches.
+    A record is a line that is not blank, or an element of an array. If the first record has the field,
+    all records are texts; otherwise it may be a conversation. From 20 documents on, 5 % of them are held out, by the
+    hash of file and number. With fewer documents, the last 5 % of each text is held out, or one conversation. Raises
+    UserError "empty-data" if nothing matches.
     """
     named = {"name": f"jsonl:{argument}", "files": matching_files("jsonl", argument)}
     source = JsonlSource(**named, what=run.text_field)

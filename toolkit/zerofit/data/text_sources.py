@@ -92,7 +92,7 @@ class ChatSource(Source):
 
 
 def held_out_hash(names: Iterable[str], documents: int, whole_documents: bool = False) -> int:
-    """Return the name hash up to which documents are validation data: 5 % of them, at least one.
+    """Return the largest name hash of validation documents; 5 % of the documents, at least one, are at or below it.
 
     Returns -1 for fewer than 20 documents, unless `whole_documents` is set: then the end of each document is held out.
     """

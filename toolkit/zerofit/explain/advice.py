@@ -125,7 +125,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "data-on-device": ("keep the data set in host memory, and move one batch at a time", _SMALLER_BATCH),
     "leak": (
         "add up loss.item() or loss.detach(): a loss that is kept keeps its graph",
-        "do not keep outputs, and no retain_graph=True, from one step to the next",
+        "do not keep outputs from one step to the next, and do not use retain_graph=True",
     ),
     "pinned-memory": (
         "pin_memory=False (offload_optimizer and offload_param have the key, too)",

@@ -114,7 +114,7 @@ def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, flo
 
 @dataclass(frozen=True, kw_only=True)
 class Reliability:
-    """The user's figures on failures; None stands for the default, which has a source."""
+    """The user's failure rate and restart figures; None: a published default."""
 
     mtbf_h: float | None = None
     of_node: bool = False  # whether `mtbf_h` is a node's time between failures instead of a GPU's

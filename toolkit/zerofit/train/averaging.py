@@ -103,7 +103,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Swap averages and weights, one stretch at a time."""
+        """Swap averages and weights in pieces."""
         engine: Any = self._trainer.engine
         # As in a load: DeepSpeed must partition parameters before masters change, and gather persistent ones
         # afterwards.

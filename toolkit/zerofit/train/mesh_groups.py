@@ -60,7 +60,7 @@ class MeshGroups:
         return dist.get_world_size(self.data)
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's number in that group."""
+        """Return this rank's number in its data parallel group."""
         return dist.get_rank(self.data)
 
     def get_model_parallel_group(self) -> Any:

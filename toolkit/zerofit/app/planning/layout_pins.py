@@ -148,8 +148,8 @@ def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
 def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs that pins and a DeepSpeed JSON set; a pin wins over the JSON.
 
-    If a JSON has `zero_optimization`, states that it does not offload stay on the device. Sizes are as in training:
-    "auto" is filled in by zerofit, and a missing key has DeepSpeed's default.
+    If a JSON has `zero_optimization`, the device keeps the states that the JSON does not offload. Sizes are as in
+    training: zerofit fills in "auto", and a missing key has DeepSpeed's default.
     """
     given = {name: value for name, value in pins.items() if value is not None}
     stays = {name: "none" for name in ("offload_optimizer", "offload_param") if "zero_optimization" in config}

@@ -28,6 +28,7 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import field_data
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run
+from zerofit.spec.units import shown_bytes
 
 DEPTH = "num_hidden_layers"  # transformers' name for the number of layers in every model (`attribute_map`)
 
@@ -47,9 +48,16 @@ class Confirmation:
     problem: str | None = None  # the reason why the layout cannot be simulated
 
     def __str__(self) -> str:
+        return self.described(details=True)
+
+    def described(self, details: bool) -> str:
+        """Return the verdict in a line; `details` adds how the memory is used."""
+        layout = f"layout {self.layout + 1}"
         if self.problem:
-            return f"layout {self.layout + 1} cannot be simulated, so only plan's forecast is known: {self.problem}"
-        return f"layout {self.layout + 1}, simulated: {self.verdict}. {self.because}"
+            return f"{layout} cannot be simulated, so only plan's forecast is known: {self.problem}"
+        needed, available = shown_bytes(self.needed_bytes), shown_bytes(self.available_bytes)
+        more = f". {self.because}" if details else ""
+        return f"{layout} {self.verdict}: needs {needed} of {available}{more}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,8 +189,8 @@ class ScriptKnobSimulations:
         with tempfile.TemporaryDirectory() as folder:
             knobs = script_knobs(self.target.command, self.simulation.run.facts, self.target, Path(folder))
             targets = [self._changed(knob, Path(folder)) for knob in knobs]
-            records = _simulate(targets, lambda text: report.status(f"knobs: {text}"))
-        note_failed(records, "knobs", report)
+            records = _simulate(targets, lambda text: report.status(f"changes that may fit: {text}"))
+        note_failed(records, "changes that may fit", report)
         before = self._step_s(self.record, report)
         for knob, target, record in zip(knobs, targets, records, strict=True):
             # an edit has no effect if the script does not create the replaced object in the usual way

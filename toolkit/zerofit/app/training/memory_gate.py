@@ -226,7 +226,7 @@ class MemoryGate:
             else:
                 self._report.status(event.text)
 
-        rows = optional(lambda: knobs(on_event), (), "knobs", Reporter(on_event))
+        rows = optional(lambda: knobs(on_event), (), "changes that may fit", Reporter(on_event))
         fitting = sorted((row for row in rows if row.fits), key=lambda row: -row.reserved_bytes)[:CHANGES]
         changes = "; ".join(f"{row.change} ({shown_bytes(row.reserved_bytes)})" for row in fitting)
         nothing = "see `zerofit plan` for what would fit" if failures else NO_CHANGE

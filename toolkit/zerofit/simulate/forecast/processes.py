@@ -201,9 +201,10 @@ def _progress(folder: Path, count: int, seconds: float) -> str:
     ended = [n for n in range(count) if (folder / f"{n}.ended").exists()]
     statuses = [folder / f"{n}.status" for n in range(count) if n not in ended]
     now = list(filter(None, (status.read_text() for status in statuses if status.exists())))
+    if count > 1:
+        return f"simulating: {len(ended)} of {count} done ({seconds:.0f} s)"
     what = f": {', '.join(now)}" if now else ": importing torch and DeepSpeed" if not ended else ""
-    done = f" {len(ended)} of {count} done" if count > 1 else ""
-    return f"simulating{what}{done} ({seconds:.0f} s)"
+    return f"simulating{what} ({seconds:.0f} s)"
 
 
 def serve() -> None:

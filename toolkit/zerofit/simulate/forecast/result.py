@@ -221,7 +221,7 @@ class Simulation:
         """
         look = self.simulate_knobs
         if look and not self.tried:
-            found = optional(lambda: look(on_event), (), "knobs", Reporter(on_event))
+            found = optional(lambda: look(on_event), (), "changes that may fit", Reporter(on_event))
             object.__setattr__(self, "tried", found)
         return self.tried
 

@@ -66,8 +66,8 @@ def install_gpu(meter: ScriptTracker, target: ScriptTarget) -> None:
 def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Show the rank's CUDA device to Python, and translate it to the simulated device.
 
-    Before torch 2.14 `fake_device` is an entry in each tensor's dictionary, not a property. Making a fake also
-    initialises the device's context, which does not exist.
+    Before torch 2.14 `fake_device` is an entry in each tensor's dictionary, not a property. The context of the
+    device does not exist, so making a fake must not initialise it.
     (torch.Tensor.device, is_cuda, get_device, _make_wrapper_subclass; FakeTensor.device, fake_device, init_gpu_context)
     """
     replace_in(fake_tensor, "init_gpu_context", lambda of: None)
