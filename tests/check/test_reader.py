@@ -142,7 +142,7 @@ FSDP = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config:
         ("base_model: m\nmicro_batch_size: 2\ndatasets:\n  - path: d\ndeepspeed: z.json\n", "axolotl", "z.json"),
         ("model_name_or_path: m\nstage: sft\nfinetuning_type: lora\n", "LLaMA-Factory", "names no DeepSpeed JSON"),
         ('{"model_name_or_path": "m", "finetuning_type": "lora", "deepspeed": "z.json"}', "LLaMA-Factory", "z.json"),
-        ('{"architectures": ["A"], "model_type": "llama"}', "config.json", "names no DeepSpeed JSON"),
+        ('{"architectures": ["A"], "model_type": "llama"}', "config.json", "zerofit plan FOLDER"),
         ("output_dir: o\nnum_train_epochs: 3\n", "Trainer", "names no DeepSpeed JSON"),
     ],
 )

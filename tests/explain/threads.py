@@ -214,3 +214,112 @@ THREADS = (
         why="the head dimension needs more shared memory than any GPU has",
     ),
 )
+
+# Messages of 2025 and 2026 (torch 2.6 and later, Ray, Slurm, vLLM): thread, log, the cause that the figures show, and a
+# word of the advice. How the threads ended is not compared.
+RECENT = (
+    (
+        "kyuz0/amd-strix-halo-image-video-toolboxes#3",
+        'File "/opt/venv/lib64/python3.13/site-packages/torch/utils/_device.py", line 104, in '
+        "__torch_function__\n"
+        "    return func(*args, **kwargs)\n"
+        "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 3.31 GiB. GPU 0 has a total capacity "
+        "of 128.00 GiB of which 780.24 MiB is free. Of the allocated memory 57.70 GiB is allocated by "
+        "PyTorch, and 75.82 MiB is reserved by PyTorch but unallocated.",
+        "not-from-torch",
+        "rocm-smi",
+    ),
+    (
+        "ROCm/TheRock#2118",
+        "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity "
+        "of 23.41 GiB of which 21.22 GiB is free. 1.05 GiB allowed; Of the allocated memory 1017.01 MiB is "
+        "allocated by PyTorch, with 17.00 MiB allocated in private pools (e.g., HIP Graphs), and 54.99 MiB "
+        "is reserved by PyTorch but unallocated.",
+        "memory-fraction",
+        "",
+    ),
+    (
+        "ROCm/TheRock#1054",
+        "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 16.00 GiB. GPU 0 has a total capacity "
+        "of 15.24 GiB of which 15.09 GiB is free. Of the allocated memory 0 bytes is allocated by PyTorch, "
+        "and 0 bytes is reserved by PyTorch but unallocated.",
+        "single-tensor",
+        "",
+    ),
+    (
+        "intel/intel-extension-for-pytorch#846",
+        "Traceback (most recent call last):\n"
+        '  File "<stdin>", line 1, in <module>\n'
+        "torch.OutOfMemoryError: XPU out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity "
+        "of 15.11 GiB. Of the allocated memory 0 bytes is allocated by PyTorch, and 0 bytes is reserved by "
+        "PyTorch but unallocated.",
+        "unknown",
+        "xpu-smi",
+    ),
+    (
+        "intel/torch-xpu-ops#3011",
+        "torch.OutOfMemoryError: XPU out of memory. Tried to allocate 4.66 GiB. GPU 0 has a total capacity "
+        "of 5.65 GiB of which 5.65 GiB is free. Of the allocated memory 195.50 KiB is allocated by PyTorch, "
+        "and 1.81 MiB is reserved by PyTorch but unallocated.",
+        "unknown",
+        "xpu-smi",
+    ),
+    (
+        "pytorch/pytorch#177714",
+        "RuntimeError: level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+        "unknown",
+        "xpu-smi",
+    ),
+    (
+        "pytorch/pytorch#152351",
+        'File "/opt/anaconda3/envs/huggingface/lib/python3.10/site-packages/transformers/trainer.py", line '
+        "3782, in training_step\n"
+        "    self.accelerator.backward(loss, **kwargs)\n"
+        "RuntimeError: MPS backend out of memory (MPS allocated: 11.14 GB, other allocations: 6.65 GB, max "
+        "allowed: 18.13 GB). Tried to allocate 375.40 MB on private pool. Use "
+        "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for memory allocations.",
+        "metal-memory",
+        "torch.mps",
+    ),
+    (
+        "Comfy-Org/ComfyUI#7440",
+        "MPS backend out of memory (MPS allocated: 9.57 GiB, other allocations: 17.35 GiB, max allowed: "
+        "27.20 GiB). Tried to allocate 292.50 MiB on private pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 "
+        "to disable upper limit for memory allocations.",
+        "metal-memory",
+        "torch.mps",
+    ),
+    (
+        "Comfy-Org/ComfyUI#8984",
+        "MPS backend out of memory (MPS allocated: 15.72 GiB, other allocations: 2.41 MiB, max allowed: "
+        "18.13 GiB). Tried to allocate 5.81 GiB on private pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to "
+        "disable upper limit for memory allocations.",
+        "unknown",
+        "torch.mps",
+    ),
+    (
+        "WM-PO/WMPO#3",
+        "(raylet) [2025-12-07 09:57:19,206 E 393463 393463] (raylet) node_manager.cc:3277: 2 Workers (tasks "
+        "/ actors) killed due to memory pressure (OOM), 0 Workers crashed due to other reasons at node (ID: "
+        "8289f87b78d161ae21bf723c7c57838345a56248dd48a2c3f0d5ac73, IP: 172.24.0.226) over the last time "
+        "period. To see more information about the Workers killed on this node, use `ray logs raylet.out -ip "
+        "172.24.0.226`",
+        "host-memory",
+        "",
+    ),
+    (
+        "nextflow-io/nextflow#5932",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=11300781.0. Some of the step tasks have been "
+        "OOM Killed.\n"
+        "srun: error: sdumont6156: task 0: Out Of Memory",
+        "host-memory",
+        "",
+    ),
+    (
+        "vllm-project/vllm#17431",
+        "ERROR 04-30 10:20:36 [core.py:396] ValueError: No available memory for the cache blocks. Try "
+        "increasing `gpu_memory_utilization` when initializing the engine.",
+        "vllm-no-cache",
+        "zerofit plan",
+    ),
+)

@@ -22,6 +22,7 @@ class Program:
     needs: Sequence[str] = ()  # the file has all of these keys
     keys: Sequence[str]  # and at least `least` of these
     least: int = 1
+    hint: str = ""  # what zerofit does with such a file
 
     def seen(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the keys that identify the program, or no keys if the file belongs to another program."""
@@ -51,4 +52,6 @@ def where_to_look(program: Program, config: Mapping[str, Any], file: str) -> str
     named = config.get("deepspeed")
     if program.kind and isinstance(named, str):
         return f"zerofit check --training-args {file} checks it together with its DeepSpeed JSON, {named}"
-    return f"it names no DeepSpeed JSON{' (key deepspeed)' if program.kind else ''}: give that file"
+    if program.kind:
+        return "it names no DeepSpeed JSON (key deepspeed): check the JSON of your command line, if it has one"
+    return f"it names no DeepSpeed JSON. {program.hint}".rstrip()

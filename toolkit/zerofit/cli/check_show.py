@@ -63,7 +63,8 @@ def _show_group(console: Console, file: str, group: Sequence[Finding], show_all:
     first, most = group[0], len(group) if show_all else LINES
     colour = "red" if first.severity == "error" else "yellow"
     head = f"{file}:{first.line}:{first.column}: {first.severity}: {first.message} [{first.code}]"
-    fixes = [f"fix: {fix}" for fix in dict.fromkeys(finding.fix for finding in group[:most])]
+    places = {finding.fix: finding.path for finding in reversed(group[:most])}  # fix -> the first key that it is for
+    fixes = [f"fix: {f'{path}: ' if len(places) > 1 and path else ''}{fix}" for fix, path in reversed(places.items())]
     print_facts(console, [("", head)], indent=0, hang=4, style=colour)
     print_facts(console, [("", line) for line in (*_others(group, most), first.why, *fixes)], indent=4)
 

@@ -105,7 +105,9 @@ def read_document(path: Path, where: str = "--ds-config") -> Document:
         problem = Problem(kind="unreadable", message=f"cannot read {path}: {error}", where=where)
         raise UserError(problem) from None
     if not isinstance(document.config, dict):
-        raise UserError(Problem(kind="json-syntax", message=f"{path} is not a JSON object", where=str(path)))
+        found = {list: "a list", type(None): "empty"}.get(type(document.config), "a single value")
+        message, hint = f"{path} is {found}, not a JSON object", 'a DeepSpeed JSON is an object: {"key": value, ...}'
+        raise UserError(Problem(kind="json-syntax", message=message, hint=hint, where=str(path)))
     if theirs := program_of(document.config):
         program, keys = theirs
         message = f"{path} is not a DeepSpeed JSON: it has the keys of {program.name} ({', '.join(keys)})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 NVIDIA_SMI = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
 RSS = "print psutil.Process().memory_info().rss after each step: steady growth is a leak, a jump is a longer batch"
@@ -26,6 +28,38 @@ _OFFLOAD = 'zero_optimization.offload_optimizer: {"device": "cpu"} (states in ho
 _VLLM_SHARE = "a higher gpu_memory_utilization, if nothing else uses that memory"
 _VLLM_SPLIT = "a higher tensor_parallel_size, or quantized weights"
 _LOW_MEMORY = "torch_dtype=torch.bfloat16 and low_cpu_mem_usage=True in from_pretrained"
+
+# device of an error message -> its tool that lists processes, and how to look at torch's memory; CUDA has a snapshot
+_TOOLS = {
+    "HIP": ("rocm-smi --showpids", ""),
+    "XPU": ("xpu-smi ps", "print torch.xpu.memory_allocated() and torch.xpu.mem_get_info()"),
+    "NPU": ("npu-smi info", "print torch.npu.memory_summary()"),
+    "MLU": ("cnmon", "print torch.mlu.memory_summary()"),
+    "MPS": ("top -o mem", "print torch.mps.current_allocated_memory() and torch.mps.driver_allocated_memory()"),
+}
+_DEVICES = {"HIP": r"\bHIP|ROCBLAS|rocblas", "XPU": r"\bXPU|level_zero|_RESULT_ERROR|\bPI_ERROR"}
+
+
+def for_device(text: str, message: str) -> str:
+    """Return advice with the tools of the device that an error message names; CUDA's, if it names none."""
+    device = next((name for name in _TOOLS if re.search(_DEVICES.get(name, rf"\b{name}"), message)), "")
+    if not device:
+        return text
+    tool, look = _TOOLS[device]
+    text = text.replace(f"{NVIDIA_SMI} -l 1", tool)
+    if device == "HIP":
+        return text.replace(NVIDIA_SMI, tool).replace("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    text = text.replace(RECORD, f"{look} before the line that fails").replace(NVIDIA_SMI, tool)
+    return text.replace("torch.cuda.", f"torch.{device.lower()}.")
+
+
+def changes_for(cause: str, message: str) -> tuple[str, ...]:
+    """Return the changes that make room for a cause, without those that a Mac (one device, one memory) cannot use."""
+    found = CHANGES.get(cause, ())
+    if "MPS" in message:
+        found = tuple(text for text in found if text not in (_SHARD, _OFFLOAD))
+    return tuple(for_device(text, message) for text in found)
+
 
 CHANGES: dict[str, tuple[str, ...]] = {
     "vllm-gpu-not-free": (
@@ -59,6 +93,10 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "outside-torch": (
         "create fewer process groups: each NCCL communicator keeps buffers (NCCL_BUFFSIZE sets their size)",
         "leave room: torch.cuda.set_per_process_memory_fraction(0.9), or a smaller micro batch",
+    ),
+    "metal-memory": (
+        "pad inputs to few shapes: Metal keeps a graph for each shape",
+        "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 removes the limit: the Mac then swaps, and may stop responding",
     ),
     "memory-fraction": (
         "raise set_per_process_memory_fraction (or per_process_memory_fraction in the allocator's options)",

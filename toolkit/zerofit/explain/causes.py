@@ -105,6 +105,20 @@ def _outside_torch(evidence: LogEvidence) -> Cause | None:
     )
 
 
+def _metal(evidence: LogEvidence) -> Cause | None:
+    """Find memory on a Mac that Metal uses for this process, without which the request would fit."""
+    figures = evidence.shortage.figures
+    metal, asked, free = figures.metal_bytes, figures.asked_bytes, figures.free_bytes or 0
+    if metal is None or asked is None or metal <= CONTEXT_BYTES or asked > free + metal - CONTEXT_BYTES:
+        return None
+    return Cause(
+        name="metal-memory",
+        summary=f"Metal uses {shown_bytes(metal)} for this process outside of torch's tensors.",
+        evidence=(f"torch has {shown_bytes(figures.allocated_bytes or 0)}; Metal's graphs and workspaces are extra",),
+        run_next=RECORD,
+    )
+
+
 def _limited(evidence: LogEvidence) -> Cause | None:
     figures = evidence.shortage.figures
     if figures.limit_bytes is None or figures.asked_bytes is None or (figures.free_bytes or 0) < figures.asked_bytes:
@@ -151,11 +165,17 @@ def _fragmented(evidence: LogEvidence) -> Cause | None:
 
 def _refused_though_free(evidence: LogEvidence) -> Cause | None:
     figures = evidence.shortage.figures
-    if figures.asked_bytes is None or figures.free_bytes is None or figures.free_bytes < figures.asked_bytes:
+    asked, free = figures.asked_bytes, figures.free_bytes
+    seen = "were free when torch looked afterwards"
+    usual = 0
+    if free is None and figures.total_bytes and figures.reserved_bytes is not None:  # XPU up to torch 2.8
+        free, usual = figures.total_bytes - figures.reserved_bytes, CONTEXT_BYTES
+        seen = "were not torch's"
+    if asked is None or free is None or free < asked + usual:
         return None
-    free, asked = shown_bytes(figures.free_bytes), shown_bytes(figures.asked_bytes)
-    summary = f"The driver refused {asked} although {free} of the GPU were free when torch looked afterwards."
-    note = "another process freed memory at that moment, or the driver has a limit of its own (Windows, WSL, MIG, vGPU)"
+    summary = f"The driver refused {shown_bytes(asked)} although {shown_bytes(free)} of the GPU {seen}."
+    note = "another process used memory at that moment, or the driver has a limit of its own (Windows, WSL, MIG, vGPU; "
+    note += "4 GiB for one allocation on Intel's Arc)"
     return Cause(name=UNKNOWN, summary=summary, evidence=(note,), run_next=f"{NVIDIA_SMI} -l 1, while it runs")
 
 
@@ -254,17 +274,7 @@ def _count(number: int, singular: str, plural: str) -> str:
     return f"{number} {singular if number == 1 else plural}"
 
 
-_TORCH: tuple[Rule, ...] = (
-    *(
-        _single_tensor,
-        _limited,
-        _refused_though_free,
-        _other_processes,
-        _outside_torch,
-        _graphs,
-        _fragmented,
-        _in_phase,
-    ),
-)
+_TORCH: tuple[Rule, ...] = (_single_tensor, _limited, _refused_though_free, _other_processes, _metal, _outside_torch)
+_TORCH = (*_TORCH, _graphs, _fragmented, _in_phase)
 # On CPU ranks the host is the device: torch's CPU allocator names no figures, but its traceback has the phase.
 _RULES: dict[str, tuple[Rule, ...]] = {"torch": _TORCH, **OTHER_RULES, "host-allocator": (_on_cpu, host)}

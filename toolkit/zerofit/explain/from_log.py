@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerofit.explain.advice import CHANGES
+from zerofit.explain.advice import changes_for, for_device
 from zerofit.explain.causes import cause_of
 from zerofit.explain.evidence import LogEvidence
 from zerofit.explain.log import LogLine
@@ -52,8 +52,8 @@ def explain_log(lines: Sequence[LogLine], source: str = "log") -> Explanation | 
         steps=progress.steps,
         ranks=tuple(dict.fromkeys(other.rank for other in same if other.rank)),
         figures=shortage.figures,
-        changes=tuple(Change(change=text) for text in CHANGES.get(cause.name, ())),
-        run_next=cause.run_next,
+        changes=tuple(Change(change=text) for text in changes_for(cause.name, shortage.message)),
+        run_next=for_device(cause.run_next, shortage.message),
     )
 
 

@@ -23,6 +23,7 @@ _FIGURES = {
     "unallocated_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated|{_SIZE} cached",
     "limit_bytes": rf"{_SIZE} allowed",
     "process_bytes": rf"this process has {_SIZE} memory in use",
+    "metal_bytes": rf"other allocations: {_SIZE}",
     "private_bytes": rf"{_SIZE} allocated in private pools",
 }
 _PATTERNS = {name: re.compile(pattern) for name, pattern in _FIGURES.items()}
@@ -45,6 +46,7 @@ class MemoryFigures:
     limit_bytes: int | None = None  # of set_per_process_memory_fraction
     process_bytes: int | None = None  # used by this process on the device, with its context and libraries
     private_bytes: int | None = None  # in pools of CUDA graphs
+    metal_bytes: int | None = None  # of this process outside of torch's heaps, on a Mac (MPS)
     other_bytes: tuple[int, ...] = ()  # other processes on the device
 
     @property
@@ -95,6 +97,7 @@ _SIGNS: dict[str, tuple[str, str]] = {
         HOST,
         r"oom[_-]kill event|OOM Killed|OOMKilled|task \d+: Out Of Memory|[Ee]xceeded (?:job|step) memory limit"
         r"|exceeded memory limit|TERM_MEMLIMIT|OUT_OF_ME|cgroup out-of-memory handler|node running low on memory"
+        r"|killed due to memory pressure|low on resource: memory"
         r"|PBS: job killed: mem",
     ),
     "shared-memory": (
@@ -123,6 +126,7 @@ _SIGNS: dict[str, tuple[str, str]] = {
     "driver": (
         DEVICE,
         r"(?:CUDA|HIP|cuda|hip) ?(?:driver |runtime )?[Ee]rror(?: ?\(2\))?:? ?.*out of memory|[Ee]rror out of memory at"
+        r"|(?:UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)"  # Intel's, which torch does not catch
         r"|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|out of memory at .*\.cu|outside PyTorch's allocator",
     ),
     "dataloader-killed": (
@@ -139,7 +143,7 @@ _SIGNS: dict[str, tuple[str, str]] = {
 _SIGN_PATTERNS = {kind: (place, re.compile(pattern)) for kind, (place, pattern) in _SIGNS.items()}
 # a cheap test before the patterns; logs have millions of lines
 _MAYBE = re.compile(
-    r"memory|Memory|Memlimit|MEMLIMIT|oom|OOM|OUT_OF_ME|alloc|ALLOC|NOT_INIT|[Kk]ill|KILL|137|-9|resource|/dev/shm"
+    r"memory|Memory|Memlimit|MEMLIMIT|oom|OOM|OUT_OF_|alloc|ALLOC|NOT_INIT|[Kk]ill|KILL|137|-9|resource|/dev/shm"
     r"|mmap|signal|max seq len"
 )
 
@@ -205,6 +209,10 @@ def device_figures(text: str) -> MemoryFigures:
             found[name] = _bytes(number, unit)
     others = [_bytes(number, unit) for _, number, unit in _OTHERS.findall(text)]
     unallocated = found.pop("unallocated_bytes", None)
+    if "metal_bytes" in found:  # MPS counts its heaps (MPSAllocator.mm), which have no unused part in the message
+        unallocated = 0
+        used = found.get("allocated_bytes", 0) + found["metal_bytes"]
+        found["free_bytes"] = max(0, found.get("total_bytes", 0) - used)
     if unallocated is not None and "allocated_bytes" in found:
         found["reserved_bytes"] = found["allocated_bytes"] + unallocated
     # Under WDDM, MIG or another container's driver, the process's own figure may be 0 or 2^64
@@ -224,6 +232,9 @@ def _host_figures(text: str, before: str) -> MemoryFigures:
         return MemoryFigures(asked_bytes=int(asked[1]))
     if asked := re.search(rf"Unable to allocate {_SIZE} for an array", text):
         return MemoryFigures(asked_bytes=_bytes(asked[1], asked[2]))
+    if ray := re.search(rf"memory used={_SIZE}\) was running was {_SIZE} / {_SIZE}", text):
+        own, host, total = (_bytes(ray[at], ray[at + 1]) for at in (1, 3, 5))
+        return MemoryFigures(process_bytes=own, total_bytes=total, free_bytes=total - host)
     resident = [int(size) << 10 for size in re.findall(r"\b(?:anon|file|shmem)-rss:(\d+)kB", text)]
     limit = re.search(r"memory: usage \d+kB, limit (\d+)kB", before)
     return MemoryFigures(

@@ -25,8 +25,10 @@ def _driver(evidence: LogEvidence) -> Cause | None:
             summary="A DataLoader's worker used CUDA, so it needed a context of its own on the GPU.",
             evidence=("the error was raised in a worker process",),
         )
-    if evidence.progress.steps < LATER and (
-        evidence.phase in ("", LOADING, INIT) or names & {"_lazy_init", "set_device"}
+    if (
+        evidence.frames
+        and evidence.progress.steps < LATER
+        and (evidence.phase in ("", LOADING, INIT) or names & {"_lazy_init", "set_device"})
     ):
         return Cause(
             name="device-full-at-start",
@@ -34,9 +36,10 @@ def _driver(evidence: LogEvidence) -> Cause | None:
             evidence=("the driver's error has no figures, and no step had begun",),
             run_next=NVIDIA_SMI,
         )
+    full = "out of resources, most often memory," if "RESOURCES" in evidence.shortage.message else "out of memory"
     return Cause(
         name=UNKNOWN,
-        summary="The driver ran out of memory outside of torch's allocator: in a library, a kernel or another process.",
+        summary=f"The driver ran {full} outside of torch's allocator: in a library, a kernel or another process.",
         run_next=f"{NVIDIA_SMI} -l 1, while it runs",
     )
 
@@ -98,6 +101,9 @@ def host(evidence: LogEvidence) -> Cause | None:
     ):
         return _pinned(evidence)
     shown = []
+    if figures.total_bytes and figures.free_bytes is not None:
+        used = shown_bytes(figures.total_bytes - figures.free_bytes)
+        shown.append(f"all processes of the host used {used} of {shown_bytes(figures.total_bytes)}")
     if figures.process_bytes:
         shown.append(f"the killed process used {shown_bytes(figures.process_bytes)}")
     if figures.limit_bytes:
