@@ -25,6 +25,8 @@ from zerofit.simulate.ops.streams import SimulatedEvent, SimulatedStream
 from zerofit.simulate.ops.tracker import AllocationTracker
 
 NAME = "simgpu"
+_native: Any = torch._C  # type stubs lack these
+_autograd: Any = torch.autograd
 _BACKEND = SimpleNamespace(  # the functions that torch needs of a device's module
     is_initialized=lambda: True,
     _is_in_bad_fork=lambda: False,
@@ -52,7 +54,7 @@ def register(meter: AllocationTracker) -> None:
     returns a value while an error is set ends the process (torch/csrc/acc/Module.cpp, PythonDeviceGuard).
     (torch.autograd._engine_run_backward)
     """
-    guard, run = _SimulatedGuard(), torch.autograd._engine_run_backward
+    guard, run = _SimulatedGuard(), _autograd._engine_run_backward
 
     def run_backward(*args: object, **kwargs: object) -> object:
         try:
@@ -63,10 +65,10 @@ def register(meter: AllocationTracker) -> None:
             guard.pending = None
 
     _setup_privateuseone_for_python_backend(NAME, backend_module=_BACKEND, device_guard=guard)
-    torch.autograd._engine_run_backward = run_backward
+    _autograd._engine_run_backward = run_backward
 
 
-class _SimulatedGuard(torch._C._acc.DeviceGuard):
+class _SimulatedGuard(_native._acc.DeviceGuard):
     """The device's guard. It keeps the error that is set when torch calls it."""
 
     pending: BaseException | None = None
@@ -77,7 +79,7 @@ class _SimulatedGuard(torch._C._acc.DeviceGuard):
             ctypes.pythonapi.PyErr_Occurred()  # raises the error that is set, if there is one
         except BaseException as error:  # of the script's code
             self.pending = error
-        return torch._C._autograd.DeviceType.PrivateUse1
+        return _native._autograd.DeviceType.PrivateUse1
 
 
 # earlier releases of DeepSpeed pin memory in each accelerator

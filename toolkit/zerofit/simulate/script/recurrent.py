@@ -96,6 +96,7 @@ def host_layers() -> None:
 def _host_workspace(shape: tuple[int, int, int], hidden: int, dtype: torch.dtype) -> int:
     """Return the bytes of oneDNN's workspace for one layer. Long sequences are extrapolated from two short ones."""
     steps, samples, width = shape
+    layer: Any = torch.mkldnn_rnn_layer
     with on_host(), torch.enable_grad():  # without gradients oneDNN keeps nothing
         weights = [torch.zeros(4 * hidden, n, dtype=dtype) for n in (width, hidden)]
         biases, states = torch.zeros(2, 4 * hidden, dtype=dtype), torch.zeros(2, samples, hidden, dtype=dtype)
@@ -103,7 +104,7 @@ def _host_workspace(shape: tuple[int, int, int], hidden: int, dtype: torch.dtype
         def of(number: int) -> int:
             x = torch.zeros(number, samples, width, dtype=dtype)
             kind = (False, [], 2, hidden, 1, True, False, False, True)  # an LSTM with biases, in training
-            return torch.mkldnn_rnn_layer(x, *weights, *biases, *states, *kind)[3].numel()
+            return layer(x, *weights, *biases, *states, *kind)[3].numel()
 
         most = max(4, _HOST_WORK // (8 * samples * hidden * (width + hidden)))
         return of(steps) if steps <= most else of(most) + (of(most) - of(2)) * (steps - most) // (most - 2)
