@@ -44,7 +44,7 @@ def as_layers(model: nn.Module, checkpointing: bool = False, loss: RouterLoss | 
     """Return the model as layers that compute its logits when run in order, on any device (also meta).
 
     The layers use the model's own submodules. With `checkpointing` each block recomputes its activations in backward.
-    With `loss` (of a mixture's routers) the layers also return the sums of which that loss is made. BERT's logits may
+    With `loss` (of a mixture's routers) the layers also return the sums that make up that loss. BERT's logits may
     differ in the last bit, since its output bias is added after the matrix product.
     """
     layers = _maker(model)(model)

@@ -42,7 +42,7 @@ OPEN = (
 class RecordingDict(dict):
     """A JSON object that records which keys DeepSpeed looks up, with their defaults.
 
-    Keys at the paths in `sections` exist and have another `RecordingDict` as value; all others are missing.
+    A path in `sections` has another `RecordingDict` as its value. All other keys are missing.
     """
 
     def __init__(self, path: str, reading: SchemaReading):

@@ -20,6 +20,7 @@ from zerofit.cli.options import AS_JSON, PATH, Number
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.launch.hostfile import Host, read_hostfile
 from zerofit.spec.events import Reporter
+from zerofit.spec.units import shown_rate
 
 FINDING = 1
 VERSIONS = ("zerofit", "torch")
@@ -162,13 +163,9 @@ def _show_speeds(result: dict[str, Any]) -> None:
         rows.append((f"matrix products in {precision}", f"{flops / 1e12:.3g} TFLOP/s"))
     for names, unit, scale in ((BANDWIDTHS, "GB/s", 1e-9), (LATENCIES, "us", 1e6)):
         known = ((words, result[name]) for name, words in names.items() if result[name] is not None)
-        rows += [(words, f"{_three_digits(value * scale)} {unit}") for words, value in known]
+        rows += [(words, f"{shown_rate(value * scale)} {unit}") for words, value in known]
     ranks = "1 rank" if result["devices"] == 1 else f"{result['devices']} ranks"
     print_verdict(console, "MEASURED", f"{result['device_name']}, {ranks}")
     table = [{"": words, "one rank reaches": figure} for words, figure in rows]
     console.print(fitting_table(console, table, ("one rank reaches",), tuple(table[0]), ""))
     print_facts(console, [("written", f"{result['file']} in {result['seconds']:.0f} s")], 9)
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -16,7 +16,7 @@ from zerofit.plan.pipeline import planned_stages
 from zerofit.plan.result import PlanResult, RankedLayout
 from zerofit.spec.mesh import AXES, mesh_table
 from zerofit.spec.run_folder import Layout
-from zerofit.spec.units import shown_bytes
+from zerofit.spec.units import shown_bytes, shown_rate
 
 if TYPE_CHECKING:
     from zerofit.app.planning.corrections import TunedLayouts
@@ -190,11 +190,11 @@ def _row(number: int, ranked: RankedLayout) -> dict[str, str]:
         "host": shown_bytes(memory.host_bytes) if memory.host_bytes else "-",
         "NVMe": shown_bytes(memory.nvme_bytes) if memory.nvme_bytes else "-",
         "step": f"{f'{ranked.step_s:#.3g}'.rstrip('.')} s",
-        speed: _rate(ranked.tokens_per_s or ranked.samples_per_s),
+        speed: shown_rate(ranked.tokens_per_s or ranked.samples_per_s),
         "MFU": f"{ranked.mfu:.0%}" if ranked.mfu is not None else "-",
-        "hours": _rate(outlook.hours) if outlook and outlook.hours is not None else "-",
-        "GPU hours": _rate(outlook.gpu_hours) if outlook and outlook.gpu_hours is not None else "-",
-        "cost": f"${_rate(outlook.cost)}" if outlook and outlook.cost is not None else "-",
+        "hours": shown_rate(outlook.hours) if outlook and outlook.hours is not None else "-",
+        "GPU hours": shown_rate(outlook.gpu_hours) if outlook and outlook.gpu_hours is not None else "-",
+        "cost": f"${shown_rate(outlook.cost)}" if outlook and outlook.cost is not None else "-",
     }
 
 
@@ -235,7 +235,7 @@ def _outlook(outlook: Outlook) -> Iterator[tuple[str, str]]:
         span = f" ({_hours(outlook.hours_range[0])} to {_hours(outlook.hours_range[1])})" if outlook.hours_range else ""
         yield "training", f"{_hours(outlook.hours)}{span} for {outlook.steps:,} steps, saves and failures included"
     if outlook.price:
-        total = f"${_rate(outlook.cost)} in all, " if outlook.cost is not None else ""
+        total = f"${shown_rate(outlook.cost)} in all, " if outlook.cost is not None else ""
         yield "price", f"{total}${outlook.price.per_gpu_hour:.4g} a GPU hour: {outlook.price.source}"
     elif outlook.gpu_hours is not None:
         yield "price", "unknown for this node: pass --price USD, or a cloud instance type as --gpu"
@@ -323,7 +323,3 @@ def _boxes(console: Console, boxes: Sequence[Plan]) -> Table:
         )
     keep = ("machines", "fastest layout", "tokens/s", "images/s", "cost", "hours", "GPU hours", "MFU")
     return fitting_table(console, rows, RIGHT, keep, "fastest layout")
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -161,7 +161,8 @@ def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems
     theirs = {field: (get(config, path, "auto"), path) for field, path in PAIRS.items()}
     if get(config, "expert_parallel.enabled") is not True:
         del theirs["expert_parallel"]
-    theirs |= {"optimizer": (_optimizer_of(config), "optimizer.type"), "precision": _precision_of(asked.run, config)}
+    optimizer = run_name(str(get(config, "optimizer.type", "auto")))  # DeepSpeed's names are case-insensitive
+    theirs |= {"optimizer": (optimizer, "optimizer.type"), "precision": _precision_of(asked.run, config)}
     merged: dict[str, Any] = {}
     for field, (value, path) in theirs.items():
         value = None if value == "auto" else value
@@ -178,11 +179,6 @@ def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems
         if value is not None:
             merged[field] = value
     return merged
-
-
-def _optimizer_of(config: Mapping[str, Any]) -> str:
-    """Return the run's name for the JSON's optimizer; DeepSpeed's names are case-insensitive."""
-    return run_name(str(get(config, "optimizer.type", "auto")))
 
 
 def _precision_of(run: Run, config: Mapping[str, Any]) -> tuple[str, str]:

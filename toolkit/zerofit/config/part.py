@@ -22,7 +22,8 @@ def part_flag(run: Run) -> str | None:
 
 def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
     """Check adapters and frozen weights against each other and against the layout."""
-    of_lora = [name for name in (*LORA_FIELDS, "dora", "rslora") if getattr(run, name) != _default(run, name)]
+    fields = type(run).model_fields
+    of_lora = [name for name in (*LORA_FIELDS, "dora", "rslora") if getattr(run, name) != fields[name].default]
     if run.lora is None and of_lora:
         named = ", ".join(map(flag, of_lora))
         problems.add("conflict", f"{named} without --lora", "give --lora RANK, or leave it out", flag(of_lora[0]))
@@ -79,7 +80,3 @@ def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], proble
     if run.compile:
         message = f"{asked} with --compile was not compared with training on one device"
         problems.add("layout", message, "leave --compile out", "--compile")
-
-
-def _default(run: Run, name: str) -> Any:
-    return type(run).model_fields[name].default

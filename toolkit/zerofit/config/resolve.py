@@ -117,7 +117,7 @@ def resolve(
 
 
 def _fill_degrees(config: dict[str, Any], layout: Layout, problems: Problems) -> None:
-    """Fill in the degrees, or remove them for a combined layout: zerofit creates its groups and slices."""
+    """Fill in the degrees. Remove them for a combined layout, because zerofit creates its groups."""
     if layout.combined:
         for key in ("tensor_parallel", "sequence_parallel_size", "expert_parallel"):
             config.pop(key, None)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zerofit.report.page import Answer, Page, Picture, Section, Table, Tone
 from zerofit.spec.files import write_json
 from zerofit.spec.foreign_yaml import read_yaml
-from zerofit.spec.units import shown_bytes
+from zerofit.spec.units import shown_bytes, shown_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,7 @@ MIB = 2**20
 MISSING = {"epochs_to_target": "not reached", "seconds_to_target": "not reached"}
 Rows = Sequence[dict[str, Any]]
 FORMATS: dict[str, Callable[[Any], str]] = {
-    "rate": lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
+    "rate": shown_rate,
     "bytes": lambda value: shown_bytes(round(value)),
 }
 

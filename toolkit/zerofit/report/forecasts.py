@@ -95,7 +95,11 @@ def simulation_sections(found: Simulations) -> Iterator[Section]:
     )
     yield Section(title="Peak of each phase", blocks=[_phases(found)])
     stages = [
-        Bar(label=named(name, f"rank {s.rank}"), parts={"peak": s.peak_bytes}, text=_peak(s.peak_bytes, s.peak_phase))
+        Bar(
+            label=named(name, f"rank {s.rank}"),
+            parts={"peak": s.peak_bytes},
+            text=f"{shown_bytes(s.peak_bytes)} in {s.peak_phase}",
+        )
         for name, simulation in found.items()
         for s in simulation.stages
     ]
@@ -115,10 +119,6 @@ def simulation_sections(found: Simulations) -> Iterator[Section]:
         for c in simulation.comm
     ]
     yield Section(title="Collectives of a step", blocks=table_of(traffic, words=("phase",)))
-
-
-def _peak(size: int, phase: str) -> str:
-    return f"{shown_bytes(size)} in {phase}"
 
 
 def _limit(found: Simulations) -> tuple[str, float] | None:

@@ -116,9 +116,8 @@ def _read_measured(events: list[Event], steps: list[Event]) -> ReadTrace:
     start, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     marks = _Marks(events)
-    launched = {
-        str(e["args"]["correlation"]): e for e in events if "correlation" in e.get("args", {}) and _is_launch(e)
-    }
+    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    launched = {str(e["args"]["correlation"]): e for e in calls if "correlation" in e.get("args", {})}
     parts: defaultdict[Part, float] = defaultdict(float)
     for event in kernels:
         issued = launched.get(str(event.get("args", {}).get("correlation")), event)
@@ -130,10 +129,6 @@ def _read_measured(events: list[Event], steps: list[Event]) -> ReadTrace:
     # several steps are averaged; `end - start` includes the pauses between them
     mean = {part: seconds / len(steps) for part, seconds in parts.items()}
     return ReadTrace(forecast=False, on_device=bool(kernels), step_s=(end - start) / 1e6 / len(steps), parts=mean)
-
-
-def _is_launch(event: Event) -> bool:
-    return event.get("cat") in ("cuda_runtime", "cuda_driver")
 
 
 class _Marks:

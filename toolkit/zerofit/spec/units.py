@@ -27,6 +27,11 @@ def parse_bytes(text: str, where: str) -> int:
     return value
 
 
+def shown_rate(value: float) -> str:
+    """Format a number with three digits, and numbers from 100 without a fraction."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def shown_bytes(value: float) -> str:
     """Format bytes with three digits and a binary unit: "79.1 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -58,5 +63,5 @@ class Interval:
 
     @property
     def never(self) -> bool:
-        """Whether the interval is never."""
+        """Whether nothing is ever due."""
         return self.steps == 0

@@ -79,7 +79,7 @@ class EngineTrainer(ABC):
         return {"state": self.engine}
 
     def generators(self) -> dict[str, torch.Generator]:
-        """Return the random generators that a checkpoint must keep, besides the libraries' own."""
+        """Return the trainer's own random generators, whose states a checkpoint must keep."""
         return {}
 
     def extra_metrics(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def train(work: BenchmarkTask):
 
 
 def serve(work: BenchmarkTask, workers: int):
-    """Add up a gradient of each worker, step, and send all of them the new weights."""
+    """Repeat: add up the gradients of all workers, take a step, send the new weights to all."""
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
     pushed = torch.zeros_like(parameters_to_vector(model.parameters()))

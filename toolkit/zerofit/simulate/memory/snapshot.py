@@ -49,7 +49,7 @@ class StackLog:
     def here(self, code: CodeType | None, line: int) -> Stack:
         """Return the stack of the running op. It begins at `line` of `code`, if they are known.
 
-        In backward, this is the forward's line. The backward of a real GPU does not have it on its stack.
+        In backward, this is the line of the forward, which a real GPU's snapshot does not show.
         """
         found = [StackFrame(code.co_filename, line, code.co_name)] if code is not None else []
         frame: FrameType | None = sys._getframe(1)

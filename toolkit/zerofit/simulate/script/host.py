@@ -50,7 +50,7 @@ def parameters(meter: ScriptTracker) -> None:
 
 
 def parameter_data(meter: ScriptTracker) -> None:
-    """Let `parameter.data = t` adopt t's device, and make a real t fake. (torch.Tensor.data)"""
+    """Let `parameter.data = t` change the device to t's; a real t becomes fake first. (torch.Tensor.data)"""
     data: Any = torch._C.TensorBase.data  # its descriptor
 
     def set_data(self: FakeTensor, value: Tensor) -> None:
@@ -92,7 +92,7 @@ def tensor_values(meter: ScriptTracker) -> None:
         known = meter.read(self)
         if known is not None:
             return known.numpy(force=force)
-        meter.note("values of a tensor on the device: taken as zeros", here=True)
+        meter.note("the script reads values of a tensor on the device; they are zeros here", here=True)
         dtype = str(self.dtype).removeprefix("torch.").replace("bfloat16", "float32")
         return numpy.zeros(tuple(self.shape), dtype=dtype)
 
