@@ -122,11 +122,8 @@ def _limited(evidence: LogEvidence) -> Cause | None:
 def _graphs(evidence: LogEvidence) -> Cause | None:
     figures = evidence.shortage.figures
     private = figures.private_bytes or 0
-    if (
-        not private
-        or figures.asked_bytes is None
-        or private < max(figures.asked_bytes, (figures.total_bytes or 0) // 5)
-    ):
+    asked, least = figures.asked_bytes, (figures.total_bytes or 0) // 5
+    if not private or asked is None or private < max(asked, least):
         return None
     return Cause(
         name="cuda-graphs",
