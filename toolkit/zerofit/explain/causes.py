@@ -91,7 +91,7 @@ def _outside_torch(evidence: LogEvidence) -> Cause | None:
     if beside <= usual or asked > (figures.free_bytes or 0) + beside - usual:
         return None
     shown = f"{shown_bytes(beside)} of the device are used outside of torch's allocator"
-    if "MPS" in evidence.shortage.message:
+    if "MPS backend" in evidence.shortage.message:
         summary = f"Metal uses {shown_bytes(beside)} for this process outside of torch: graphs, workspaces and others."
         return Cause(name="metal-memory", summary=summary, evidence=(shown,), run_next=RECORD)
     if known:
