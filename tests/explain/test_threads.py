@@ -50,4 +50,4 @@ def test_figures_of_ray_and_of_a_mac():
     mac = explain_log(lines_of(next(log for number, log, *_ in RECENT if number == "Comfy-Org/ComfyUI#7440")))
     assert mac is not None and mac.figures is not None
     figures = mac.figures
-    assert figures.total_bytes == sum((figures.free_bytes or 0, figures.reserved_bytes or 0, figures.metal_bytes or 0))
+    assert figures.total_bytes == sum((figures.free_bytes or 0, figures.reserved_bytes or 0, figures.beside_bytes or 0))

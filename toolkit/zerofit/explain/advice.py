@@ -37,7 +37,7 @@ _TOOLS = {
     "MLU": ("cnmon", "print torch.mlu.memory_summary()"),
     "MPS": ("top -o mem", "print torch.mps.current_allocated_memory() and torch.mps.driver_allocated_memory()"),
 }
-_DEVICES = {"HIP": r"\bHIP|ROCBLAS|rocblas", "XPU": r"\bXPU|level_zero|_RESULT_ERROR|\bPI_ERROR"}
+_DEVICES = {"HIP": r"\bHIP|ROCBLAS|rocblas", "XPU": r"\bXPU|level_zero|_RESULT_ERROR|\bPI_ERROR", "MPS": "MPS backend"}
 
 
 def for_device(text: str, message: str) -> str:
@@ -56,7 +56,7 @@ def for_device(text: str, message: str) -> str:
 def changes_for(cause: str, message: str) -> tuple[str, ...]:
     """Return the changes that make room for a cause, without those that a Mac (one device, one memory) cannot use."""
     found = CHANGES.get(cause, ())
-    if "MPS" in message:
+    if "MPS backend" in message:  # CUDA has a service of that name
         found = tuple(text for text in found if text not in (_SHARD, _OFFLOAD))
     return tuple(for_device(text, message) for text in found)
 

@@ -91,6 +91,9 @@ def _outside_torch(evidence: LogEvidence) -> Cause | None:
     if beside <= usual or asked > (figures.free_bytes or 0) + beside - usual:
         return None
     shown = f"{shown_bytes(beside)} of the device are used outside of torch's allocator"
+    if "MPS backend" in evidence.shortage.message:
+        summary = f"Metal uses {shown_bytes(beside)} for this process outside of torch: graphs, workspaces and others."
+        return Cause(name="metal-memory", summary=summary, evidence=(shown,), run_next=RECORD)
     if known:
         return Cause(
             name="outside-torch",
@@ -102,20 +105,6 @@ def _outside_torch(evidence: LogEvidence) -> Cause | None:
         summary=f"{shown_bytes(beside)} of the GPU are not from torch: another process, or other libraries.",
         evidence=(f"{shown}, and this version of torch does not list processes",),
         run_next=NVIDIA_SMI,
-    )
-
-
-def _metal(evidence: LogEvidence) -> Cause | None:
-    """Find memory on a Mac that Metal uses for this process, without which the request would fit."""
-    figures = evidence.shortage.figures
-    metal, asked, free = figures.metal_bytes, figures.asked_bytes, figures.free_bytes or 0
-    if metal is None or asked is None or metal <= CONTEXT_BYTES or asked > free + metal - CONTEXT_BYTES:
-        return None
-    return Cause(
-        name="metal-memory",
-        summary=f"Metal uses {shown_bytes(metal)} for this process outside of torch's tensors.",
-        evidence=(f"torch has {shown_bytes(figures.allocated_bytes or 0)}; Metal's graphs and workspaces are extra",),
-        run_next=RECORD,
     )
 
 
@@ -133,11 +122,8 @@ def _limited(evidence: LogEvidence) -> Cause | None:
 def _graphs(evidence: LogEvidence) -> Cause | None:
     figures = evidence.shortage.figures
     private = figures.private_bytes or 0
-    if (
-        not private
-        or figures.asked_bytes is None
-        or private < max(figures.asked_bytes, (figures.total_bytes or 0) // 5)
-    ):
+    asked, least = figures.asked_bytes, (figures.total_bytes or 0) // 5
+    if not private or asked is None or private < max(asked, least):
         return None
     return Cause(
         name="cuda-graphs",
@@ -274,7 +260,7 @@ def _count(number: int, singular: str, plural: str) -> str:
     return f"{number} {singular if number == 1 else plural}"
 
 
-_TORCH: tuple[Rule, ...] = (_single_tensor, _limited, _refused_though_free, _other_processes, _metal, _outside_torch)
+_TORCH: tuple[Rule, ...] = (_single_tensor, _limited, _refused_though_free, _other_processes, _outside_torch)
 _TORCH = (*_TORCH, _graphs, _fragmented, _in_phase)
 # On CPU ranks the host is the device: torch's CPU allocator names no figures, but its traceback has the phase.
 _RULES: dict[str, tuple[Rule, ...]] = {"torch": _TORCH, **OTHER_RULES, "host-allocator": (_on_cpu, host)}

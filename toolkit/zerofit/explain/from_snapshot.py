@@ -120,11 +120,8 @@ def _cause(
     if name := _IN_PHASE.get(phase_of(frames), ""):
         return name, f"Memory ran out in {phase_of(frames)}.", _shares(kinds)
     if kinds[COPIES] > MOST_LOGITS * allocated:
-        return (
-            "second-copy",
-            "A copy of the model's weights (deepcopy: EMA or a reference) is on the GPU.",
-            _shares(kinds),
-        )
+        summary = "A copy of the model's weights (deepcopy: EMA or a reference) is on the GPU."
+        return "second-copy", summary, _shares(kinds)
     if kinds[LOGITS] > MOST_LOGITS * allocated:
         return "logits", "Logits and loss fill much of the GPU.", _shares(kinds)
     if frames and gathers(frames) and kinds[GATHERED] > MOST_LOGITS * allocated:
@@ -138,9 +135,8 @@ def _cause(
 
 def _shares(kinds: Counter[str]) -> tuple[str, ...]:
     total = max(1, sum(kinds.values()))
-    return (
-        ", ".join(f"{kind} {size / total:.0%}" for kind, size in kinds.most_common(3)) + " of the allocated memory",
-    )
+    named = ", ".join(f"{kind} {size / total:.0%}" for kind, size in kinds.most_common(3))
+    return (f"{named} of the allocated memory",)
 
 
 def _leak(

@@ -46,7 +46,6 @@ class MemoryFigures:
     limit_bytes: int | None = None  # of set_per_process_memory_fraction
     process_bytes: int | None = None  # used by this process on the device, with its context and libraries
     private_bytes: int | None = None  # in pools of CUDA graphs
-    metal_bytes: int | None = None  # of this process outside of torch's heaps, on a Mac (MPS)
     other_bytes: tuple[int, ...] = ()  # other processes on the device
 
     @property
@@ -209,10 +208,10 @@ def device_figures(text: str) -> MemoryFigures:
             found[name] = _bytes(number, unit)
     others = [_bytes(number, unit) for _, number, unit in _OTHERS.findall(text)]
     unallocated = found.pop("unallocated_bytes", None)
-    if "metal_bytes" in found:  # MPS counts its heaps (MPSAllocator.mm), which have no unused part in the message
-        unallocated = 0
-        used = found.get("allocated_bytes", 0) + found["metal_bytes"]
-        found["free_bytes"] = max(0, found.get("total_bytes", 0) - used)
+    metal = found.pop("metal_bytes", None)
+    if metal is not None:  # MPS counts its heaps and what else Metal has allocated for this process (MPSAllocator.mm)
+        unallocated, used = 0, found.get("allocated_bytes", 0) + metal
+        found |= {"process_bytes": used, "free_bytes": max(0, found.get("total_bytes", 0) - used)}
     if unallocated is not None and "allocated_bytes" in found:
         found["reserved_bytes"] = found["allocated_bytes"] + unallocated
     # Under WDDM, MIG or another container's driver, the process's own figure may be 0 or 2^64

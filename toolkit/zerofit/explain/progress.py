@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from zerofit.explain.log import LogLine
@@ -94,15 +94,8 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
                 MemoryReading(label=label, allocated_bytes=allocated, peak_bytes=peak, reserved_bytes=reserved)
             )
         elif (host := _HOST.search(text)) and readings:
-            last = readings[-1]
-            readings[-1] = MemoryReading(
-                label=last.label,
-                allocated_bytes=last.allocated_bytes,
-                peak_bytes=last.peak_bytes,
-                reserved_bytes=last.reserved_bytes,
-                host_bytes=int(float(host[1]) * GIB),
-                host_share=float(host[2]) / 100,
-            )
+            used, share = int(float(host[1]) * GIB), float(host[2]) / 100
+            readings[-1] = replace(readings[-1], host_bytes=used, host_share=share)
         elif named := _LABEL.search(text):
             label = named["text"]
     return Progress(steps=max(steps, losses), started=started, activity=activity, readings=tuple(readings))

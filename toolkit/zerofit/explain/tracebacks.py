@@ -60,11 +60,8 @@ def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
             break
         match = _STANDARD.match(line.text) or _RICH.match(line.text) or _NOTEBOOK.match(line.text)
         if match:
-            found.append(
-                CodeFrame(
-                    match["file"].strip(), int(match["line"] or number), (match["name"] or "").strip(), arrow or code
-                )
-            )
+            file, called = match["file"].strip(), (match["name"] or "").strip()
+            found.append(CodeFrame(file, int(match["line"] or number), called, arrow or code))
             code, arrow, number = "", "", 0
         elif (marked := _ARROW.match(line.text)) and not arrow:
             arrow, number = marked["code"], int(marked["line"] or 0)
