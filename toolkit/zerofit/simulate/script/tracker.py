@@ -360,7 +360,7 @@ class ScriptTracker(AllocationTracker):
 
         A mask of unknown values counts as all True.
         """
-        if not isinstance(index, FakeTensor) or index.dtype != torch.bool:
+        if not isinstance(index, Tensor) or index.dtype != torch.bool:
             return [index]
         known = self.read(index)
         with unset_fake_temporarily():
@@ -371,7 +371,7 @@ class ScriptTracker(AllocationTracker):
             found = known.nonzero()
             columns = [found[:, d].contiguous() for d in range(index.dim())]
         on_device = [self.fakes.from_tensor(column).to(index.device) for column in columns]
-        if known_value(index) is not None:
+        if known_value(index) is not None:  # also a mask in host memory, where tensors are real
             for fake, column in zip(on_device, columns, strict=True):
                 if isinstance(fake, FakeTensor):
                     keep(fake, column)
