@@ -59,7 +59,8 @@ def generation(meter: ScriptTracker, log: PhaseLog) -> None:
 
 def announce_generation(log: PhaseLog) -> None:
     """Begin phase GENERATION with each call of `generate`, and end it after the call. Evaluation includes its calls."""
-    generate: Any = GenerationMixin.generate
+    kind: Any = GenerationMixin  # its methods ask for a model as self
+    generate = kind.generate
 
     def generated(self: Any, *args: Any, **kwargs: Any) -> object:
         before = log.name
