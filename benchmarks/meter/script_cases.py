@@ -33,7 +33,7 @@ FLAT = {
 }
 _TRAINING = ("--output_dir", "out", "--report_to", "none", "--logging_steps", "1", "--save_strategy", "no")
 _TRAINING += ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "10")
-RL = ("grpo zero2", "grpo zero3", "grpo-reference zero3", "grpo-lora zero2")
+RL = ("grpo zero2",)
 IMPOSSIBLE = (("gan", "zero3"), ("qlora", "zero3"))
 Words = Callable[[Path, str], tuple[str, ...]]
 
@@ -227,8 +227,6 @@ _WORDS: dict[str, Words] = {
     "dpo": _of_llama("preferences.py", "dpo"),
     "reward": _of_llama("preferences.py", "reward"),
     "grpo": _grpo(),
-    "grpo-reference": _grpo("--beta", "0.04"),
-    "grpo-lora": _grpo("--beta", "0.04", "--lora", "True"),
     "gan": _gan,
     "torch": _torch,
     "fsdp1": _fsdp1,
