@@ -32,6 +32,7 @@ def metered(task: ScriptTask) -> dict[str, Any]:
     import torch.distributed as dist
 
     from zerofit.simulate.engine.phases import PhaseLog
+    from zerofit.simulate.script.generation import announce_generation
     from zerofit.simulate.script.phases import ScriptPhases
 
     from .meter import AllocatorMeter
@@ -44,6 +45,7 @@ def metered(task: ScriptTask) -> dict[str, Any]:
     dist.init_process_group = lambda *_, **__: None  # a script's own: the group stands
     log = PhaseLog(AllocatorMeter())
     _loaded_here()
+    announce_generation(log)
     with suppress(ScriptStop):
         ScriptPhases(log, task.steps).cut()
         _run(command)

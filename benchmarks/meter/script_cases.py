@@ -33,6 +33,7 @@ FLAT = {
 }
 _TRAINING = ("--output_dir", "out", "--report_to", "none", "--logging_steps", "1", "--save_strategy", "no")
 _TRAINING += ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "10")
+RL = ("grpo zero2",)
 IMPOSSIBLE = (("gan", "zero3"), ("qlora", "zero3"))
 Words = Callable[[Path, str], tuple[str, ...]]
 
@@ -40,7 +41,7 @@ Words = Callable[[Path, str], tuple[str, ...]]
 def names() -> list[str]:
     """All cases: a kind of script and how DeepSpeed divides its state."""
     divided = [f"{kind} {stage}" for kind in KINDS for stage in STAGES if (kind, stage) not in IMPOSSIBLE]
-    return ["plain zero1", *divided, *ALONE, *(f"fsdp1 {how}" for how in FLAT)]
+    return ["plain zero1", *divided, *ALONE, *RL, *(f"fsdp1 {how}" for how in FLAT)]
 
 
 def task(name: str, folder: Path) -> ScriptTask:
@@ -109,6 +110,12 @@ def _of_llama(*script: str) -> Words:
         return _on_cpu(*script, "--model", _llama(folder), *_arguments(folder, stage), *CHECKPOINTING)
 
     return words
+
+
+def _grpo(*options: str) -> Words:
+    """GRPO that generates for two steps at a time, so that it computes the actor's log-probs before it trains."""
+    sizes = ("--num_generations", "4", "--max_completion_length", "64", "--steps_per_generation", "4")
+    return _of_llama("grpo.py", *sizes, *options)
 
 
 def _trainer(folder: Path, stage: str) -> tuple[str, ...]:
@@ -219,6 +226,7 @@ _WORDS: dict[str, Words] = {
     "qlora": _of_llama("sft.py", "--lora", "True", "--four_bits", "True"),
     "dpo": _of_llama("preferences.py", "dpo"),
     "reward": _of_llama("preferences.py", "reward"),
+    "grpo": _grpo(),
     "gan": _gan,
     "torch": _torch,
     "fsdp1": _fsdp1,

@@ -61,7 +61,8 @@ def test_trl_reads_what_is_written(grpo):
     ds_config, config = (Path(path) for path in grpo["written"])
     values = yaml.safe_load(config.read_text())
     assert values["deepspeed"] == str(ds_config)
-    assert json.loads(ds_config.read_text())["zero_optimization"]["stage"] == 2
+    zero = json.loads(ds_config.read_text())["zero_optimization"]
+    assert zero["stage"] == 2 and zero["allgather_bucket_size"] == zero["reduce_bucket_size"] == 50_000_000
     names = {field.name for kind in (ScriptArguments, GRPOConfig, ModelConfig) for field in fields(kind)}
     assert values.keys() <= names
     batch = 4 * values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]

@@ -61,6 +61,7 @@ for _ in range(9):
     for model, start, kind in ((own, 10, {"do_sample": True}), (both, 1, {"num_beams": 2})):
         made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=9, **kind)
         assert made.shape == (8, start + 9), made.shape
+        assert made[torch.arange(8) > 0].shape[0] == 7  # by a mask in host memory
     own.train()(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from zerofit.plan.fit import Fit
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
+from zerofit.rollout.fused_head import TILE_TOKENS, TILE_WORDS
 from zerofit.rollout.methods import RolloutMethod, RolloutSettings
 from zerofit.rollout.vllm import GRAPHS_COUNTED, STEP, EngineMemory
 from zerofit.spec.profile import Profile, setting
@@ -126,15 +127,20 @@ class RolloutMemory:
         return {f"{ENGINE} asleep": self.engine.graphs + self.engine.outside}
 
     def _forward(self, scores: bool = False) -> dict[str, int]:
-        """Return the activations of a forward without gradients, and its logits with their log-softmax."""
-        key = setting(self.layout.precision, self.layout.checkpointing, self.layout.tp, self.layout.sp, self.layout.ep)
+        """Return the memory of a forward without gradients: in a block, or later for logits and their log-softmax."""
+        layout = self.layout
+        keys = [setting(layout.precision, kept, layout.tp, layout.sp, layout.ep) for kept in (True, False)]
+        key = next(key for key in keys if key in self.profile.costs)  # a checkpointed block frees its activations, too
         costs = zip(self.profile.layers, self.profile.costs_of(key), strict=True)
-        layers = [cost.forward_peak_bytes.at(self.layout.micro_batch) for layer, cost in costs if layer.count > 1]
+        layers = [cost.forward_peak_bytes.at(layout.micro_batch) for layer, cost in costs if layer.count > 1]
         block = max((sum(r.matrices + r.frozen) for r in self.profile.layers if r.count > 1), default=0)
-        gathered = 2 * block * self.layout.element_bytes if self.layout.zero_stage == 3 else 0
-        tokens = self.layout.micro_batch * (1 if scores else self.settings.max_completion_length + 1)
-        logits = 2 * tokens * self._vocabulary * self.layout.element_bytes
-        found = {"activations": round(max(layers, default=0)), "gathered parameters": gathered, "logits": logits}
+        gathered = 2 * block * layout.element_bytes if layout.zero_stage == 3 else 0
+        tokens = layout.micro_batch * (1 if scores else self.settings.max_completion_length + 1)
+        logits = 2 * tokens * self._vocabulary * layout.element_bytes
+        if self.method.trainer:
+            logits = layout.element_bytes * min(tokens, TILE_TOKENS) * TILE_WORDS
+        size = round(max((logits, *layers)))
+        found = {"logits" if size == logits else "activations": size, "gathered parameters": gathered}
         return {kind: size for kind, size in found.items() if size}
 
     @property

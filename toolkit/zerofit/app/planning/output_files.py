@@ -133,6 +133,23 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
     return config
 
 
+def for_trainer(config: Mapping[str, Any], layout: PlannedLayout, profile: Profile) -> dict[str, Any]:
+    """Return a DeepSpeed JSON in which the HF Trainer can fill in each "auto", with the plan's buckets.
+
+    The Trainer does not fill in `allgather_bucket_size`. DeepSpeed offloads the state of its own optimizers only.
+    """
+    found = copy.deepcopy(dict(config))
+    zero = found["zero_optimization"]
+    sizes = {"reduce_bucket_size": layout.bucket, "allgather_bucket_size": layout.bucket}
+    zero |= {name: size for name, size in sizes.items() if zero.get(name) == "auto"}
+    if zero.get("offload_param", {}).get("buffer_size") == "auto":
+        zero["offload_param"]["buffer_size"] = max(max(layer.matrices, default=0) for layer in profile.layers)
+    if layout.offload_optimizer != "none":
+        names = ("lr", "betas", "eps", "weight_decay")
+        found.setdefault("optimizer", {"type": "AdamW", "params": dict.fromkeys(names, "auto")})
+    return found
+
+
 def data_line(profile: Profile, image: str | None) -> str:
     """Return a comment line for the run file, in which the user fills in the data."""
     if profile.task == "segmentation":

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from zerofit.app.planning.output_files import write_files
+from zerofit.app.planning.output_files import for_trainer, write_files
 from zerofit.app.planning.plan import PlannedRun
 from zerofit.app.planning.request import PlanningRequest
 from zerofit.app.planning.search_setup import SearchSetup, forecast_of, setup_of
@@ -21,6 +21,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.result import RankedLayout
 from zerofit.plan.search import search, timer_of
 from zerofit.plan.time import Timer
+from zerofit.rollout.fused_head import with_fused_head
 from zerofit.rollout.methods import METHODS, RolloutSettings
 from zerofit.rollout.phases import RolloutMemory
 from zerofit.rollout.served import ServedModel
@@ -29,6 +30,7 @@ from zerofit.rollout.vllm import STEP, EngineMemory, EngineSettings
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.units import shown_bytes
 
 TRIED = 60  # training layouts that are combined with an engine
@@ -124,7 +126,8 @@ class RolloutPlan:
         planned = PlannedRun(ranked=best.ranked, profile=self.setup.profile, request=self.request)
         text = yaml.safe_dump(self._trl(best, str(folder / "ds_config.json")), sort_keys=False)
         comment = f"# trl {self.name} --config {folder / self.name}.yaml --dataset_name DATA"
-        return write_files(folder, {f"{self.name}.yaml": f"{comment}\n{text}"}, planned.ds_config)
+        config = for_trainer(planned.ds_config, planned.layout, self.setup.profile)
+        return write_files(folder, {f"{self.name}.yaml": f"{comment}\n{text}"}, config)
 
     def _trl(self, best: Arrangement, ds_config: str) -> dict[str, Any]:
         layout, settings, engine = best.ranked.layout, self.settings, best.engine
@@ -143,7 +146,8 @@ class RolloutPlan:
         if settings.beta is not None:
             found["beta"] = settings.beta
         if rank := self.request.pins.get("lora"):
-            found |= {"use_peft": True, "lora_r": rank}
+            targets = self.request.pins.get("lora_targets") or "all-linear"
+            found |= {"use_peft": True, "lora_r": rank, "lora_target_modules": targets.split(",")}
         if engine is None:
             return found | {"max_length": profile.seq_len}
         colocated = best.memory.engine is not None
@@ -184,6 +188,10 @@ def plan_rollouts(
         report.note(note)
     setup = replace(setup_of(cluster, request, report)[0], top=TRIED)
     length = setup.profile.seq_len or 0
+    if method.trainer:
+        scored = settings.max_completion_length if method.generates else length
+        profile = with_fused_head(setup.profile, scored, ELEMENT_BYTES[setup.request.precision])
+        setup = replace(setup, profile=profile)
     if method.generates and settings.max_completion_length >= length:
         message = f"max_completion_length={settings.max_completion_length} leaves no prompt in --seq-len {length}"
         raise UserError(Problem(kind="seq-len", message=message, hint="raise --seq-len", where=SETTINGS))

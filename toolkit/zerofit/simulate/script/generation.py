@@ -20,52 +20,65 @@ from zerofit.simulate.script.values import known_value
 
 GENERATION = "generation"
 COMPUTED = 3  # tokens: after the prompt, with the prompt's cache, with the cache at its full length
-_FIRST = ("build", "step")  # phases that a batch's generation ends
+_FIRST = ("build", "init", "step")  # phases that a batch's generation ends
 _KEPT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")  # of each token
 _POSITIONS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
 
 def generation(meter: ScriptTracker, log: PhaseLog) -> None:
-    """Give generation a phase, and let it reach its limit in a few tokens.
+    """Give generation a phase, and let sequences reach their maximum length in a few tokens.
 
     A simulation never knows that the end-of-sequence token was sampled. A token of a large model takes a second, so the
     tokens between the second and the last are left out, and the cache grows at once.
-    (transformers.GenerationMixin.generate, _sample, _beam_search, _beam_search_has_unfinished_sequences,
+    (transformers.GenerationMixin._sample, _beam_search, _beam_search_has_unfinished_sequences,
     _update_model_kwargs_for_generation)
     """
+    announce_generation(log)
     left_out: list[int] = []  # tokens that each of the next updates of the running generation skips, last first
+    skipped: list[Tensor] = []  # the memory of these tokens' ids during the running generation
     for name in ("_sample", "_beam_search"):
-        replace_in(GenerationMixin, name, _shortened(getattr(GenerationMixin, name), meter, left_out))
+        replace_in(GenerationMixin, name, _shortened(getattr(GenerationMixin, name), meter, left_out, skipped))
     kind: Any = GenerationMixin  # its methods ask for a model as self
-    update, generate = kind._update_model_kwargs_for_generation, kind.generate
+    update = kind._update_model_kwargs_for_generation
 
     def updated(self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **named: Any) -> dict[str, Any]:
         found = update(self, outputs, model_kwargs, *args, **named)
         if left_out and (tokens := left_out.pop()):
+            rows = outputs.logits.shape[0]
+            skipped.append(torch.empty((rows, tokens), dtype=torch.long, device=outputs.logits.device))
             _lengthen(found, tokens)
         return found
-
-    def generated(self: Any, *args: Any, **kwargs: Any) -> object:
-        before = log.name
-        if before != EVALUATION:
-            log.step = max(log.step, 0)
-            log.begin(GENERATION)
-        try:
-            return generate(self, *args, **kwargs)
-        finally:
-            if before != EVALUATION:
-                log.begin("forward" if before in _FIRST else before)
 
     def goes_on(heuristic: Tensor, finished: Tensor, at_limit: Tensor, early: object) -> bool:
         known = known_value(at_limit)
         return known is None or not bool(known.all())
 
     replace_in(GenerationMixin, "_update_model_kwargs_for_generation", updated)
-    replace_in(GenerationMixin, "generate", generated)
     replace_in(GenerationMixin, "_beam_search_has_unfinished_sequences", staticmethod(goes_on))
 
 
-def _shortened(original: Callable[..., Any], meter: ScriptTracker, left_out: list[int]) -> Callable[..., Any]:
+def announce_generation(log: PhaseLog) -> None:
+    """Begin phase GENERATION with each call of `generate`, and end it after the call. Evaluation includes its calls."""
+    kind: Any = GenerationMixin  # its methods ask for a model as self
+    generate = kind.generate
+
+    def generated(self: Any, *args: Any, **kwargs: Any) -> object:
+        before = log.name
+        if before == EVALUATION:
+            return generate(self, *args, **kwargs)
+        log.step = max(log.step, 0)
+        log.begin(GENERATION)
+        try:
+            return generate(self, *args, **kwargs)
+        finally:
+            log.begin("forward" if before in _FIRST else before)
+
+    replace_in(GenerationMixin, "generate", generated)
+
+
+def _shortened(
+    original: Callable[..., Any], meter: ScriptTracker, left_out: list[int], skipped: list[Tensor]
+) -> Callable[..., Any]:
     """Return a decoding method that computes COMPUTED tokens, and returns sequences of the full length."""
 
     def decode(
@@ -83,6 +96,7 @@ def _shortened(original: Callable[..., Any], meter: ScriptTracker, left_out: lis
             stopping_criteria = StoppingCriteriaList([*others, MaxLengthCriteria(limit - hidden)])
             left_out[:] = [hidden, 0]
         made = original(self, input_ids, logits_processor, stopping_criteria, generation_config, **rest)
+        skipped.clear()
         if isinstance(made, Tensor):
             return _up_to(made, limit)
         made.sequences = _up_to(made.sequences, limit)

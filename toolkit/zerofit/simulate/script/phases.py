@@ -17,7 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zerofit.simulate.engine.phases import PhaseLog, announce_phases
 from zerofit.simulate.script.errors import ScriptStop
+from zerofit.simulate.script.evaluation import EVALUATION
+from zerofit.simulate.script.generation import GENERATION
 
+LOGPROBS = "log-probs"  # of the actor and of the reference, in reinforcement learning
 WAITED = 10  # stop when the leading engine has made this many times the wanted steps, even if others have not
 
 
@@ -114,13 +117,24 @@ class ScriptPhases:
             trains = engine.training and has_optimizer(engine) and torch.is_grad_enabled()
             if trains or not self._busy:
                 self.log.step = max(self.log.step, self.steps[id(engine)]) if trains else self.log.step
-                self.log.begin("forward" if engine.training else "evaluation")
+                self.log.begin(self._name(engine))
             self.micro_batches += trains
             if trains:
                 self._on_batch(args, kwargs)
             return self._within(method, engine, *args, **kwargs)
 
         return forward
+
+    def _name(self, engine: DeepSpeedEngine) -> str:
+        if self._scores():
+            return LOGPROBS
+        return "forward" if engine.training else "evaluation"
+
+    def _scores(self) -> bool:
+        """Return whether a forward computes log-probs: it needs no gradients and comes after a generation."""
+        if torch.is_grad_enabled() or self.log.name in (GENERATION, EVALUATION):
+            return False
+        return any(phase.name == GENERATION for phase in self.log.done)
 
     def _backward(self, method: Callable[..., object]) -> Callable[..., object]:
         def backward(engine: object, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +179,11 @@ class ScriptPhases:
     def _plain_forward(self, method: Callable[..., object]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or self._busy or self.engines or not self._trains(module):
+            if self._inside or self._busy:
+                return method(module, *args, **kwargs)
+            if self._scores():
+                self.log.begin(LOGPROBS)
+            if self.engines or not self._trains(module):
                 return method(module, *args, **kwargs)
             self._begin_forward(module, args, kwargs)
             return self._alone(method, module, *args, **kwargs)

@@ -101,7 +101,7 @@ class ValueTracker(IssuingTracker):
 
         A mask of unknown values counts as all True.
         """
-        if not isinstance(index, FakeTensor) or index.dtype != torch.bool:
+        if not isinstance(index, Tensor) or index.dtype != torch.bool:
             return [index]
         known = self.read(index, shapes=True)
         with on_host():
