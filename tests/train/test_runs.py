@@ -21,6 +21,7 @@ from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
+from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.stages import stages_of
 
 
@@ -35,6 +36,21 @@ def test_lenet_learns_digits(pools, tmp_path):
     assert trained.result["eval"]["accuracy"] >= 0.9  # 0.983 after 20 epochs
     assert [s["step"] for s in trained.steps] == list(range(1, trained.job.steps + 1))
     assert trained.job.steps == math.ceil(8 * len(open_data(Run(), "image", None, Reporter()).train) / 16)
+
+
+@pytest.mark.parametrize(("every", "stopped_at"), [(1, 1), (0, 2)])
+def test_a_request_to_stop_ends_an_evaluation(pools, tmp_path, every, stopped_at):
+    """Of the first step or of the last one; the run goes on from the checkpoint, and evaluates."""
+    request = RunFolder(tmp_path / "run").stop_request
+    how = {"model": "tests.train.own_models:StopRequested", "model_args": {"request": str(request)}, "data": "digits"}
+    how |= {"steps": 2, "eval_every": every, "micro_batch": 1, "loss": "cross-entropy"}
+    stopped = pools(2).train(tmp_path / "run", **how)
+    assert json.loads(stopped.folder.stopped.read_text()) == {"step": stopped_at, "steps": 2}
+    assert not stopped.folder.result.exists()
+    checkpoint = stopped.folder.checkpoints / f"step-{stopped_at:08}"
+    resumed = pools(2).train(tmp_path / "resumed", **how, resume=str(checkpoint))
+    assert resumed.result["eval"]["loss"] > 0
+    assert resumed.result["resumed_from"] == str(checkpoint)
 
 
 @pytest.mark.parametrize("balance", ["parameters", "time"])

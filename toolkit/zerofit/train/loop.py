@@ -33,7 +33,11 @@ from zerofit.train.step_profile import StepProfile
 from zerofit.train.stop_signals import StopRequests
 from zerofit.train.trainer import Batch, EngineTrainer
 
-TELL_EVERY_S = 2.0  # progress messages of an evaluation
+TELL_EVERY_S = 2.0  # progress messages of an evaluation, and exchanges of stop requests
+
+
+class _StopAsked(Exception):
+    """A rank was asked to stop during an evaluation. All ranks raise this at the same batch."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Loop:
     callbacks: Sequence[Callback] = ()
     profile: StepProfile | None = None  # of the chosen steps, if this rank is profiled
     leaks: LeakWatch | None = None  # on rank 0
+    interrupted: bool = False  # a stop was requested during an evaluation
 
     def run(self) -> LoopResult:
         """Train all steps, or until a stop is requested."""
@@ -84,7 +89,8 @@ class Loop:
                 figures = self.evaluate(step)
             if self.save_and_stop(step + 1):
                 return LoopResult(step=step + 1, stopped=True, figures=figures)
-        return LoopResult(step=job.steps, stopped=False, figures=figures or self.evaluate(job.steps - 1))
+        figures = figures or self.evaluate(job.steps - 1)
+        return LoopResult(step=job.steps, stopped=self.interrupted, figures=figures)
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
         """Make one optimizer step; return the losses of its micro batches. Raises RunFailed with --check-loss."""
@@ -159,7 +165,7 @@ class Loop:
     def save_and_stop(self, done: int) -> bool:
         """Save if it is due after `done` steps or was requested; return whether to stop."""
         requests, recorder = self.requests, self.recorder
-        last = done == self.job.steps
+        last = done == self.job.steps and not self.interrupted
         stop = recorder.stop_requested and not last
         if not (stop or requests.due_at(done) or recorder.save_requested or (last and requests.saving)):
             return False
@@ -179,14 +185,18 @@ class Loop:
         """Return loss and accuracy (images) or perplexity (text) over the validation samples, exact in any layout.
 
         For masks the result also has the mean IoU, for labelled text the F1 score, and for text that an encoder-decoder
-        generates ROUGE. Names of figures of averaged weights begin with ema_.
+        generates ROUGE. Names of figures of averaged weights begin with ema_. {} if a rank was asked to stop meanwhile.
         """
         self.recorder.flush()
         self.events.phase("evaluating")
-        figures = self._figures(step) | self.trainer.written_figures(self.data)
-        if self.trainer.averaged:
-            with self.trainer.averaged.in_place():
-                figures |= {f"ema_{name}": figure for name, figure in self._figures(step).items()}
+        try:
+            figures = self._figures(step) | self.trainer.written_figures(self.data)
+            if self.trainer.averaged:
+                with self.trainer.averaged.in_place():
+                    figures |= {f"ema_{name}": figure for name, figure in self._figures(step).items()}
+        except _StopAsked:
+            self.interrupted = True
+            return {}
         for callback in (self.events, *self.callbacks):
             callback.on_evaluate(step + 1, figures)
         self.recorder.skip_time()
@@ -214,9 +224,15 @@ class Loop:
         return figures
 
     def _telling(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-        """Yield the batches, and report progress every few seconds."""
-        reported = time.monotonic()
+        """Yield the batches; every few seconds, report progress and stop all ranks if one was asked to."""
+        start = reported = time.monotonic()
+        exchange_at = 1 if self.job.layout.pp == 1 else count  # a pipeline's stages do not read the same batches
         for done, batch in enumerate(batches):
+            if done == exchange_at:
+                batch_s = self.recorder.exchange_stop((time.monotonic() - start) / done)
+                exchange_at += max(1, int(TELL_EVERY_S / max(batch_s, 1e-6)))
+                if self.recorder.stop_requested:
+                    raise _StopAsked
             if time.monotonic() - reported > TELL_EVERY_S:
                 self.events.phase(f"evaluating ({done} of {count} batches; use fewer with --eval-samples)")
                 reported = time.monotonic()

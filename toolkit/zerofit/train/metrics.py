@@ -131,6 +131,14 @@ class MetricsRecorder:
                 on_step(self.last)
         self._last_end = synced  # the cost of recording counts as part of the next step
 
+    def exchange_stop(self, seconds: float) -> float:
+        """Exchange whether a rank was asked to stop, between steps; return the mean of the ranks' `seconds`."""
+        shared = torch.tensor([seconds, self._requests.of_this_rank()[0]], device=self._device)
+        dist.all_reduce(shared)
+        mean_s, stop = (shared / dist.get_world_size()).tolist()
+        self.stop_requested = stop > 0
+        return mean_s
+
     def _record(self, step: _Step, loss: float, step_s: float, memory: MeasuredMemory) -> StepRecord:
         job = self._job
         samples_per_s = job.batch.total / step_s
