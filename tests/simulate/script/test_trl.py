@@ -127,7 +127,9 @@ def test_vllm_beside_the_trainer_holds_its_share_of_the_gpu_in_each_phase(folder
 def test_a_sleeping_vllm_leaves_its_memory_to_the_step(folder, monkeypatch):
     result = rollout(folder, monkeypatch, vllm_enable_sleep_mode=True)
     phases = {(phase.name, phase.step): phase for phase in result.phases}
-    assert phases["generation", 1].peak_bytes > 0.9 * 0.3 * 80e9 > 4 * phases["step", 1].peak_bytes
+    assert phases["generation", 1].peak_bytes > 0.9 * 0.3 * 80e9
+    awake = ("weight sync", "generation", "build", "init")
+    assert all(4 * p.peak_bytes < 0.9 * 0.3 * 80e9 for p in result.phases if p.step == 1 and p.name not in awake)
 
 
 def test_a_share_without_room_for_a_sequence_ends_the_script_as_vllm_does(folder, monkeypatch):

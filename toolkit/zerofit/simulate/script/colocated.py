@@ -104,7 +104,7 @@ class ColocatedEngine:
         settings = _settings(config, given).settled(served, target.device)
         self._meter, self._log = meter, log
         self._memory = EngineMemory(model=served, settings=settings, device=target.device)
-        self._token = _plain_token(config)
+        self._token, self._sleeps = _plain_token(config), bool(given.get("enable_sleep_mode"))
         self._held: dict[str, Tensor] = {}
         longest = SimpleNamespace(max_model_len=settings.max_model_len)
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._load_weights))
@@ -143,6 +143,8 @@ class ColocatedEngine:
             self._meter.note("vLLM sleeps at level 1: the host memory for its weights is not counted")
         for name in ("weights", "kv_cache"):
             self._held.pop(name, None)
+        if self._log.name == GENERATION:
+            self._end()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the weights and the cache that `sleep` freed. `tags`: "weights", "kv_cache" (default: both)."""
@@ -168,7 +170,8 @@ class ColocatedEngine:
         self._begin(GENERATION)
         self._work()
         found = [self._output(prompt, sampling_params) for prompt in prompts]
-        self._end()
+        if not self._sleeps:  # `sleep` follows at once, and no other phase holds the cache
+            self._end()
         return found
 
     def _output(self, prompt: object, sampling: object) -> SimpleNamespace:
