@@ -74,6 +74,17 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path, refused):
     assert "{% generation %}" in problems[0].hint
 
 
+def test_tool_calls_need_a_template_that_writes_them(tmp_path, opened, refused):
+    call = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    turns = [{"role": "user", "content": "weather?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    (tmp_path / "calls.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    asked = {"data": f"jsonl:{tmp_path}/calls.jsonl", "seq_len": 512}
+    problems = refused(**asked, chat_template="chatml")
+    assert "chatml writes no tool_calls, and message 2 has no other text" in problems[0].message
+    data = opened(**asked, chat_template="qwen")
+    assert "weather" in data.decode(data.train.batch([0], [0])["inputs"][0].tolist())
+
+
 def test_templates_that_there_are_not(tmp_path, refused):
     chats = write_chats(tmp_path / "chats.jsonl")
     bare = write_tokenizer(tmp_path / "bare")

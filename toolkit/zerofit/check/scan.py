@@ -195,7 +195,9 @@ class Scanner:
         place = self.place(self._at, self._at)
         rest = self._text[self._at : self._at + 12].split("\n")[0]
         python = re.match(r"True\b|False\b|None\b|'", rest)
-        if self._at >= len(self._text):
+        if not self._text.strip():
+            message = "the file is empty"
+        elif self._at >= len(self._text):
             message = "the text ends too early (a closing bracket is missing?)"
         elif python:
             message = f"got Python's {python.group()}; JSON needs {PYTHON[python.group()]}"

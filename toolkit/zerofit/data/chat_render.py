@@ -127,8 +127,14 @@ class Renderer:
         except MemoryError:
             raise
         except Exception as error:  # a template can raise anything
-            raise NotRendered(f"the {self.origin} rejects this conversation: {reason_of(error)}") from None
+            raise NotRendered(f"the {self.origin} {self._why(chat, error)}") from None
         return "".join(blocks), spans
+
+    def _why(self, chat: ChatMessages, error: Exception) -> str:
+        calls = [n for n, turn in enumerate(chat.messages, 1) if turn.get("content") is None and turn.get("tool_calls")]
+        if calls and "tool_calls" not in self.template:
+            return f"writes no tool_calls, and message {calls[0]} has no other text; the template qwen writes them"
+        return f"rejects this conversation: {reason_of(error)}"
 
 
 def compiled(template: str) -> Any:  # jinja's types do not have the attributes of transformers' environment

@@ -193,7 +193,7 @@ def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int,
     if not len(train) or not len(valid):
         message = f"{source.name} has {len(train):,} training and {len(valid):,} validation samples with an "
         message += f"assistant's answer within {seq_len:,} tokens; each split needs at least one"
-        hint = "use more conversations or a larger --seq-len; `zerofit data` shows the samples"
+        hint = "use at least two conversations, or a larger --seq-len"
         raise UserError(Problem(kind="data-too-short", message=message, hint=hint, where="--data"))
     return Data(
         name=source.name,
