@@ -26,7 +26,8 @@ class _Buffers(threading.local):
     """Aligned memory of a thread, which is used again: the first use of a page costs as much time as a read."""
 
     def __init__(self):
-        self.read, self.written = (mmap.mmap(-1, PIECE + 2 * BLOCK) for _ in range(2))
+        own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # by default processes that are forked would share the memory
+        self.read, self.written = (mmap.mmap(-1, PIECE + 2 * BLOCK, flags=own) for _ in range(2))
 
 
 _BUFFERS = _Buffers()
