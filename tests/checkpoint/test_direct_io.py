@@ -74,3 +74,19 @@ def test_a_tensor_that_threads_write_in_pieces(tmp_path, file_system):
     got = load_file(file.path)
     assert torch.equal(got["b"], whole.bfloat16()) and torch.equal(got["a"], torch.ones(3).bfloat16())
     assert sum(written) == 2 * len(whole) and len(written) > 2
+
+
+def test_forked_processes_have_buffers_of_their_own(tmp_path):
+    """As the ranks of `zerofit.spec.server_process` are forked."""
+    files = [tmp_path / name for name in ("parent", "child")]
+    for number, path in enumerate(files):
+        torch.full((BLOCK,), float(number)).numpy().tofile(path)
+    with NumbersFile(files[0]) as file:
+        numbers = file.read(0, BLOCK, torch.float32)
+        child = os.fork()
+        if not child:
+            with NumbersFile(files[1]) as other:
+                other.read(0, BLOCK, torch.float32)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert torch.equal(numbers, torch.zeros(BLOCK))

@@ -91,8 +91,9 @@ PATCHES = {
         ["torch.cuda:CUDAGraph", "torch.cuda:graph_pool_handle", f"{GRAPHS}:maybe_stamp_capture_root"],
         [],
     ),
+    "announce_generation": ([f"{GENERATION}.generate"], []),
     "generation": (
-        [f"{GENERATION}.{name}" for name in ("generate", "_update_model_kwargs_for_generation", *LOOPS)],
+        [f"{GENERATION}.{name}" for name in ("_update_model_kwargs_for_generation", *LOOPS)],
         [
             Reason(
                 "transformers.generation.utils",

@@ -205,7 +205,8 @@ class ScriptPhases:
         return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
     def _begin_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+        if functorch.peek_interpreter_stack() is not None:
             self._transformed.append(module)  # its parameters are replaced until torch.func returns
         else:
             self._learn(module)
