@@ -12,6 +12,7 @@ import pytest
 
 import zerofit as zf
 from tests.test_docs_zh import ROOT
+from zerofit.launch.local import free_port
 
 EXAMPLES = ROOT / "examples"
 FOLDERS = sorted(path for path in EXAMPLES.iterdir() if path.is_dir())
@@ -87,6 +88,7 @@ def test_the_small_path(small):
 def test_two_hosts_on_one_machine(tmp_path):
     """The example's own files, with a tenth of its steps: they are as many as one needs to kill a rank by hand."""
     fewer = {"steps: 600": "steps: 60", "save_every: 50": "save_every: 15", "step-00000050": "step-00000015"}
+    fewer["--nodes 2"] = f"--nodes 2 --master-port {free_port()}"  # other tests use the default port meanwhile
     for name in ("run.yaml", "try.sh"):
         text = (EXAMPLES / "two-hosts-one-machine" / name).read_text()
         for old, new in fewer.items():

@@ -98,7 +98,7 @@ class Hoarding(nn.Module):
         self.net, self.kept = nn.Linear(64, 10), list[Tensor]()
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = x.flatten(1).repeat(1, 500)
+        hidden = x.flatten(1).repeat(1, 66_000)  # above 32 MiB, malloc never reuses freed memory
         if self.training and torch.is_grad_enabled():
             self.kept.append(hidden)
         return self.net(hidden[:, :64])
