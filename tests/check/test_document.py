@@ -64,7 +64,7 @@ def test_a_key_that_stands_twice_counts_last():
         ('{"a" 1}', 1, 6, "colon"),
         ('{"a": 1 "b": 2}', 1, 9, "comma"),
         ('{\n"a": 1', 2, 7, "ends"),
-        ("", 1, 1, "ends"),
+        ("", 1, 1, "empty"),
         ("{'a': 1}", 1, 2, "double quotes"),
         ('{"a": NaN}', 1, 7, "NaN"),
         ('{"a": 01}', 1, 8, "1"),

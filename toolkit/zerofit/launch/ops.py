@@ -96,7 +96,7 @@ def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None
     show("waiting for another process that compiles DeepSpeed's ops")
     with FileLock(folder / ".zerofit.lock"):
         clear_stale_locks(folder, show)
-        for op in missing:
+        for op in (op for op in missing if not _is_built(env, op)):  # another process may have built it meanwhile
             _build(op, env, show)
             _built(env, op).touch()
 
