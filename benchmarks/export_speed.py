@@ -42,27 +42,15 @@ from zerofit.launch.host import this_machine
 from zerofit.spec.files import sync_file
 from zerofit.spec.local_machine import versions
 
-MIDDLE: dict[str, Any] = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-}
-MIDDLE |= {"vocab_size": 32000, "num_key_value_heads": 16}
-LLAMA_7B: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
-LLAMA_7B |= {"vocab_size": 32000, "num_key_value_heads": 32}
-LLAMA_70B: dict[str, Any] = {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-}
-LLAMA_70B |= {"vocab_size": 128256, "num_key_value_heads": 8}
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, words: int = 32000) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": words}
+    return {**sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+
+
+MIDDLE = _llama(1024, 2816, 24, 16, 16)
+LLAMA_7B = _llama(4096, 11008, 32, 32, 32)
+LLAMA_70B = _llama(8192, 28672, 80, 64, 8, words=128256)
 RANKS, SUB_GROUP = 8, 10**9
 LIMIT_BYTES = 4 * GIB
 TURNS = 2

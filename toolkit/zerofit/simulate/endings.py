@@ -22,6 +22,7 @@ OUT_OF_MEMORY, EXITED, KILLED, CRASHED = "out-of-memory", "exit", "killed", "cra
 _FAILED = (OUT_OF_MEMORY, KILLED, CRASHED)  # not the fault of the simulated model or script
 LINES = 6  # of output that are shown
 ERROR_LINES = 3  # of an exception's message
+MAY_FIT = "changes that may fit"  # the simulations of knobs, as progress and notes name them
 HINT = "free memory here, simulate fewer layers or one rank (--rank), or use a larger machine"
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
 _SAID = re.compile(

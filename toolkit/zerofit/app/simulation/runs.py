@@ -19,7 +19,7 @@ from zerofit.app.planning.job_forecast import traced_step_s
 from zerofit.app.planning.output_files import SNAPSHOT_FLAG, refuse_place, write_trace
 from zerofit.app.simulation.run_trace import trace_of_simulation
 from zerofit.models.inputs import Inputs
-from zerofit.simulate.endings import note_failed, optional
+from zerofit.simulate.endings import MAY_FIT, note_failed, optional
 from zerofit.simulate.forecast.assess import assess, decided
 from zerofit.simulate.forecast.knobs import Knob, knobs
 from zerofit.simulate.forecast.result import KnobResult, Simulation, StagePeak, in_order, severity
@@ -123,13 +123,13 @@ class KnobSimulations:
         changed = [(knob, run) for knob, run in candidates if run is not None and self.is_worth(run.job)]
 
         def simulate_all(targets: Sequence[SimulationTarget], *, exact: bool = True) -> list[SimulatedRank | Problem]:
-            return simulate_ranks(targets, lambda text: report.status(f"changes that may fit: {text}"), exact=exact)
+            return simulate_ranks(targets, lambda text: report.status(f"{MAY_FIT}: {text}"), exact=exact)
 
         targets = [run.target(self.rank) for _, run in changed]
         simulated = decided(simulate_all(targets, exact=self.exact), cluster, simulate_all)
         if self.heaviest:
             simulated = heaviest_of(simulated, simulate_all)
-        note_failed(simulated, "changes that may fit", report)
+        note_failed(simulated, MAY_FIT, report)
         slowdowns: dict[int, float] = {}
         if self.times:
             runs = [run for _, run in changed]
@@ -147,7 +147,7 @@ class KnobSimulations:
 
         A change of the sequence length is left out, since steps with another length do different work.
         """
-        progress = Reporter(lambda event: report.status(f"changes that may fit: {event.text}"))
+        progress = Reporter(lambda event: report.status(f"{MAY_FIT}: {event.text}"))
 
         def step_s(run: PreparedSimulation) -> float | None:
             return traced_step_s(run.job, run.inputs, run.cluster, progress)

@@ -12,7 +12,7 @@ from zerofit.app.planning.output_files import SNAPSHOT_FLAG, refuse_place, write
 from zerofit.app.simulation.runs import stage_peaks
 from zerofit.app.simulation.script_trace import script_step_s, trace_of_script
 from zerofit.config.ds_json import write_for_trainer
-from zerofit.simulate.endings import note_failed, optional
+from zerofit.simulate.endings import MAY_FIT, note_failed, optional
 from zerofit.simulate.forecast.assess import SimulatedScriptRank, assess
 from zerofit.simulate.forecast.processes import simulate_all
 from zerofit.simulate.forecast.result import (
@@ -189,8 +189,8 @@ class ScriptKnobSimulations:
         with tempfile.TemporaryDirectory() as folder:
             knobs = script_knobs(self.target.command, self.simulation.run.facts, self.target, Path(folder))
             targets = [self._changed(knob, Path(folder)) for knob in knobs]
-            records = _simulate(targets, lambda text: report.status(f"changes that may fit: {text}"))
-        note_failed(records, "changes that may fit", report)
+            records = _simulate(targets, lambda text: report.status(f"{MAY_FIT}: {text}"))
+        note_failed(records, MAY_FIT, report)
         before = self._step_s(self.record, report)
         for knob, target, record in zip(knobs, targets, records, strict=True):
             # an edit has no effect if the script does not create the replaced object in the usual way

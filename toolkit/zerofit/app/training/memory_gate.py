@@ -14,7 +14,7 @@ from zerofit.app.training.free_memory import Facts, HostMemory, memory_here, mem
 from zerofit.app.training.memory_forecast import RankForecasts, forecast_ranks, least_bytes
 from zerofit.check.dotted import get
 from zerofit.launch.hostfile import Host
-from zerofit.simulate.endings import optional
+from zerofit.simulate.endings import MAY_FIT, optional
 from zerofit.simulate.forecast.assess import assess
 from zerofit.simulate.forecast.processes import end_server
 from zerofit.simulate.forecast.result import Simulation, severity
@@ -226,7 +226,7 @@ class MemoryGate:
             else:
                 self._report.status(event.text)
 
-        rows = optional(lambda: knobs(on_event), (), "changes that may fit", Reporter(on_event))
+        rows = optional(lambda: knobs(on_event), (), MAY_FIT, Reporter(on_event))
         fitting = sorted((row for row in rows if row.fits), key=lambda row: -row.reserved_bytes)[:CHANGES]
         changes = "; ".join(f"{row.change} ({shown_bytes(row.reserved_bytes)})" for row in fitting)
         nothing = "see `zerofit plan` for what would fit" if failures else NO_CHANGE

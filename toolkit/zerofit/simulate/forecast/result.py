@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from zerofit.models.inputs import Inputs
 from zerofit.report.html_table import html_table
-from zerofit.simulate.endings import optional
+from zerofit.simulate.endings import MAY_FIT, optional
 from zerofit.simulate.forecast.baseline import BaselineComparison
 from zerofit.simulate.forecast.verdict import ORDER, Overhead
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
@@ -221,7 +221,7 @@ class Simulation:
         """
         look = self.simulate_knobs
         if look and not self.tried:
-            found = optional(lambda: look(on_event), (), "changes that may fit", Reporter(on_event))
+            found = optional(lambda: look(on_event), (), MAY_FIT, Reporter(on_event))
             object.__setattr__(self, "tried", found)
         return self.tried
 
