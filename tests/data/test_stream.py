@@ -86,6 +86,26 @@ def test_a_split_to_validate_on_leaves_nothing_out(folder, opened):
     assert bytes(data.valid.file.array()[:8].astype(np.uint8)) == b"held out"
 
 
+def test_a_short_split_to_validate_on_is_read_once(folder, opened):
+    path, _ = folder
+    (path / "validation.jsonl").write_text(json.dumps({"text": "held out"}))
+    data = opened(data=f"hf:{path}", stream=True, seq_len=LENGTH)
+    assert data.valid.file.array().tolist() == [*b"held out", 256]
+    batch = data.valid.batch(np.arange(1), np.arange(1))
+    assert len(data.valid) == 1 and (batch["labels"] != -100).sum() == data.valid.targets(np.arange(1)) == len(
+        "held out"
+    )
+
+
+def test_few_long_texts_can_be_streamed(tmp_path, opened):
+    (tmp_path / "long").mkdir()
+    (tmp_path / "long" / "train.jsonl").write_text(json.dumps({"text": "a long text " * 50}))
+    data = opened(data=f"hf:{tmp_path}/long", stream=True, seq_len=LENGTH)
+    row = np.tile(np.array([*(b"a long text " * 50), 256]), 2)
+    start = VALID * LENGTH
+    assert (np.array(data.train.stream.block(0).array()) == row[start : start + BLOCK + 1]).all()
+
+
 def test_what_cannot_be_streamed(folder, tmp_path, refused):
     path, _ = folder
     assert refused(data=f"text:{path}/*", stream=True, seq_len=LENGTH)[0].kind == "stream"

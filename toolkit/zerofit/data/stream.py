@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.files import atomic_write, cache_root, write_json
 from zerofit.spec.run import Run
 
-FORMAT = "stream-1"  # increase it if the format of the files changes
+FORMAT = "stream-2"  # increase it if the format of the files changes
 BLOCK_TOKENS = 1 << 22
 VALID_WINDOWS = 256
 KEPT = 3  # blocks on the disk
@@ -38,13 +38,12 @@ ENDLESS = 1 << 62  # samples
 
 
 class _Reader:
-    """The endless tokens of a streamed split: after the last row, the first row follows."""
+    """The tokens of a streamed split. If it is `endless`, the first row follows the last row."""
 
-    def __init__(self, stream: TokenStream, split: str, place: dict[str, Any]):
+    def __init__(self, stream: TokenStream, split: str, place: dict[str, Any], *, endless: bool = True):
         """Start at a `place` of this split."""
-        self._stream, self._split = stream, split
+        self._stream, self._split, self._endless = stream, split, endless
         self._tokenizer = open_tokenizer(stream.tokenizer)
-        self.passes = 0  # number of complete passes over the split
         self._set, self._state = self._opened(), place["rows"]
         if self._state is not None:
             self._set.load_state_dict(self._state)
@@ -60,32 +59,33 @@ class _Reader:
         """The position as JSON: state before the last rows read, and the number of their tokens used."""
         return {"rows": self._state, "tokens": self._at}
 
-    def take(self, count: int) -> np.ndarray:
-        """Return the next tokens, uint32 (count,)."""
+    def take(self, tokens: int) -> np.ndarray:
+        """Return the next tokens, uint32 (tokens,); fewer at the end of a split that is not endless."""
         taken, have = [], 0
-        while have < count:
-            if self._at == len(self._chunk):
-                self._read()
-            taken.append(self._chunk[self._at : self._at + count - have])
+        while have < tokens:
+            if self._at == len(self._chunk) and not self._read():
+                break
+            taken.append(self._chunk[self._at : self._at + tokens - have])
             have += len(taken[-1])
             self._at += len(taken[-1])
         return np.concatenate(taken)
 
-    def _read(self) -> None:
-        """Read some rows."""
+    def _read(self) -> bool:
+        """Read some rows, and return whether there were any."""
         if self._begun:  # at the start the set's state is unknown before reading
             self._state = self._set.state_dict()
         self._begun, self._at = True, 0
         end = np.uint32(self._tokenizer.eod_id)
         encoded = self._tokenizer.encode_all(list(islice(self._texts, AT_ONCE)))
-        self._chunk = np.concatenate([np.append(ids.astype(np.uint32), end) for ids in encoded])
+        self._chunk = np.concatenate([self._chunk[:0], *(np.append(ids.astype(np.uint32), end) for ids in encoded)])
+        return len(encoded) > 0
 
     def _opened(self) -> Any:
         return load_splits(self._stream.name, streaming=True)[self._split].select_columns([self._stream.column])
 
     def _rows(self) -> Iterator[str]:
         name, column = self._stream.name, self._stream.column
-        while True:
+        for passes in count():  # a stream that goes on can stand at its end: then the first pass has no rows
             empty = True
             for row in self._set:
                 empty = False
@@ -94,10 +94,11 @@ class _Reader:
                     hint = "set --text-field to another column"
                     raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))
                 yield row[column]
-            if empty and self.passes:
+            if empty and (passes or not self._endless):
                 message = f"--data hf:{name} has no rows in {self._split}"
                 raise UserError(Problem(kind="empty-data", message=message, where="--data"))
-            self.passes += 1
+            if not self._endless:
+                return
             self._set = self._opened()
 
 
@@ -130,13 +131,16 @@ class TokenStream:
         return TokenFile(path, "uint32")
 
     def begin(self, valid_split: str | None) -> TokenFile:
-        """Return the validation tokens: from their own split, or the first tokens, which training skips."""
+        """Return the validation tokens: at most `valid_tokens` of their own split, or the first tokens of training.
+
+        Training skips those first tokens.
+        """
         path, beginning = self.folder / "valid.bin", {"rows": None, "tokens": 0}
         with cache_errors(f"hf:{self.name}"), self._alone():
             if not self._noted(0).is_file():
-                reader = _Reader(self, valid_split or "train", beginning)
+                reader = _Reader(self, valid_split or "train", beginning, endless=False)
                 tokens = reader.take(self.valid_tokens)
-                if reader.passes and valid_split is None:
+                if len(tokens) < self.valid_tokens and valid_split is None:
                     message = f"--data hf:{self.name} has fewer than the {self.valid_tokens:,} tokens a stream needs "
                     message += "for validation"
                     raise UserError(Problem(kind="data-too-short", message=message, hint="remove --stream"))
@@ -231,7 +235,7 @@ def open_stream(run: Run, argument: str, tokenizer: Tokenizer, seq_len: int) -> 
     with cache_errors(f"hf:{argument}"):
         stream.folder.mkdir(parents=True, exist_ok=True)
     held_out = stream.begin(next((word for word in VALID_SPLITS if word in splits), None))
-    valid = CausalText(file=held_out, tokens=stream.valid_tokens, seq_len=seq_len, pad_id=tokenizer.eod_id)
+    valid = CausalText(file=held_out, tokens=len(held_out.array()), seq_len=seq_len, pad_id=tokenizer.eod_id)
     return Data(
         name=f"hf:{argument}",
         train=StreamedText(stream=stream, seq_len=seq_len, pad_id=tokenizer.eod_id),
