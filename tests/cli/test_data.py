@@ -47,6 +47,17 @@ def test_bad_lines_are_bad_input(tmp_path):
     assert "unknown kind of data" in refused("data", "nothing")
 
 
+def test_the_same_fault_in_many_lines_is_one_message(tmp_path):
+    row = {"instruction": "2 + 2?", "response": "4"}
+    (tmp_path / "dolly.jsonl").write_text(f"{json.dumps(row)}\n" * 9)
+    said = CliRunner().invoke(main, ["data", f"{tmp_path}/dolly.jsonl"]).stderr
+    assert said.count("error:") == 1 and "at:" not in said
+    assert f" also: {tmp_path}/dolly.jsonl:2:1, {tmp_path}/dolly.jsonl:3:1, {tmp_path}/dolly.jsonl:4:1 and more" in said
+    assert """jq -c '.output = .["response"]' FILE > NEW""" in said
+    (tmp_path / "new.jsonl").write_text(f"{json.dumps(row | {'output': row['response']})}\n" * 9)
+    assert ask("data", f"{tmp_path}/new.jsonl", "--seq-len", 100)["counts"]["dropped"] == 0
+
+
 def test_data_does_not_command_the_terminal(tmp_path):
     """Here a window's title, and a text that is hidden."""
     row = json.dumps({"text": "\x1b]0;owned\x07" + "seen\tand\n" * 50 + "\x1b[8mhidden\x9b"})

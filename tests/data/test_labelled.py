@@ -119,6 +119,11 @@ def test_a_models_own_order_of_classes_is_kept(tmp_path):
     "task, rows, said",
     [
         ("classify", [{"text": "a", "label": 0.5}] * 2, "not a class"),
+        (
+            "classify",
+            [{"text": "a", "label": f"{n / 4}"} for n in range(9)],
+            "labels like 0.25: a fraction is not a class",
+        ),
         ("classify", [{"text": 7, "label": "x"}] * 2, "'text' is int, not a string"),
         ("classify", [{"text": "a", "label": "x"}] * 2, "1 classes; 2 to 1,000"),
         ("classify", [{"review": "a", "label": "x"}] * 2, "no field 'text'; it has review, label"),

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -25,6 +26,7 @@ from zerofit.spec.files import cache_root
 from zerofit.spec.process import stop_requests
 
 BAD_INPUT, INTERNAL, STOPPED = 2, 70, 130  # in addition to those in zerofit.spec.errors
+ALSO = 3  # further places of the same problem that are named
 
 
 class Result(Protocol):
@@ -132,12 +134,16 @@ def _write_traceback(error: Exception) -> Path:
 
 def fail(problems: list[Problem], code: int, as_json: bool) -> NoReturn:
     """Print problems to standard error, and with --json as the last line of standard output, and exit."""
-    for problem in problems:
+    for _, alike in groupby(problems, lambda p: (p.kind, p.hint, p.message.replace(p.where, ""))):
+        problem, *others = alike
         # a requested stop is not an error
         label = "" if code in (Stopped.exit_code, STOPPED) else f"{style('error', fg='red', bold=True)}: "
         click.echo(f"{label}{problem.message}", err=True)
-        if problem.where:
+        if problem.where not in problem.message:
             click.echo(f"   at: {problem.where}", err=True)
+        if others and problem.where:  # e.g. the lines of a file that lack the same field
+            unnamed = " and more" if len(others) > ALSO else ""
+            click.echo(f" also: {', '.join(other.where for other in others[:ALSO])}{unnamed}", err=True)
         if problem.hint:
             click.echo(f"  try: {problem.hint}", err=True)
     if as_json:

@@ -21,6 +21,7 @@ Record = Mapping[str, Any]  # a JSON object of a file
 Message = dict[str, Any]  # "role", "content", and other fields that a template may read
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_ANSWERS = ("response", "answer", "completion", "target")  # other words for Alpaca's "output", e.g. Dolly's
 _SPEAKERS = {  # ShareGPT's words
     "system": "system",
     "human": "user",
@@ -139,7 +140,7 @@ def field_hint(row: Record, field: str) -> str:
     if len(row) == 1 and lists:
         return f"jq -c '.[{json.dumps(lists[0])}][]' FILE > records.jsonl extracts the records"
     if close.startswith("did you mean") or len(texts) < 2:
-        return f"--text-field: {close}"
+        return f"set --text-field: {close}"
     first, second = (json.dumps(name) for name in texts[:2])
     command = f"jq -c '{{prompt: .[{first}], completion: .[{second}]}}' FILE > pairs.jsonl"
     return f"--text-field NAME trains on that field alone; if one field answers another: {command}"
@@ -209,7 +210,10 @@ def _alpaca(row: Record) -> list[Message]:
         if not isinstance(text, str):
             raise NotAConversation(f"{name!r} is {type(text).__name__}, need a string")
     if not texts["output"]:
-        raise NotAConversation("the instruction has no 'output'")
+        others = [name for name, value in row.items() if isinstance(value, str) and name not in texts]
+        answer = next(iter([name for name in others if name in _ANSWERS] or others), "")
+        command = f"; if {answer!r} is the answer: jq -c '.output = .[{json.dumps(answer)}]' FILE > NEW"
+        raise NotAConversation("the instruction has no 'output'" + (command if answer else ""))
     history = row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise NotAConversation("'history' is not a list of [instruction, answer]")

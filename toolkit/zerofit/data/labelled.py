@@ -162,6 +162,11 @@ def _class_order(name: str, names: list[str], known: Sequence[str]) -> list[str]
     """Return the classes in the order of their ids. Raises UserError for too few or too many."""
     if known and set(names) <= set(known):
         return list(known)
+    fractions = [class_name for class_name in names if _is_fraction(class_name)]
+    if len(fractions) > len(names) / 2:
+        message = f"--data {name} has labels like {fractions[0]}: a fraction is not a class"
+        hint = "set --label-field to another field; regression is not supported"
+        raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--label-field"))
     numeric = all(class_name.isdigit() for class_name in names)
     classes = sorted(names, key=lambda class_name: (int(class_name) if numeric else 0, class_name))
     if not 2 <= len(classes) <= MOST_CLASSES:
@@ -169,6 +174,13 @@ def _class_order(name: str, names: list[str], known: Sequence[str]) -> list[str]
         hint = "set --label-field to another field; numbers like scores or prices are not classes"
         raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--label-field"))
     return classes
+
+
+def _is_fraction(name: str) -> bool:
+    try:
+        return not float(name).is_integer()
+    except ValueError:
+        return False
 
 
 def refuse_unknown_classes(name: str, inputs: Inputs, known: Sequence[str]) -> None:
