@@ -133,7 +133,8 @@ def resuming(request: RunRequest, folder: RunFolder) -> RunRequest:
 
 
 def _new_path(run: Run) -> Path:
-    name = re.sub(r"[^\w.-]+", "-", f"{Path(run.model).name}-{run.data or 'default'}").strip("-")[:80]
+    model = Path(run.model.removesuffix("/config.json")).name
+    name = re.sub(r"[^\w.-]+", "-", f"{model}-{run.data or 'default'}").strip("-")[:80]
     stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, n = stem, 1
     while path.exists():
