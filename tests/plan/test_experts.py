@@ -18,7 +18,7 @@ from zerofit.plan.rates import rates_of
 from zerofit.plan.time import Timer
 from zerofit.plan.timeline import EXPERTS, timeline
 from zerofit.spec.overhead import NCCL_ALL_TO_ALL_BYTES, NCCL_NVLINK_BYTES
-from zerofit.spec.profile import LayerRun, Linear, Profile, setting
+from zerofit.spec.profile import ZERO3, LayerRun, Linear, Profile, setting
 
 SPREAD = setting("bf16", False, 1, 1, 4)
 DENSE, WHOLE, SHARE = 100_000, 800_000, 200_000  # elements of a block, of its experts, of a rank's two of them
@@ -48,6 +48,13 @@ LARGE_EMBEDDING = (replace(PROFILE.layers[0], matrices=(2_000_000,)), PROFILE.la
 def layout(stage: int, **more) -> PlannedLayout:
     sizes = {"micro_batch": 1, "bucket": 1_000_000, "precision": "bf16"}
     return PlannedLayout(zero_stage=stage, dp=8, ep=4, **{**sizes, **more})
+
+
+@pytest.mark.parametrize("more", [{}, {"micro_batch": 2}])
+def test_costs_of_stage_3_alone_are_those_of_the_same_experts(more):
+    """As of DeepSeek-V3, whose buffers have 16 bits at stage 3."""
+    own = replace(PROFILE, zero3={f"{key}{ZERO3}": layers for key, layers in PROFILE.costs.items()})
+    assert forecast(own, layout(3, **more)) == forecast(PROFILE, layout(3, **more))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

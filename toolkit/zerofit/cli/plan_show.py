@@ -16,7 +16,7 @@ from zerofit.plan.pipeline import planned_stages
 from zerofit.plan.result import PlanResult, RankedLayout
 from zerofit.spec.mesh import AXES, mesh_table
 from zerofit.spec.run_folder import Layout
-from zerofit.spec.units import shown_bytes, shown_rate
+from zerofit.spec.units import shown_bytes, shown_count, shown_rate
 
 if TYPE_CHECKING:
     from zerofit.app.planning.corrections import TunedLayouts
@@ -108,7 +108,7 @@ def _assumptions(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the model, the assumptions, and the measurements that corrected step times."""
     result = plan.result
     length = f", {result.seq_len:,} tokens" if result.seq_len else ""
-    yield "model", f"{result.model}, {result.parameters / 1e9:.3g} B parameters, {result.precision}{length}"
+    yield "model", f"{result.model}, {shown_count(result.parameters)} parameters, {result.precision}{length}"
     for note in result.cluster.notes:
         yield "assumed", note
     notes = (_tuned(plan.tuned) if plan.tuned else "", plan.scaling, plan.by_trace, result.padding)

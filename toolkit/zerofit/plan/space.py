@@ -21,7 +21,7 @@ from zerofit.spec.model_facts import (
     prefetch_elements,
     width,
 )
-from zerofit.spec.profile import Profile
+from zerofit.spec.profile import Profile, expert_degree
 from zerofit.spec.run import PipelineSchedule
 
 LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
@@ -221,7 +221,7 @@ def _degrees(cluster: Cluster, profile: Profile, request: PlanRequest) -> Iterat
         yield from (Degrees(pp=degree) for degree in divisors(cluster.ranks)[1:] or [cluster.ranks])
         return
     yield Degrees()
-    spread = {int(key.partition("/ep=")[2] or 1) for key in profile.costs if "/tp=1/sp=1" in key}
+    spread = {expert_degree(key) for key in profile.costs if "/tp=1/sp=1" in key}
     yield from (Degrees(ep=degree) for degree in sorted(spread) if degree > 1 and cluster.ranks % degree == 0)
     layers = sum(layer.count for layer in profile.layers)
     for degree in divisors(cluster.ranks)[1:]:

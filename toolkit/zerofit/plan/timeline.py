@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from zerofit.spec.model_facts import ELEMENT_BYTES
-from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, ModuleCall, Profile
+from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, ModuleCall, Profile, expert_degree
 
 # number of last and of first layers that are kept of many equal layers (see `_representatives`)
 _LAST, _FIRST = 3, 1
@@ -164,7 +164,7 @@ def timeline(
         quantized_bytes=sum(placed.layer.quantized_bytes for placed in mine),
         on_host=tuple(_point(mine[n].cost.host_bytes) for n in here if mine[n].cost.host_bytes != Linear()),
         received=_point(expanded[first - 1].cost.output_bytes) if first else NOTHING,
-        ep=int(key.partition("/ep=")[2] or 1),
+        ep=expert_degree(key),
         factors=sum(placed.layer.factors for placed in mine),
         still=_still(mine),
         calls=tuple(_calls(placed, starts) for placed in mine),

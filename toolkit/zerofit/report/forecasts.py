@@ -20,7 +20,7 @@ from zerofit.report.page import (
     named,
     table_of,
 )
-from zerofit.spec.units import shown_bytes
+from zerofit.spec.units import shown_bytes, shown_count
 
 MOMENTS = 1500  # of each timeline, if a page has at most three
 PARTS = {  # of a step's time
@@ -246,7 +246,7 @@ def plan_answer(name: str, found: PlanAnswer) -> Answer:
     facts = [
         (
             "model",
-            f"{found.parameters / 1e9:.3g} B parameters" + (f", {found.seq_len:,} tokens" if found.seq_len else ""),
+            f"{shown_count(found.parameters)} parameters" + (f", {found.seq_len:,} tokens" if found.seq_len else ""),
         )
     ]
     if found.layouts:

@@ -225,6 +225,15 @@ def setting(precision: str, checkpointing: bool, tp: int, sp: int, ep: int = 1) 
     return f"{key}/ep={ep}" if ep > 1 else key
 
 
+def expert_degree(key: str) -> int:
+    """Return the expert parallel degree in the key of a setting.
+
+    >>> expert_degree("bf16/checkpointing=0/tp=1/sp=1/ep=2/stage=3"), expert_degree("bf16/checkpointing=0/tp=1/sp=1")
+    (2, 1)
+    """
+    return int(key.removesuffix(ZERO3).partition("/ep=")[2] or 1)
+
+
 def _sum(lines: Iterable[Linear]) -> Linear:
     pairs = [(line.fixed, line.per_sample) for line in lines]
     return Linear(fixed=sum(fixed for fixed, _ in pairs), per_sample=sum(slope for _, slope in pairs))

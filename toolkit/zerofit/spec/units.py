@@ -10,6 +10,7 @@ from zerofit.spec.errors import Problem, UserError
 MOST_RANKS = 2**18  # as in the largest clusters; a plan for so many needs 10 s and 1 GB
 MOST_BYTES = 2**63 - 1  # signed 64-bit: 8 EiB
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_COUNTS = ("", "K", "M", "B", "T")  # thousands to trillions
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*$", re.IGNORECASE)
 
 
@@ -30,6 +31,18 @@ def parse_bytes(text: str, where: str) -> int:
 def shown_rate(value: float) -> str:
     """Format a number with three digits, and numbers from 100 without a fraction."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def shown_count(value: float) -> str:
+    """Format a large number with three digits and a unit.
+
+    >>> shown_count(671e9), shown_count(1.0264e12), shown_count(1_820_000), shown_count(950)
+    ('671 B', '1.03 T', '1.82 M', '950')
+    """
+    power = 0
+    while value >= 999.5 and power < len(_COUNTS) - 1:
+        value, power = value / 1000, power + 1
+    return f"{value:.3g} {_COUNTS[power]}".rstrip()
 
 
 def shown_bytes(value: float) -> str:

@@ -34,7 +34,8 @@ def spread(model: nn.Module, degree: int) -> None:
     Raises ModelError if AutoEP finds no experts, or if the degree does not divide them.
     """
     try:
-        with patch.object(auto_ep, "_gate_activation_matches", lambda experts_module: None):
+        quiet = patch.object(auto_ep.logger, "disabled", True)  # its warnings are about a real run, on standard output
+        with quiet, patch.object(auto_ep, "_gate_activation_matches", lambda experts_module: None):
             convert(model, degree, 0)
     except (ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise ModelError("profile-ep", f"expert parallel degree {degree}: {error}") from error
