@@ -10,7 +10,7 @@ help:
 install: ## make .venv with everything that tests, pages and checks need (6.3 GB)
 	./launch.sh test --version
 
-test: ## run the test suite on three workers: about half an hour on two cores
+test: ## run the test suite on four workers: about half an hour on two cores
 	./launch.sh test -n 4
 
 one: ## run one test file: make one FILE=tests/cli/test_main.py

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.ranks.pool import RankPool
 
-WHOLE_SUITE = 1000  # tests
+MANY_FILES = 20
 IDLE_S = 30
 POOLS: dict[int, RankPool] = {}  # of this worker
 # files of more than a minute, the longest first: one worker runs all of a file, and the workers should end together
@@ -29,7 +28,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while t
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token caches and the like go to a folder of this worker, what is simulated to one of all; compiled ops stay."""
-    _ops_stay()
+    from zerofit.launch.host import ops_folder
+
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
     path = tmp_path_factory.mktemp("cache")
     base = tmp_path_factory.getbasetemp()
     for name in ("facts", "forecasts", "profiles"):
@@ -40,26 +41,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _ops_stay() -> None:
-    from zerofit.launch.host import ops_folder
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """For many files, ops are compiled beside the tests, by the process that starts the workers."""
+    config = session.config
+    many = config.args_source is config.ArgsSource.TESTPATHS or len(config.args) > MANY_FILES
+    if many and not config.option.collectonly and "PYTEST_XDIST_WORKER" not in os.environ:
+        from tests.ranks.ops import compile_ops
 
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def op_in_background(request: pytest.FixtureRequest) -> None:
-    """Where all tests run, the op that some need is compiled on one core while others, of one process, run before."""
-    _ops_stay()
-    if len(request.session.items) > WHOLE_SUITE:
-        threading.Thread(target=_compile, daemon=True).start()
-
-
-def _compile() -> None:
-    from zerofit.launch.ops import build_ops
-    from zerofit.spec.errors import RunFailed
-
-    with suppress(RunFailed):  # the tests that need it say why
-        build_ops(["AsyncIOBuilder"], {**os.environ, "DS_ACCELERATOR": "cpu", "MAX_JOBS": "1"}, lambda _: None)
+        threading.Thread(target=compile_ops, daemon=True).start()
 
 
 @pytest.fixture(scope="module", autouse=True)

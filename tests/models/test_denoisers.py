@@ -13,8 +13,6 @@ from zerofit.models.catalog import ModelError, find, shape_named
 from zerofit.models.inputs import Fed, NamedInputs
 from zerofit.models.named_inputs import named_inputs
 
-pytest.importorskip("diffusers")
-
 DIT = {
     "num_layers": 3,
     "num_attention_heads": 4,
@@ -32,6 +30,12 @@ UNET = {
     "norm_num_groups": 8,
     "attention_head_dim": 4,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    """diffusers takes seconds to import, which workers that only collect these tests save."""
+    pytest.importorskip("diffusers")
 
 
 def fed(name, args=None, **fed) -> NamedInputs:

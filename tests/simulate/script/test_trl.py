@@ -13,8 +13,6 @@ from zerofit.simulate.forecast.result import SimulatedScript, Simulation
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 
-pytest.importorskip("trl", reason="trl is not installed: pip install trl")
-pytest.importorskip("peft", reason="peft is not installed: pip install peft")
 HIDDEN, LAYERS, VOCABULARY, INNER = 256, 2, 512, 640
 LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER  # elements of a layer's linear weights
 LLAMA = {
@@ -31,6 +29,13 @@ LLAMA = {
     "eos_token_id": 2,
 }
 ARGUMENTS = "--model llama --output_dir out --report_to none --bf16 True --per_device_train_batch_size 2"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    """TRL takes seconds to import, which workers that only collect these tests save."""
+    pytest.importorskip("trl", reason="trl is not installed: pip install trl")
+    pytest.importorskip("peft", reason="peft is not installed: pip install peft")
 
 
 @pytest.fixture(scope="module")
