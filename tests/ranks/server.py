@@ -74,7 +74,7 @@ def _serve(inbox: Path) -> None:
     engines.SAMPLE_TOKENS = 4  # else the sample of a language model takes longer than its training
     # DeepSpeed refuses fp16 where a CPU has no instructions for it, although torch computes it everywhere
     type(get_accelerator()).is_fp16_supported = lambda _: True
-    start(timeout=timedelta(minutes=2))
+    start(timeout=timedelta(minutes=30))  # the pool ends jobs that take too long
     rank = dist.get_rank()
     fresh = [{k: copy.copy(v) for k, v in vars(m).items() if k.startswith("_") or k == "mpu"} for m in MODULES]
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
