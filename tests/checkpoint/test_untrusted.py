@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from tests.checkpoint.made import Made, make
+from tests.cli.asking import answer
 from zerofit.checkpoint.model_folder import ModelInfo
-from zerofit.cli.main import main
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, find
 from zerofit.models.inputs import ImageInputs
 from zerofit.spec.run import Run
 
 IMAGES = ImageInputs(channels=1, size=8, classes=10)
-
-
-def zerofit(*args: object, code: int = 0) -> dict:
-    done = CliRunner().invoke(main, [*map(str, args), "--json"])
-    assert done.exit_code == code, done.output
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def command(folder: Path) -> Run:
@@ -55,10 +47,10 @@ def test_a_command_as_the_model(checkpoint, folder, tmp_path, words, trusted):
     paths = {"checkpoint": checkpoint, "folder": folder, "out": tmp_path / "out"}
     words = [paths.get(word, word) for word in words]
     if trusted:  # then it does run, and what it gives is not a model
-        assert "not a torch.nn.Module" in zerofit(*words, "--trust-model-code", code=2)["error"]["message"]
+        assert "not a torch.nn.Module" in answer(*words, "--trust-model-code", code=2)["error"]["message"]
         assert (tmp_path / "PWNED").exists()
         return
-    error = zerofit(*words, code=2)["error"]
+    error = answer(*words, code=2)["error"]
     assert error["kind"] == "untrusted-model" and "--trust-model-code" in error["hint"]
     for part in ("module os", "system", f"command='touch {tmp_path / 'PWNED'}'"):
         assert part in error["message"]
@@ -66,7 +58,7 @@ def test_a_command_as_the_model(checkpoint, folder, tmp_path, words, trusted):
 
 
 def test_generate_asks_too(checkpoint, tmp_path):
-    error = zerofit("generate", checkpoint, "--prompt", "a", code=2)["error"]
+    error = answer("generate", checkpoint, "--prompt", "a", code=2)["error"]
     assert error["kind"] == "untrusted-model"
     assert not (tmp_path / "PWNED").exists()
 

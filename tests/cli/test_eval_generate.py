@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 from click.testing import CliRunner
 
+from tests.cli.asking import answer
 from tests.infer.small import save, save_small
 from zerofit.cli.main import main
 
@@ -17,13 +14,6 @@ EVAL = {
     *("peak_device_bytes", "samples_per_s", "tokens_per_s"),
 }
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-
-
-def answer(*args: object, code: int = 0) -> dict:
-    done = CliRunner().invoke(main, [*map(str, args), "--json"])
-    assert done.exit_code == code, done.output
-    assert "Traceback" not in done.output
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +125,3 @@ def test_a_model_from_elsewhere_needs_to_be_told_more(tmp_path):
     assert [p["kind"] for p in got["errors"]] == ["data-missing", "tokenizer"]
     got = answer("eval", tmp_path / "model", "--data", "synthetic:100", "--eval-samples", 4)
     assert (got["samples"], got["step"]) == (4, None)
-
-
-def test_the_command_line_starts_without_torch():
-    code = "import sys, zerofit.cli.main; sys.exit('torch' in sys.modules or 'accelerate' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

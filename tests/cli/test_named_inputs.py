@@ -7,26 +7,18 @@ import math
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
+from tests.cli.asking import answer
 from tests.models.small import NAMED
-from zerofit.cli.main import main
 from zerofit.models.build import build, parameter_count
 from zerofit.models.catalog import find
 
 L4 = ["--gpus", "2", "--gpu", "l4"]
 
 
-def ask(*args: object, code: int = 0) -> dict:
-    done = CliRunner().invoke(main, [*map(str, args), "--json"])
-    assert done.exit_code == code, done.output
-    assert "Traceback" not in done.output
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
 def refused(*args: object) -> str:
-    answer = ask(*args, code=2)
-    return " ".join(problem["message"] for problem in answer.get("errors") or [answer["error"]])
+    found = answer(*args, code=2)
+    return " ".join(problem["message"] for problem in found.get("errors") or [found["error"]])
 
 
 def small(name: str, **more: object) -> list[object]:
@@ -67,7 +59,7 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize("name", ["t5-small", "llava-1.5-7b", "mamba-130m"])
 def test_a_plan_has_no_pipelines_and_says_why(name, cache):
-    found = ask("plan", *small(name), "--seq-len", 16, *L4, "--top", 100)
+    found = answer("plan", *small(name), "--seq-len", 16, *L4, "--top", 100)
     assert found["layouts"] and {layout["pp"] for layout in found["layouts"]} == {1}
     assert found["parameters"] == parameter_count(build(find(name), None, NAMED[name]))
     assert "cut into stages" in refused("plan", *small(name), "--seq-len", 16, *L4, "--pipeline", 2)

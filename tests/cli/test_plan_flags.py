@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
-from click.testing import CliRunner
-
+from tests.cli.asking import answer
 from tests.plan.stub import make_profile
 from zerofit.app.planning.output_files import data_line
-from zerofit.cli.main import main
 
 
 def refused(*args: object) -> list[dict]:
-    done = CliRunner().invoke(main, ["plan", *map(str, args), "--json"])
-    assert done.exit_code == 2, done.output
-    answer = json.loads(done.stdout.strip().splitlines()[-1])
-    return answer.get("errors") or [answer["error"]]
+    found = answer("plan", *args, code=2)
+    return found.get("errors") or [found["error"]]
 
 
 def test_flags_are_looked_at_together():

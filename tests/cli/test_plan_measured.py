@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
 
 import zerofit as zf
+from tests.cli.asking import answer
 from tests.plan.stub import Formula, make_cluster, make_profile
 from zerofit.app.planning.corrections import MeasuredSpeed
-from zerofit.cli.main import main
 from zerofit.plan.interval import CLASSES, PAIRS
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.result import plain
 from zerofit.plan.search import search
 from zerofit.plan.space import PlanRequest
+
+asked = partial(answer, "plan")
 
 MINE = ["--zero-stage", 2, "--micro-batch", 4, "--global-batch", 64]
 
@@ -26,12 +28,6 @@ def stored(tmp_path_factory) -> list[str]:
     file = tmp_path_factory.mktemp("profile") / "profile.json"
     file.write_text(json.dumps(make_profile().as_dict()))
     return ["--profile", str(file), "--gpus", "8", "--gpu", "h100-80gb"]
-
-
-def asked(*args: object, code: int = 0) -> dict:
-    done = CliRunner().invoke(main, ["plan", *map(str, args), "--json"])
-    assert done.exit_code == code, done.output
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def test_one_figure_scales_all_layouts(stored):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tests.cli.asking import answer
 from tests.plan.stub import make_profile
 from zerofit.app.planning.layout_pins import batch_and_precision
 from zerofit.cli.main import main
 from zerofit.config.ds_json import bundled
+
+asked = partial(answer, "plan")
 
 H100 = ["--gpus", "8", "--gpu", "h100-80gb"]
 
@@ -22,12 +26,6 @@ def stored(tmp_path_factory) -> list[str]:
     file = tmp_path_factory.mktemp("profile") / "profile.json"
     file.write_text(json.dumps(make_profile().as_dict()))
     return ["--profile", str(file), *H100]
-
-
-def asked(*args: object, code: int = 0) -> dict:
-    done = CliRunner().invoke(main, ["plan", *map(str, args), "--json"])
-    assert done.exit_code == code, done.output
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def refused(*args: object) -> list[dict]:

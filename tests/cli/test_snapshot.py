@@ -9,10 +9,9 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
+from tests.cli.asking import answer
 from tests.simulate.targets import TINY
-from zerofit.cli.main import main
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.memory.snapshot import AllocationOrigin, StackFrame, snapshot_of
 
@@ -31,12 +30,6 @@ def viz():
     return module
 
 
-def said(*words: object, code: int = 0) -> dict:
-    done = CliRunner().invoke(main, [*map(str, words), "--json"])
-    assert done.exit_code == code, done.output[-500:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
 def read_by(viz, snapshot) -> None:
     """Let memory_viz sum up, print and plot it: it raises for sizes that do not add up."""
     reserved = sum(segment["total_size"] for segment in snapshot["segments"])
@@ -50,12 +43,12 @@ def read_by(viz, snapshot) -> None:
 def test_a_simulated_run_in_memory_viz(viz, tmp_path):
     file = tmp_path / "rank.pickle"
     words = ("simulate", "llama-tiny", *RUN, "--gpus", 2, "--gpu", "h100-80gb", "--no-knobs", "--snapshot", file)
-    result = said(*words)
+    result = answer(*words)
     snapshot = pickle.loads(file.read_bytes())
     read_by(viz, snapshot)
     changes = (e["size"] * {"alloc": 1, "free_completed": -1}.get(e["action"], 0) for e in snapshot["device_traces"][0])
     assert max(accumulate(changes)) == result["peak_bytes"]
-    explained = said("explain", file)
+    explained = answer("explain", file)
     assert explained["cause"] == "did-not-run-out"
     assert {k: v for k, v in explained["alive"].items() if v and k != "fragments"} == {
         kind: size for kind, size in result["breakdown"].items() if size
@@ -65,7 +58,7 @@ def test_a_simulated_run_in_memory_viz(viz, tmp_path):
 
 def test_a_snapshot_that_cannot_be_written(tmp_path):
     words = ("simulate", "llama-tiny", *RUN, "--gpu", "h100-80gb", "--snapshot", tmp_path / "none" / "a.pickle")
-    assert said(*words, code=2)["error"]["where"] == "--snapshot"
+    assert answer(*words, code=2)["error"]["where"] == "--snapshot"
 
 
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])

@@ -8,18 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.cli.asking import answer
 from tests.plan.stub import make_profile
 from tests.plan.test_step_trace import check_format, complete
 from tests.simulate.targets import TINY
 from zerofit.cli.main import main
 
 H100 = ["--gpus", "8", "--gpu", "h100-80gb"]
-
-
-def asked(*words: object, code: int = 0) -> dict:
-    done = CliRunner().invoke(main, [*map(str, words), "--json"])
-    assert done.exit_code == code, done.output[-500:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def read(path: Path) -> dict:
@@ -40,7 +35,7 @@ def stored(tmp_path_factory) -> Path:
 )
 def test_a_plans_trace_ends_with_its_step(stored, tmp_path, flags):
     path = tmp_path / "step.json"
-    plan = asked("plan", "--profile", stored, *H100, *flags, "--trace", path)
+    plan = answer("plan", "--profile", stored, *H100, *flags, "--trace", path)
     assert plan["trace"] == str(path)
     trace, layout = read(path), plan["layouts"][plan["plainest"]]
     assert trace["otherData"]["step_s"] == pytest.approx(layout["step_s"])
@@ -54,14 +49,14 @@ def test_a_plans_trace_ends_with_its_step(stored, tmp_path, flags):
 def test_what_does_not_fit_has_a_trace_too(stored, tmp_path):
     path = tmp_path / "step.json"
     pinned = ["--zero-stage", 0, "--micro-batch", 65536]
-    plan = asked("plan", "--profile", stored, *H100, *pinned, "--trace", path, code=1)
+    plan = answer("plan", "--profile", stored, *H100, *pinned, "--trace", path, code=1)
     assert read(path)["otherData"]["step_s"] == pytest.approx(plan["misfits"][0]["step_s"])
 
 
 def test_a_measured_speed_scales_the_trace(stored, tmp_path):
     path = tmp_path / "step.json"
     measured = ["--zero-stage", 1, "--micro-batch", 2, "--measured", "3s", "--trace", path]
-    plan = asked("plan", "--profile", stored, *H100, *measured)
+    plan = answer("plan", "--profile", stored, *H100, *measured)
     step_s = plan["layouts"][plan["plainest"]]["step_s"]
     assert read(path)["otherData"]["step_s"] == pytest.approx(step_s) and step_s > 1
 
@@ -70,7 +65,7 @@ def test_a_simulated_rank_has_its_times_and_its_memory(tmp_path):
     path = tmp_path / "step.json"
     words = ["llama-tiny", "--model-args", json.dumps(TINY), "--seq-len", 16, "--micro-batch", 2]
     words += ["--gradient-accumulation-steps", 2, "--ds-config", "zero3", "--gpus", 2, "--gpu", "l4", "--rank", 1]
-    found = asked("simulate", *words, "--no-knobs", "--trace", path)
+    found = answer("simulate", *words, "--no-knobs", "--trace", path)
     assert found["trace"] == str(path)
     trace = read(path)
     assert {event["pid"] for event in trace["traceEvents"]} == {1}
@@ -82,8 +77,8 @@ def test_a_simulated_rank_has_its_times_and_its_memory(tmp_path):
 
 def test_where_nothing_can_be_written_is_said_before_any_work(stored, tmp_path):
     place = tmp_path / "missing" / "step.json"
-    assert asked("plan", "--profile", stored, *H100, "--trace", place, code=2)["error"]["where"] == "--trace"
-    assert asked("simulate", "llama-tiny", "--trace", place, code=2)["error"]["where"] == "--trace"
+    assert answer("plan", "--profile", stored, *H100, "--trace", place, code=2)["error"]["where"] == "--trace"
+    assert answer("simulate", "llama-tiny", "--trace", place, code=2)["error"]["where"] == "--trace"
     behind = ["simulate", "--trace", place, "--gpu", "l4", "--json"]
     done = CliRunner().invoke(main, [*map(str, behind), "--", "python", "train.py"])
     assert done.exit_code == 2 and "--trace" in done.output

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 
-from click.testing import CliRunner
 from matplotlib.figure import Figure
 from PIL import Image
 
-from zerofit.cli.main import main
+from tests.cli.asking import answer
 from zerofit.report import plot
 
 
@@ -26,9 +25,7 @@ def a_run(path, tokens: float | None = 100.0):
 def test_two_runs_in_one_picture(tmp_path):
     runs = [str(a_run(tmp_path / name)) for name in ("a", "b")]
     out = tmp_path / "both.png"
-    done = CliRunner().invoke(main, ["plot", *runs, "--out", str(out), "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["runs"] == dict.fromkeys(runs, 8)
+    assert answer("plot", *runs, "--out", out)["runs"] == dict.fromkeys(runs, 8)
     with Image.open(out) as image:
         assert image.width > 600
         assert len(image.convert("RGB").getcolors(2**24)) > 10
@@ -72,9 +69,8 @@ def test_the_forecast_is_a_dashed_line_beside_the_measured_memory(tmp_path, monk
 
 def test_every_folder_without_metrics_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
-    done = CliRunner().invoke(main, ["plot", str(tmp_path / "empty"), str(tmp_path / "none"), "--json"])
-    assert done.exit_code == 2
-    assert [e["where"] for e in json.loads(done.stdout)["errors"]] == [str(tmp_path / "empty"), str(tmp_path / "none")]
+    places = [str(tmp_path / name) for name in ("empty", "none")]
+    assert [e["where"] for e in answer("plot", *places, code=2)["errors"]] == places
 
 
 def test_half_a_line_and_records_that_lack_values_are_passed_over(tmp_path, monkeypatch):
@@ -87,9 +83,7 @@ def test_half_a_line_and_records_that_lack_values_are_passed_over(tmp_path, monk
     (run / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in records) + '{"step": 4, "lo')
     events = [{"event": "eval", "step": 2, "loss": 0.25}, {"event": "eval", "loss": 1.0}, {"time_s": 1.0}]
     (run / "logs" / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events) + '{"event": "ev')
-    done = CliRunner().invoke(main, ["plot", str(run), "--out", str(tmp_path / "out.png"), "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["runs"] == {str(run): 3}
+    assert answer("plot", run, "--out", tmp_path / "out.png")["runs"] == {str(run): 3}
     loss, rate, memory, _ = figures[0].axes
     drawn = [
         [tuple(map(float, point)) for point in line.get_xydata()]

@@ -85,18 +85,23 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.versions] if name == "stage 3" else []) for name in LAYOUTS]
-)
-def test_adapters_train_as_pefts_do(pools, tmp_path, plan, followed, layout):
-    trained = pools(2).train(tmp_path / "run", **options(plan, **LAYOUTS[layout]))
-    losses, norms, weights = followed(adapt)
+def follows(trained, plan: Plan, losses, norms, weights) -> peft.PeftModel:
+    """Compare a run with what peft's own training gave; return the trained model, as peft loads it."""
     np.testing.assert_allclose(trained.losses, losses, rtol=EXACT)
     np.testing.assert_allclose([step["grad_norm"] for step in trained.steps], norms, rtol=EXACT)
     base = transformers.AutoModelForCausalLM.from_pretrained(plan.model)
     loaded = peft.PeftModel.from_pretrained(base, trained.folder.model)
     adapters = {name: tensor for name, tensor in weights.items() if "lora_" in name}
     assert relative_difference(loaded.base_model.model.state_dict(), adapters) < 10 * EXACT
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.versions] if name == "stage 3" else []) for name in LAYOUTS]
+)
+def test_adapters_train_as_pefts_do(pools, tmp_path, plan, followed, layout):
+    trained = pools(2).train(tmp_path / "run", **options(plan, **LAYOUTS[layout]))
+    follows(trained, plan, *followed(adapt))
 
 
 def quantise(model: nn.Module, kind: str) -> None:
@@ -117,13 +122,7 @@ def test_adapters_beside_quantised_weights_train_as_pefts_do(pools, tmp_path, pl
     pytest.importorskip("bitsandbytes")
     kind, layout = QUANTISED[case]
     trained = pools(2).train(tmp_path / "run", **options(plan, **layout, quantize=kind))
-    losses, norms, weights = followed(quantise, kind=kind)
-    np.testing.assert_allclose(trained.losses, losses, rtol=EXACT)
-    np.testing.assert_allclose([step["grad_norm"] for step in trained.steps], norms, rtol=EXACT)
-    base = transformers.AutoModelForCausalLM.from_pretrained(plan.model)
-    loaded = peft.PeftModel.from_pretrained(base, trained.folder.model)
-    adapters = {name: tensor for name, tensor in weights.items() if "lora_" in name}
-    assert relative_difference(loaded.base_model.model.state_dict(), adapters) < 10 * EXACT
+    loaded = follows(trained, plan, *followed(quantise, kind=kind))
     merged = export(trained.folder.model, tmp_path / "merged", merge=True).out
     whole = transformers.AutoModelForCausalLM.from_pretrained(merged).state_dict()
     assert relative_difference(whole, loaded.merge_and_unload().state_dict()) < EXACT

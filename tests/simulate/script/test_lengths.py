@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.meter.script_cases import save_tokenizer
-from tests.simulate.script.test_scripts import CONFIG, facts, simulated
+from tests.simulate.script.scripts import CONFIG, facts, simulated
 from zerofit.simulate.script.lengths import _longer
 from zerofit.spec.units import shown_bytes
 
@@ -50,13 +49,6 @@ def rows(lengths):
     cut = [tokenizer("a" * n, truncation=True, max_length=24)["input_ids"] for n in lengths]
     return [{"input_ids": row, "labels": row} for row in cut]
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_the_longest_batch_is_that_of_a_script_with_only_such(folder):
