@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from zerofit.checkpoint import full_state, safe_load
 from zerofit.checkpoint.full_state import FullState
 from zerofit.checkpoint.index import TensorSlice
 from zerofit.spec.errors import UserError
@@ -183,3 +184,38 @@ def test_shares_of_stacked_matrices_make_up_the_whole():
         share.put(put, taken)
     assert torch.equal(put, whole)
     assert share.length((4, 6, 5)) == 24
+
+
+@pytest.mark.parametrize("piece", [4, 40, 1 << 20])  # bytes read at once: an element, less than a row, everything
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        [TensorSlice(0, ((0, 1),)), TensorSlice(0, ((1, 3),))],
+        [TensorSlice(1, ((0, 2), (3, 1))), TensorSlice(1, ((2, 1), (4, 2)))],
+        [TensorSlice(2, ((1, 4),)), TensorSlice(2, ((0, 1),))],
+        [TensorSlice(0, ((0, 5), (12, 6)), joined=1), TensorSlice(0, ((5, 7), (18, 6)), joined=1)],
+    ],
+)
+def test_any_part_of_shares_is_read_without_the_rest(tmp_path, monkeypatch, cuts, piece):
+    """Each share has two stretches; the elements that are read are those of the part."""
+    monkeypatch.setattr(full_state, "PIECE", piece)
+    whole = torch.randn(4, 6, 5)
+    (tmp_path / "ranks").mkdir()
+    parameters = []
+    for number, cut in enumerate(cuts):
+        share = cut.take(whole).reshape(-1)
+        for start, end in ((0, 7), (7, len(share))):
+            file = f"{number}-{start}.pt"
+            torch.save({"flat": {"fp32": share[start:end].clone()}}, tmp_path / file)
+            places = {"fp32": where(file, "fp32", 0)}
+            shard = {"name": "w", "shape": [4, 6, 5], "cut": vars(cut), "start": start, "numel": end - start}
+            parameters.append(shard | {"where": places})
+    engine = {"names": ["w"], "parameters": parameters, "buffers": [], "ties": {}, "counters": {}, "unsupported": None}
+    index = {"world_size": 1, "engines": {"state": engine}}
+    (tmp_path / "ranks/rank-00000.json").write_text(json.dumps(index))
+    state, read = FullState(tmp_path), []
+    monkeypatch.setattr(safe_load, "copy_numbers", lambda out, part: (read.append(len(part)), out.copy_(part)))
+    for start, end in [(0, 120), (0, 30), (30, 60), (29, 61), (1, 2), (7, 113), (60, 60), (115, 120)]:
+        read.clear()
+        assert torch.equal(state.read_flat("w", "fp32", start, end - start), whole.reshape(-1)[start:end])
+        assert sum(read) == end - start

@@ -168,7 +168,7 @@ def _weights(writer: _TargetWriter) -> dict[str, Tensor]:
     for name in state.names:
         shape = state.shape(name)
         weights[name] = writer.mapped(math.prod(shape), writer.target.dtype).view(shape)
-        weights[name].copy_(state.read(name))
+        state.fill(name, MASTER, weights[name].view(-1))
     buffers = {name: state.buffer(name) for name in state.buffers}
     return weights | buffers | {name: weights[source] for name, source in state.ties.items()}
 

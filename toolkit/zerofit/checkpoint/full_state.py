@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.deepspeed_index import deepspeed_index
+from zerofit.checkpoint.direct_io import PIECE
 from zerofit.checkpoint.foreign import Foreign, foreign_at
 from zerofit.checkpoint.index import (
     MASTER,
@@ -44,8 +45,8 @@ from zerofit.spec.files import stays_inside
 #     full tensor   =  cuts of tensor or expert parallel ranks, each some ranges of rows or columns (`TensorSlice`)
 #     a flat cut    =  stretches of data parallel ranks, one after another (`Shard`: start, numel)
 #
-# Without cuts, a part of a tensor is read directly from the stretches that overlap it, in memory-mapped files. With
-# cuts the tensor is assembled first, since the part may need all cuts.
+# A part of a tensor is read directly from the stretches that overlap it, in memory-mapped files. Each element is read
+# once, also if many ranks' files are written from it.
 ONE_ENGINE = {STATE: ""}
 # each network of a GAN has its own engine: its name, and the prefix of its parameters' names in the pair
 GAN_ENGINES = {"generator": "generator.", STATE: "discriminator."}
@@ -64,6 +65,8 @@ class FullState:
 
     def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE, repair: bool = False):
         self._folder, self._open = Path(checkpoint), {}
+        self._chunks: dict[tuple[str, tuple[int, int]], Any] = {}  # separate tensors, as many as `_most_chunks`
+        self._most_chunks = 1
         self.notes: list[str] = []
         self.repaired: list[str] = []
         self.groups: list[ParameterGroup] = []
@@ -158,21 +161,57 @@ class FullState:
         return self._stored(shard, MASTER, 0, 1).dtype
 
     def read_flat(self, name: str, kind: str, start: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a part of the flattened full tensor, (numel,). Only this part is read.
-
-        If the tensor is saved in shares, it is assembled first.
-        """
+        """Return a part of the flattened full tensor, (numel,). Only this part is read."""
         out = torch.empty(numel, dtype=dtype)
         self.fill(name, kind, out, start)
         return out
 
     def fill(self, name: str, kind: str, out: Tensor, start: int = 0) -> None:
         """Read a part of the flattened full tensor into `out`, as `read_flat`."""
-        shards, end = self._shards_of(name), start + len(out)
-        if any(shard.cut for shard in shards):
-            out.copy_(self._join(shards, kind).view(-1)[start:end])
+        shards = self._shards_of(name)
+        shares, shape, end = _by_cut(shards), shards[0].shape, start + len(out)
+        self._most_chunks = len(shares)
+        if None in shares:
+            self._fill_share(shares[None], kind, out, start)
             return
-        for shard in shards:
+        dim = next(cut.dim for cut in shares if cut is not None)
+        row, place = math.prod(shape[dim:]), start
+        while place < end:
+            # full rows are copied together; a row that is cut or large is copied range by range
+            rows = 0 if place % row else min(end - place, PIECE // 4) // row
+            stop = place + rows * row if rows else min(end, place - place % row + row)
+            for cut, share in shares.items():
+                assert cut is not None  # see _check_coverage
+                part = out[place - start : stop - start]
+                if rows:
+                    own = self._read_share(share, kind, rows, place // row, cut.shape(shape)[dim:])
+                    replace(cut, dim=1).put(part.view(rows, *shape[dim:]), own)
+                else:
+                    self._fill_row(share, kind, part, place, cut)
+            place = stop
+
+    def _read_share(self, share: list[Shard], kind: str, rows: int, first: int, shape: tuple[int, ...]) -> Tensor:
+        """Return `rows` rows of a share from row `first` on, (rows, *shape)."""
+        out = torch.empty(rows, *shape)
+        self._fill_share(share, kind, out.view(-1), first * math.prod(shape))
+        return out
+
+    def _fill_row(self, share: list[Shard], kind: str, out: Tensor, start: int, cut: TensorSlice) -> None:
+        """Read the ranges of a share that are in a part of one row, which begins at element `start`."""
+        shape, end = share[0].shape, start + len(out)
+        row, unit = math.prod(shape[cut.dim :]), math.prod(shape[cut.dim + cut.joined + 1 :])
+        full, place = start // row * row, start // row * math.prod(cut.shape(shape)[cut.dim :])
+        for begin, length in cut.ranges:
+            first, last = max(start, full + begin * unit), min(end, full + (begin + length) * unit)
+            if first < last:
+                skipped = first - full - begin * unit
+                self._fill_share(share, kind, out[first - start : last - start], place + skipped)
+            place += length * unit
+
+    def _fill_share(self, share: list[Shard], kind: str, out: Tensor, start: int) -> None:
+        """Read a part of a flattened share, or of an uncut tensor."""
+        end = start + len(out)
+        for shard in share:
             first, last = max(start, shard.start), min(end, shard.start + shard.numel)
             if first < last:
                 part = self._stored(shard, kind, first - shard.start, last - first)
@@ -183,7 +222,7 @@ class FullState:
         if name in self._buffers:
             return self.buffer(name)
         shards = self._shards_of(name)
-        in_pieces = not any(s.cut or s.where[MASTER].span or s.where[MASTER].file.endswith(SAFETENSORS) for s in shards)
+        in_pieces = not any(s.where[MASTER].span or s.where[MASTER].file.endswith(SAFETENSORS) for s in shards)
         for shard in shards if in_pieces else ():
             self._stored(shard, MASTER, 0, 1)
         return LazyTensor(shape=self.shape(name), fill=partial(self.fill, name, MASTER), in_pieces=in_pieces)
@@ -199,19 +238,6 @@ class FullState:
 
     def _shards_of(self, name: str) -> list[Shard]:
         return self._shards[self.ties.get(name, name)]
-
-    def _join(self, shards: list[Shard], kind: str) -> Tensor:
-        """Assemble a full tensor from shares."""
-        shape = shards[0].shape
-        shares = [
-            (cut, torch.cat([self._stored(s, kind, 0, s.numel).float() for s in share]))
-            for cut, share in _by_cut(shards).items()
-        ]
-        full = torch.empty(shape)
-        for cut, share in shares:
-            assert cut is not None  # see _check_coverage
-            cut.put(full, share.view(cut.shape(shape)))
-        return full
 
     def _stored(self, shard: Shard, kind: str, start: int, numel: int) -> Tensor:
         """Return (numel,) elements of a shard from `start`, in the file's type and mapped memory."""
@@ -243,8 +269,13 @@ class FullState:
         return value
 
     def _opened(self, where: Location | SavedBuffer) -> Any:
-        if where.span:  # a separate tensor; it is not cached, so that only one tensor is in memory
-            return safe_load.load(self._path(where.file), span=where.span)
+        if where.span:  # a separate tensor; only one is in memory, or one of each share of a tensor
+            key = (where.file, where.span)
+            while key not in self._chunks and len(self._chunks) >= self._most_chunks:
+                self._chunks.pop(next(iter(self._chunks)))
+            if key not in self._chunks:
+                self._chunks[key] = safe_load.load(self._path(where.file), span=where.span)
+            return self._chunks[key]
         if where.file not in self._open:
             self._open[where.file] = safe_load.load(self._path(where.file))
         return self._open[where.file]
