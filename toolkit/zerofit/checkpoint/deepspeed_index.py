@@ -30,7 +30,7 @@ def deepspeed_index(found: Foreign) -> RankIndex:
             add_flat_groups(files, mp, parts)
     for tp in range(files.tensor_ranks):
         whole = _whole_weights(files, tp)
-        if not files.optimizers:
+        if not files.optimizers and not found.stage_three:
             _add_unpartitioned(files, tp, whole, parts)
         if not found.stage_three:
             _add_rest(files, tp, whole, parts)

@@ -152,6 +152,13 @@ def add_stage_three(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
     state = files.model(mp)[1]
     shapes = {name: tuple(shape) for group in flat_groups(state) for name, shape in group.items()}
     parts.ties |= state.get("shared_params") or {}
+    if not any(rank == mp for rank, _ in files.optimizers):
+        copies = _weights_copy(files, shapes, parts.ties)
+        for name, shape in shapes.items():
+            parts.add(mp, name, shape, 0, math.prod(shape), {MASTER: copies[name]})
+        parts.notes.append("it has no optimizer states")
+        _add_frozen_partitions(files, mp, [*range(int(state.get("dp_world_size") or 1))], parts)
+        return
     ranks, lost = files.optimizer_ranks(mp), files.lost(mp)
     parts.lost += lost.values()
     copies = _weights_copy(files, shapes, parts.ties) if lost else {}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 BLOCK = max(4096, mmap.PAGESIZE)  # bytes: O_DIRECT needs multiples of it as addresses, places and sizes
 PIECE = 1 << 22  # bytes of one read or write
-SERIAL = 1 << 15  # elements: torch copies more with all its threads, which wait for one another on a busy machine
+SERIAL = 1 << 15  # elements: torch uses all its threads for more, which wait for one another on a busy machine
 
 
 class _Buffers(threading.local):
@@ -114,3 +114,8 @@ def copy(out: Tensor, numbers: Tensor) -> None:
     """Copy flat numbers into `out`, which may have another type, in this thread."""
     for mine, theirs in zip(out.split(SERIAL), numbers.split(SERIAL), strict=True):
         mine.copy_(theirs)
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether flat numbers of the same type are equal, computed in this thread."""
+    return all(torch.equal(x, y) for x, y in zip(a.split(SERIAL), b.split(SERIAL), strict=True))

@@ -13,13 +13,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
-from zerofit.checkpoint.deepspeed_files import DeepSpeedFiles, step_count
+from zerofit.checkpoint.deepspeed_files import DeepSpeedFiles, flat_groups, step_count
+from zerofit.checkpoint.direct_io import PIECE, equal
 from zerofit.checkpoint.foreign import METADATA, OPTIM_STATES, Foreign, latest_of, weight_files
 from zerofit.checkpoint.full_state import FullState
-from zerofit.checkpoint.index import MASTER, expected_content
+from zerofit.checkpoint.index import MASTER, Shard, expected_content
 from zerofit.checkpoint.store import Damage
 from zerofit.spec.errors import UserError
 from zerofit.spec.foreign import Unreadable, read_json
@@ -122,7 +124,7 @@ def _deepspeed_facts(found: Foreign) -> dict[str, Any]:
     _, state = files.model(files.model_ranks[0])
     config = state.get("ds_config") or {}
     optimizer = files.load(next(iter(files.optimizers.values())))["optimizer_state_dict"] if files.optimizers else {}
-    stage = optimizer.get("zero_stage")
+    stage = optimizer.get("zero_stage", (config.get("zero_optimization") or {}).get("stage"))
     if stage is None:  # stage 0, or DeepSpeed's BF16_Optimizer (stage 1)
         stage = 1 if files.optimizers else 0
     precision = next((name for name in PRECISIONS if (config.get(name) or {}).get("enabled") is True), "fp32")
@@ -307,7 +309,7 @@ def _name(files: DeepSpeedFiles, name: str) -> str:
 
 
 def _missing_ranks(files: DeepSpeedFiles, found: Foreign) -> list[Damage]:
-    damage = []
+    damage, remedy = [], None
     for mp in files.model_ranks:
         known = next((name for (rank, _), name in files.models.items() if rank == mp), None)
         if known is None:
@@ -324,30 +326,40 @@ def _missing_ranks(files: DeepSpeedFiles, found: Foreign) -> list[Damage]:
                 damage.append(Damage(file=_name(files, name), kind="missing", message=f"of rank {dp}"))
             if partitioned and (mp, dp) not in files.optimizers:
                 name = re.sub(r"pp_rank_\d+_", f"pp_rank_{dp}_", example)
-                damage.append(Damage(file=_name(files, name), kind="missing", message=_lost(state, dp, ranks, found)))
+                message = _lost(state, dp, ranks, found) + (remedy := _remedy(found) if remedy is None else remedy)
+                damage.append(Damage(file=_name(files, name), kind="missing", message=message))
     return damage
 
 
 def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
     """Return a sentence about the content of a rank's lost optimizer file."""
-    names = [name for group in state.get("param_shapes") or [] for name in group]
+    groups = flat_groups(state)
     if found.stage_three:
-        gone = f"1/{ranks} of each of {len(names)} parameters, and of their optimizer states, are lost"
-        copy = next((file.name for file in weight_files(found.path)), None)
-        repair = "--repair uses these weights, and sets the optimizer states to zero"
-        return f"{gone}; {copy} has all weights in 16 bits: {repair}" if copy else gone
-    total = sum(shape.numel() for group in state["param_shapes"] for shape in group.values())
+        count = sum(len(group) for group in groups)
+        return f"1/{ranks} of each of {count} parameters, and of their optimizer states, are lost"
+    total = sum(shape.numel() for group in groups for shape in group.values())
     first, end, place, lost = total * dp // ranks, total * (dp + 1) // ranks, 0, []
-    for group in state["param_shapes"]:
+    for group in groups:
         for name, shape in group.items():
             if place < end and place + shape.numel() > first:
                 lost.append(name)
             place += shape.numel()
     shown = f"{lost[0]} to {lost[-1]}" if lost else "no parameter"
-    return (
-        f"master weights and optimizer states of about 1/{ranks} of the parameters are lost ({shown}); --repair takes "
-        f"the weights from the model states, and sets the lost optimizer states to zero"
-    )
+    return f"master weights and optimizer states of about 1/{ranks} of the parameters are lost ({shown})"
+
+
+def _remedy(found: Foreign) -> str:
+    """Return what can be done about lost optimizer files, after trying it."""
+    try:
+        state = FullState(found.path, repair=True)
+    except UserError:
+        return ""
+    copy = weight_files(found.path)[0].name if found.stage_three else "the model states file"
+    if state.repaired:
+        return (
+            f"; {copy} has all weights in 16 bits: --repair uses these weights, and sets lost optimizer states to zero"
+        )
+    return f"; `zerofit ckpt export` writes the 16-bit weights of {copy}, but no run can resume"
 
 
 def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
@@ -363,17 +375,26 @@ def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
                 continue
             shares = state.shares(name)
             share = shares[mp % files.tensor_ranks % len(shares)]
-            whole, cut = state.read(name), share[0].cut
-            differ = ((cut.take(whole) if cut else whole).to(saved.dtype) != saved).flatten()
             for shard in share:
-                file, start, numel = shard.where[MASTER].file, shard.start, shard.numel
-                if (
-                    file not in damage
-                    and OPTIM_STATES.fullmatch(Path(file).name)
-                    and differ[start : start + numel].any()
-                ):
-                    message = (
-                        f"{name} differs from its weights in {files.model(mp)[0]}: the files are of two steps or runs"
-                    )
+                file = shard.where[MASTER].file
+                if file in damage or not OPTIM_STATES.fullmatch(Path(file).name):
+                    continue
+                if _differ(state, share, shard, saved):
+                    other = files.model(mp)[0]
+                    message = f"{name} differs from its weights in {other}: the files are of two steps or runs"
                     damage[file] = Damage(file=file, kind="mixed", message=message)
     return list(damage.values())
+
+
+def _differ(state: FullState, share: list[Shard], shard: Shard, saved: Tensor) -> bool:
+    """Return whether a stretch of master weights, rounded to the type of the saved weights, differs from them."""
+    flat = saved.reshape(-1)[shard.start : shard.start + shard.numel]
+    place = shard.start
+    for stored in flat.split(PIECE // 4):
+        weights, masters = torch.empty_like(stored), torch.empty_like(stored)
+        safe_load.copy_numbers(weights, stored)
+        state.fill_share(share, MASTER, masters, place)
+        if not equal(weights, masters):
+            return True
+        place += len(stored)
+    return False

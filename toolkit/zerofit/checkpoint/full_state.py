@@ -172,7 +172,7 @@ class FullState:
         shares, shape, end = _by_cut(shards), shards[0].shape, start + len(out)
         self._most_chunks = len(shares)
         if None in shares:
-            self._fill_share(shares[None], kind, out, start)
+            self.fill_share(shares[None], kind, out, start)
             return
         dim = next(cut.dim for cut in shares if cut is not None)
         row, place = math.prod(shape[dim:]), start
@@ -193,7 +193,7 @@ class FullState:
     def _read_share(self, share: list[Shard], kind: str, rows: int, first: int, shape: tuple[int, ...]) -> Tensor:
         """Return `rows` rows of a share from row `first` on, (rows, *shape)."""
         out = torch.empty(rows, *shape)
-        self._fill_share(share, kind, out.view(-1), first * math.prod(shape))
+        self.fill_share(share, kind, out.view(-1), first * math.prod(shape))
         return out
 
     def _fill_row(self, share: list[Shard], kind: str, out: Tensor, start: int, cut: TensorSlice) -> None:
@@ -205,10 +205,10 @@ class FullState:
             first, last = max(start, full + begin * unit), min(end, full + (begin + length) * unit)
             if first < last:
                 skipped = first - full - begin * unit
-                self._fill_share(share, kind, out[first - start : last - start], place + skipped)
+                self.fill_share(share, kind, out[first - start : last - start], place + skipped)
             place += length * unit
 
-    def _fill_share(self, share: list[Shard], kind: str, out: Tensor, start: int) -> None:
+    def fill_share(self, share: list[Shard], kind: str, out: Tensor, start: int) -> None:
         """Read a part of a flattened share, or of an uncut tensor."""
         end = start + len(out)
         for shard in share:

@@ -1,0 +1,82 @@
+"""What `verify` advises about lost optimizer files is tried on a checkpoint with exactly that damage."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from zerofit.app.checkpoints import Checkpoint
+from zerofit.checkpoint.full_state import FullState
+from zerofit.spec.errors import UserError
+
+RANK_1 = "*pp_rank_1_*optim_states.pt"
+EXPERTS = {"num_experts": [2]}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> dict[int, object]:
+    """A checkpoint of two ranks for each stage, by zerofit's writer, whose files DeepSpeed loads."""
+    folder = tmp_path_factory.mktemp("written")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(5, 4)).square().mean().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "state.pt")
+    for stage in (1, 2, 3):
+        Checkpoint(folder / "state.pt").convert(folder / str(stage), to="deepspeed", ranks=2, stage=stage)
+    return {stage: folder / str(stage) for stage in (1, 2, 3)}
+
+
+def change(saved, **content) -> None:
+    for file in saved.glob("*/*model_states.pt"):
+        torch.save(torch.load(file, weights_only=False) | content, file)
+
+
+@pytest.mark.parametrize(
+    ("stage", "lost", "more", "advice"),
+    [
+        (1, RANK_1, "", "--repair"),
+        (2, RANK_1, "", "--repair"),
+        (2, "*optim_states.pt", "", "ckpt export"),
+        (2, RANK_1, "experts", None),
+        (2, RANK_1, "no weights", None),
+        (3, RANK_1, "copy", "--repair"),
+        (3, "*optim_states.pt", "copy", "ckpt export"),
+        (3, RANK_1, "", None),
+        (3, "*optim_states.pt", "", None),
+        (3, RANK_1, "copy of another model", None),
+    ],
+)
+def test_the_advice_works(written, tmp_path, stage, lost, more, advice):
+    saved, weights = tmp_path / "saved", FullState(written[stage])
+    shutil.copytree(written[stage], saved)
+    full = {name: weights.read(name) for name in weights.names}
+    if more.startswith("copy"):
+        torch.save(full if more == "copy" else {"other": torch.ones(2)}, saved / "pytorch_model.bin")
+    if more in ("experts", "no weights"):
+        change(saved, **(EXPERTS if more == "experts" else {"module": None}))
+    for file in saved.glob(f"*/{lost}"):
+        file.unlink()
+    (message, *_) = [p.message for p in Checkpoint(saved).verify().problems if p.file.endswith("optim_states.pt")]
+    assert [text for text in ("--repair", "ckpt export") if text in message] == ([advice] if advice else [])
+    result = export(saved, tmp_path / "out", repair=advice != "ckpt export")
+    assert result == ({name: tensor.tolist() for name, tensor in full.items()} if advice else None)
+    how = {"to": "deepspeed", "ranks": 1, "stage": 1, "repair": True}
+    if advice == "--repair":
+        Checkpoint(saved).convert(tmp_path / "converted", **how)
+        assert all(torch.equal(FullState(tmp_path / "converted").read(name), full[name]) for name in full)
+    else:
+        with pytest.raises(UserError, match=r"no optimizer states|is not complete"):
+            Checkpoint(saved).convert(tmp_path / "converted", **how)
+
+
+def export(saved, out, repair):
+    try:
+        Checkpoint(saved).export(out, repair=repair)
+    except UserError:
+        return None
+    return {name: tensor.tolist() for name, tensor in load_file(out / "model.safetensors").items()}
