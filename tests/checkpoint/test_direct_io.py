@@ -1,15 +1,20 @@
 """Numbers read and written past the page cache equal what plain files have."""
 
 import errno
+import math
 import os
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from zerofit.checkpoint.direct_io import BLOCK, PIECE, NumbersFile, buffer, copy
+from zerofit.checkpoint.direct_file import BLOCK, PIECE, UncachedReader, pages_in_cache
+from zerofit.checkpoint.direct_io import NumbersFile, buffer, copy
+from zerofit.checkpoint.foreign_facts import _torch_file_damage
 from zerofit.checkpoint.model_folder import LazyTensor, TensorEntry, TensorFile
+from zerofit.checkpoint.store import mark_of
 
 
 @pytest.fixture(params=["direct", "no O_DIRECT", "refused at the first call"])
@@ -52,9 +57,7 @@ def test_numbers_at_any_place(tmp_path, file_system, place, count):
         file.write_edges(file.write(place, out))
     assert path.read_bytes() == b"\x07" * place + numbers.numpy().tobytes() + b"\x07" * 9
 
-    with path.open("rb") as plain:  # the pages leave the cache
-        os.fsync(plain.fileno())
-        os.posix_fadvise(plain.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    out_of_cache(path)
     with NumbersFile(path) as file:
         assert torch.equal(file.read(place, count, torch.float32), numbers)
         assert torch.equal(file.read(place + 4, count + 9, torch.float32)[: count - 1], numbers[1:])
@@ -90,3 +93,55 @@ def test_forked_processes_have_buffers_of_their_own(tmp_path):
             os._exit(0)
         os.waitpid(child, 0)
         assert torch.equal(numbers, torch.zeros(BLOCK))
+
+
+@pytest.mark.parametrize("shape", [(3,), (5, 70_000), (2, 1_200_000)])
+def test_zip_files_are_read_past_the_cache(tmp_path, file_system, shape):
+    """A part of a file, as PyTorch DCP embeds it. The checksums that zipfile compares are those of every byte."""
+    inner, outer = tmp_path / "inner.pt", tmp_path / "outer"
+    torch.save({"a": torch.randn(shape), "b": torch.randn(3)}, inner)
+    outer.write_bytes(b"\x07" * 777 + inner.read_bytes() + b"\x07" * 99)
+    for path in (inner, outer):
+        out_of_cache(path)
+    with UncachedReader(outer, 777, inner.stat().st_size) as part, zipfile.ZipFile(part) as archive:
+        assert archive.testzip() is None
+        with zipfile.ZipFile(inner) as plain:
+            assert {n: archive.read(n) for n in archive.namelist()} == {n: plain.read(n) for n in plain.namelist()}
+    content = bytearray(outer.read_bytes())
+    content[777 + inner.stat().st_size // 2] ^= 4
+    outer.write_bytes(content)
+    with UncachedReader(outer, 777, inner.stat().st_size) as part, zipfile.ZipFile(part) as archive:
+        assert shape == (3,) or archive.testzip() is not None
+
+
+def test_files_that_are_no_zip(tmp_path):
+    for content in (b"", b"PK", b"x" * 100):
+        (tmp_path / "file").write_bytes(content)
+        with UncachedReader(tmp_path / "file") as file, pytest.raises(zipfile.BadZipFile):
+            zipfile.ZipFile(file)
+
+
+def out_of_cache(path) -> None:
+    with path.open("rb") as plain:
+        os.fsync(plain.fileno())
+        os.posix_fadvise(plain.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.skipif(pages_in_cache(0, 0, 0) == math.inf, reason="Linux before 6.5 does not count cached pages")
+def test_what_is_read_once_does_not_enter_the_cache(tmp_path):
+    path, size = tmp_path / "numbers", 5 * PIECE
+    torch.save({"a": torch.ones(size // 4)}, path)
+    for read in (mark_of, _torch_file_damage_of):
+        out_of_cache(path)
+        with path.open("rb") as plain:
+            before = pages_in_cache(plain.fileno(), 0, size)
+            read(path)
+            assert pages_in_cache(plain.fileno(), 0, size) - before < 100  # the file has 5,000
+            plain.read()
+            assert pages_in_cache(plain.fileno(), 0, size) > 5000
+            read(path)
+            assert pages_in_cache(plain.fileno(), 0, size) > 5000  # what was there stays
+
+
+def _torch_file_damage_of(path) -> None:
+    assert _torch_file_damage(path, "name") == []

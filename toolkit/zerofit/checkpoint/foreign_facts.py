@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import struct
 import zipfile
@@ -11,14 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.deepspeed_files import DeepSpeedFiles, flat_groups, step_count
-from zerofit.checkpoint.direct_io import PIECE, equal
+from zerofit.checkpoint.direct_file import PIECE, UncachedReader
+from zerofit.checkpoint.direct_io import equal
 from zerofit.checkpoint.foreign import METADATA, OPTIM_STATES, Foreign, latest_of, weight_files
 from zerofit.checkpoint.full_state import FullState
 from zerofit.checkpoint.index import MASTER, Shard, expected_content
@@ -179,7 +179,7 @@ def _latest_damage(found: Foreign) -> list[Damage]:
 def _torch_file_damage(file: Path, name: str) -> list[Damage]:
     """Compare the checksum of every tensor in a file."""
     try:
-        with file.open("rb") as opened:
+        with UncachedReader(file) as opened:
             bad = _changed_records(opened)
     except (zipfile.BadZipFile, EOFError, OSError, struct.error, ValueError) as error:
         if file.stat().st_size and file.open("rb").read(2) not in (b"PK", b"\0\0"):
@@ -191,9 +191,9 @@ def _torch_file_damage(file: Path, name: str) -> list[Damage]:
     ]
 
 
-def _changed_records(opened: IO[bytes]) -> list[str]:
+def _changed_records(opened: UncachedReader) -> list[str]:
     """Return the records of a torch file whose CRC-32 differs. Raises BadZipFile if it is not complete."""
-    bad, archive = [], zipfile.ZipFile(opened)
+    bad, archive = [], zipfile.ZipFile(cast("IO[bytes]", opened))
     for info in archive.infolist():
         try:
             with archive.open(info) as record:
@@ -258,15 +258,15 @@ def _distributed_damage(found: Foreign) -> list[Damage]:
             message = f"{path.stat().st_size} bytes; {place.fqn} ends at {where.offset + where.length}"
             damage[name] = Damage(file=name, kind="truncated", message=message)
         else:
-            with path.open("rb") as opened:
-                opened.seek(where.offset)
-                part = io.BytesIO(opened.read(where.length))
+            start = b""
             try:
-                bad = _changed_records(part) if part.getbuffer()[:2] == b"PK" else []
+                with UncachedReader(path, where.offset, where.length) as part:
+                    start = part.read(2)
+                    bad = _changed_records(part) if start == b"PK" else []
             except (zipfile.BadZipFile, EOFError, OSError, ValueError, struct.error) as error:
                 bad = [str(error)]
             described = getattr(place, "fqn", "?")
-            if bad or part.getbuffer()[:2] not in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05"):
+            if bad or start not in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05"):
                 damage[name] = Damage(file=name, kind="changed", message=f"the checksum of {described} differs")
     return list(damage.values())
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.deepspeed_index import deepspeed_index
-from zerofit.checkpoint.direct_io import PIECE
+from zerofit.checkpoint.direct_file import PIECE
 from zerofit.checkpoint.foreign import Foreign, foreign_at
 from zerofit.checkpoint.index import (
     MASTER,

@@ -21,7 +21,8 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zerofit.checkpoint.direct_io import PIECE, NumbersFile, buffer, copy
+from zerofit.checkpoint.direct_file import PIECE
+from zerofit.checkpoint.direct_io import NumbersFile, buffer, copy
 from zerofit.checkpoint.store import FrozenWeights, sync_folders
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, RunFailed, UserError

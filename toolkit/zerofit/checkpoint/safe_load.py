@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from zerofit.checkpoint.direct_io import PIECE, NumbersFile, copy
+from zerofit.checkpoint.direct_file import PIECE
+from zerofit.checkpoint.direct_io import NumbersFile, copy
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.foreign import Unreadable
 from zerofit.spec.foreign_pickle import PlainUnpickler, read_pickle

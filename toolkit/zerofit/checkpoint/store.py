@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import Field, TypeAdapter
 
+from zerofit.checkpoint.direct_file import PIECE, DirectFile
 from zerofit.checkpoint.foreign import foreign_at
 from zerofit.models.checksums import WORD
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
@@ -43,7 +44,6 @@ PREFIX = "step-"
 STAGING = ".saving-"  # being written, or left over after a kill
 DELETING = ".leaving-"
 HINT = "`zerofit ckpt ls` shows which are complete"
-CHUNK_BYTES = 1 << 22
 THREADS = 4  # threads; hashing releases the GIL, but more threads would wait for the disk
 QUIET_S = 2.0  # seconds of verification before progress is shown
 
@@ -137,11 +137,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
 def mark_of(path: Path) -> FileMark:
     """Return size and hash of a file."""
     digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb", buffering=0) as file:
-        buffer = bytearray(CHUNK_BYTES)
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-            size += count
+    with DirectFile(path) as file:
+        while len(part := file.read_bytes(size, PIECE)):
+            digest.update(part)
+            size += len(part)
     return FileMark(bytes=size, xxh3_128=digest.hexdigest())
 
 

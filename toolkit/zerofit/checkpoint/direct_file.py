@@ -1,0 +1,167 @@
+"""Files read and written past the page cache.
+
+A checkpoint may be larger than the memory. Each of its pages in the cache costs CPU time and displaces another page.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import io
+import math
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+BLOCK = max(4096, mmap.PAGESIZE)  # bytes: O_DIRECT needs multiples of it as addresses, places and sizes
+PIECE = 1 << 22  # bytes of one read or write
+CACHESTAT = 451  # the number of the system call
+FEW_BYTES = 1 << 15  # fewer are read through the cache: as headers, they share their blocks with other reads
+
+
+class _Buffers(threading.local):
+    """Aligned memory of a thread, which is used again: the first use of a page costs as much time as a read."""
+
+    def __init__(self):
+        own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # by default processes that are forked would share the memory
+        self.read, self.written = (mmap.mmap(-1, PIECE + 2 * BLOCK, flags=own) for _ in range(2))
+
+
+BUFFERS = _Buffers()
+
+
+class DirectFile:
+    """An open file. Without support for O_DIRECT in the file system, all data passes through the page cache."""
+
+    def __init__(self, path: Path | str, flags: int = os.O_RDONLY):
+        self._cached = self._direct = os.open(path, flags)
+        self._open = {self._cached}
+        with suppress(OSError, AttributeError):
+            self._direct = os.open(path, flags | os.O_DIRECT)
+            self._open.add(self._direct)
+
+    def __enter__(self) -> DirectFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        while self._open:
+            os.close(self._open.pop())
+
+    def read_bytes(self, place: int, size: int) -> memoryview:
+        """Return at most `size` and PIECE bytes from `place`; the thread's next call overwrites them.
+
+        Bytes in the page cache are taken from it. There are fewer bytes at the end of the file.
+        """
+        skip = place % BLOCK
+        end = skip + min(size, PIECE)
+        buffer = memoryview(BUFFERS.read)[: -(-end // BLOCK) * BLOCK]
+        done = self._read_cached(buffer, place - skip)
+        while done < end:
+            first = done - done % BLOCK
+            rest, start = [buffer[first:]], place - skip + first
+            got = first + self._directly(lambda file, rest=rest, start=start: os.preadv(file, rest, start))
+            if got <= done:  # the file has ended
+                break
+            done = got
+        return buffer[skip : max(min(done, end), skip)]
+
+    def _read_cached(self, buffer: memoryview, place: int) -> int:
+        """Read what is in the page cache. An attempt to read other pages would make the kernel read them ahead."""
+        try:
+            size = min(len(buffer), os.fstat(self._cached).st_size - place)
+            if pages_in_cache(self._cached, place, size) * mmap.PAGESIZE < size:
+                return 0
+            return os.preadv(self._cached, [buffer], place, os.RWF_NOWAIT)
+        except (OSError, AttributeError):  # nothing is in the cache, or the system does not support the flag
+            return 0
+
+    def _directly(self, call: Callable[[int], int]) -> int:
+        """Return the bytes that `call` reads or writes; a file system may refuse at the first call."""
+        descriptor = self._direct  # another thread may change it
+        try:
+            return call(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL or descriptor == self._cached:
+                raise
+            self._direct = self._cached
+            return call(self._cached)
+
+    def write_bytes(self, place: int, data: memoryview) -> list[tuple[int, bytes]]:
+        """Write full blocks. Return the first and the last bytes, for `write_edges`.
+
+        The kernel does not allow cached and direct writes to neighbouring blocks at the same time.
+        """
+        first = -place % BLOCK
+        end = max(first + (len(data) - first) // BLOCK * BLOCK, first)
+        done = first
+        while done < end:
+            done += self._directly(lambda file, done=done: os.pwrite(file, data[done:end], place + done))
+        edges = ((place, data[:first]), (place + end, data[end:]))
+        return [(start, bytes(part)) for start, part in edges if part]
+
+    def write_edges(self, edges: list[tuple[int, bytes]]) -> None:
+        """Write the bytes that `write_bytes` has returned."""
+        for place, part in edges:
+            os.pwrite(self._cached, part, place)
+
+
+def pages_in_cache(file: int, place: int, size: int) -> float:
+    """Return the number of pages of a part of an open file in the page cache; infinity before Linux 6.5."""
+    span, counts = (ctypes.c_uint64 * 2)(place, max(size, 0)), (ctypes.c_uint64 * 5)()
+    call = getattr(ctypes.CDLL(None), "syscall", None)
+    known = sys.platform == "linux" and call and call(ctypes.c_long(CACHESTAT), file, span, counts, 0) == 0
+    return counts[0] if known else math.inf
+
+
+class UncachedReader(io.RawIOBase):
+    """A file, or a part of it, for `zipfile`: large reads pass the page cache."""
+
+    def __init__(self, path: Path | str, first: int = 0, length: int | None = None):
+        self._file, self._first, self._place = DirectFile(path), first, 0
+        self._length = os.stat(path).st_size - first if length is None else length
+        with suppress(OSError, AttributeError):  # small reads do not read ahead
+            os.posix_fadvise(self._file._cached, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a place in the part. Return it."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as a file does, which zipfile expects
+        self._place = start + offset
+        return self._place
+
+    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] # any buffer
+        """Read into a buffer. Return the number of bytes, 0 at the end."""
+        out = memoryview(buffer)[: max(self._length - self._place, 0)]
+        if len(out) < FEW_BYTES:
+            count = os.preadv(self._file._cached, [out], self._first + self._place)
+        else:
+            part = self._file.read_bytes(self._first + self._place, len(out))
+            count = len(part)
+            out[:count] = part
+        self._place += count
+        return count
