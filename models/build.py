@@ -23,8 +23,9 @@ from torch.distributions import Distribution
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
+from zerofit.features.checkpointing import Checkpointing
 from zerofit.models.catalog import ModelError, ModelSource
-from zerofit.models.checkpointing import checkpoint_model
+from zerofit.models.checkpointing import checkpoint_model, selective_contexts
 from zerofit.models.deferred import NotDeferrableError, Stored, build_deferred, store_parameters, why_not_deferrable
 from zerofit.models.denoisers import denoiser, denoising_loss, is_denoiser
 from zerofit.models.hf import IN_FP32, transformers_model
@@ -68,7 +69,7 @@ def build(
     inputs: Inputs | None,
     args: ModelArgs,
     *,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = False,
     stored: Stored | None = None,
     keep: set[str] | None = None,
 ) -> nn.Module:
@@ -106,7 +107,7 @@ def build(
     if quantizer:
         quantizer.put_into(model)
     if checkpointing:
-        _checkpoint(model)
+        _checkpoint(model, checkpointing)
     return model if source.partial is None else train_part(model, source.partial)
 
 
@@ -426,7 +427,10 @@ def refuse_lazy(model: nn.Module, name: str) -> None:
         raise ModelError("model-lazy", message, hint)
 
 
-def _checkpoint(model: Any) -> None:
+def _checkpoint(model: Any, kind: Checkpointing) -> None:
+    if kind == "selective" and (is_denoiser(model) or not hasattr(model, "gradient_checkpointing_enable")):
+        message = f"selective checkpointing needs a model of transformers, but this is {type(model).__name__}"
+        raise ModelError("model-checkpointing", message, "use --activation-checkpointing")
     if is_denoiser(model):
         model.enable_gradient_checkpointing()
         return
@@ -438,10 +442,11 @@ def _checkpoint(model: Any) -> None:
     if not model.supports_gradient_checkpointing:
         message = f"transformers has no activation checkpointing for {type(model).__name__}"
         raise ModelError("model-checkpointing", message, "train without --activation-checkpointing")
+    options = {"use_reentrant": False, **({"context_fn": selective_contexts} if kind == "selective" else {})}
     if hasattr(model, "activation_checkpointing_enable"):  # the newer name; the older one warns if both exist
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 # by family of a ModelSource; each builds in fp32 on the current default device

@@ -5,19 +5,37 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from zerofit.features.checkpointing import Checkpointing
 from zerofit.models.batch_norm import batch_norms
 from zerofit.models.catalog import ModelError
 
 TO_HOST = "checkpoint_to_host"  # set on a checkpointed module whose inputs are kept in host memory
+SELECTIVE = "checkpoint_selectively"  # set on a checkpointed module that keeps what takes long to compute
+_Contexts = tuple[AbstractContextManager, AbstractContextManager]  # around forward and around recomputation
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.linear.default)
+_ATTENTION = (
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_fused_attention_overrideable.default,
+    _aten.bmm.default,
+)
 
 
 def checkpoint_model(model: nn.Module) -> nn.Module:
@@ -25,6 +43,20 @@ def checkpoint_model(model: nn.Module) -> nn.Module:
     for block in cut_into_blocks(model):
         checkpoint_block(block)
     return model
+
+
+# The policy of torchtitan's SelectiveAC: recomputing norms and activation functions costs little time and frees most
+# of the memory; of the matrix products, every second one is recomputed.
+def selective_contexts() -> _Contexts:
+    """Return the contexts of a block that keeps the outputs of attention and of every other matrix product."""
+    counts: Counter[bool] = Counter()
+
+    def policy(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        counts[ctx.is_recompute] += op in _PRODUCTS
+        first = op in _PRODUCTS and counts[ctx.is_recompute] % 2
+        return CheckpointPolicy.MUST_SAVE if first or op in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def keep_on_host(model: nn.Module) -> None:
@@ -70,8 +102,9 @@ def cut_into_blocks(model: nn.Module) -> Sequence[nn.Module]:
     return stages[:-1]
 
 
-def checkpoint_block(block: nn.Module) -> None:
+def checkpoint_block(block: nn.Module, kind: Checkpointing = True) -> None:
     """Make this instance's forward recompute in backward during training. Parameters and names do not change."""
+    vars(block)[SELECTIVE] = kind == "selective"
     replaced = vars(block).get("forward")
     if getattr(replaced, "__func__", None) is _forward_checkpointed:
         return
@@ -86,11 +119,20 @@ def _forward_checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not (self.training and is_grad_enabled()):
         return forward(*args, **kwargs)
 
-    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-        return nullcontext(), _statistics_untouched(self)
+    def contexts() -> _Contexts:
+        around, again = selective_contexts() if getattr(self, SELECTIVE, False) else (nullcontext(), nullcontext())
+        return around, _both(_statistics_untouched(self), again)
 
     run = partial(_on_host, checkpoint) if getattr(self, TO_HOST, False) else checkpoint
     return run(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@contextmanager
+def _both(*contexts: AbstractContextManager) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 # Backward runs the forward a second time. Without this, batch norms would count each batch twice in their running

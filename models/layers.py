@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zerofit.features.checkpointing import Checkpointing
 from zerofit.models.catalog import ModelError
 from zerofit.models.checkpointing import checkpoint_block
 from zerofit.models.hf import materialise
@@ -40,7 +41,7 @@ class Layer:
     block: bool = False  # one of the repeated blocks, which checkpointing recomputes
 
 
-def as_layers(model: nn.Module, checkpointing: bool = False, loss: RouterLoss | None = None) -> list[Layer]:
+def as_layers(model: nn.Module, checkpointing: Checkpointing = False, loss: RouterLoss | None = None) -> list[Layer]:
     """Return the model as layers that compute its logits when run in order, on any device (also meta).
 
     The layers use the model's own submodules. With `checkpointing` each block recomputes its activations in backward.
@@ -53,7 +54,7 @@ def as_layers(model: nn.Module, checkpointing: bool = False, loss: RouterLoss | 
     if checkpointing:
         for layer in layers:
             if layer.block:
-                checkpoint_block(layer.module)
+                checkpoint_block(layer.module, checkpointing)
     return layers
 
 

@@ -296,6 +296,14 @@ def test_checkpoints_on_the_host_by_flag_or_by_json():
     assert not resolved("zero2", activation_checkpointing=True)[0].run.activation_offload
 
 
+@pytest.mark.parametrize("flags", [{"tensor_parallel": 2}, {"activation_offload": True}, {"compile": True}])
+def test_selective_checkpointing_is_for_data_parallel_ranks_and_pipelines(flags):
+    run = resolved("zero2", ranks=2, activation_checkpointing="selective")[0].run
+    assert run.activation_checkpointing == "selective"
+    (problem,) = refused("zero2", ranks=2, facts=LLAMA, activation_checkpointing="selective", **flags)
+    assert "selective" in problem.message
+
+
 def test_with_more_than_one_dimension_the_groups_are_zerofits():
     """DeepSpeed sees one data axis, of data x sequence ranks, and splits no layer itself."""
     decision, plain = resolved("tensor_parallel", pipeline=2, tensor_parallel=2, ranks=8)

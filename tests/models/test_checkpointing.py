@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.small import IMAGES, TRANSFORMERS, batch_of, inputs_of
 from zerofit.models.build import build, forward_logits
@@ -44,11 +45,14 @@ def trained_once(name, args, checkpointing):
     return model, logits, saved
 
 
-@pytest.mark.parametrize("case", [*CNNS, *TRANSFORMERS])
-def test_same_outputs_gradients_and_statistics(case):
+KINDS = [*((case, True) for case in (*CNNS, *TRANSFORMERS)), *((case, "selective") for case in TRANSFORMERS)]
+
+
+@pytest.mark.parametrize(("case", "kind"), KINDS)
+def test_same_outputs_gradients_and_statistics(case, kind):
     name, args = TRANSFORMERS.get(case, (case, {}))
     plain, expected, all_saved = trained_once(name, args, False)
-    model, got, saved = trained_once(name, args, True)
+    model, got, saved = trained_once(name, args, kind)
     assert torch.equal(got, expected)
     assert saved < all_saved
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -56,6 +60,33 @@ def test_same_outputs_gradients_and_statistics(case):
     for key, tensor in plain.state_dict().items():
         if "running" in key or "num_batches" in key:
             assert torch.equal(model.state_dict()[key], tensor), key
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_recomputes_every_second_product_of_a_block():
+    """Llama's block has seven products, and the recomputation ends before the last; llama-tiny has four blocks."""
+    counts = {}
+    for kind in (False, "selective", True):
+        with Products() as products:
+            trained_once("llama-tiny", {}, kind)
+        counts[kind] = products.count
+    assert counts["selective"] - counts[False] == 4 * 3
+    assert counts[True] - counts[False] == 4 * 6
+
+
+def test_selective_needs_a_model_of_transformers():
+    with pytest.raises(ModelError) as caught:
+        build(find("resnet18-small"), IMAGES, {}, checkpointing="selective")
+    assert caught.value.kind == "model-checkpointing"
 
 
 def test_statistics_move_once_a_step():

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 import click
 
+from zerofit.features import checkpointing
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.foreign import Unreadable, parse_json
-from zerofit.spec.run import AUTO, Run, plain_type
+from zerofit.spec.run import AUTO, Run, plain_type, switch
 
 if TYPE_CHECKING:
     from zerofit.spec.cluster import Cluster
@@ -145,6 +146,8 @@ def _option(field: str, info: Any) -> Callable[..., Any]:
         extra["help"] += f" [{info.default}]"
     if kind is bool:
         return click.option(f"{name}/--no-{field.replace('_', '-')}", field, **extra)
+    if bool in get_args(kind):
+        return _switches(field, get_args(get_args(kind)[1]), extra)
     if get_origin(kind) is tuple:
         # click passes () if the option is missing; None means that a run file's value stays
         return click.option(name, field, multiple=True, callback=lambda c, p, v: v or None, help=info.description)
@@ -154,6 +157,18 @@ def _option(field: str, info: Any) -> Callable[..., Any]:
         return click.option(name, field, type=CountOrAuto(), **extra)
     types_of = {int: int, float: float, str: str, Path: PATH}
     return click.option(name, field, type=types_of.get(kind, JsonObject()), **extra)
+
+
+def _switches(field: str, words: Sequence[str], extra: Mapping[str, Any]) -> Decorator:
+    """Return options for a field that is on, off, or one of a few words."""
+    helps = {True: extra["help"], False: f"switch {switch(field, True)} off", **checkpointing.HELP}
+    options = {"type": click.UNPROCESSED, "default": None}
+    return add_options(
+        *(
+            click.option(switch(field, value), field, flag_value=value, help=helps.get(value), **options)
+            for value in (True, False, *words)
+        )
+    )
 
 
 host_options = add_options(

@@ -101,7 +101,8 @@ def _run(run: SimulatedRun) -> str:
     words = [str(run.precision), f"micro batch {run.micro_batch} of {size}"]
     words += [f"accumulation {run.gradient_accumulation_steps}"] if run.gradient_accumulation_steps > 1 else []
     words += [run.optimizer or "the JSON's optimizer"]
-    words += ["activation checkpointing"] if run.activation_checkpointing else []
+    kind = "selective " if run.activation_checkpointing == "selective" else ""
+    words += [f"{kind}activation checkpointing"] if run.activation_checkpointing else []
     words[-1] += " kept on the host" if run.activation_offload else ""
     words += [f"loss in chunks of {run.loss_chunk}"] if run.loss_chunk else []
     words += [f"MLPs in tiles of {run.mlp_chunk}"] if run.mlp_chunk else []

@@ -120,6 +120,8 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
         _check_packing(run, layout, facts, problems)
     if run.loss == "mse" and not facts.own:
         problems.add("loss", f"--loss mse with {run.model}, which returns class logits", "leave --loss out", "--loss")
+    if run.activation_checkpointing == "selective":
+        _check_selective(run, layout, problems)
     if run.loss_chunk and (run.loss == "mse" or not facts.gives_logits or (facts.own and run.loss is None)):
         message = f"--loss-chunk {run.loss_chunk} needs a cross entropy loss, which {run.model} does not have here"
         hint = "leave it out" + (", or give --loss cross-entropy" if facts.own and run.loss is None else "")
@@ -141,6 +143,16 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
     if facts.task == "gan" and layout.zero_stage == 3:
         message = "a GAN passes gradients through both networks' weights, which ZeRO-3 releases"
         problems.add("layout", message, "use stage 0, 1 or 2", "zero_optimization.stage")
+
+
+def _check_selective(run: Run, layout: Layout, problems: Problems) -> None:
+    """Refuse selective checkpointing where it was not compared: in-place collectives change what it keeps."""
+    used = {"--tensor-parallel": layout.tp > 1, "--sequence-parallel": layout.sp > 1, "--compile": run.compile}
+    used |= {"--expert-parallel": layout.ep > 1, "--quantize": run.quantize is not None}
+    used["--activation-offload"] = run.activation_offload
+    for name in (name for name, found in used.items() if found):
+        message = f"selective checkpointing with {name} was not compared with training without checkpointing"
+        problems.add("layout", message, "use --activation-checkpointing", f"activation_checkpointing, {name}")
 
 
 def _check_pairs(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from zerofit.features.checkpointing import Checkpointing
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
@@ -37,7 +38,7 @@ class Degrees(NamedTuple):
         """Whether more than one of tp, pp and sp is above 1."""
         return sum(degree > 1 for degree in self[:3]) > 1
 
-    def setting(self, precision: str, checkpointing: bool) -> str:
+    def setting(self, precision: str, checkpointing: Checkpointing) -> str:
         """Return the key of their setting in `Profile.costs`."""
         return setting(precision, checkpointing, self.tp, self.sp, self.ep)
 

@@ -174,7 +174,7 @@ def _changes(layout: PlannedLayout, cluster: Cluster) -> list[tuple[str, Planned
     if layout.micro_batch > 1 and layout.micro_batch % 2 == 0:
         halved = replace(layout, micro_batch=layout.micro_batch // 2, accumulation=layout.accumulation * 2)
         changes.append((f"micro batch {layout.micro_batch // 2}", halved))
-    if not layout.checkpointing:
+    if layout.checkpointing is not True:
         changes.append(("activation checkpointing", replace(layout, checkpointing=True)))
     if layout.pp == 1:
         changes += [(f"ZeRO stage {s}", replace(layout, zero_stage=s)) for s in range(layout.zero_stage + 1, 4)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from zerofit.features.checkpointing import WORDS, Checkpointing
 from zerofit.features.engines import ENGINES, Engine
 from zerofit.features.optimizer import TrainingSetting
 from zerofit.features.optimizers import PLANNED, Optimizer
@@ -42,7 +43,7 @@ class PlannedLayout:
     ep: int = 1  # data and sequence parallel ranks that hold a mixture's experts together
     precision: str = "bf16"
     optimizer: Optimizer = "adamw"
-    checkpointing: bool = False
+    checkpointing: Checkpointing = False
     offload_optimizer: Offload = "none"
     offload_param: Offload = "none"
     pin_optimizer: bool = True  # offloaded states in page-locked memory
@@ -75,7 +76,7 @@ class PlannedLayout:
         words += [self.optimizer] if self.optimizer != "adamw" else []
         words += [f"by rank {', '.join(map(str, self.by_rank))}"] if self.by_rank else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
-        return ", ".join([*words, "checkpointing"] if self.checkpointing else words)
+        return ", ".join(filter(None, [*words, WORDS[self.checkpointing]]))
 
     def with_sizes(self, wanted: Mapping[str, Any]) -> PlannedLayout:
         """Return the layout with these attributes; "auto" keeps its value, UNSET stands for DeepSpeed's default."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
+from zerofit.features.checkpointing import REPEATED
 from zerofit.plan.collectives import collective_s, group_of
 from zerofit.plan.kernels import kernels_s, launches
 from zerofit.plan.layout import PlannedLayout
@@ -156,12 +157,13 @@ class Passes:
         gradients = [sum(map(len, own)) for own in tensors]
         handled = gradients if self._handles(layout) else [0] * len(gradients)
         # with checkpointing, forward's hooks and collectives run again in backward
+        times = (1, REPEATED[layout.checkpointing])
         directions = [
             tuple(
                 self._work(
                     seconds[backward],
                     (*waits, copy),
-                    (2 if backward and layout.checkpointing else 1, hooked, own if backward else 0),
+                    (times[backward], hooked * (1 + (backward and bool(layout.checkpointing))), own if backward else 0),
                     self._ahead(layout),
                 )
                 for seconds, waits, copy, hooked, own in zip(
@@ -230,7 +232,7 @@ class Passes:
         self,
         seconds: tuple[float, float],
         waits: tuple[float, float, float, float],
-        counts: tuple[int, int, int],
+        counts: tuple[float, int, int],
         ahead: bool,
     ) -> LayerWork:
         """Return a layer's work in one direction.
@@ -241,7 +243,7 @@ class Passes:
         """
         times, hooks, gradients = counts
         busy_s = seconds[0]
-        host_s = seconds[1] + times * hooks * self._rates.hook_s + gradients * self._rates.gradient_s
+        host_s = seconds[1] + hooks * self._rates.hook_s + gradients * self._rates.gradient_s
         tensor_s, sequence_s, experts_s = (times * wait for wait in waits[:3])
         on_device_s = max(busy_s, host_s) if ahead else busy_s + host_s
         waited_s = tensor_s + sequence_s + experts_s + waits[3]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from zerofit.features.checkpointing import Checkpointing
 from zerofit.features.engines import ENGINES, Engine
 from zerofit.features.optimizers import refusals, usual_optimizer
 from zerofit.plan.degrees import Degrees, degree_problem, divisors
@@ -52,7 +53,7 @@ class PlanRequest:
     pp: int | None = None
     sp: int | None = None
     ep: int | None = None
-    checkpointing: bool | None = None
+    checkpointing: Checkpointing | None = None
     schedule: PipelineSchedule | None = None  # of pipelines; None: 1F1B
     pipelines: bool = True  # whether the search may divide the model into pipeline stages
     software: Software = USUAL
@@ -192,7 +193,9 @@ def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, reques
     """Return why FSDP2's layouts of this model are not forecast; None if they are."""
     degrees = request.degrees
     optimizer = request.keep.get("optimizer", "adamw")
+    selective = request.checkpointing == "selective"
     refused = {
+        "with selective checkpointing, which Accelerate lacks": selective and not ENGINES[engine].selective,
         "on CPUs": cluster.on_cpu,
         f"for {profile.model}, which is not a decoder of transformers": profile.task != "causal-lm"
         or not profile.model_type,

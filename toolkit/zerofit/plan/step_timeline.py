@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zerofit.features.checkpointing import REPEATED
 from zerofit.plan.contention import Clock, Piece
 from zerofit.plan.dualpipev import EXCHANGE
 from zerofit.plan.flow import ReduceGroup, reduce_groups
@@ -250,7 +251,7 @@ class _Drawing:
         for kind, seconds, moved, flops in self._kinds(layer.index, backward):
             yield Piece("compute", layer.module, kind, now_s, now_s + seconds, moved, flops)
             now_s += seconds
-        times = 2 if backward and self.layout.checkpointing else 1
+        times = REPEATED[self.layout.checkpointing] if backward else 1
         now_s = end_s - work.tensor_s - work.sequence_s - work.experts_s
         sent = times * cost.tp_allreduce_bytes.at(micro_batch)
         yield Piece("tensor parallel", layer.module, "all-reduce", now_s, now_s + work.tensor_s, sent)

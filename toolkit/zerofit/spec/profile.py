@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
+from zerofit.features.checkpointing import Checkpointing
 from zerofit.spec.foreign import shaped
 from zerofit.spec.model_facts import TILED_MLP_TYPES, Task, gives_loss, has_head, is_text
 
@@ -219,9 +220,10 @@ class Profile:
 ZERO3 = "/stage=3"  # suffix of a setting
 
 
-def setting(precision: str, checkpointing: bool, tp: int, sp: int, ep: int = 1) -> str:
+def setting(precision: str, checkpointing: Checkpointing, tp: int, sp: int, ep: int = 1) -> str:
     """Return the key of a setting in `Profile.costs`."""
-    key = f"{precision}/checkpointing={int(checkpointing)}/tp={tp}/sp={sp}"
+    recomputed = checkpointing if isinstance(checkpointing, str) else int(checkpointing)
+    key = f"{precision}/checkpointing={recomputed}/tp={tp}/sp={sp}"
     return f"{key}/ep={ep}" if ep > 1 else key
 
 

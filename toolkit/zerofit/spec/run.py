@@ -31,6 +31,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, to_jsonable_python
 
+from zerofit.features.checkpointing import Checkpointing
 from zerofit.features.optimizers import ENTRIES, Optimizer
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.foreign import Unreadable
@@ -106,6 +107,12 @@ def plain_type(annotation: Any) -> Any:
         mixed = len(kinds) > 1 and get_origin(kinds[-1]) is Literal  # a number or a word
         return str if str in kinds else annotation if mixed else kinds[0]
     return annotation
+
+
+def switch(field: str, value: bool | str) -> str:
+    """Return the flag that switches a field on or off, or to a word."""
+    name = field.replace("_", "-")
+    return f"--{name}" if value is True else f"--{value or 'no'}-{name}"
 
 
 class Run(BaseModel):
@@ -227,7 +234,7 @@ class Run(BaseModel):
 
     # numbers and memory
     precision: Precision | None = _option(None, "fp32, bf16 or fp16 (default: as in the DeepSpeed JSON, else fp32)")
-    activation_checkpointing: bool = _option(False, "recompute activations in backward to save memory")
+    activation_checkpointing: Checkpointing = _option(False, "recompute activations in backward to save memory")
     activation_offload: bool = _option(False, "recompute activations, and keep the checkpoints in host memory")
     loss_chunk: PositiveInt | None = _option(
         None, "compute logits for this many targets at a time, to save memory (default: all)"
@@ -304,8 +311,10 @@ class Run(BaseModel):
             number = float(value) if isinstance(value, str) else value
             if kind is int and isinstance(number, int | float) and number > LARGEST:
                 raise ValueError(f"at most {LARGEST:,}")
-        if kind is bool and not isinstance(value, bool) and str(value).lower() not in _WORDS and value is not None:
-            raise ValueError("neither true nor false")
+        if bool in (kind, *get_args(kind)) and not isinstance(value, bool) and value is not None:
+            words = [word for part in get_args(kind) for word in get_args(part)]
+            if str(value).lower() not in (*_WORDS, *words):
+                raise ValueError(", ".join(("neither true nor false", *(f"nor {word}" for word in words))))
         if isinstance(value, dict):
             try:
                 json.dumps(to_jsonable_python(value), allow_nan=False)

@@ -206,7 +206,7 @@ def measured_layout(wanted: PlanRequest) -> PlanRequest:
         wanted,
         **degrees,
         accumulation=accumulation,
-        checkpointing=bool(wanted.checkpointing),
+        checkpointing=wanted.checkpointing or False,
         keep={**stays, **wanted.keep},
     )
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 from zerofit.check.document import of_data
 from zerofit.check.dotted import get
 from zerofit.config.ds_json import read_for_run
+from zerofit.features.checkpointing import Checkpointing
 from zerofit.features.optimizers import OPTIMIZERS, PLANNED, Optimizer, run_name
 from zerofit.features.zero import features_on
 from zerofit.plan.layout import OFFLOADS, SIZES, UNSET, Offload, steps_early
@@ -73,7 +74,7 @@ class LayoutPins(TypedDict, total=False):
     micro_batch: int | None
     micro_batch_by_rank: str | None
     gradient_accumulation_steps: int | None
-    activation_checkpointing: bool | None
+    activation_checkpointing: Checkpointing | None
     ema: float | None
     tensor_parallel: int | None
     pipeline: int | Literal["auto"] | None
@@ -201,6 +202,9 @@ def refuse_impossible(
     elif stage in (0, 1) and optimizer != "none":
         message = f"offloading the optimizer needs ZeRO stage 2 or 3, but this is stage {stage}"
         problems.add("combination", message, "use --zero-stage 2 or 3, or --offload none", "--zero-stage, --offload")
+    if pins.get("activation_checkpointing") == "selective" and savings_of(pins, config).activation_offload:
+        message, where = "selective checkpointing with --activation-offload was not compared", "--activation-offload"
+        problems.add("combination", message, "remove one of them", where)
     entry = OPTIMIZERS.get(knobs.get("optimizer", ""))
     if entry and entry.states.factored and stage:
         message = (

@@ -9,6 +9,7 @@ from typing import Any
 
 from zerofit.app.job.requests import assumed_inputs
 from zerofit.app.job.result_cache import result_file
+from zerofit.features.checkpointing import Checkpointing, alternatives
 from zerofit.models.catalog import ModelError, ModelSource, find, read_config, with_task
 from zerofit.models.depth import of_all_layers
 from zerofit.models.hf_config import notes_of_config, traced_args
@@ -43,7 +44,7 @@ class ProfileRequest:
     seq_len: int | None = None
     image: str | None = None  # "3x224x224"
     model_args: dict[str, Any] = field(default_factory=dict)
-    checkpointings: tuple[bool, ...] = (False, True)
+    checkpointings: tuple[Checkpointing, ...] = (False, True)
     degrees: tuple[Degrees, ...] | None = None  # None: all useful degrees
     savings: Savings = NOTHING_SAVED
     partial: PartialTraining | None = None
@@ -64,6 +65,7 @@ class ProfileRequest:
             image=image,
             model_args=traced_args(run.model_args),
             degrees=degrees,
+            checkpointings=alternatives(run.activation_checkpointing),
             savings=Savings.of(run),
             partial=run.partial,
             task=run.task,

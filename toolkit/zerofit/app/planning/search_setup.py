@@ -12,6 +12,7 @@ from zerofit.app.planning.layout_pins import DEGREES, batch_and_precision, knobs
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
 from zerofit.config.shares import solve_by_rank
+from zerofit.features.checkpointing import alternatives
 from zerofit.models.hf_config import traced_args
 from zerofit.plan.fit import Forecast
 from zerofit.plan.memory import Forecaster
@@ -81,6 +82,7 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
         image=request.image,
         model_args=traced_args(pins.get("model_args") or {}),
         degrees=degrees,
+        checkpointings=alternatives(wanted.checkpointing),
         savings=savings_of(pins, request.ds_config),
         partial=Run(**request.part).partial,
         task=pins.get("task"),

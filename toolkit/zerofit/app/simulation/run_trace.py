@@ -67,5 +67,5 @@ def _profile(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> Pr
     image = input_option(inputs) if isinstance(inputs, ImageInputs | TableInputs) else None
     degrees = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()
     wanted = ProfileRequest.of_run(run, job.precision, cluster.accelerator, image, degrees)
-    checkpointed = (bool(run.activation_checkpointing),)
+    checkpointed = (run.activation_checkpointing,)
     return get_profile(replace(wanted, checkpointings=checkpointed), report)[0]

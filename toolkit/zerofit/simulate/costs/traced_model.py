@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from zerofit.features.checkpointing import Checkpointing
 from zerofit.models.batch_norm import BatchNorm
 from zerofit.models.build import build, parameter_count
 from zerofit.models.catalog import ModelError, ModelSource
@@ -39,7 +40,7 @@ class TraceSetting(NamedTuple):
     """The settings on which a trace depends, besides the model and its inputs."""
 
     precision: str
-    checkpointing: bool = False
+    checkpointing: Checkpointing = False
     tp: int = 1
     sp: int = 1
     ep: int = 1

@@ -133,7 +133,7 @@ def _run(target: SimulationTarget) -> SimulatedRun:
         model=run.model,
         precision=run.precision,
         seq_len=run.seq_len,
-        activation_checkpointing=bool(run.activation_checkpointing),
+        activation_checkpointing=run.activation_checkpointing,
         activation_offload=run.activation_offload,
         loss_chunk=run.loss_chunk,
         mlp_chunk=run.mlp_chunk,

@@ -51,7 +51,7 @@ def knobs(job: Job, written: dict[str, object], named: str | None = None) -> lis
         found += [_bundled(f"zero{s}") for s in stages]
     else:
         found += [_edited(written, f"ZeRO stage {s}", **{"zero_optimization.stage": s}) for s in stages]
-    if not run.activation_checkpointing:
+    if run.activation_checkpointing is not True:
         fields = {"activation_checkpointing": True}
         found.append(Knob(change="--activation-checkpointing", fields=fields, config=written))
     if run.activation_checkpointing and not run.activation_offload:

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
+from zerofit.features.checkpointing import Checkpointing
 from zerofit.models.inputs import Inputs
 from zerofit.report.html_table import html_table
 from zerofit.simulate.endings import MAY_FIT, optional
@@ -44,7 +45,7 @@ class SimulatedRun:
     model: str
     precision: str | None
     seq_len: int | None
-    activation_checkpointing: bool
+    activation_checkpointing: Checkpointing
     activation_offload: bool
     loss_chunk: int | None
     mlp_chunk: int | None
