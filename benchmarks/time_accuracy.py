@@ -219,7 +219,7 @@ def options_of(case: Case) -> LayoutPins:
         "zero_stage": case["zero_stage"],
         "micro_batch": case["micro_batch"],
         "gradient_accumulation_steps": case["accumulation"],
-        "activation_checkpointing": case["activation_checkpointing"] is True,  # "selective" keeps products
+        "activation_checkpointing": case["activation_checkpointing"],
         "tensor_parallel": case["tp"],
         "pipeline": case["pp"],
         "sequence_parallel": case["sp"],
@@ -267,7 +267,7 @@ def profile_of(case: Case, cache: Path, fused: bool) -> Path:
         device="cuda",
         seq_len=case["seq_len"],
         image=f"image:{case['image']}" if case["image"] else None,
-        checkpointings=(case["activation_checkpointing"] is True,),
+        checkpointings=(case["activation_checkpointing"],),
         degrees=tuple(dict.fromkeys((Degrees(), Degrees(case["tp"], 1, case["sp"])))),
         liger_kernel=fused,
     )

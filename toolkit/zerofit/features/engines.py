@@ -13,13 +13,12 @@ class EngineEntry:
     """An engine, and how it handles gradients."""
 
     title: str  # in a layout's words
-    selective: bool = False  # whether it has selective checkpointing
     reduces_in_float32: bool = False  # type of the gradients of a 16-bit backward
     accumulates_full_gradients: bool = False  # micro batches before the last leave full gradients
 
 
 ENGINES: dict[Engine, EngineEntry] = {
-    "deepspeed": EngineEntry(title="ZeRO", selective=True),
+    "deepspeed": EngineEntry(title="ZeRO"),
     # accelerate/utils/dataclasses.py, set_mixed_precision: one dtype for everything; accelerator.py, no_sync: gradients
     # are scattered once a step
     "fsdp2": EngineEntry(title="FSDP2", accumulates_full_gradients=True),

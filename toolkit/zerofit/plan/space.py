@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from zerofit.features.checkpointing import Checkpointing
+from zerofit.features.checkpointing import WORDS, Checkpointing
 from zerofit.features.engines import ENGINES, Engine
 from zerofit.features.optimizers import refusals, usual_optimizer
 from zerofit.plan.degrees import Degrees, degree_problem, divisors
@@ -193,9 +193,7 @@ def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, reques
     """Return why FSDP2's layouts of this model are not forecast; None if they are."""
     degrees = request.degrees
     optimizer = request.keep.get("optimizer", "adamw")
-    selective = request.checkpointing == "selective"
     refused = {
-        "with selective checkpointing, which Accelerate lacks": selective and not ENGINES[engine].selective,
         "on CPUs": cluster.on_cpu,
         f"for {profile.model}, which is not a decoder of transformers": profile.task != "causal-lm"
         or not profile.model_type,
@@ -236,7 +234,7 @@ def _degrees(cluster: Cluster, profile: Profile, request: PlanRequest) -> Iterat
 
 
 def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Problem | None:
-    keys = [degrees.setting(request.precision, checkpointing) for checkpointing in (False, True)]
+    keys = [degrees.setting(request.precision, checkpointing) for checkpointing in WORDS]
     if any(key in profile.costs for key in keys):
         return None
     traced = dict.fromkeys(key.split("/")[0] for key in profile.costs)

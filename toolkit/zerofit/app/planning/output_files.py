@@ -49,6 +49,9 @@ def write_plan(folder: Path, fields: Mapping[str, Any], config: Mapping[str, Any
 
 def write_accelerate(folder: Path, layout: PlannedLayout, cluster: Cluster) -> tuple[Path, ...]:
     """Write a layout of FSDP2 for `accelerate launch`; return its path. Raises UserError."""
+    if layout.checkpointing == "selective":
+        message, hint = "Accelerate's file cannot name selective checkpointing", "leave out --write or --engine fsdp2"
+        raise UserError(Problem(kind="combination", message=message, hint=hint, where="--write"))
     batch = f"per_device_train_batch_size {layout.micro_batch}, gradient_accumulation_steps {layout.accumulation}"
     more = "" if cluster.nodes == 1 else "; give --machine_rank, --main_process_ip and --main_process_port on each node"
     each = "gradient_accumulation_kwargs {sync_each_batch: true}, " if layout.sync_each_batch else ""
