@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def test_the_end_shows_what_was_measured_beside_its_forecast(capsys, monkeypatch
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")  # else the end says how to get the command
     row = {"measured": 3 << 29, "forecast": 1 << 30, "difference": 0.5}
     result = TrainingResult(
-        run_dir="run",
+        run_dir="my run",
         steps=3,
         samples=24,
         tokens=None,
@@ -94,13 +95,21 @@ def test_the_end_shows_what_was_measured_beside_its_forecast(capsys, monkeypatch
     show(result)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "DONE  3 steps on 1 rank, ZeRO-0"
-    shown = {line[:23].rstrip(): line[23:] for line in lines[2:]}
-    assert shown.pop("run folder") == "run"
+    shown = {line[:23].rstrip(): line[23:] for line in lines[2 : lines.index("next")]}
     assert shown == {
-        "training loss": "1.0000",
+        "run folder": "my run",
+        "training loss": "1.00",
         "process memory": "1.50 GiB  (1.00 GiB forecast, +50.0%)",
         "step time": "1.25 s  (not forecast)",
     }
+    assert lines[lines.index("next") + 1 :] == [
+        "  zerofit eval 'my run'",
+        "  zerofit report 'my run'",
+        "  zerofit ckpt export 'my run' exported",
+    ]
+    for chats, way in ((None, "--prompt def"), ({"conversations": 9}, "--chat")):
+        show(replace(result, sample="def f():\n    pass", conversations=chats))
+        assert f"  zerofit generate 'my run' {way}" in capsys.readouterr().out.splitlines()
 
 
 def waiting_for_steps(process: subprocess.Popen, metrics: Path, more_than: int = 3) -> None:

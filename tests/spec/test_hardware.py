@@ -14,7 +14,7 @@ from zerofit.spec.device_file import CATALOG, KEYS, REQUIRED
 from zerofit.spec.devices import DEVICES, INSTANCES, by_name, cpu_device, find_device, peak_flops, supports
 from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import blas_workspace_bytes, context_figure
-from zerofit.spec.units import parse_bytes, shown_bytes, shown_count
+from zerofit.spec.units import parse_bytes, shown_bytes, shown_count, shown_score
 
 GIB = 2**30
 ASKED = {
@@ -214,3 +214,5 @@ def test_sizes_are_shown_in_three_digits():
     assert [shown_bytes(n) for n in (512, 2048, 79.1 * GIB, 5 * 2**40)] == ["512 B", "2.00 KiB", "79.1 GiB", "5.00 TiB"]
     counts = [shown_count(n) for n in (671e9, 1.0264e12, 1_820_000, 999_600, 950)]
     assert counts == ["671 B", "1.03 T", "1.82 M", "1 M", "950"]
+    scores = (1.8437, 0.09706, 0.5, 99.97, 128_431.2, 0)
+    assert [shown_score(n) for n in scores] == ["1.84", "0.0971", "0.500", "100", "128,000", "0.00"]

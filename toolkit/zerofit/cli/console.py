@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import textwrap
 import time
@@ -118,6 +119,15 @@ def _wrapped(console: Console, label: str, text: str, indent: int, hang: int) ->
         break_on_hyphens=False,
     )
     return wrapped.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def print_commands(console: Console, label: str, commands: Iterable[Sequence[str]]) -> None:
+    """Print a label and one shell command per line; a long command continues after a backslash, so it can be copied."""
+    console.print(label)
+    for words in commands:
+        joined = " ".join(shlex.quote(word).replace(" ", "\N{NO-BREAK SPACE}") for word in words)
+        lines = textwrap.wrap(joined, max(console.width - 6, 20), break_long_words=False, break_on_hyphens=False)
+        console.print("  " + " \\\n    ".join(lines).replace("\N{NO-BREAK SPACE}", " "), soft_wrap=True)
 
 
 def print_verdict(console: Console, verdict: str, text: str, good: bool = True) -> None:

@@ -41,6 +41,9 @@ def _show(view: DataView) -> None:
     console, count = out(), f"{view.train_samples:,} samples to train on, {view.valid_samples:,} to validate"
     print_verdict(console, "READABLE" if view.train_samples else "EMPTY", count, good=view.train_samples > 0)
     print_facts(console, [("", note) for note in view.notes], 0, hang=2)
+    if view.samples:
+        marks = "green" if sys.stdout.isatty() else "between ⟦ and ⟧"
+        click.echo(f"the loss counts the text that is {marks}; the model only reads the rest")
     for number, sample in enumerate(view.samples, 1):
         click.echo(style(f"\nsample {number}", bold=True))
         for place, document in enumerate(sample.documents):

@@ -15,7 +15,7 @@ import click
 from zerofit.app.job.requests import read_request
 from zerofit.app.training.result import TrainingResult
 from zerofit.cli.answer import BAD_INPUT, answer, fail
-from zerofit.cli.console import EventConsole, fitting_table, print_facts, print_verdict
+from zerofit.cli.console import EventConsole, fitting_table, print_commands, print_facts, print_verdict
 from zerofit.cli.console import out as stdout
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, TRUST_MODEL_CODE, given, run_options
 from zerofit.launch.rendezvous import quiet_torch
@@ -26,7 +26,7 @@ from zerofit.report.run_history import FIGURES
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.run_folder import RunFolder
-from zerofit.spec.units import shown_bytes
+from zerofit.spec.units import shown_bytes, shown_score
 from zerofit.watch.follow import follow
 
 if TYPE_CHECKING:
@@ -132,21 +132,29 @@ def show(result: TrainingResult) -> None:
     ranks = "1 rank" if result.world_size == 1 else f"{result.world_size} ranks"
     zero = f"ZeRO-{result.layout['zero_stage']}"
     click.echo(f"\nDONE  {result.steps} steps on {ranks}, {zero}{f', {layout}' if layout else ''}")
-    figures = {"training loss": f"{result.train_loss:.4f}"}
-    figures |= {f"validation {name}": f"{value:.4f}" for name, value in result.eval.items()}
+    figures = {"training loss": shown_score(result.train_loss)}
+    figures |= {f"validation {name}": shown_score(value) for name, value in result.eval.items()}
     if result.unigram_entropy_nats is not None:
         meaning = "the loss of predicting each token by its frequency alone"
-        figures["unigram entropy"] = f"{result.unigram_entropy_nats:.4f}  ({meaning})"
+        figures["unigram entropy"] = f"{shown_score(result.unigram_entropy_nats)}  ({meaning})"
     on_cpu = "reserved_bytes" not in result.against_forecast  # figures whose forecast is for the full process
     names = FIGURES | ({"memory_bytes": "process memory"} if on_cpu else {})
     figures |= {names[name]: _against_forecast(name, pair) for name, pair in result.against_forecast.items()}
     figures["run folder"] = _from_here(result.run_dir)
-    if shutil.which("zerofit") is None:
-        figures["next"] = f"source {_from_here(sys.prefix)}/bin/activate"
     print_facts(stdout(), figures.items(), indent=23)
+    print_commands(stdout(), "next", _next_commands(result))
     if result.sample:
         click.echo("\nA sample of generated text:\n")
         click.echo("\n".join("    " + line for line in result.sample.splitlines()))
+
+
+def _next_commands(result: TrainingResult) -> list[list[str]]:
+    """Return the words of commands that use this run."""
+    folder, sample = _from_here(result.run_dir), (result.sample or "").split()
+    prompt = ["--chat"] if result.conversations else ["--prompt", *sample[:1]]
+    use = ["zerofit", "generate", folder, *prompt] if sample else ["zerofit", "eval", folder]
+    activate = [] if shutil.which("zerofit") else [["source", f"{_from_here(sys.prefix)}/bin/activate"]]
+    return [*activate, use, ["zerofit", "report", folder], ["zerofit", "ckpt", "export", folder, "exported"]]
 
 
 def _from_here(path: str) -> str:

@@ -112,7 +112,8 @@ class InferenceSession:
         Raises DoesNotFit before anything is loaded; `knobs` are flags that reduce the memory of the forward.
         """
         placement = place(self.empty, self.limits, working)
-        self.report.table("where the model's weights go", table_rows(placement))
+        if len(placement.rows) > 1:  # with one device there is nothing to choose
+            self.report.table("where the model's weights go", table_rows(placement))
         refuse_misfit(placement, self.limits, knobs)
         self._before = start_counting(placement.gpus)
         with failures("nothing else on that device"):

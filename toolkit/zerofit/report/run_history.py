@@ -27,7 +27,7 @@ from zerofit.spec.errors import Problems
 from zerofit.spec.files import number_in, read_jsonl
 from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.run_folder import RunFolder
-from zerofit.spec.units import shown_bytes
+from zerofit.spec.units import shown_bytes, shown_score
 
 MORE = 0.1  # a measured figure that exceeds its forecast by more than this share is marked
 POINTS = 3000  # of all runs' curves in a chart
@@ -107,10 +107,10 @@ def run_answer(name: str, run: RunHistory) -> Answer:
     of = f" of {total:,.0f}" if total else ""
     verdict, tone, summary = _ending(run, f"{done:,.0f}{of} steps")
     loss = number_in(result, "train_loss") or number_in(last, "loss")
-    facts = [("training loss", f"{loss:.4f}" if loss is not None else "")]
+    facts = [("training loss", shown_score(loss) if loss is not None else "")]
     scores = _inner(result, "eval")
     facts += [
-        (f"validation {name}", f"{score:.4f}") for name in scores if (score := number_in(scores, name)) is not None
+        (f"validation {name}", shown_score(score)) for name in scores if (score := number_in(scores, name)) is not None
     ]
     facts += [("speed", _speed(result) or _speed(last)), ("layout", _layout(run.files["plan"].get("layout")))]
     facts += [

@@ -45,6 +45,11 @@ def shown_count(value: float) -> str:
     return f"{value:.3g} {_COUNTS[power]}".rstrip()
 
 
+def shown_score(value: float) -> str:
+    """Format a loss, a perplexity or an accuracy with three digits: "1.84", "0.0971", "128,000"."""
+    return f"{float(f'{value:.3g}'):,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
+
+
 def shown_bytes(value: float) -> str:
     """Format bytes with three digits and a binary unit: "79.1 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -14,6 +14,7 @@ from zerofit.report.html_table import html_table
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, RunFailed, Stopped
 from zerofit.spec.foreign import Unreadable, read_json, refused
 from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.spec.units import shown_score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +68,8 @@ class TrainingResult:
 
     def _repr_html_(self) -> str:
         """Show the figures as a table in a notebook."""
-        values = {"run folder": self.run_dir, "steps": self.steps, "training loss": f"{self.train_loss:.4f}"}
-        values |= {f"validation {name}": f"{value:.4f}" for name, value in self.eval.items()}
+        values = {"run folder": self.run_dir, "steps": self.steps, "training loss": shown_score(self.train_loss)}
+        values |= {f"validation {name}": shown_score(value) for name, value in self.eval.items()}
         return html_table("training", (), values.items())
 
 
