@@ -50,7 +50,7 @@ def test_up_to_the_margin_a_run_is_within_its_forecast():
 def test_on_a_cpu_it_says_whether_the_process_or_shared_memory_grew(shared, kind, most):
     text = outgrown(on_cpu(768 * MIB, shared * MIB), ON_CPU)
     assert text == (
-        f"a rank uses 12.1 GiB of memory, 768 MiB more than forecast (margin: 512 MiB); grown most: {kind}, by {most}"
+        f"a rank uses 12.1 GiB of memory, 768 MiB more than forecast (margin: 512 MiB); {kind} grew most, by {most}"
     )
 
 
@@ -65,7 +65,7 @@ def test_on_a_cpu_it_says_whether_the_process_or_shared_memory_grew(shared, kind
 def test_on_a_gpu_it_says_whether_tensors_fragmentation_or_what_is_outside_of_torch_grew(changed, kind):
     text = outgrown(replace(GPU, **changed), FORECAST)
     assert text and text.startswith("a rank uses 12.0 GiB of memory of the device, 1.00 GiB more than forecast")
-    assert text.endswith(f"grown most: {kind}, by 1.00 GiB")
+    assert text.endswith(f"{kind} grew most, by 1.00 GiB")
 
 
 def test_a_smaller_context_makes_room_for_more_tensors():
@@ -75,7 +75,7 @@ def test_a_smaller_context_makes_room_for_more_tensors():
 @pytest.mark.parametrize(("pinned", "kind"), [(3, OWN), (5, SHARED)])
 def test_host_memory_has_a_margin_of_its_own(pinned, kind):
     text = outgrown(replace(GPU, host_bytes=GPU.host_bytes + 2 * GIB, shared_bytes=pinned * GIB), FORECAST)
-    assert text and "9.00 GiB of host memory, 2.00 GiB more" in text and f"grown most: {kind}, by 2.00 GiB" in text
+    assert text and "9.00 GiB of host memory, 2.00 GiB more" in text and f"{kind} grew most, by 2.00 GiB" in text
 
 
 def test_figures_stand_beside_the_forecast_of_the_same_thing():

@@ -86,7 +86,7 @@ def test_a_run_that_leaves_its_forecast_says_so_once(pools, tmp_path):
     trained = trained_with(pools, tmp_path / "run", Even, SHORT)
     (warning,) = events_of(trained, "warning")
     assert warning["text"].startswith("step 1: a rank uses ")
-    assert "more than forecast (margin: 2.00 MiB); grown most: memory of the process" in warning["text"]
+    assert "more than forecast (margin: 2.00 MiB); memory of the process" in warning["text"]
     measured = trained.result["against_forecast"]["memory_bytes"]
     assert measured["forecast"] == SHORT.reserved_bytes + CPU_LIBRARY_BYTES < measured["measured"]
 

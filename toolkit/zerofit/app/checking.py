@@ -120,7 +120,7 @@ class CheckResult:
         if text == self.document.text:
             return None
         if self.file == "-":
-            message = "--fix and --migrate write next to the file, and standard input has no folder"
+            message = "--fix and --migrate write a file next to the JSON, which standard input does not allow"
             raise UserError(Problem(kind="usage", message=message, hint="name a file", where="FILE"))
         path = Path(self.file)
         target, number = path.with_name(f"{path.stem}.{word}{path.suffix}"), 1

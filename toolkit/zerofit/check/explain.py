@@ -82,7 +82,7 @@ def _unread(section: str, path: str, config: Mapping[str, Any]) -> str | None:
     prefix = f"{parent}." if parent else ""
     name = documented(prefix, key, known.deprecated)
     if name != key and get(config, f"{prefix}{name}", None) is not None:
-        return f"{prefix}{name} is there too and is used instead"
+        return f"DeepSpeed uses {prefix}{name} instead, which is also set"
     switch = f"{section}.enabled"
     if section == path or path == switch or known.node(switch) is None or section in READ_WHEN_OFF:
         return None

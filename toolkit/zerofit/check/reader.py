@@ -37,10 +37,10 @@ class Reader:
     why: str = ""  # the reason for the guess; "" if the user named the reader
     note: str = ""  # difference to plain DeepSpeed or to the merged file
 
-    def sentence(self) -> str:
-        """Return the command's first line."""
+    def sentences(self) -> list[str]:
+        """Return the reader, and what other programs do with the file."""
         guess = f", since {self.why}; --for NAME sets another reader" if self.why else ""
-        return f"read as a file for {SPOKEN[self.name]}{guess}{'; ' if self.note else ''}{self.note}"
+        return [f"read as a file for {SPOKEN[self.name]}{guess}", *([self.note] if self.note else [])]
 
 
 def guess(config: Any, *, yaml: bool = False) -> Reader:
@@ -64,8 +64,8 @@ def _left_to_trainer(config: Mapping[str, Any]) -> str:
     """Return what plain DeepSpeed does with each "auto" that the Trainer fills; "" if there is none."""
     left = [path for path in autos(config) if path in filled_by()]
     stops = [path for path in left if path.rpartition(".")[0] not in catalog().strict]
-    named = ", ".join(stops[:NAMED]) + (f" and {len(stops) - NAMED} more" if len(stops) > NAMED else "")
-    does = [f'stops at "auto" for {named}'] if stops else []
+    named = ", ".join(stops[:NAMED]) + ", ..." * (len(stops) > NAMED)
+    does = [f"stops at {len(stops)} of them ({named})"] if stops else []
     does += [f"uses its default for {len(left) - len(stops)} of them"] if len(left) > len(stops) else []
     count = f"{len(left)} keys" if len(left) > 1 else "a key"
-    return f'it fills the "auto" of {count}; plain DeepSpeed {" and ".join(does)}' if left else ""
+    return f'the Trainer fills the "auto" of {count}; plain DeepSpeed {" and ".join(does)}' if left else ""

@@ -104,7 +104,7 @@ class CheckReports:
 @click.option("--strict", is_flag=True, help="exit with 1 also for warnings")
 @click.option("--fix", is_flag=True, help="write FILE.fixed.json and print the difference")
 @click.option("--migrate", is_flag=True, help=MIGRATE_HELP)
-@click.option("--explain", is_flag=True, help="which keys take effect, which are ignored, and which defaults matter")
+@click.option("--explain", is_flag=True, help="print which keys take effect, ignored keys and important defaults")
 @click.option("--resolve", is_flag=True, help='print the plain DeepSpeed JSON of a run, every "auto" filled in')
 @click.option("--all", "show_all", is_flag=True, help="show all findings; without it, the first ones")
 @HTML
@@ -211,7 +211,7 @@ def _show(report: CheckReport | UnreadFile, show_all: bool, several: bool) -> No
     total = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
     total = total if result.findings else "nothing wrong"
     facts = [f"data parallel ranks that train_batch_size allows: {result.allowed_ranks}"] * bool(result.allowed_ranks)
-    facts += [result.reader.sentence(), *([] if several else [f"checked against DeepSpeed {catalog().version}"])]
+    facts += [*result.reader.sentences(), *([] if several else [f"checked against DeepSpeed {catalog().version}"])]
     if result.findings:
         print_facts(err(), [("", f"{result.file}: {total}")], indent=0, hang=4)
         print_facts(err(), [("", fact) for fact in facts], indent=4)

@@ -225,7 +225,7 @@ def show_description(result: CheckpointDescription) -> None:
         "data": f"{result.data}, {result.samples:,} samples seen",
         "layout": f"{layout}, {result.world_size} ranks",
         "training": f"{result.precision}, {result.optimizer}, "
-        f"micro batch {result.batch.micro} x {result.batch.accumulation} accumulated",
+        f"micro batch {result.batch.micro} x {result.batch.accumulation} accumulation steps",
         "figures": ", ".join(f"{k} {v:.4g}" for k, v in losses.items() if isinstance(v, int | float)) or "-",
         "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()),
     }

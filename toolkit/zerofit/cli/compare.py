@@ -95,7 +95,7 @@ def _finish(context: click.Context, parameter: click.Parameter, value: str | Non
 
 @compare.command()
 @click.argument("model")
-@click.option("--strategies", metavar="NAME,...", callback=_names, help="only these [all]")
+@click.option("--strategies", metavar="NAME,...", callback=_names, help="strategies to run [all]")
 @click.option("--slow", multiple=True, callback=_paces, metavar="RANK=FACTOR", help="multiply this rank's step time")
 @click.option("--straggle", type=float, default=0.0, metavar="P", help="probability that a step is 5 times slower")
 @click.option("--target", type=Number(0, 1, min_open=True), help="report when parameter servers reach this accuracy")
@@ -120,7 +120,7 @@ def strategies(model: str, as_json: bool, **options: Any) -> None:
 @click.argument("model")
 @click.option("--sizes", callback=_numbers, default="16,32,64,128,256,512", show_default=True, help="samples of a step")
 @click.option("--target", type=Number(0, 1, min_open=True), default=0.95, show_default=True, help="accuracy")
-@click.option("--scale-lr", type=click.Choice(SCALES), default="none", show_default=True, help="lr with the batch size")
+@click.option("--scale-lr", type=click.Choice(SCALES), default="none", show_default=True, help="growth of --lr by size")
 @click.option("--per-rank", type=POSITIVE, help="samples per step and DDP rank [train on one device]")
 @click.option(
     "--finish", callback=_finish, metavar="SIZE=EPOCHS", help="every run ends with EPOCHS epochs of this SIZE"

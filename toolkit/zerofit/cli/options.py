@@ -29,7 +29,7 @@ INPUT = click.option(
     metavar="KIND:SIZE",
     help="the model's input, without --data: image:CxHxW, features:N, decoder:TOKENS, frames:N, packed",
 )
-ANYWAY = click.option("--anyway", is_flag=True, help="also start if the forecast does not fit the free memory")
+ANYWAY = click.option("--anyway", is_flag=True, help="start even if the forecast exceeds the free memory")
 TRUST_MODEL_CODE = click.option(
     "--trust-model-code",
     is_flag=True,

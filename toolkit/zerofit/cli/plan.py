@@ -80,7 +80,7 @@ METHODS_HELP = "compare full,lora,qlora in one table, with the longest sequence 
 TRACE_HELP = "write the timeline of that layout's step, in Chrome trace format for Perfetto"
 PIN_HELP = "offload to page-locked host memory [the DeepSpeed JSON's pin_memory, else yes]"
 LIGER_HELP = "forecast Liger's fused norms, rotary embeddings, SwiGLU and cross-entropy"
-TENSOR_HELP = "time tensor parallel ranks that also split norms, embedding, head and loss, as Megatron's"
+TENSOR_HELP = "assume that tensor parallel ranks also split norms, embedding, head and loss, as in Megatron"
 THREADS_HELP = "OMP_NUM_THREADS of each rank, for an offloaded optimizer; torchrun and accelerate set 1 [all cores]"
 ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate) [deepspeed]"
 PRECISION_HELP = "bf16 if the device supports it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"
@@ -126,7 +126,7 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option("--serve", is_flag=True, help=SERVE_HELP)
 @click.option("--rollout", type=JsonObject(), metavar="NAME=VALUE,...", help=ROLLOUT_HELP)
 @click.option("--show-mesh", is_flag=True, help="print the mesh of ranks of the best layout")
-@click.option("--details", is_flag=True, help="print all of the best layout, and all reasons why others do not fit")
+@click.option("--details", is_flag=True, help="print all figures of the best layout, and why each other does not fit")
 @click.option("--columns", metavar="NAMES", callback=_columns, help=COLUMNS_HELP)
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="number of layouts to print")
 @click.option("--precision", type=click.Choice(PRECISIONS), help=f"[{PRECISION_HELP}]")

@@ -55,10 +55,10 @@ def tune(
 ) -> None:
     """Measure a run in short real trials, and write the fastest configuration that fits as ds_config.json and run.yaml.
 
-    Searched: ZeRO stage, offload, micro batch x accumulation at the global batch of the run, activation checkpointing,
-    overlap, bucket, prefetch and persistence sizes, tensor, pipeline and sequence degrees. Precision, global batch and
-    compile stay unless --space names them. With --hostfile trials run on those hosts. Repeat the
-    command to resume: finished trials are kept. --output is the folder for results.
+    tune searches ZeRO stage, offload, micro batch x accumulation at the run's global batch, activation checkpointing,
+    overlap, bucket, prefetch and persistence sizes, and tensor, pipeline and sequence degrees. Precision, global batch
+    and compile change only if --space names them. With --hostfile trials run on those hosts. Repeat the command to
+    resume: tune keeps finished trials. --output is the folder for results.
     """
 
     def work() -> TuneResult:

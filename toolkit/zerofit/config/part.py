@@ -69,7 +69,7 @@ def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], proble
         problems.add("layout", message, "use nf4, or --ds-config zero2", "--quantize")
     if get(config, "zero_optimization.offload_param.device") == "nvme":
         message = f"{asked} with offload_param on NVMe: DeepSpeed reads into buffers of the training precision"
-        message += " (swap_tensor/partitioned_param_swapper.py), but these are bytes"
+        message += " (swap_tensor/partitioned_param_swapper.py), but quantised weights are bytes"
         problems.add("layout", message, "use --ds-config zero3_offload, which keeps them in host memory", "--quantize")
     if run.quantize == "int8" and run.dora:
         message = f"{asked} with --dora: peft computes weight norms when Linear8bitLt has no scales yet"

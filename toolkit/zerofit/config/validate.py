@@ -64,7 +64,7 @@ def _check_experts(layout: Layout, problems: Problems) -> None:
         )
     if layout.zero_stage == 0:
         message = f"{name} at ZeRO stage 0: DeepSpeed averages the gradient norm over ranks with different experts, so "
-        message += "it is too small and clips too late"
+        message += "the norm is too small and clipping starts too late"
         problems.add("layout", message, "use --ds-config zero1, zero2 or zero3", "zero_optimization.stage")
     if others % layout.ep:
         fitting = [degree for degree in range(1, others + 1) if others % degree == 0]
@@ -128,7 +128,7 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
         problems.add("loss", message, hint, "--loss-chunk")
     if run.mlp_chunk and (facts.own or facts.model_type not in TILED_MLP_TYPES):
         message = f"--mlp-chunk {run.mlp_chunk} needs MLPs that map each token by itself, without dropout; {run.model} "
-        message += f"({facts.model_type or facts.task}) is not known to have them"
+        message += f"({facts.model_type or facts.task}) has none that zerofit knows"
         hint = f"leave it out; supported model types: {', '.join(TILED_MLP_TYPES)}"
         problems.add("layout", message, hint, "--mlp-chunk")
     if run.mlp_chunk and run.compile:
@@ -195,7 +195,7 @@ def _check_tensor_parallel(layout: Layout, run: Run, facts: ModelFacts, problems
         beside = " with another kind of parallelism" if layout.combined else ""
         problems.add(
             "layout",
-            f"{name} {degree}{beside}: DeepSpeed's AutoTP is not known to work with {facts.model_type or run.model}",
+            f"{name} {degree}{beside}: zerofit does not support DeepSpeed's AutoTP for {facts.model_type or run.model}",
             f"supported model types: {', '.join(fitting)}",
             name,
         )
@@ -237,7 +237,7 @@ def _check_sequence_parallel(layout: Layout, run: Run, facts: ModelFacts, proble
 def _check_expert_model(layout: Layout, run: Run, facts: ModelFacts, problems: Problems) -> None:
     name, degree = "--expert-parallel", layout.ep
     if facts.own or facts.model_type not in EXPERT_TYPES or facts.experts is None:
-        message = f"{name} {degree}: DeepSpeed's AutoEP is not known to work with {facts.model_type or run.model}"
+        message = f"{name} {degree}: zerofit does not support DeepSpeed's AutoEP for {facts.model_type or run.model}"
         problems.add("layout", message, f"supported model types: {', '.join(EXPERT_TYPES)}", name)
     elif facts.experts % degree:
         fitting = [d for d in range(1, facts.experts + 1) if facts.experts % d == 0]

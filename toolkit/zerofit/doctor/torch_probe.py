@@ -44,7 +44,7 @@ def _ops(say: Say) -> dict[str, Any]:
         return {"imports": failed, "ops": []}
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-    say("asking DeepSpeed's op builders")
+    say("checking DeepSpeed's op builders")
     return {"imports": failed, "ops": [_op(name, builder) for name, builder in sorted(ALL_OPS.items())]}
 
 

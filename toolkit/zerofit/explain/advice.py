@@ -189,7 +189,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     ),
     "weights-in-host-memory": (
         _LOW_MEMORY,
-        "create the model under ZeRO-3, so that each rank keeps its part only",
+        "create the model under ZeRO-3, so that each rank keeps only its part",
         "fewer ranks on the host, or more memory for the job (--mem)",
     ),
     "offloaded-states": (

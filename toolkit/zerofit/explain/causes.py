@@ -156,11 +156,11 @@ def _refused_though_free(evidence: LogEvidence) -> Cause | None:
     usual = 0
     if free is None and figures.total_bytes and figures.reserved_bytes is not None:  # XPU up to torch 2.8
         free, usual = figures.total_bytes - figures.reserved_bytes, CONTEXT_BYTES
-        seen = "were not torch's"
+        seen = "were not used by torch"
     if asked is None or free is None or free < asked + usual:
         return None
     summary = f"The driver refused {shown_bytes(asked)} although {shown_bytes(free)} of the GPU {seen}."
-    note = "another process used memory at that moment, or the driver has a limit of its own (Windows, WSL, MIG, vGPU; "
+    note = "another process used memory at that moment, or the driver has its own limit (Windows, WSL, MIG, vGPU; "
     note += "4 GiB for one allocation on Intel's Arc)"
     return Cause(name=UNKNOWN, summary=summary, evidence=(note,), run_next=f"{NVIDIA_SMI} -l 1, while it runs")
 
@@ -208,7 +208,7 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
     if phase in (FORWARD, BACKWARD, STEP) and progress.steps >= LATER:
         return Cause(
             name=UNKNOWN,
-            summary=f"{progress.steps} steps had fitted. Since then memory grew, or this batch was longer than "
+            summary=f"{progress.steps} steps fitted. Then memory grew, or this batch was longer than "
             "earlier ones. The log does not show which.",
             evidence=(f"memory ran out in {phase}", *shown),
             run_next=RECORD,
@@ -225,7 +225,7 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
         summary = "Tensors of this program fill the GPU. Without a traceback the log does not show which."
         return Cause(name=UNKNOWN, summary=summary, evidence=shown, run_next=RECORD)
     name, summary = _IN_PHASE[phase]
-    after = (f"{progress.steps} steps had fitted before",) if progress.steps >= LATER else ()
+    after = (f"{progress.steps} steps fitted before this one",) if progress.steps >= LATER else ()
     return Cause(name=name, summary=summary, evidence=(*shown, *after))
 
 
@@ -245,7 +245,9 @@ def _filled(shortage: Shortage) -> tuple[str, ...]:
     share, reserved = figures.allocated_bytes / figures.total_bytes, figures.reserved_bytes or 0
     shown = [f"tensors use {shown_bytes(figures.allocated_bytes)} of {shown_bytes(figures.total_bytes)} ({share:.0%})"]
     if reserved > figures.total_bytes:
-        shown.append(f"torch counts {shown_bytes(reserved)}, more than there is: it is paged out (WSL, vLLM's sleep)")
+        shown.append(
+            f"torch counts {shown_bytes(reserved)}, more than the GPU has: some is paged out (WSL, vLLM's sleep)"
+        )
     elif figures.unallocated_bytes and figures.unallocated_bytes > (figures.asked_bytes or 0):
         shown.append(f"{shown_bytes(figures.unallocated_bytes)} more are unused fragments")
     if figures.other_bytes:

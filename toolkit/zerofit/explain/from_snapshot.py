@@ -67,7 +67,7 @@ def explain_snapshot(path: Path) -> Explanation:
     frames = _calls(failed.frames) if failed else []
     own, phase = own_frame(frames), phase_of(frames)
     cause, summary, evidence = _cause(snapshot, alive, kinds, frames)
-    moment = "when memory ran out" if failed else "at the highest moment"
+    moment = "when memory ran out" if failed else "at the peak"
     unknown = cause == UNKNOWN
     return Explanation(
         source="snapshot",
@@ -108,11 +108,11 @@ def _cause(
     if leak := _leak(snapshot, alive, allocated):
         line, blocks, steps = leak
         size = shown_bytes(sum(block.bytes for block in blocks))
-        shown = f"{len(blocks):,} blocks of {line} stayed from {steps} steps, {size}"
-        return "leak", "Each step leaves memory behind.", (shown,)
+        shown = f"{len(blocks):,} blocks of {line} stayed allocated from {steps} steps, {size}"
+        return "leak", "Each step allocates memory that is never freed.", (shown,)
     if not failed:
         name, size = kinds.most_common(1)[0] if kinds else ("nothing", 0)
-        summary = f"At its highest moment {shown_bytes(allocated)} were in use, most for {name} ({shown_bytes(size)})."
+        summary = f"At the peak {shown_bytes(allocated)} were in use, most for {name} ({shown_bytes(size)})."
         return ENOUGH, summary, _shares(kinds)
     if kinds[UNRECORDED] > 0.5 * allocated:
         summary = "The snapshot has no stacks for most blocks: recording began too late, or was off."

@@ -174,7 +174,7 @@ def _judged(origin: Mapping[str, Any], rank: Mapping[str, Any], grown: str) -> t
     made = f"{place} ({origin['phase']}) has the first result that is not finite"
     evidence = [grown] if grown else []
     if grown:
-        return LEARNING_RATE, f"Training diverged before: {grown}. {made}.", []
+        return LEARNING_RATE, f"Training had already diverged: {grown}. {made}.", []
     if origin["depends"] == ["labels"]:
         samples = ", ".join(map(str, origin["samples"])) or "the micro batch"
         values = _range(origin["inputs"][0]) if origin["inputs"] else ""
@@ -222,7 +222,7 @@ def _of_reduction(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -
     """Return the cause if the results of all ranks are finite, but the norm of the gradients is not."""
     stopped = next(rank for rank in ranks if rank.get("stopped"))
     if grown := _growth(stopped, losses):
-        summary = f"Training diverged before: {grown}. {stopped['stopped']}."
+        summary = f"Training had already diverged: {grown}. {stopped['stopped']}."
         return Replay(cause=LEARNING_RATE, summary=summary, step=stopped["step"], phase="step")
     scale = stopped.get("loss_scale", 1.0)
     if scale > 1:

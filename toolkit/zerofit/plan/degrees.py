@@ -129,7 +129,7 @@ def _experts_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Pr
         return Problem(kind="expert-parallel-beside", message=message, hint=hint, where="--tensor-parallel")
     if profile.model_type not in EXPERT_TYPES or profile.experts is None or profile.trained < profile.parameters:
         what = "a part of" if profile.trained < profile.parameters else "experts of"
-        message = f"{name}: DeepSpeed's AutoEP is not known to spread {what} {profile.model}"
+        message = f"{name}: zerofit does not support DeepSpeed's AutoEP for {what} {profile.model}"
         return Problem(kind="expert-parallel-model", message=message, hint=f"model types: {', '.join(EXPERT_TYPES)}")
     for count, what in ((profile.experts, "experts of a layer"), (ranks, "data and sequence parallel ranks")):
         if count % degrees.ep:
@@ -176,8 +176,8 @@ def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: 
     types = types_of(degrees, whole.combined)
     kind = "tensor-parallel" if degrees.tp > 1 else "sequence-parallel"
     if profile.attention_heads is None or profile.model_type not in types:
-        what = "AutoTP is not known to split" if degrees.tp > 1 else "Ulysses attention does not support"
-        message = f"{name} {degree}: DeepSpeed's {what} {profile.model_type or profile.model}"
+        what = "DeepSpeed's AutoTP" if degrees.tp > 1 else "Ulysses attention"
+        message = f"{name} {degree}: zerofit does not support {what} for {profile.model_type or profile.model}"
         return Problem(kind=f"{kind}-model", message=message, hint=f"model types: {', '.join(types)}", where=name)
     sharers = whole.tp if degrees.sp > 1 else 1
     heads = profile.attention_heads, profile.kv_heads

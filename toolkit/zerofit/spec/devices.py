@@ -60,8 +60,12 @@ def find_device(kind: str, where: str = "--gpu") -> Device:
     word = kind.lower().replace("-", "").replace("_", "")
     begins = [known for known in (*DEVICES, "cpu") if known.replace("-", "").startswith(word)]
     known = (*DEVICES, "cpu", *INSTANCES)
-    hint = f"did you mean {' or '.join(begins)}?" if begins and word else nearest(kind.lower(), known)
-    hint = hint or f"known: {', '.join(known)}, or a YAML file of your own"
+    if begins and word:
+        hint = f"did you mean {' or '.join(begins)}?"
+    else:
+        likely = nearest(kind.lower(), known)
+        hint = f"{likely} For" if likely else f"known: {', '.join(known)}; for"
+        hint += " another GPU: --gpu FILE.yaml with lines like `gpu: l40s`, `memory: 48GiB` and `network: 25GB`"
     raise UserError(Problem(kind="unknown-gpu", message=f"no GPU kind {kind!r}", hint=hint, where=where))
 
 

@@ -93,5 +93,5 @@ def _left(place: str, size: int, margin: int, kinds: Mapping[str, int]) -> str |
     kind, most = max(kinds.items(), key=lambda pair: pair[1])
     return (
         f"a rank uses {shown_bytes(size)} of {place}, {shown_bytes(above)} more than forecast (margin: "
-        f"{shown_bytes(margin)}); grown most: {kind}, by {shown_bytes(most)}"
+        f"{shown_bytes(margin)}); {kind} grew most, by {shown_bytes(most)}"
     )

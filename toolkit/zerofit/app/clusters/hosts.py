@@ -119,17 +119,17 @@ def find_hosts(options: HostRequest) -> tuple[Host, ...]:
 def _check_conflicts(options: HostRequest, problems: Problems) -> None:
     """Add problems for flags that need or exclude each other."""
     if not (options.hostfile or options.nodes) and options.runner != "slurm":
-        message = "no hosts: `zerofit launch` needs --hostfile; it never uses only this machine"
+        message = "`zerofit launch` needs --hostfile"
         problems.add("hostfile", message, "set --hostfile FILE; on this machine use `zerofit train`", "--hostfile")
     if options.hostfile and options.nodes:
         problems.add("conflict", "--hostfile and --nodes are both given", "use one of them", "--nodes")
     check_size(options.nodes or 1, options.slots or 1, problems)
     if bool(options.nodes) != bool(options.slots):
-        problems.add("conflict", "--nodes and --slots need each other", "set both", "--nodes and --slots")
+        problems.add("conflict", "only one of --nodes and --slots is given", "set both", "--nodes and --slots")
     if options.nodes and not options.no_ssh:
-        problems.add("conflict", "--nodes without --no-ssh: no host names", "use --hostfile", "--nodes")
+        problems.add("conflict", "--nodes without --no-ssh gives no host names", "use --hostfile", "--nodes")
     if options.no_ssh != (options.node_rank is not None):
-        problems.add("conflict", "--no-ssh and --node-rank need each other", "set both", "--no-ssh")
+        problems.add("conflict", "only one of --no-ssh and --node-rank is given", "set both", "--no-ssh")
     if options.min_nodes and (options.no_ssh or options.runner == "slurm"):
         message = "--min-nodes needs ssh, to check which hosts are up"
         problems.add("conflict", message, "remove it: the scheduler replaces lost nodes", "--min-nodes")

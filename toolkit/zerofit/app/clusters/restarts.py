@@ -217,9 +217,8 @@ class RestartingRun:
             time.sleep(RETRY_S)
         if len(answering) < (self.options.min_nodes or len(self.hosts)):
             again = f"{self.options.again} {shlex.quote(str(self.folder.path))}"
-            hint = (
-                f"repair {missing}, then resume with `{again}`; --min-nodes {max(len(answering), 1)} continues without"
-            )
+            hint = f"repair {missing}, then resume with `{again}`"
+            hint += f"; --min-nodes {max(len(answering), 1)} continues without {missing}"
             message = f"{failure.problem.message}; {missing} did not come back within {patience_s:.0f} s"
             raise RunFailed(replace(failure.problem, message=message, hint=hint)) from None
         return answering

@@ -212,9 +212,9 @@ class _Fit:
 
     def _as_asked(self) -> str:
         if not self.given:
-            return "all of the layout was chosen; this run folder records it, and a resume uses it again"
+            return "zerofit chose the full layout; the run folder records it, and a resume uses it again"
         names = ", ".join(self.request.place(name) for name in self.given)
-        return f"given: {names}; the rest was chosen; this run folder records it, and a resume uses it again"
+        return f"given: {names}; zerofit chose the rest; the run folder records it, and a resume uses it again"
 
 
 def _reasons(option: LayoutOption, search: FitSearch) -> list[str]:

@@ -178,7 +178,7 @@ def _decide(
         hint = "remove it; `zerofit plan` ranks layouts for any hardware"
         problems.add("conflict", message, hint, request.place("fit"))
     if model is not None and run.partial:
-        message, hint = "a model object is trained as it is", "freeze weights or add adapters in your own code"
+        message, hint = "zerofit trains a model object unchanged", "freeze weights or add adapters in your own code"
         problems.add("conflict", message, hint, "lora, train, freeze")
     model_and_task = problems.attempt(lambda: find_model(request, model))
     document = problems.attempt(lambda: ds_document(run))

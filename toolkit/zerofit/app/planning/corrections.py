@@ -250,10 +250,10 @@ class TraceCalibration:
 
     def __str__(self) -> str:
         if self.layout is None:
-            return f"matrix products and attention as in {self.path}, not in a run folder, so only shapes are used"
+            return f"matrix products and attention take the times of their shapes in {self.path} (not in a run folder)"
         kinds = ", ".join(f"{kind} x {times:.3g}" for kind, times in self.calibration.longer.items())
         return (
-            f"kernels as in {self.path}: {self.layout} took {self.measured_step_s:.3g} s per step (forecast "
+            f"kernel times are from {self.path}: {self.layout} took {self.measured_step_s:.3g} s per step (forecast "
             f"{self.forecast_step_s:.3g} s); {kinds}, total x {self.calibration.slower:.3g}"
         )
 

@@ -207,9 +207,7 @@ def refuse_impossible(
         problems.add("combination", message, "remove one of them", where)
     entry = OPTIMIZERS.get(knobs.get("optimizer", ""))
     if entry and entry.states.factored and stage:
-        message = (
-            f"--optimizer {entry.name} has states per row and column of full matrices, but this is ZeRO stage {stage}"
-        )
+        message = f"--optimizer {entry.name} needs full matrices (states per row and column); ZeRO {stage} splits them"
         problems.add("combination", message, "use --zero-stage 0", "--optimizer, --zero-stage")
     if params != "none" and optimizer == "none" and "offload_optimizer" in knobs:
         message = f"offloading parameters to {params} needs the optimizer offloaded too, but it stays on the device"

@@ -86,7 +86,7 @@ class PlanningRequest:
                 problems.add("batch-size", message, f"remove {flag}, or use a divisor", flag)
         for place in (flag for flag, given in (("--write", self.write), ("--confirm", self.confirm)) if given):
             for flag in (f"--{name.replace('_', '-')}" for name in PLANNED_ONLY if self.pins.get(name)):
-                problems.add("usage", f"{place} with {flag}: zerofit train does not use it", f"remove {flag}", flag)
+                problems.add("usage", f"`zerofit train` does not support {flag} ({place})", f"remove {flag}", flag)
         if self.maximum and self.minimum:
             problems.add("usage", "--max and --min exclude each other", "use one of them", "--max, --min")
         if self.tuned and self.measured:

@@ -318,10 +318,10 @@ def _host_verdict(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
         word = WITHIN
     model, count = forecasts.first.target.job.run.model, len(ranks)
     message = (
-        f"{model} needs {shown_bytes(needed)} of host memory for {count} {'rank' if count == 1 else 'ranks'} in "
-        f"{phase}: {shown_bytes(tensors)} of tensors, with at most {shown_bytes(pinned)} pinned, and "
-        f"{shown_bytes(processes)} of processes; {shown_bytes(host.host_bytes)} are free {host.place}"
-        f"{host.reserved_note()}."
+        f"{model} needs {shown_bytes(needed)} of host memory in {phase}; {shown_bytes(host.host_bytes)} are free "
+        f"{host.place}{host.reserved_note()}. {count} {'rank needs' if count == 1 else 'ranks need'} "
+        f"{shown_bytes(tensors)} for tensors (at most {shown_bytes(pinned)} pinned) and {shown_bytes(processes)} "
+        f"for processes."
     )
     return HostVerdict(host=host, word=word, message=message, rank=forecasts.of(host.ranks[0]).target.rank)
 

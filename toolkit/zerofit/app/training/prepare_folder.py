@@ -259,7 +259,7 @@ def _foreign_start(found: Foreign, job: Job, report: Reporter) -> Start:
     kinds = {kind for name in state.names for kind in state.kinds(name)}
     entry = of_json(str(job.ds_config.get("optimizer", {}).get("type", "")).lower())
     if "exp_avg" in kinds and (entry is None or entry.name not in ADAMS):
-        message = f"{found.path} has the states of an Adam, but this run trains with {job.run.optimizer}"
+        message = f"{found.path} has the states of Adam, but this run trains with {job.run.optimizer}"
         problems.add("optimizer", message, "use --optimizer adamw", "--optimizer")
     problems.raise_if_any()
     report.note(f"resuming from {facts.name}")
