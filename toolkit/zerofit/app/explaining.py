@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerofit.explain.failures import NO_SHORTAGE, NOT_FINITE
 from zerofit.explain.from_log import explain_log
 from zerofit.explain.from_snapshot import ENOUGH, FRAGMENTS, explain_snapshot
 from zerofit.explain.log import MOST_BYTES, LogLine, decoded_log, lines_of, read_log
@@ -32,7 +33,7 @@ STANDARD_INPUT = "-"
 HINT = "give a log, a memory snapshot (torch.cuda.memory._dump_snapshot), a run folder, or - for standard input"
 # phase of a traceback -> phase of a forecast
 PHASES = {LOADING: "build", INIT: "init", FORWARD: "forward", LOSS: "forward", BACKWARD: "backward", STEP: "step"}
-NOT_FINITE = r"the (?:(?:validation )?loss|gradient norm) (?:of|after) step \d+ is [^;\n]+"  # of `zerofit.train`
+_NOT_FINITE = r"the (?:(?:validation )?loss|gradient norm) (?:of|after) step \d+ is [^;\n]+"  # of `zerofit.train`
 APART = 0.05  # differences below this share of the forecast's bytes are ignored
 LEAST_BYTES = 64 << 20  # smaller differences are no cause
 # kind of memory -> why a run may need more of it than its forecast
@@ -54,7 +55,7 @@ def explain(
     *,
     on_event: OnEvent | None = None,
 ) -> Explanation:
-    """Explain why a run went out of memory: the cause, the line that requested the memory, and what would help.
+    """Explain why a run went out of memory or failed: the cause, the line, and what would help.
 
     Args:
         what: the log of any program, a memory snapshot of torch, or a run folder. "-": a log on standard input.
@@ -108,7 +109,7 @@ def _of_log(lines: Sequence[LogLine], source: str = "log") -> Explanation:
         source=source,
         cause=UNKNOWN,
         place="",
-        summary=f"The {source} has no out-of-memory message.",
+        summary=f"The {source} has no message about missing memory or another failure.",
         run_next="give the output of every rank, with standard error: COMMAND 2>&1 | tee train.log",
     )
 
@@ -131,11 +132,12 @@ def _of_run_folder(folder: RunFolder) -> Explanation:
     job = Job.read(folder)
     measured = read_jsonl(folder.metrics)[-1:] if folder.metrics.is_file() else []
     found = replace(found, steps=max([found.steps, *(_count(row, "step") for row in measured)]))
-    if folder.result.is_file() and not found.is_known:
-        found = replace(found, cause=ENOUGH, summary="The run finished.", run_next="")
-    elif not found.is_known and (stopped := re.search(NOT_FINITE, "\n".join(line.text for line in lines))):
+    if folder.result.is_file() and not found.is_shortage:
+        found = replace(found, cause=ENOUGH, summary="The run finished.", run_next="", changes=())
+    elif not found.is_shortage and (stopped := re.search(_NOT_FINITE, "\n".join(line.text for line in lines))):
         command = f"zerofit replay {shlex.quote(str(folder.path))}"
-        found = replace(found, summary=f"Memory did not run out: {stopped[0]}.", run_next=command)
+        summary = f"{NO_SHORTAGE[:-1]}: {stopped[0]}."
+        found = replace(found, cause=NOT_FINITE, summary=summary, run_next=command, changes=())
     if job.forecast is None:
         return found
     return replace(found, forecast=_of_plan(found, job, measured[0] if measured else {}))

@@ -1,4 +1,4 @@
-"""`zerofit explain`: why a run went out of memory."""
+"""`zerofit explain`: why a run went out of memory or failed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CANNOT_KNOW = "CANNOT KNOW"
 @AS_JSON
 @click.pass_context
 def explain(ctx: click.Context, what: str, html: Path | None, as_json: bool, **hardware: Any) -> None:
-    """Explain why a run went out of memory.
+    """Explain why a run went out of memory, or which other failure ended it.
 
     WHAT is the log of any program, a snapshot of torch.cuda.memory._dump_snapshot() (.pickle, also .gz), a run folder
     of zerofit, or - for a log on standard input. Neither torch nor a GPU is needed, and no code in the file runs.
@@ -105,7 +105,7 @@ def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
         largest = "; at its peak " + ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in kinds) if kinds else ""
         yield "forecast", f"{shown_bytes(result.forecast.allocated_bytes)} in tensors{at}{largest}"
         yield from _labelled("differs", result.forecast.parts)
-    yield from _labelled("to make room", list(_changes(result.changes)))
+    yield from _labelled("to make room" if result.place else "try", list(_changes(result.changes)))
 
 
 def _memory(result: Explanation) -> Iterator[str]:

@@ -78,6 +78,11 @@ CHANGES: dict[str, tuple[str, ...]] = {
         'kv_cache_dtype="fp8" halves the cache of 16-bit models',
         _VLLM_SPLIT,
     ),
+    "sglang-no-cache": (
+        "a higher --mem-fraction-static, if nothing else uses that memory",
+        "a smaller --max-running-requests or --cuda-graph-max-bs",
+        "a higher --tp-size, or quantized weights",
+    ),
     "vllm-warm-up": ("a smaller max_num_seqs", "a lower gpu_memory_utilization"),
     "single-tensor": ("look at the shapes on that line: no layout makes room for a tensor larger than the device",),
     "another-process": (
@@ -167,6 +172,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     ),
     "pinned-memory": (
         "pin_memory=False (offload_optimizer and offload_param have the key, too)",
+        "ulimit -l unlimited before the command (docker run --ulimit memlock=-1)",
         "fewer ranks on the host, or less offload",
     ),
     "device-full-at-start": (

@@ -1,4 +1,4 @@
-"""Explain a log from its most informative message about memory, the traceback before it, and the run's progress."""
+"""Explain a log from its most informative message, the traceback before it, and the run's progress."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from zerofit.explain.advice import changes_for, for_device
 from zerofit.explain.causes import cause_of
 from zerofit.explain.evidence import LogEvidence
+from zerofit.explain.failures import EXCEPTION, Failure, find_failure
 from zerofit.explain.log import LogLine
 from zerofit.explain.messages import Shortage, ranked, shortages
 from zerofit.explain.progress import progress_before
@@ -17,11 +18,44 @@ WORKER = "in DataLoader worker process"
 
 
 def explain_log(lines: Sequence[LogLine], source: str = "log") -> Explanation | None:
-    """Return why memory ran out; None if the log has no message about missing memory."""
-    found = shortages(lines)
-    if not found:
-        return None
-    shortage = ranked(found)[0]
+    """Return why memory ran out, or which other failure ended the run; None if the log shows neither."""
+    found = ranked(shortages(lines))
+    if found and found[0].is_certain:
+        return _of_shortage(lines, found, source)
+    failure = find_failure(lines)
+    if failure and not (found and _is_earlier(found[0], failure)):
+        return _of_failure(lines, failure, source)
+    return _of_shortage(lines, found, source) if found else None
+
+
+def _is_earlier(shortage: Shortage, failure: Failure) -> bool:
+    """Return whether a process that was killed, or a library that failed, explains a log better than a failure."""
+    return failure.is_consequence or (failure.cause == EXCEPTION and shortage.line <= failure.line.number)
+
+
+def _of_failure(lines: Sequence[LogLine], failure: Failure, source: str) -> Explanation:
+    frames = frames_before(lines, failure.line.number)
+    own, progress = own_frame(frames), progress_before(lines, failure.line.number)
+    return Explanation(
+        source=source,
+        cause=failure.cause,
+        place="",
+        summary=failure.summary,
+        evidence=failure.evidence,
+        message=failure.message,
+        at=own.place if own else "",
+        function=own.name if own else "",
+        code=own.code if own else "",
+        phase=phase_of(frames) or progress.activity,
+        steps=progress.steps,
+        ranks=failure.ranks,
+        changes=tuple(Change(change=text) for text in changes_for(failure.cause, failure.message) or failure.changes),
+        run_next=failure.run_next,
+    )
+
+
+def _of_shortage(lines: Sequence[LogLine], found: Sequence[Shortage], source: str) -> Explanation:
+    shortage = found[0]
     same = [other for other in found if other.kind == shortage.kind]
     frames = frames_before(lines, shortage.line)
     progress = progress_before(lines, shortage.line)

@@ -30,6 +30,7 @@ _PATTERNS = {name: re.compile(pattern) for name, pattern in _FIGURES.items()}
 _TORCH = re.compile(r"(?:CUDA|HIP|XPU|NPU|MLU|MPS backend) out of memory|C10 Out of Memory")
 _OTHERS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 _GPU = re.compile(r"\b(?:GPU|NPU|XPU|MLU|device) (\d+)[ ;]")
+_OTHERS_TOO = re.compile(r"STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR|EXECUTION_FAILED)(?!_DEVICE_ALLOC)")
 MESSAGE_LINES = 12  # number of lines over which a message may be wrapped
 KERNEL_LINES = 200  # number of lines of the kernel's report, which has a line for each process
 
@@ -80,6 +81,11 @@ class Shortage:
     gpu: int | None = None
     figures: MemoryFigures = field(default_factory=MemoryFigures)
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether only a shortage of memory writes this message."""
+        return self.kind not in ("killed", "dataloader-killed") and not _OTHERS_TOO.search(self.message)
+
 
 # kind -> (place, pattern). The first matching pattern gives a line its kind. The first kind in this order explains the
 # log: an error with figures explains more than the signal that followed it.
@@ -88,7 +94,8 @@ _SIGNS: dict[str, tuple[str, str]] = {
         DEVICE,
         r"No available memory for the cache blocks|is less than desired GPU memory utilization"
         r"|To serve at least one request with the model"
-        r"|max seq len \(\d+\) is larger than the maximum|out of memory occurred when warming up",
+        r"|max seq len \(\d+\) is larger than the maximum|out of memory occurred when warming up"
+        r"|try to increase --mem-fraction-static",  # SGLang
     ),
     "torch": (DEVICE, _TORCH.pattern),
     "kernel-oom": (HOST, r"Killed process \d+|oom-kill:constraint|out of memory: Killed|Memory cgroup out of memory"),
@@ -109,7 +116,7 @@ _SIGNS: dict[str, tuple[str, str]] = {
         HOST,
         r"(?:can't allocate memory|not enough memory): you tried to allocate|[Cc]annot allocate memory"
         r"|ArrayMemoryError|Unable to allocate [\d.]+ \w+ for an array|bad_alloc|^MemoryError|ArrowMemoryError"
-        r"|cudaHostAlloc|cudaHostRegister",
+        r"|cudaHostAlloc|cudaHostRegister|paging file is too small",
     ),
     "kernel-resources": (KERNEL, r"out of resource: |OutOfResources|too many resources requested for launch"),
     "nccl": (
@@ -120,7 +127,7 @@ _SIGNS: dict[str, tuple[str, str]] = {
     "blas": (
         DEVICE,
         r"(?:CUBLAS|CUDNN|CUSPARSE|CUSOLVER|CUFFT|HIPBLAS|ROCBLAS|rocblas)_(?:STATUS_)?(?:ALLOC_FAILED|status_memory_error)"
-        r"|(?:CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        r"|(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR|EXECUTION_FAILED)",
     ),
     "driver": (
         DEVICE,
@@ -142,7 +149,7 @@ _SIGNS: dict[str, tuple[str, str]] = {
 _SIGN_PATTERNS = {kind: (place, re.compile(pattern)) for kind, (place, pattern) in _SIGNS.items()}
 # a cheap test before the patterns; logs have millions of lines
 _MAYBE = re.compile(
-    r"memory|Memory|Memlimit|MEMLIMIT|oom|OOM|OUT_OF_|alloc|ALLOC|NOT_INIT|[Kk]ill|KILL|137|-9|resource|/dev/shm"
+    r"memory|Memory|Memlimit|MEMLIMIT|oom|OOM|OUT_OF_|[Aa]lloc|ALLOC|paging|fraction|HostReg|_STATUS_|[Kk]ill|KILL|137|-9|resource|/dev/shm"
     r"|mmap|signal|max seq len"
 )
 
@@ -170,7 +177,7 @@ def _shortages(lines: Sequence[LogLine]) -> Iterator[Shortage]:
 
 def _shortage(kind: str, place: str, lines: Sequence[LogLine], at: int) -> Shortage:
     line = lines[at]
-    text = _message(lines, at)
+    text = joined_message(lines, at)
     found = Shortage(kind=kind, place=place, message=text[:300], line=line.number, rank=line.rank)
     if kind == "torch":
         gpu = _GPU.search(text)
@@ -184,7 +191,7 @@ def _shortage(kind: str, place: str, lines: Sequence[LogLine], at: int) -> Short
     return found
 
 
-def _message(lines: Sequence[LogLine], at: int) -> str:
+def joined_message(lines: Sequence[LogLine], at: int) -> str:
     """Return a message in one line: it may be wrapped, and lines of other ranks may be between its lines."""
     rank = lines[at].rank
     parts = [lines[at].text.strip()]

@@ -71,7 +71,7 @@ def _blas(evidence: LogEvidence) -> Cause | None:
         )
     return Cause(
         name=UNKNOWN,
-        summary="A CUDA library did not start: the GPU is full, an index was out of range, or libraries do not match.",
+        summary="A CUDA library failed: the GPU is full, an index was out of range, or libraries do not match.",
         run_next="CUDA_LAUNCH_BLOCKING=1 before the same command: an earlier error then shows its own line",
     )
 
@@ -97,7 +97,7 @@ def host(evidence: LogEvidence) -> Cause | None:
     """Find the cause for full host memory."""
     figures, progress = evidence.shortage.figures, evidence.progress
     if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames) or (
-        "cudaHost" in evidence.shortage.message
+        re.search("cudaHost|mlock", evidence.shortage.message)
     ):
         return _pinned(evidence)
     shown = []

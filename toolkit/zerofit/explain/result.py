@@ -45,11 +45,11 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The reason why memory ran out, as far as the evidence shows it."""
+    """The reason why memory ran out or a run failed, as far as the evidence shows it."""
 
     source: str  # "log", "snapshot" or "run folder"
     cause: str  # a stable name, or UNKNOWN
-    place: str  # "device", "host", "shared memory" or "kernel"
+    place: str  # "device", "host", "shared memory" or "kernel"; "" if no memory ran out
     summary: str  # the cause in a sentence or two
     evidence: tuple[str, ...] = ()  # sentences with the evidence
     message: str = ""  # the error
@@ -71,6 +71,11 @@ class Explanation:
     def is_known(self) -> bool:
         """Whether the evidence shows the cause."""
         return self.cause != UNKNOWN
+
+    @property
+    def is_shortage(self) -> bool:
+        """Whether memory ran out, for a known cause."""
+        return self.is_known and bool(self.place)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON of `zerofit explain --json`."""

@@ -1,6 +1,6 @@
-"""Causes of the errors with which vLLM's engine refuses to start. It sizes its cache before the first token.
+"""Causes of the errors with which vLLM's or SGLang's engine refuses to start. Both size their cache before a token.
 
-The errors are in vllm/v1/worker/utils.py (request_memory) and vllm/v1/core/kv_cache_utils.py
+vLLM's errors are in vllm/v1/worker/utils.py (request_memory) and vllm/v1/core/kv_cache_utils.py
 (_check_enough_kv_cache_memory), and before 0.8 in vllm/worker/worker.py (raise_if_cache_size_invalid).
 """
 
@@ -22,6 +22,9 @@ def vllm(evidence: LogEvidence) -> Cause | None:
     text = evidence.shortage.message
     if "on startup" in text:
         return _not_free(text)
+    if "mem-fraction-static" in text:
+        summary = "SGLang's weights fill its share of the GPU. Nothing is left for the KV cache."
+        return Cause(name="sglang-no-cache", summary=summary)
     if "max seq len" in text:
         return _too_long(text)
     if "warming up" in text:

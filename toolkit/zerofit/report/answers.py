@@ -245,6 +245,7 @@ class ExplanationAnswer:
     cause: str
     summary: str
     source: str
+    place: str = ""
     evidence: list[str] = field(default_factory=list)
     message: str = ""
     at: str = ""

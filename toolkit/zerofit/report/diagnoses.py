@@ -23,7 +23,7 @@ FIGURES = {  # figures of an error, and their labels
 
 
 def explanation_answer(name: str, found: ExplanationAnswer) -> Answer:
-    """Return the cause of an out-of-memory error, and the evidence."""
+    """Return the cause of an out-of-memory error or another failure, and the evidence."""
     facts = [("because", reason) for reason in found.evidence]
     facts += [("your line", " ".join(filter(None, (found.at, found.code)))), ("asked by", found.asked_by)]
     facts += [("phase", found.phase), ("steps before", str(found.steps or "")), ("ranks", ", ".join(found.ranks))]
@@ -61,7 +61,9 @@ def explanation_sections(found: ExplanationAnswer) -> Iterator[Section]:
         for row in found.changes
     )
     listed: list[Tone] = ["" if row.fits is None else "good" if row.fits else "bad" for row in found.changes]
-    yield Section(title="Changes that make room", blocks=table_of(changes, tones=listed))
+    yield Section(
+        title="Changes that make room" if found.place else "Changes that help", blocks=table_of(changes, tones=listed)
+    )
     yield Section(title="The error", blocks=[Code(text=found.message)] if found.message else [])
 
 
