@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -182,6 +184,23 @@ def test_histories_and_prompts_are_conversations(folder, tmp_path):
     chat = read({"prompt": turns[:3], "completion": turns[3:]}, "completion")
     (found,) = encoded(folder, tmp_path, TEMPLATE.replace("CALL", ""), chat)  # TRL learns completions alone
     assert open_tokenizer(str(folder)).decode(found.ids[found.targets].tolist()) == "d<|im_end|>"
+
+
+@pytest.mark.parametrize("turns", ["messages", "conversations"])
+@pytest.mark.parametrize("in_lines", [True, False])
+def test_a_file_of_one_conversation_is_named_and_its_command_mends_it(tmp_path, refused, turns, in_lines):
+    speaker, text = {"messages": ("role", "content"), "conversations": ("from", "value")}[turns]
+    messages = [{speaker: "user", text: "2 + 2?"}, {speaker: "assistant", text: "4"}]
+    content = "\n".join(map(json.dumps, messages)) if in_lines else json.dumps(messages)
+    (tmp_path / "one.json").write_text(content)
+    (problem,) = refused(data=f"jsonl:{tmp_path}/one.json")
+    assert problem.kind == "one-conversation" and f"{{{turns}: flatten}}" in problem.hint
+    if shutil.which("jq"):
+        command = problem.hint.split("this file: ")[1].replace("FILE", str(tmp_path / "one.json"))
+        made = subprocess.run(command.split(" > ")[0], shell=True, capture_output=True, text=True, check=True).stdout
+        (tmp_path / "mended.jsonl").write_text(made)
+        (problem,) = refused(data=f"jsonl:{tmp_path}/mended.jsonl")
+        assert json.loads(made) == {turns: messages} and "has one conversation;" in problem.message
 
 
 @pytest.mark.parametrize(

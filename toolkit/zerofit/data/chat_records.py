@@ -72,6 +72,22 @@ def form_of(row: Record, text_field: str) -> ChatForm | None:
     return next((form for form in forms if form.field in row and form.partner in (None, *row)), None)
 
 
+def refused_record(row: Record, text_field: str, where: str) -> Problem | None:
+    """Return why zerofit does not train on records like this one; None for other records."""
+    return _lone_message(row, text_field, where) or judged_answers(row, text_field, where)
+
+
+def _lone_message(row: Record, text_field: str, where: str) -> Problem | None:
+    """Return a message if records are the messages of one conversation, not conversations."""
+    forms = (("role", "content", ROLES, "messages"), ("from", "value", _SPEAKERS, "conversations"))
+    for speaker, text, known, turns in forms:
+        if text_field not in row and {speaker, text} <= row.keys() and row[speaker] in [*known]:
+            message = f"{where} is one conversation: each of its records is a message ({speaker} and {text})"
+            hint = f"make each record a conversation; for this file: jq -sc '{{{turns}: flatten}}' FILE > chats.jsonl"
+            return Problem(kind="one-conversation", message=message, hint=hint, where=where)
+    return None
+
+
 def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
     """Return a message that zerofit does not train on records of good and bad answers; None for other records.
 

@@ -194,6 +194,9 @@ def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int,
         message = f"{source.name} has {len(train):,} training and {len(valid):,} validation samples with an "
         message += f"assistant's answer within {seq_len:,} tokens; each split needs at least one"
         hint = "use at least two conversations, or a larger --seq-len"
+        if counts.conversations + held_out.conversations == 1:
+            message = f"{source.name} has one conversation; training and validation need one each"
+            hint = "use at least two conversations"
         raise UserError(Problem(kind="data-too-short", message=message, hint=hint, where="--data"))
     return Data(
         name=source.name,

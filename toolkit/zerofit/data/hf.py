@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
-from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, judged_answers
+from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, refused_record
 from zerofit.data.hashing import name_hash, text_digest
 from zerofit.data.text_sources import (
     NAMED,
@@ -77,7 +77,7 @@ def open_hf(run: Run, argument: str) -> Source:
     fields = named_splits(argument)
     train = fields["train"]
     first = {**dict.fromkeys(train.column_names), **(train[0] if len(train) else {})}
-    if problem := judged_answers(first, run.text_field, fields["name"]):
+    if problem := refused_record(first, run.text_field, fields["name"]):
         raise UserError(problem)
     if form := form_of(first, run.text_field):
         return HfChats(**fields, what=form.title, form=form)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, judged_answers
+from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, refused_record
 from zerofit.data.hashing import name_hash
 from zerofit.data.plain_files import MARK, open_plain
 from zerofit.data.text_sources import (
@@ -182,7 +182,7 @@ def open_jsonl(run: Run, argument: str) -> Source:
     source = JsonlSource(**named, what=run.text_field)
     rows = (row for row in map(JsonLine.read, source.lines()) if isinstance(row, dict))
     first = next(rows, {})
-    if problem := judged_answers(first, run.text_field, named["name"]):
+    if problem := refused_record(first, run.text_field, named["name"]):
         raise UserError(problem)
     form = form_of(first, run.text_field)
     return JsonlChats(**named, what=form.title, form=form) if form else source
