@@ -24,6 +24,12 @@ MOST = {r"(layers?|depths?|stages|blocks)$": 2_000, r"experts$": 100_000, r"^num
 KERNELS = re.compile(r"^_?(attn|experts)_implementation")
 PLAIN_KERNELS = ("eager", "sdpa", None)  # part of torch and transformers
 ATTENTION = "attn_implementation"
+# Model types whose layers need a package of kernels (transformers' use_kernel_func_from_hub_with_fallback). Traces run
+# transformers' own code instead, except Mamba's, whose kernels have stand-ins (models/state_space.py).
+_STATE_SPACE = ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba", "zamba2")
+_LINEAR_ATTENTION = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "kimi_linear")
+_LINEAR_ATTENTION += ("glm5_next", "bailing_hybrid")
+_KERNEL_PACKAGES = dict.fromkeys(_STATE_SPACE, "mamba-ssm") | dict.fromkeys(_LINEAR_ATTENTION, "flash-linear-attention")
 
 # these model types count positions from the padding id + 1
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", "xlm-roberta-xl", "xmod")
@@ -94,8 +100,12 @@ def _refuse_no_layers(name: str, config: Any) -> None:
 
 
 def notes_of_config(name: str, values: Config) -> list[str]:
-    """Return a note for each key of a config that training ignores, with what training does instead."""
-    return [f"{name}: {key} {text}" for key, text in _left_out(values)]
+    """Return a note for each key of a config that training ignores, and for kernels that a trace does not have."""
+    notes = [f"{name}: {key} {text}" for key, text in _left_out(values)]
+    package = _KERNEL_PACKAGES.get(str(values.get("model_type")).removesuffix("_text"))
+    if package:
+        notes.append(f"{name}: forecasts are for transformers' own code; with {package}, runs need less memory and time")
+    return notes
 
 
 def _left_out(values: Config) -> Iterator[tuple[str, str]]:

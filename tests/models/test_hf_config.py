@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Mamba2Config
 
@@ -99,6 +101,18 @@ def test_what_a_training_leaves_out_of_a_config_is_noted_and_looked_for_nowhere(
     eager = find(written(tmp_path, attn_implementation="eager"))
     assert make_config(eager, None, {})._attn_implementation == "eager"
     assert notes_of_config("m", source_config(eager)) == []
+
+
+def test_kernels_of_other_packages_are_noted():
+    """Every model type that needs mamba-ssm or fla in this transformers, but those with stand-ins."""
+    folder = Path(transformers.__file__).parent / "models"
+    needs = re.compile(
+        r'_with_fallback\(\s*"(?!causal_conv1d|selective_state|fused_recurrent)\w+",\s*"(mamba_ssm|fla)"'
+    )
+    found = {file.parent.name for file in folder.glob("*/modeling_*.py") if needs.search(file.read_text())}
+    without = {name for name in found if not notes_of_config("m", {"model_type": name})}
+    assert without == {"mamba", "falcon_mamba", "jamba"}
+    assert notes_of_config("m", {"model_type": "llama"}) == []
 
 
 def test_an_attention_kernel_is_an_argument_as_in_transformers(tmp_path, offline):

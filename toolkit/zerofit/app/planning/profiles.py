@@ -87,7 +87,7 @@ def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path
 
     Raises UserError (also if the model has to be traced but torch is not installed) and ModelError.
     """
-    for note in _notes(Path(wanted.model)):
+    for note in _notes(wanted.model):
         report.note(note)
     path = _place(wanted)
     profile = kept_profile(wanted)
@@ -263,10 +263,12 @@ def _content(model: str) -> Any:
     return None if names_callable(model) else model
 
 
-def _notes(path: Path) -> list[str]:
-    """Return notes on unused parts of a config; [] for a config that `find` refuses."""
+def _notes(model: str) -> list[str]:
+    """Return notes on a config (of a name, a file or a folder); [] for a config that `find` refuses."""
+    path = Path(model)
     try:
-        return notes_of_config(str(path), read_config(path / "config.json" if path.is_dir() else path))
+        values = PRESETS.get(model) or read_config(path / "config.json" if path.is_dir() else path)
+        return notes_of_config(model, values)
     except ModelError:
         return []
 
