@@ -414,6 +414,25 @@ def test_a_precision_that_the_json_switches_off():
     assert problem.where == "--precision and ds.json: bf16.enabled"
 
 
+@pytest.mark.parametrize(
+    ("machine", "config", "precision"),
+    [
+        (CPU, {}, "fp32"),
+        (GPUS, {}, "bf16"),
+        (GPUS, {"bf16": {"enabled": "auto"}}, "bf16"),
+        (replace(GPUS, bf16=False), {}, "fp16"),
+        (GPUS, {"fp16": {"enabled": False}}, "fp32"),
+        (GPUS, {"fp16": {"enabled": True}}, "fp16"),
+        (GPUS, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "fp32"),
+    ],
+)
+def test_the_precision_of_a_run_that_names_none(machine, config, precision):
+    _, plain = resolved(config, machine=machine)
+    assert [name for name in ("bf16", "fp16") if get(plain, f"{name}.enabled") is True] == [
+        name for name in ("bf16", "fp16") if name == precision
+    ]
+
+
 def test_an_optimizer_block_keeps_what_it_leaves_out():
     _, plain = resolved({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, machine=GPUS)
     assert plain["optimizer"]["params"] == {"lr": 0.1}

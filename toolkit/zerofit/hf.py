@@ -43,6 +43,7 @@ from transformers.integrations.deepspeed import (
 from zerofit.app.job.resolve import ASSUMED_STEPS
 from zerofit.app.simulation.runs import simulate as simulate_run
 from zerofit.check.dotted import autos, get
+from zerofit.config.decide import precision_of
 from zerofit.config.ds_json import read_document
 from zerofit.features.optimizers import ENTRIES
 from zerofit.models.catalog import ModelError, find
@@ -99,6 +100,9 @@ def run_of(
         fields["optimizer"] = _optimizer(args, problems)
     filled = problems.attempt(lambda: _filled(written, args, config, cluster.ranks, steps))
     problems.raise_if_any()
+    assert filled is not None
+    if precision_of(None, filled)[0] == "auto":
+        fields["precision"] = "fp32"  # as the Trainer trains by default
     # renamed in transformers 5.23
     recompute = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", False)
     return Run(

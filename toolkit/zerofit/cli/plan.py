@@ -32,7 +32,7 @@ from zerofit.features.engines import ENGINES, NOT_PLANNED
 from zerofit.plan.layout import OFFLOADS
 from zerofit.rollout.methods import METHODS
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.model_facts import PRECISIONS
+from zerofit.spec.model_facts import DEFAULT_PRECISION, PRECISIONS
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.profile import Savings
 
@@ -83,7 +83,7 @@ LIGER_HELP = "forecast Liger's fused norms, rotary embeddings, SwiGLU and cross-
 TENSOR_HELP = "assume that tensor parallel ranks also split norms, embedding, head and loss, as in Megatron"
 THREADS_HELP = "OMP_NUM_THREADS of each rank, for an offloaded optimizer; torchrun and accelerate set 1 [all cores]"
 ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate) [deepspeed]"
-PRECISION_HELP = "bf16 if the device supports it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"
+PRECISION_HELP = f"{DEFAULT_PRECISION}; with --profile the profile's"
 
 
 def _columns(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:

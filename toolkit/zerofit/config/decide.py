@@ -25,7 +25,7 @@ from zerofit.config.validate import check_combination, check_optimizer
 from zerofit.features.optimizers import OPTIMIZERS, of_json, run_name, usual_optimizer
 from zerofit.spec.errors import Problems
 from zerofit.spec.mesh import pipeline_parts
-from zerofit.spec.model_facts import Machine, ModelFacts
+from zerofit.spec.model_facts import Machine, ModelFacts, default_precision
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Batch, Layout
 
@@ -102,6 +102,7 @@ def decide(
     else:
         least = pipeline_parts(layout.pp, asked.run.pipeline_schedule)
         batch = solve(merged, layout.dp, least, places, problems)
+    merged.setdefault("precision", default_precision(machine.precisions, machine.accelerator))
     run = _settled(asked.run, merged, config, layout, batch, kind)
     if warnings is not None:
         check_combination(layout, config, problems)
@@ -141,8 +142,7 @@ def where(finding: Finding, document: Document, place: str) -> str:
 
 def _check_json(document: Document, run: Run, machine: Machine, place: str, problems: Problems) -> list[Finding] | None:
     """Return warnings about the JSON, or None if it has errors, which are added to `problems`."""
-    precisions = ("fp32", *(name for name in ("bf16", "fp16") if getattr(machine, name)))
-    setting = TargetHardware(pipeline=run.stages, accelerator=machine.accelerator, precisions=precisions)
+    setting = TargetHardware(pipeline=run.stages, accelerator=machine.accelerator, precisions=machine.precisions)
     entry = of_json(get(document.config, "optimizer.type"))
     settled = {(rule.code, rule.path) for rule in (entry.rules if entry else ()) if rule.settled}
     found = [f for f in check(document, setting) if f.code not in SETTLED and (f.code, f.path) not in settled]
@@ -162,7 +162,7 @@ def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems
     if get(config, "expert_parallel.enabled") is not True:
         del theirs["expert_parallel"]
     optimizer = run_name(str(get(config, "optimizer.type", "auto")))  # DeepSpeed's names are case-insensitive
-    theirs |= {"optimizer": (optimizer, "optimizer.type"), "precision": _precision_of(asked.run, config)}
+    theirs |= {"optimizer": (optimizer, "optimizer.type"), "precision": precision_of(asked.run.precision, config)}
     merged: dict[str, Any] = {}
     for field, (value, path) in theirs.items():
         value = None if value == "auto" else value
@@ -181,16 +181,22 @@ def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems
     return merged
 
 
-def _precision_of(run: Run, config: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the JSON's precision ("auto": the run's), and the key that sets it."""
-    bf16, fp16 = get(config, "bf16.enabled", "auto"), get(config, "fp16.enabled", "auto")
-    neither = bf16 is False and fp16 is False
-    for name, enabled in (("bf16", bf16), ("fp16", fp16)):
+def precision_of(asked: str | None, config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the JSON's precision ("auto": the run's), and the key that sets it.
+
+    If the run asks for none, a JSON that only switches 16-bit types off trains in float32. Autocast needs float32
+    weights.
+    """
+    blocks = {name: get(config, f"{name}.enabled") for name in ("bf16", "fp16")}
+    off = (False,) if asked else (False, None)
+    wide = False in blocks.values() and all(enabled in off for enabled in blocks.values())
+    wide = wide or (asked is None and get(config, "torch_autocast.enabled") is True)
+    for name, enabled in blocks.items():
         if enabled is True:
             return name, f"{name}.enabled"
-        if enabled is False and run.precision == name:
-            return "fp32" if neither else f"not {name}", f"{name}.enabled"
-    return "fp32" if neither else "auto", "bf16.enabled and fp16.enabled"
+        if enabled is False and asked == name:
+            return "fp32" if wide else f"not {name}", f"{name}.enabled"
+    return "fp32" if wide else "auto", "bf16.enabled and fp16.enabled"
 
 
 def _layout(
@@ -235,7 +241,7 @@ def _settled(
             "micro_batch": batch.micro,
             "gradient_accumulation_steps": batch.accumulation,
             "global_batch": batch.total,
-            "precision": merged.get("precision", "fp32"),
+            "precision": merged["precision"],
             "activation_checkpointing": run.activation_checkpointing or offloaded,
             "activation_offload": offloaded,
             "compile": run.compile or get(config, "compile.deepcompile") is True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -44,6 +45,15 @@ def gives_loss(task: str) -> bool:
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+DEFAULT_PRECISION = "on GPUs bf16, fp16 before Ampere; on CPUs fp32"
+
+
+def default_precision(able: Collection[str], accelerator: str) -> Precision:
+    """Return the precision of a run that names none, for a device with these precisions."""
+    usual: tuple[Precision, ...] = () if accelerator == "cpu" else ("bf16", "fp16")
+    return next((name for name in usual if name in able), "fp32")
+
+
 # transformers' names of attention kernels, of which torch has the first two, and the first FlashAttention
 # fmt: off
 AttentionKernel = Literal[
@@ -135,6 +145,11 @@ class Machine:
     fp16: bool
     bf16: bool
     here: bool = True  # whether it is this machine, whose folders can be read
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """The precisions that the devices can compute in."""
+        return ("fp32", *(name for name, able in (("bf16", self.bf16), ("fp16", self.fp16)) if able))
 
 
 BUCKET_LIMIT = 50_000_000  # elements: enough for a link's full bandwidth, 100 MB in bf16

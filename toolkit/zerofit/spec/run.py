@@ -37,7 +37,7 @@ from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.foreign import Unreadable
 from zerofit.spec.foreign_yaml import read_own_yaml
 from zerofit.spec.image_sizes import ImageSizes
-from zerofit.spec.model_facts import AttentionKernel, Precision
+from zerofit.spec.model_facts import DEFAULT_PRECISION, AttentionKernel, Precision
 from zerofit.spec.named_code import in_run_folder, refuse_foreign_code
 from zerofit.spec.partial_training import Bits, LoraInit, LoraSettings, PartialTraining, Quantization
 from zerofit.spec.profiling import Numbers
@@ -233,7 +233,9 @@ class Run(BaseModel):
     seed: NonNegativeInt = _option(0, "seed of weights, sample order, dropout and augmentation")
 
     # numbers and memory
-    precision: Precision | None = _option(None, "fp32, bf16 or fp16 (default: as in the DeepSpeed JSON, else fp32)")
+    precision: Precision | None = _option(
+        None, f"fp32, bf16 or fp16 (default: as in the DeepSpeed JSON, else {DEFAULT_PRECISION})"
+    )
     activation_checkpointing: Checkpointing = _option(False, "recompute activations in backward to save memory")
     activation_offload: bool = _option(False, "recompute activations, and keep the checkpoints in host memory")
     loss_chunk: PositiveInt | None = _option(

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict
 
 from zerofit.check.document import of_data
 from zerofit.check.dotted import get
+from zerofit.config.decide import precision_of
 from zerofit.config.ds_json import read_for_run
 from zerofit.features.checkpointing import Checkpointing
 from zerofit.features.optimizers import OPTIMIZERS, PLANNED, Optimizer, run_name
@@ -164,14 +165,8 @@ def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 
 
 def batch_and_precision(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the global batch and precision that pins or, without them, a DeepSpeed JSON set.
-
-    A JSON that switches 16-bit types off, and none on, trains in float32.
-    """
-    found = {"global_batch": get(config, "train_batch_size", "auto")}
-    enabled = {name: get(config, f"{name}.enabled") for name in ("bf16", "fp16")}
-    off = False in enabled.values() and all(value in (False, None) for value in enabled.values())
-    found["precision"] = next((name for name, value in enabled.items() if value is True), "fp32" if off else "auto")
+    """Return the global batch and precision that pins or, without them, a DeepSpeed JSON set."""
+    found = {"global_batch": get(config, "train_batch_size", "auto"), "precision": precision_of(None, config)[0]}
     found = {name: value for name, value in found.items() if value != "auto"}
     return found | {name: pins[name] for name in ("global_batch", "precision") if pins.get(name) is not None}
 

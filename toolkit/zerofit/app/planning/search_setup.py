@@ -24,7 +24,7 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import Calibration, read_calibration
-from zerofit.spec.model_facts import LIGER_TYPES
+from zerofit.spec.model_facts import LIGER_TYPES, default_precision
 from zerofit.spec.named_code import refuse_foreign_code
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import Profile
@@ -173,11 +173,11 @@ def forecast_of(profile: Profile, cluster: Cluster) -> Forecast:
 def _precision(asked: str | None, cluster: Cluster, stored: Profile | None) -> str:
     """Return the requested precision, else the device's default if the profile has it, else a precision of the profile.
 
-    The default is bf16, fp16 before Ampere, and fp32 on a CPU. Raises UserError.
+    Raises UserError.
     """
     able = cluster.device.tflops
     if asked is None:
-        usual = "fp32" if cluster.on_cpu else "bf16" if "bf16" in able else "fp16"
+        usual = default_precision(able, cluster.accelerator)
         traced = list(dict.fromkeys(key.split("/")[0] for key in stored.costs)) if stored else []
         asked = usual if usual in traced or not traced else traced[0]
     if asked in able:
