@@ -25,6 +25,23 @@ MOST = 100  # maximum number of unknown keys of a section with a finding each
 # findings about a value that DeepSpeed does not allow
 WRONG_VALUE = ("wrong-type", "number-as-string", "out-of-range", "not-allowed")
 
+# flags outside of strict sections whose type DeepSpeed checks; of all others it uses any value as true or false
+_EXPERTS = "expert_parallel."
+TYPED = (
+    *("checkpoint.writer.", "checkpoint.parallel_write."),
+    f"{_EXPERTS}async_",
+    f"{_EXPERTS}validate_",
+    f"{_EXPERTS}has_",
+)
+SUMMED = ("wall_clock_breakdown", "flops_profiler.enabled")  # flags that it combines by |, which needs integers
+COUNTED = ("checkpoint.writer.", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
+WHOLE = (*COUNTED[:3], _EXPERTS, "flops_profiler.module_depth")  # integers of which DeepSpeed refuses 2.0
+# effect of a number below the least one, of keys whose sign DeepSpeed does not check
+BELOW = {"gradient_clipping": "DeepSpeed does not clip", "steps_per_print": "DeepSpeed uses it without its sign"}
+MOST_INTEGER = 2**63  # for pydantic, which reads the strict sections
+FLAG_WORDS = dict.fromkeys(("1", "t", "y", "yes", "on", "true"), True)  # pydantic's
+FLAG_WORDS |= dict.fromkeys(("0", "f", "n", "no", "off", "false"), False)
+
 SCALARS = {bool: ("boolean",), int: ("integer", "number"), float: ("number",), str: ("string",)}
 
 
@@ -228,8 +245,11 @@ def _value(path: str, value: Any, schema: Schema, c: CheckSubject) -> Iterator[F
 
 def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) -> Finding:
     """Return the finding about an unfilled "auto": a warning if DeepSpeed uses its default, else an error."""
-    dropped = path.rpartition(".")[0] in catalog.strict
+    # DeepSpeed drops "auto" in strict sections, but compares this number before
+    dropped = path.rpartition(".")[0] in catalog.strict and path != "tensor_parallel.autotp_size"
     severity, why = "error", 'DeepSpeed fails on "auto"'
+    if schema.get("type") == "boolean" and not path.startswith((*TYPED, *SUMMED)):
+        why = 'DeepSpeed reads "auto" as true'
     if setting.reader == "zerofit":
         why = "zerofit stops before it starts a rank"
     elif dropped and (setting.reader not in HUGGING_FACE or setting.guessed):
@@ -265,6 +285,9 @@ def _plainly_fits(value: Any, schema: Schema) -> bool:
 
 
 def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Finding]:
+    if isinstance(value, float) and _is_integer(schema) and (path.startswith(WHOLE) or abs(value) >= MOST_INTEGER):
+        yield _fraction(path, value, schema)
+        return
     if _plainly_fits(value, schema):
         return
     from jsonschema import Draft202012Validator
@@ -282,11 +305,14 @@ def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Fin
         why = "DeepSpeed converts it, but other readers of the file may not" if strict else "DeepSpeed fails on it"
     elif "properties" in schema and isinstance(value, bool) and "enabled" in schema["properties"]:
         edits = (Assignment(path, {"enabled": value}),)
-    elif _fits(True, schema) and (flag := _flag(value)) is not None:
-        edits = (Assignment(path, flag),)
-        why = 'DeepSpeed fails on it, or treats any string as true, even "false"'
-        if strict:
-            why = "DeepSpeed converts it, but other readers of the file treat any string as true"
+    elif _fits(True, schema) and "object" not in schema.get("type", ()):
+        flag = _flag(value)
+        edits = (Assignment(path, flag),) if flag is not None else ()
+        why = _reading_of_flag(path, value, shown, strict)
+    elif isinstance(value, bool) and not path.startswith(COUNTED) and _fits(int(value), schema):
+        why = f"DeepSpeed uses it as {int(value)}"
+    elif path in BELOW and error.validator == "minimum" and value < 0:
+        code, why = "out-of-range", BELOW[path]
     elif error.validator in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         code = "out-of-range"
     elif error.validator == "enum" and isinstance(value, str):
@@ -303,13 +329,38 @@ def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Fin
     )
 
 
+def _is_integer(schema: Schema) -> bool:
+    types = schema.get("type", ())
+    return "integer" in types and "number" not in types
+
+
+def _fraction(path: str, value: float, schema: Schema) -> Finding:
+    """Return the finding about a number with a decimal point, or a number that is too large, for an integer."""
+    clear = value.is_integer() and abs(value) < MOST_INTEGER
+    return Finding(
+        code="out-of-range" if abs(value) >= MOST_INTEGER else "wrong-type",
+        path=path,
+        message=f"{path} is {json.dumps(value)}; allowed: {_allowed(schema)}",
+        why="DeepSpeed refuses it or fails later: it needs an integer",
+        fix=f"use {int(value)}" if clear else "use an integer",
+        edits=(Assignment(path, int(value)),) if clear else (),
+    )
+
+
+def _reading_of_flag(path: str, value: Any, shown: str, strict: bool) -> str:
+    """Return what DeepSpeed does with a value that is not true or false, for a key that is."""
+    if strict and (value in (0, 1) or str(value).lower() in FLAG_WORDS):
+        return "DeepSpeed converts it, but other readers of the file treat any string as true"
+    if strict or path.startswith(TYPED) or (path in SUMMED and not isinstance(value, int)):
+        return "DeepSpeed refuses it or fails later"
+    return f"DeepSpeed does not check it, and reads {shown} as {json.dumps(bool(value))}"
+
+
 def _flag(value: Any) -> bool | None:
     """Return the boolean that a word or number means, or None if that is not clear."""
     word = str(value).lower()
-    if word in ("1", "yes", "on", "y"):
-        return True
-    if word in ("0", "no", "off", "n"):
-        return False
+    if word in FLAG_WORDS:
+        return FLAG_WORDS[word]
     meant = near(word, ["true", "false"]) if isinstance(value, str) else None
     return None if meant is None else meant == "true"
 

@@ -17,7 +17,9 @@ from zerofit.features.optimizers import ENTRIES, of_json
 from zerofit.spec.mesh import pipeline_parts
 
 ACCUMULATION = "data_types.grad_accum_dtype"
-DTYPES = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
+_DTYPES = {"fp32": ("float32", "float"), "bf16": ("bfloat16",), "fp16": ("float16", "half")}
+DTYPES = {f"{torch}{word}": name for name, words in _DTYPES.items() for word in words for torch in ("", "torch.")}
+DTYPES |= {name: name for name in _DTYPES}
 TENSOR = "tensor_parallel"
 
 
@@ -29,6 +31,12 @@ def precision(c: CheckSubject) -> str:
 def precision_is_known(c: CheckSubject) -> bool:
     """Return whether the precision is known: no "auto" decides it."""
     return all(c.get(f"{name}.enabled") != "auto" for name in ("bf16", "fp16"))
+
+
+def has_other_parameter_type(c: CheckSubject) -> bool:
+    """Return whether data_types.param_dtype differs from the enabled precision."""
+    dtype = DTYPES.get(c.word("data_types.param_dtype") or "")
+    return precision_is_known(c) and dtype not in (None, precision(c))
 
 
 def accumulates_in_another_type(c: CheckSubject) -> bool:
@@ -161,7 +169,14 @@ def is_nvme(path: str) -> bool:
 TERMS: dict[str, Callable[[CheckSubject], Any]] = {
     term.__name__: term
     for term in (
-        *(precision, precision_is_known, accumulates_in_another_type, scales_loss_dynamically, masters_in_16_bits),
+        *(
+            precision,
+            precision_is_known,
+            has_other_parameter_type,
+            accumulates_in_another_type,
+            scales_loss_dynamically,
+            masters_in_16_bits,
+        ),
         *(uses_bf16_optimizer, reduces_by_scatter, clips, stage_is_set, zero_section_of_2020),
         *(scheduler_is_deepspeeds, optimizer_is_wrapped, nested_tensor_parallel, dualpipev_parts),
         *(refused_with_split_experts, compile_passes, steps_in_one_copy, needs_full_gradients),

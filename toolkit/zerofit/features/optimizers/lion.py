@@ -54,7 +54,7 @@ LION = OptimizerEntry(
             path="optimizer.type",
             when="optimizer == 'lion' and on_cpu and offload('optimizer') is None",
             message="Lion without a GPU and without offload",
-            why="DeepSpeed's fused Lion needs CUDA; with offload to the CPU it uses another op",
+            why="DeepSpeed stops: its fused Lion needs CUDA; with offload to the CPU it uses another op",
             fix="use AdamW, or offload the optimizer to the CPU",
             source="ops/lion/fused_lion.py:36, ops/op_builder/cpu/ (no fused_lion)",
             settled=True,
