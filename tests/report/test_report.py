@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from tests.report.browser import CHROMIUM, View, looked_at
 from tests.report.test_plot import a_run
 from zerofit.cli.main import main
+from zerofit.explain.not_finite import Replay
 from zerofit.report.page import COLOURS
 
 GIB = 2**30
@@ -82,6 +83,20 @@ def run(*args: str | Path, code: int = 0):
     return done
 
 
+REPLAY = Replay(
+    cause="overflow-of-fp16",
+    summary="fp16 overflows.",
+    step=23,
+    start_step=20,
+    precision="fp16",
+    module="layers.1.mlp",
+    line="model.py:9",
+    inputs=("x: up to 65504",),
+    evidence=(MARKUP,),
+    rank=1,
+)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("pages")
@@ -92,12 +107,16 @@ def pages(folder) -> dict[str, Path]:
     """One page of each kind, and one with several results side by side."""
     found = {
         name: folder / f"{name}.html"
-        for name in ("plan", "explain", "check", "run", "simulation", "extreme", "several")
+        for name in ("plan", "explain", "failure", "replay", "check", "run", "simulation", "extreme", "several")
     }
     plan = folder / "plan.json"
     plan.write_text("a log before it\n" + run(*PLAN, "--html", found["plan"]).stdout)
     (folder / "train.log").write_text(LOG)
     run("explain", folder / "train.log", "--html", found["explain"])
+    (folder / "crash.log").write_text("bash: line 1: 7 Segmentation fault")
+    run("explain", folder / "crash.log", "--html", found["failure"])
+    (folder / "replay.json").write_text(json.dumps(REPLAY.to_dict()))
+    run("report", folder / "replay.json", "--out", found["replay"])
     (folder / "ds.json").write_text('{"train_batch_size": 8, "zero_optimisation": {"stage": 3}}')
     run("check", folder / "ds.json", "--html", found["check"], code=2)
     saved = {"first": a_simulation(), "second": a_simulation(run={"model": MARKUP, "micro_batch": 4})}
@@ -210,6 +229,13 @@ def test_figures_of_an_explanation_and_a_check(pages):
     assert "1 error" in checked and "zero_optimization" in checked
 
 
+def test_figures_of_a_failure_and_a_replay(pages):
+    failed, replayed = text_of(pages["failure"]), text_of(pages["replay"])
+    assert "explained: crash" in failed and "Changes that help" in failed and "not simulated" not in failed
+    for text in ("Overflow of fp16", "layers.1.mlp", "model.py:9", "step 20, in fp16", "up to 65504"):
+        assert text in replayed
+
+
 def test_results_side_by_side_show_what_differs(pages):
     text = text_of(pages["several"])
     assert "5 results side by side" in text
@@ -270,7 +296,9 @@ def test_damaged_run_folders_still_have_a_page(tmp_path):
     assert "Done" in text_of(tmp_path / "page.html")
 
 
-@pytest.mark.parametrize("command", [PLAN, ["check", "ds.json"], ["explain", "a.log"], ["simulate", "gpt2"]])
+@pytest.mark.parametrize(
+    "command", [PLAN, ["check", "ds.json"], ["explain", "a.log"], ["replay", "a"], ["simulate", "gpt2"]]
+)
 def test_a_page_that_cannot_be_written_is_refused_before_any_work(command, tmp_path):
     done = run(*command, "--html", tmp_path / "missing" / "page.html", code=2)
     assert "cannot be written" in done.stderr

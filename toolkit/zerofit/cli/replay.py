@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
-from zerofit.app.replaying import WidePrecision
 from zerofit.app.replaying import replay as replay_run
 from zerofit.cli.console import EventConsole, answer_watched, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE
+from zerofit.cli.report import HTML, refuse_page, write_page
 from zerofit.explain.not_finite import Replay
 
 NOTHING = 1
@@ -25,8 +26,9 @@ SHOWN = 8  # samples
     "--precision", type=click.Choice(["fp32", "fp64"]), help="repeat on one CPU in this precision (default: the run's)"
 )
 @TRUST_MODEL_CODE
+@HTML
 @AS_JSON
-def replay(run: Path, step: int | None, precision: WidePrecision | None, trust_model_code: bool, as_json: bool) -> None:
+def replay(run: Path, html: Path | None, as_json: bool, **settings: Any) -> None:
     """Repeat a run's steps before a loss that is not finite, and name the cause.
 
     The replay starts at the newest checkpoint before the step, with the same samples, weights and random numbers in the
@@ -38,7 +40,10 @@ def replay(run: Path, step: int | None, precision: WidePrecision | None, trust_m
     """
 
     def work(console: EventConsole) -> Replay:
-        return replay_run(run, step, precision=precision, trust_model_code=trust_model_code, on_event=console)
+        refuse_page(html)
+        found = replay_run(run, **settings, on_event=console)
+        write_page(found.to_dict(), html)
+        return found
 
     result = answer_watched(work, as_json, show)
     sys.exit(0 if result.is_known else NOTHING)

@@ -7,9 +7,7 @@ import re
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 NVIDIA_SMI = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
 RSS = "print psutil.Process().memory_info().rss after each step: steady growth is a leak, a jump is a longer batch"
-PLAN_SERVE = (
-    "zerofit plan MODEL --serve --gpus N --hw HARDWARE: the least utilisation and the longest sequence that fit"
-)
+PLAN_SERVE = "zerofit plan MODEL --serve --gpus N --gpu KIND: the least utilisation and the longest sequence that fit"
 KERNEL_LOG = "sudo dmesg -T | grep -i -E 'killed process|oom'"
 # The observer is called before the error is raised, so the snapshot has all live blocks. torch.cuda.init comes first:
 # an observer that is attached before CUDA starts is lost.

@@ -13,7 +13,7 @@ from zerofit.spec.foreign import MAX_BYTES, Unreadable, bounded, of_kind, parse_
 
 Settings = dict[str, object]
 Sizes = dict[str, NonNegativeInt]
-NO_RESULT = "it contains no result of zerofit --json (plan, simulate, explain, check or train)"
+NO_RESULT = "it contains no result of zerofit --json (plan, simulate, explain, replay, check or train)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +264,32 @@ class ExplanationAnswer:
     @property
     def title(self) -> str:
         """The cause."""
-        return f"out of memory: {self.cause.replace('-', ' ')}"
+        return f"{'out of memory' if self.place else 'explained'}: {self.cause.replace('-', ' ')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayAnswer:
+    """`zerofit replay --json`."""
+
+    cause: str
+    summary: str
+    start_step: int
+    step: int | None = None
+    phase: str = ""
+    module: str = ""
+    op: str = ""
+    tensor: str = ""
+    line: str = ""
+    inputs: list[str] = field(default_factory=list)
+    rank: int | None = None
+    evidence: list[str] = field(default_factory=list)
+    advice: str = ""
+    precision: str = ""
+
+    @property
+    def title(self) -> str:
+        """The cause."""
+        return f"replay: {self.cause.replace('-', ' ')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,12 +320,13 @@ class CheckAnswer:
         return self.file
 
 
-Result = SimulationAnswer | PlanAnswer | ExplanationAnswer | CheckAnswer
+Result = SimulationAnswer | PlanAnswer | ExplanationAnswer | ReplayAnswer | CheckAnswer
 # keys that identify a JSON -> its form
 FORMS: tuple[tuple[set[str], type[Result]], ...] = (
     ({"peak_bytes", "breakdown", "world_size"}, SimulationAnswer),
     ({"layouts", "considered", "cluster"}, PlanAnswer),
     ({"cause", "summary", "source"}, ExplanationAnswer),
+    ({"cause", "summary", "start_step"}, ReplayAnswer),
     ({"file", "problems"}, CheckAnswer),
 )
 

@@ -99,10 +99,14 @@ def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
             else [],
         ),
     ]
-    facts = [(name.replace("_", " "), str(value)) for name, value in named.items()]
+    facts = [(name.replace("_", " "), _shown(value)) for name, value in named.items()]
     answer = Answer(name="", verdict=f"{len(good)} of {len(rows)} measured", facts=facts)
     meanings = {str(row[first]): row["title"] for row in rows if row.get("title")} | description(kind)["meanings"]
     return Page(title=title, answers=[answer], sections=tables, meanings=meanings).to_html()
+
+
+def _shown(value: object) -> str:
+    return ", ".join(f"{key}: {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
 
 
 def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:

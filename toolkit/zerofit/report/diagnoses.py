@@ -1,10 +1,10 @@
-"""Build the page sections that explain errors and list findings in DeepSpeed JSONs."""
+"""Build the page sections that explain errors, show replays and list findings in DeepSpeed JSONs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerofit.report.answers import CheckAnswer, ExplanationAnswer
+from zerofit.report.answers import CheckAnswer, ExplanationAnswer, ReplayAnswer
 from zerofit.report.forecasts import cost, kind_blocks
 from zerofit.report.page import Answer, Block, Code, Section, Tone, named, table_of
 from zerofit.spec.files import number_in
@@ -51,12 +51,15 @@ def explanation_sections(found: ExplanationAnswer) -> Iterator[Section]:
         {"line": r.place, "function": r.function, "kind": r.kind, "bytes": shown_bytes(r.bytes)} for r in found.lines
     )
     yield Section(title="Lines that hold the most memory", blocks=table_of(lines, words=("function", "kind")))
+    simulated = any(row.fits is not None for row in found.changes)
     changes = (
         {
             "change": row.change,
             "reserved": shown_bytes(row.reserved_bytes) if row.reserved_bytes is not None else "",
             "step time": cost(row.slowdown),
-            "verdict": {True: "fits", False: "does not fit alone", None: "not simulated"}[row.fits],
+            "verdict": {True: "fits", False: "does not fit alone", None: "not simulated"}[row.fits]
+            if simulated
+            else "",
         }
         for row in found.changes
     )
@@ -65,6 +68,22 @@ def explanation_sections(found: ExplanationAnswer) -> Iterator[Section]:
         title="Changes that make room" if found.place else "Changes that help", blocks=table_of(changes, tones=listed)
     )
     yield Section(title="The error", blocks=[Code(text=found.message)] if found.message else [])
+
+
+def replay_answer(name: str, found: ReplayAnswer) -> Answer:
+    """Return the cause of a loss that is not finite, and where a replay saw it first."""
+    known = found.cause != UNKNOWN
+    facts = [("step", str(found.step or "")), ("rank", "" if found.rank is None else str(found.rank))]
+    facts += [(label, getattr(found, label)) for label in ("phase", "module", "op", "tensor", "line")]
+    facts += [*(("input", text) for text in found.inputs), *(("because", text) for text in found.evidence)]
+    facts += [("to do", found.advice), ("started at", f"step {found.start_step}, in {found.precision}")]
+    return Answer(
+        name=name,
+        verdict=found.cause.replace("-", " ").capitalize() if known else "Nothing found",
+        tone="bad" if known else "warn",
+        summary=found.summary,
+        facts=[(label, text) for label, text in facts if text],
+    )
 
 
 def check_answer(name: str, found: CheckAnswer) -> Answer:

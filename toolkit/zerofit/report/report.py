@@ -13,12 +13,13 @@ from zerofit.report.answers import (
     CheckAnswer,
     ExplanationAnswer,
     PlanAnswer,
+    ReplayAnswer,
     Result,
     SimulationAnswer,
     read_saved,
     results_of,
 )
-from zerofit.report.diagnoses import check_answer, check_blocks, explanation_answer, explanation_sections
+from zerofit.report.diagnoses import check_answer, check_blocks, explanation_answer, explanation_sections, replay_answer
 from zerofit.report.forecasts import plan_answer, plan_sections, simulation_answer, simulation_sections
 from zerofit.report.page import Answer, Block, Code, Page, Section, Table, named
 from zerofit.report.run_history import RunHistory, read_run, run_answer, run_sections
@@ -37,6 +38,7 @@ KINDS: dict[type, str] = {  # in `zerofit report --json`
     SimulationAnswer: "simulation",
     PlanAnswer: "plan",
     ExplanationAnswer: "explanation",
+    ReplayAnswer: "replay",
     CheckAnswer: "check",
 }
 
@@ -98,6 +100,8 @@ def _answer(name: str, content: Reported) -> Answer:
         return simulation_answer(name, content)
     if isinstance(content, PlanAnswer):
         return plan_answer(name, content)
+    if isinstance(content, ReplayAnswer):
+        return replay_answer(name, content)
     return explanation_answer(name, content) if isinstance(content, ExplanationAnswer) else check_answer(name, content)
 
 
