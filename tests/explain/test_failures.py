@@ -139,14 +139,14 @@ def loss_scale_at_minimum(folder: Path) -> None:
 
 
 def used_port(folder: Path) -> None:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] torch documents this name
 
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         TCPStore("127.0.0.1", server.getsockname()[1], 1, is_master=True)
 
 
 def missing_host(folder: Path) -> None:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] torch documents this name
 
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]

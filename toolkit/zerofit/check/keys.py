@@ -39,7 +39,7 @@ WHOLE = (*COUNTED[:3], _EXPERTS, "flops_profiler.module_depth")  # integers of w
 # effect of a number below the least one, of keys whose sign DeepSpeed does not check
 BELOW = {"gradient_clipping": "DeepSpeed does not clip", "steps_per_print": "DeepSpeed uses it without its sign"}
 MOST_INTEGER = 2**63  # for pydantic, which reads the strict sections
-FLAG_WORDS = dict.fromkeys(("1", "t", "y", "yes", "on", "true"), True)  # pydantic's
+FLAG_WORDS: dict[str, bool] = dict.fromkeys(("1", "t", "y", "yes", "on", "true"), True)  # pydantic's
 FLAG_WORDS |= dict.fromkeys(("0", "f", "n", "no", "off", "false"), False)
 
 SCALARS = {bool: ("boolean",), int: ("integer", "number"), float: ("number",), str: ("string",)}
@@ -311,7 +311,7 @@ def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Fin
         why = _reading_of_flag(path, value, shown, strict)
     elif isinstance(value, bool) and not path.startswith(COUNTED) and _fits(int(value), schema):
         why = f"DeepSpeed uses it as {int(value)}"
-    elif path in BELOW and error.validator == "minimum" and value < 0:
+    elif path in BELOW and error.validator == "minimum" and value:
         code, why = "out-of-range", BELOW[path]
     elif error.validator in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         code = "out-of-range"
