@@ -6,6 +6,8 @@ The real programs (foreign_writer.py) write checkpoints on 1, 2 and 4 ranks. Eac
 with the writer's own weights. Some are converted to other layouts, which real programs load (foreign_reader.py): their
 next five losses must be those of the writer. Copies are damaged in ten ways; `verify` must name the file. An older
 release of DeepSpeed also writes, if `pip install --no-deps --target FOLDER deepspeed==0.16.9` installed it.
+
+After an interruption, the same command with the same --work continues. It repeats rows of other code.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +77,54 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/foreign_checkpoints.json")
     parser.add_argument("--older", type=Path, nargs="*", default=[], help="folders with older releases of DeepSpeed")
     arguments = parser.parse_args()
-    work = arguments.work or Path(tempfile.mkdtemp())
+    table = Table(arguments.work or Path(tempfile.mkdtemp()))
+    work = table.work
     for ranks, names in RUNS:
         write(work, ranks, names)
-    written = [exported(place, work / "out") for place in sorted(work.glob("*-[124]"))]
-    rows = {"exports": written, "conversions": converted(work), "damage": damaged(work)}
-    rows["older"] = [row for folder in arguments.older for row in by_older(folder, work)]
-    facts = {"versions": versions(), "summary": summary(rows)}
+    for place in sorted(work.glob("*-[124]")):
+        table.measure("exports", place.name, lambda place=place: exported(place, work / "out"))
+    convert_and_load(table)
+    damage_all(table)
+    for folder in arguments.older:
+        by_older(folder, table)
+    rows = {part: table.of(part) for part in ("exports", "conversions", "damage", "older")}
+    facts = {"versions": versions(), "code": table.code, "summary": summary(rows)}
     arguments.output.write_text(json.dumps(facts | rows, indent=1) + "\n")
     print(json.dumps(facts["summary"], indent=1))
+
+
+class Table:
+    """The rows that are measured, in WORK/rows.jsonl, each with the commit of its code."""
+
+    def __init__(self, work: Path):
+        self.work, self.code = work, code()
+        work.mkdir(parents=True, exist_ok=True)
+        lines = (work / "rows.jsonl").read_text().splitlines() if (work / "rows.jsonl").is_file() else []
+        rows = [row for row in map(json.loads, lines) if row["code"] == self.code]
+        self.rows: dict[tuple[str, str], dict[str, Any]] = {(row["part"], row["key"]): row["row"] for row in rows}
+
+    def measure(self, part: str, key: str, measurement: Callable[[], dict[str, Any]]) -> None:
+        """Add a row unless the table has it."""
+        if (part, key) in self.rows:
+            return
+        row = self.rows[part, key] = measurement()
+        with (self.work / "rows.jsonl").open("a") as file:
+            file.write(json.dumps({"part": part, "key": key, "code": self.code, "row": row}) + "\n")
+
+    def of(self, part: str) -> list[dict[str, Any]]:
+        """Return the rows of a part, by key."""
+        return [row for (own, _), row in sorted(self.rows.items()) if own == part]
+
+
+def code() -> str:
+    """Return the last commit that changed what is measured; with "+" if there are changes after it."""
+    paths = ["toolkit/zerofit/checkpoint", "toolkit/zerofit/app/checkpoints.py"]
+    paths += [str(file) for file in Path("benchmarks").glob("foreign_*.py")]
+    commit, changes = (
+        subprocess.run(["git", *command, "--", *paths], capture_output=True, text=True, check=True).stdout.strip()
+        for command in (["log", "-1", "--format=%h"], ["status", "--short"])
+    )
+    return commit + "+" * bool(changes)
 
 
 def write(work: Path, ranks: int, names: list[str], older: Path | None = None) -> None:
@@ -94,12 +136,14 @@ def write(work: Path, ranks: int, names: list[str], older: Path | None = None) -
         run("benchmarks.foreign_writer", work, ranks, *missing, older=older)
 
 
-def by_older(folder: Path, work: Path) -> list[dict[str, Any]]:
+def by_older(folder: Path, table: Table) -> None:
     """Write and export checkpoints with an older release of DeepSpeed, on two ranks."""
     release = next(folder.glob("deepspeed-*.dist-info")).name.removeprefix("deepspeed-").removesuffix(".dist-info")
-    place = work / f"older-{release}"
+    place = table.work / f"older-{release}"
     write(place, 2, OLDER, older=folder)
-    return [{"deepspeed": release, **exported(each, work / "out")} for each in sorted(place.glob("*-2"))]
+    for each in sorted(place.glob("*-2")):
+        key = f"{release} {each.name}"
+        table.measure("older", key, lambda each=each: {"deepspeed": release, **exported(each, table.work / "out")})
 
 
 def run(module: str, *arguments: object, older: Path | None = None) -> None:
@@ -158,31 +202,31 @@ def reference_of(place: Path, entry: Foreign) -> dict[str, torch.Tensor]:
     return weights
 
 
-def converted(work: Path) -> list[dict[str, Any]]:
+def convert_and_load(table: Table) -> None:
     """Convert checkpoints, load them with the real programs on two ranks, and compare the next five losses."""
-    loading = work / "loading"
-    shutil.rmtree(loading, ignore_errors=True)
-    for number, (source, case, change, options) in enumerate(CONVERSIONS):
-        place = loading / f"{number:02}"
+    loading, work = table.work / "loading", table.work
+    known = [(f"{n:02}", *c) for n, c in enumerate(CONVERSIONS) if (work / c[0] / "facts.json").is_file()]
+    known = [entry for entry in known if ("conversions", entry[0]) not in table.rows]
+    for number, source, case, change, options in known:
+        place = loading / number
+        program = {"dcp": "fsdp"}.get(options["to"], options["to"])
+        done = json.dumps({"case": case, "change": change, "program": program, "code": table.code})
+        if (place / "case.json").is_file() and (place / "case.json").read_text() == done:
+            continue
+        shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         options = {"ranks": 2, **options} if options["to"] == "deepspeed" else options
-        if not (work / source / "facts.json").is_file():
-            continue
-        path = foreign_in(work / source / "saved")[0].path
-        Checkpoint(path).convert(place / "saved", **options)
-        program = {"dcp": "fsdp"}.get(options["to"], options["to"])
-        (place / "case.json").write_text(json.dumps({"case": case, "change": change, "program": program}))
-    run("benchmarks.foreign_reader", loading, 2)
-    rows = []
-    for number, (source, _, _, options) in enumerate(CONVERSIONS):
-        if not (work / source / "facts.json").is_file():
-            continue
+        Checkpoint(foreign_in(work / source / "saved")[0].path).convert(place / "saved", **options)
+        (place / "case.json").write_text(done)
+    if known:
+        run("benchmarks.foreign_reader", loading, 2)
+    for number, source, _, _, options in known:
         wanted = json.loads((work / source / "facts.json").read_text())["next"]
-        file = loading / f"{number:02}" / "next.json"
+        file = loading / number / "next.json"
         losses = json.loads(file.read_text()) if file.is_file() else []
         apart = max((abs(a - b) for a, b in zip(losses, wanted, strict=True)), default=None) if losses else None
-        rows.append({"source": source, **options, "loaded_on": 2, "next_losses": losses, "apart": apart})
-    return rows
+        row = {"source": source, **options, "loaded_on": 2, "next_losses": losses, "apart": apart}
+        table.measure("conversions", number, lambda row=row: row)
 
 
 def cut(file: Path) -> None:
@@ -263,28 +307,31 @@ DAMAGED = {
 }
 
 
-def damaged(work: Path) -> list[dict[str, Any]]:
-    """Damage copies; `verify` must find nothing before, and name the file afterwards."""
-    rows = []
+def damage_all(table: Table) -> None:
+    """Damage copies of checkpoints in ten ways."""
     for name, pattern in DAMAGED.items():
         for damage in DAMAGE[:6] if name.startswith("dcp") else DAMAGE:
-            copy = work / "damaged"
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(work / name / "saved", copy)
-            before = Checkpoint(copy).verify().problems
-            file = next(copy.rglob(pattern))
-            damage(file)
-            problems = Checkpoint(copy).verify().problems
-            wanted = "latest" if damage is wrong_latest else file.relative_to(copy).as_posix()
-            rows.append(
-                {
-                    "checkpoint": name,
-                    "damage": damage.__name__,
-                    "found": [f"{p.file}: {p.kind} {p.message}".strip() for p in problems],
-                    "named": not before and any(p.file == wanted for p in problems),
-                }
-            )
-    return rows
+            if (table.work / name / "facts.json").is_file():
+                key = f"{name} {damage.__name__}"
+                table.measure("damage", key, partial(damaged, table.work, name, pattern, damage))
+
+
+def damaged(work: Path, name: str, pattern: str, damage: Callable[[Path], None]) -> dict[str, Any]:
+    """Damage a copy; `verify` must find nothing before, and name the file afterwards."""
+    copy = work / "damaged"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(work / name / "saved", copy)
+    before = Checkpoint(copy).verify().problems
+    file = next(copy.rglob(pattern))
+    damage(file)
+    problems = Checkpoint(copy).verify().problems
+    wanted = "latest" if damage is wrong_latest else file.relative_to(copy).as_posix()
+    return {
+        "checkpoint": name,
+        "damage": damage.__name__,
+        "found": [f"{p.file}: {p.kind} {p.message}".strip() for p in problems],
+        "named": not before and any(p.file == wanted for p in problems),
+    }
 
 
 def summary(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

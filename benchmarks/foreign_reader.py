@@ -99,7 +99,7 @@ def other_weights(model: Any) -> Any:
 def load_all(folder: Path) -> None:
     """Load every folder as one rank."""
     for place in sorted(folder.iterdir()):
-        if not (place / "case.json").is_file():
+        if not (place / "case.json").is_file() or (place / "next.json").is_file():
             continue
         try:
             losses = load(place)
