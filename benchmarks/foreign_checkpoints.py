@@ -87,10 +87,19 @@ def main() -> None:
     damage_all(table)
     for folder in arguments.older:
         by_older(folder, table)
-    rows = {part: table.of(part) for part in ("exports", "conversions", "damage", "older")}
-    facts = {"versions": versions(), "code": table.code, "summary": summary(rows)}
+    before = json.loads(arguments.output.read_text()) if arguments.output.is_file() else {}
+    rows = {part: table.of(part, before.get(part, [])) for part in KEYS}
+    facts = {"versions": versions(), "summary": summary(rows)}
     arguments.output.write_text(json.dumps(facts | rows, indent=1) + "\n")
     print(json.dumps(facts["summary"], indent=1))
+
+
+KEYS = {  # of each part: the columns that identify a row
+    "exports": ["case"],
+    "conversions": ["source", "to", "stage"],
+    "damage": ["checkpoint", "damage"],
+    "older": ["deepspeed", "case"],
+}
 
 
 class Table:
@@ -111,9 +120,15 @@ class Table:
         with (self.work / "rows.jsonl").open("a") as file:
             file.write(json.dumps({"part": part, "key": key, "code": self.code, "row": row}) + "\n")
 
-    def of(self, part: str) -> list[dict[str, Any]]:
-        """Return the rows of a part, by key."""
-        return [row for (own, _), row in sorted(self.rows.items()) if own == part]
+    def of(self, part: str, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows of a part, and earlier rows of cases that were not measured again, with their code."""
+        own = {key: row | {"code": self.code} for (other, key), row in self.rows.items() if other == part}
+        return [row for _, row in sorted(({key_of(part, row): row for row in before} | own).items())]
+
+
+def key_of(part: str, row: dict[str, Any]) -> str:
+    """Return what identifies a row."""
+    return " ".join(str(row.get(name)) for name in KEYS[part])
 
 
 def code() -> str:
@@ -206,7 +221,7 @@ def convert_and_load(table: Table) -> None:
     """Convert checkpoints, load them with the real programs on two ranks, and compare the next five losses."""
     loading, work = table.work / "loading", table.work
     known = [(f"{n:02}", *c) for n, c in enumerate(CONVERSIONS) if (work / c[0] / "facts.json").is_file()]
-    known = [entry for entry in known if ("conversions", entry[0]) not in table.rows]
+    known = [e for e in known if ("conversions", key_of("conversions", {"source": e[1], **e[4]})) not in table.rows]
     for number, source, case, change, options in known:
         place = loading / number
         program = {"dcp": "fsdp"}.get(options["to"], options["to"])
@@ -226,7 +241,7 @@ def convert_and_load(table: Table) -> None:
         losses = json.loads(file.read_text()) if file.is_file() else []
         apart = max((abs(a - b) for a, b in zip(losses, wanted, strict=True)), default=None) if losses else None
         row = {"source": source, **options, "loaded_on": 2, "next_losses": losses, "apart": apart}
-        table.measure("conversions", number, lambda row=row: row)
+        table.measure("conversions", key_of("conversions", row), lambda row=row: row)
 
 
 def cut(file: Path) -> None:

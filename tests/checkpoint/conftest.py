@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.ranks.pool import Trained
+from zerofit.app.checkpoints import Checkpoint
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = {**SHAPE, "vocab_size": 260, "num_key_value_heads": 2}
@@ -45,3 +48,18 @@ def runs(pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tra
         return done[name]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory) -> dict[int, Path]:
+    """A checkpoint of two ranks for each stage, by zerofit's writer, whose files DeepSpeed loads."""
+    folder = tmp_path_factory.mktemp("written")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(5, 4)).square().mean().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "state.pt")
+    for stage in (1, 2, 3):
+        Checkpoint(folder / "state.pt").convert(folder / str(stage), to="deepspeed", ranks=2, stage=stage)
+    return {stage: folder / str(stage) for stage in (1, 2, 3)}

@@ -16,21 +16,6 @@ RANK_1 = "*pp_rank_1_*optim_states.pt"
 EXPERTS = {"num_experts": [2]}
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory) -> dict[int, object]:
-    """A checkpoint of two ranks for each stage, by zerofit's writer, whose files DeepSpeed loads."""
-    folder = tmp_path_factory.mktemp("written")
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.randn(5, 4)).square().mean().backward()
-    optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "state.pt")
-    for stage in (1, 2, 3):
-        Checkpoint(folder / "state.pt").convert(folder / str(stage), to="deepspeed", ranks=2, stage=stage)
-    return {stage: folder / str(stage) for stage in (1, 2, 3)}
-
-
 def change(saved, **content) -> None:
     for file in saved.glob("*/*model_states.pt"):
         torch.save(torch.load(file, weights_only=False) | content, file)

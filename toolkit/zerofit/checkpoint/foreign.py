@@ -12,6 +12,7 @@ Importing this module imports no torch. `full_state` builds the index.
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,25 @@ STATE_DICTS = ("pytorch_model_fsdp*.bin", "pytorch_model*.bin", "*.pt", "*.pth",
 BESIDE = ("training_args.bin", "scheduler.pt", "scaler.pt", "optimizer.pt", "optimizer.bin")  # no weights
 FILES: dict[str, Format] = {".safetensors": "safetensors", **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), "torch")}
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+# what zerofit does not read: the first bytes of files, and names of files in folders
+MAGIC = {
+    b"GGUF": "a GGUF file (llama.cpp)",
+    b"\x89HDF": "an HDF5 file (Keras)",
+    b"\x1f\x8b": "a gzip archive; unpack it first",
+    b"version https://git-lfs": "a pointer of Git LFS without the file; run `git lfs pull`",
+    b"<": "a web page and not the file; download it again",
+}
+FOLDERS = {
+    "*.gguf": "a folder with a GGUF file (llama.cpp)",
+    "_CHECKPOINT_METADATA": "an Orbax checkpoint (JAX)",
+    "*/_CHECKPOINT_METADATA": "a folder with an Orbax checkpoint (JAX)",
+    "flax_model*.msgpack": "a Flax model (JAX)",
+    "*.data-?????-of-?????": "a TensorFlow checkpoint",
+    "tf_model*.h5": "a TensorFlow model",
+    "*.onnx": "a folder with an ONNX model",
+}
+ARCHIVES = {"constants.pkl": "a TorchScript program, and not a state dict", ".npy": "a NumPy archive"}
+SHARD = re.compile(r"(.+-)(\d{5})(-of-(\d{5})\.\w+)")
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 
@@ -122,6 +142,37 @@ def _is_distributed_model(path: Path, child: Path) -> bool:
 def weight_files(folder: Path) -> list[Path]:
     """List the files with a model's weights, as `save_pretrained` and DeepSpeed's `save_16bit_model` name them."""
     return [file for pattern in WEIGHTS for file in sorted(folder.glob(pattern))]
+
+
+def state_dict_files(found: Foreign) -> list[Path]:
+    """List the files of a state dict; files that are missing, too, if the names of the others count them."""
+    files = [found.files]
+    if found.files.is_dir():
+        every = sorted(found.files.glob("*.safetensors"))
+        files = [file for file in weight_files(found.files) if file in every] or every
+    match = SHARD.fullmatch(files[0].name)
+    if not match:
+        return files
+    return [files[0].with_name(f"{match[1]}{number:05}{match[3]}") for number in range(1, int(match[4]) + 1)]
+
+
+def other_format(path: Path) -> str | None:
+    """Return what a file or folder is that zerofit does not read; None if it is unknown."""
+    if path.is_dir():
+        return next((text for pattern, text in FOLDERS.items() if any(path.glob(pattern))), None)
+    try:
+        with path.open("rb") as file:
+            head = file.read(512).lstrip()
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                names = archive.namelist()
+            known = next((text for end, text in ARCHIVES.items() if any(name.endswith(end) for name in names)), None)
+            torch_file = any(name.endswith("data.pkl") for name in names)
+            return known or (None if torch_file else "a zip archive; unpack it first")
+    except (OSError, zipfile.BadZipFile):
+        return None
+    tar = "a tar archive; unpack it first" if head[257:262] == b"ustar" else None
+    return next((text for magic, text in MAGIC.items() if head.startswith(magic)), tar)
 
 
 def latest_of(path: Path) -> str | None:

@@ -19,7 +19,7 @@ from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.deepspeed_files import DeepSpeedFiles, flat_groups, step_count
 from zerofit.checkpoint.direct_file import PIECE, UncachedReader
 from zerofit.checkpoint.direct_io import equal
-from zerofit.checkpoint.foreign import METADATA, OPTIM_STATES, Foreign, latest_of, weight_files
+from zerofit.checkpoint.foreign import METADATA, OPTIM_STATES, Foreign, latest_of, state_dict_files, weight_files
 from zerofit.checkpoint.full_state import FullState
 from zerofit.checkpoint.index import MASTER, Shard, expected_content
 from zerofit.checkpoint.store import Damage
@@ -147,10 +147,10 @@ def verify_foreign(found: Foreign, progress: Callable[[str], None] | None = None
     """
     damage = _latest_damage(found)
     root = found.path if found.path.is_dir() else found.path.parent
-    for file in sorted(found.files.rglob("*")) if found.files.is_dir() else [found.files]:
+    for file in sorted(found.files.rglob("*")) if found.files.is_dir() else state_dict_files(found):
         if progress:
             progress(f"verifying {file.name}")
-        if file.suffix in TORCH_FILES:
+        if file.suffix in TORCH_FILES and file.is_file():  # and no pipe
             damage += _torch_file_damage(file, file.relative_to(root).as_posix())
     try:
         with expected_content(root):
@@ -171,8 +171,8 @@ def _latest_damage(found: Foreign) -> list[Damage]:
     latest = latest_of(found.path) if found.path.is_dir() else None
     if latest is None or found.files in (found.path / latest, found.path):
         return []
-    what = "is incomplete" if (found.path / latest).is_dir() else "does not exist"
-    message = f"it names {latest}, which {what}; the newest with files is {found.files.name}"
+    what = "is incomplete" if latest and (found.path / latest).is_dir() else "does not exist"
+    message = f"it names {latest!r}, which {what}; the newest with files is {found.files.name}"
     return [Damage(file="latest", kind="misplaced", message=message)]
 
 
@@ -275,6 +275,10 @@ def _rank_damage(found: Foreign) -> list[Damage]:
     """Return damage for ranks' files that are missing, have another step, or belong to another run."""
     files = DeepSpeedFiles.of(found)
     damage = _missing_ranks(files, found)
+    plain = sorted(found.files.glob("mp_rank_*_model_states.pt"))
+    if found.stage_three and plain:
+        message = "it is of a run at ZeRO 0 to 2, but the other files are of a run at ZeRO 3"
+        damage.append(Damage(file=_name(files, plain[0].name), kind="mixed", message=message))
     facts: dict[str, dict[str, Any]] = {}
     for name in (*files.models.values(), *files.optimizers.values()):
         content = files.load(name)

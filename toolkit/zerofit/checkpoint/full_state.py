@@ -7,10 +7,11 @@ module does not depend on ZeRO stages.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from zerofit.spec.files import stays_inside
 # A part of a tensor is read directly from the stretches that overlap it, in memory-mapped files. Each element is read
 # once, also if many ranks' files are written from it.
 ONE_ENGINE = {STATE: ""}
+WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # each network of a GAN has its own engine: its name, and the prefix of its parameters' names in the pair
 GAN_ENGINES = {"generator": "generator.", STATE: "discriminator."}
 
@@ -65,6 +67,7 @@ class FullState:
 
     def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE, repair: bool = False):
         self._folder, self._open = Path(checkpoint), {}
+        self._own = (self._folder / "ranks").is_dir()
         self._chunks: dict[tuple[str, tuple[int, int]], Any] = {}  # separate tensors, as many as `_most_chunks`
         self._most_chunks = 1
         self.notes: list[str] = []
@@ -91,8 +94,9 @@ class FullState:
                     message = f"{self._folder} cannot be read as a full model: {index.unsupported}"
                     hint = "resume in the layout that wrote it, then save in another layout"
                     raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where=str(self._folder)))
-                order |= dict.fromkeys(prefix + name for name in index.names)
-                self.ties |= {prefix + name: prefix + source for name, source in index.ties.items()}
+                named = partial(_without_wrappers, prefix, self._own)
+                order |= dict.fromkeys(named(name) for name in index.names)
+                self.ties |= {named(name): named(source) for name, source in index.ties.items()}
                 self.counters = self.counters or index.counters
                 if index.lost and not repair:
                     raise self._incomplete(f"{', '.join(index.lost)} is missing")
@@ -100,11 +104,11 @@ class FullState:
                     copied = "its weights are copied from the 16-bit weights, and its optimizer states are zero"
                     self.repaired += [f"{file} is missing: {copied}" for file in index.lost]
                 self.notes += index.notes
-                self.groups += index.groups
+                self.groups += [replace(group, names=[named(name) for name in group.names]) for group in index.groups]
                 for shard in index.parameters:
-                    self._shards[prefix + shard.name].append(shard)
+                    self._shards[named(shard.name)].append(shard)
                 for buffer in index.buffers:
-                    self._buffers[prefix + buffer.name].append(buffer)
+                    self._buffers[named(buffer.name)].append(buffer)
         return list(order)
 
     def match(self, wanted: Iterable[str]) -> None:
@@ -156,9 +160,10 @@ class FullState:
 
     @property
     def saved_dtype(self) -> torch.dtype:
-        """The type of the first parameter in the files."""
-        shard = self._shards_of(self.names[0])[0]
-        return self._stored(shard, MASTER, 0, 1).dtype
+        """The narrowest type that keeps the numbers of all parameters; of separate tensors the type of the first."""
+        firsts = [self._shards_of(name)[0] for name in self.names]
+        firsts = firsts[:1] if firsts[0].where[MASTER].span else firsts
+        return reduce(torch.promote_types, (self._stored(shard, MASTER, 0, 0).dtype for shard in firsts))
 
     def read_flat(self, name: str, kind: str, start: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a part of the flattened full tensor, (numel,). Only this part is read."""
@@ -224,7 +229,7 @@ class FullState:
         shards = self._shards_of(name)
         in_pieces = not any(s.where[MASTER].span or s.where[MASTER].file.endswith(SAFETENSORS) for s in shards)
         for shard in shards if in_pieces else ():
-            self._stored(shard, MASTER, 0, 1)
+            self._stored(shard, MASTER, 0, 0)
         return LazyTensor(shape=self.shape(name), fill=partial(self.fill, name, MASTER), in_pieces=in_pieces)
 
     def buffer(self, name: str) -> Tensor:
@@ -283,7 +288,8 @@ class FullState:
     def _path(self, file: str) -> Path:
         root = self._folder if self._folder.is_dir() else self._folder.parent
         path = root / file
-        if not stays_inside(file) or not path.resolve().is_relative_to(root.resolve()):
+        # in other programs' folders a file may be a link, as in the cache of Hugging Face's hub
+        if not stays_inside(file) or (self._own and not path.resolve().is_relative_to(root.resolve())):
             raise self._incomplete(f"the index names {file!r}, which is outside the checkpoint")
         return path.resolve()
 
@@ -337,6 +343,11 @@ def full_model(checkpoint: Path) -> FullState:
     return FullState(checkpoint, GAN_ENGINES if gan else ONE_ENGINE)
 
 
+def _without_wrappers(prefix: str, own: bool, name: str) -> str:
+    """Return a name in the model, without the wrappers of torch.compile, FSDP 1 and activation checkpointing."""
+    return prefix + (name if own else WRAPPERS.sub("", name))
+
+
 def _by_cut(shards: list[Shard]) -> dict[TensorSlice | None, list[Shard]]:
     """Group shards by share, each group in order."""
     shares: dict[TensorSlice | None, list[Shard]] = defaultdict(list)
@@ -361,7 +372,7 @@ def _tiles(stretches: list[tuple[int, int]], total: int) -> bool:
     """Return whether sorted (start, length) ranges cover 0 to `total` without gaps and overlaps."""
     end = 0
     for start, length in stretches:
-        if start != end or length <= 0:
+        if start != end or length <= 0 < total:
             return False
         end += length
     return end == total

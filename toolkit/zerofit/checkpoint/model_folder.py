@@ -46,6 +46,10 @@ SAFETENSORS_NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
 }
 
 
@@ -244,6 +248,9 @@ def _header(entries: list[TensorEntry]) -> bytes:
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
+        if entry.dtype not in SAFETENSORS_NAMES:
+            message = f"{entry.name} has the type {entry.dtype}, which safetensors files do not support"
+            raise UserError(Problem(kind="no-whole-view", message=message, where="PATH"))
         place = [offset, offset + entry.bytes]
         dtype = SAFETENSORS_NAMES[entry.dtype]
         described[entry.name] = {"dtype": dtype, "shape": entry.shape, "data_offsets": place}

@@ -24,6 +24,7 @@ from safetensors import safe_open
 
 from zerofit.checkpoint.direct_file import PIECE
 from zerofit.checkpoint.direct_io import NumbersFile, copy
+from zerofit.checkpoint.foreign import other_format
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.foreign import Unreadable
 from zerofit.spec.foreign_pickle import PlainUnpickler, read_pickle
@@ -269,6 +270,8 @@ def _refused(path: Path | str, reason: str) -> UserError:
 
 
 def _damaged(path: Path | str, reason: str) -> UserError:
+    if what := other_format(Path(path)):
+        return _error("damaged-file", f"{path} is {what}", "zerofit reads torch's files and safetensors", path)
     first = next((line.strip() for line in reason.splitlines() if line.strip()), "")
     kind = "safetensors" if str(path).endswith(SAFETENSORS) else "torch"
     return _error("damaged-file", f"{path} is damaged or not a {kind} file: {first}", "use an older checkpoint", path)

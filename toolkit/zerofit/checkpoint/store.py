@@ -21,7 +21,7 @@ import xxhash
 from pydantic import Field, TypeAdapter
 
 from zerofit.checkpoint.direct_file import PIECE, DirectFile
-from zerofit.checkpoint.foreign import foreign_at
+from zerofit.checkpoint.foreign import foreign_at, other_format
 from zerofit.models.checksums import WORD
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, UserError
@@ -351,7 +351,7 @@ def store_of(path: Path, where: str = "PATH") -> Store | None:
     if not path.exists():
         raise _no_checkpoint(f"folder {path} does not exist", where)
     found = foreign_at(path)
-    message = "neither a checkpoint nor a run's folder with one"
+    message = other_format(path) or "neither a checkpoint nor a run's folder with one"
     raise _no_checkpoint(f"{path} is {f'{found.name}, which zerofit did not write' if found else message}", where)
 
 

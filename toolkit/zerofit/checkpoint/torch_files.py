@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.deepspeed_files import step_count
-from zerofit.checkpoint.foreign import METADATA, OPTIMIZERS, Foreign
+from zerofit.checkpoint.foreign import METADATA, OPTIMIZERS, Foreign, state_dict_files
 from zerofit.checkpoint.index import (
     MASTER,
     EngineIndex,
@@ -198,13 +198,16 @@ class _StateDict:
             self.shapes[name], self.places[name] = content.shape(name), Location(file=file, keys=[name])
 
     def add_torch_file(self, content: Any, file: str) -> None:
-        key = next((key for key in WEIGHTS if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
+        key = _weights_key(content, file)
         weights = content if key is None else content[key]
         self.states = self.states or _states_in(content, file)
         storages: dict[tuple[int, int], str] = {}
         for name, value in weights.items() if isinstance(weights, dict) else ():
             if not isinstance(value, Tensor):
                 continue
+            if value.is_meta or value.layout != torch.strided or value.is_quantized:
+                what = "has no data" if value.is_meta else "is quantized" if value.is_quantized else "is sparse"
+                raise incomplete(Path(file), f"{name} {what}", "save the state dict with plain tensors")
             first = storages.setdefault((value.untyped_storage().data_ptr(), int(value.storage_offset())), name)
             shape, keys = tuple(value.shape), [name] if key is None else [key, name]
             if not value.is_floating_point() or name.endswith(STATISTICS):
@@ -215,11 +218,29 @@ class _StateDict:
                 self.shapes[name], self.places[name] = shape, Location(file=file, keys=keys)
 
 
+def _weights_key(content: Any, file: str) -> str | None:
+    """Return the key of the state dict in a file, or None if the file is the state dict."""
+    if not isinstance(content, dict) or any(isinstance(value, Tensor) for value in content.values()):
+        return None
+    inner = [key for key, value in content.items() if isinstance(value, dict) and _has_tensor(value)]
+    known = [key for key in WEIGHTS if key in inner]
+    if not known and len(inner) > 1:
+        names = ", ".join(map(str, inner))
+        raise incomplete(Path(file), f"it has several state dicts ({names})", "save one of them in a file of its own")
+    return next(iter([*known, *inner]), None)
+
+
+def _has_tensor(content: dict[Any, Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in content.values())
+
+
 def state_dict_index(found: Foreign) -> RankIndex:
     """Build the index of full state dicts: a torch file, or safetensors with the optimizer's file next to them."""
     root = found.path if found.path.is_dir() else found.path.parent
     saved, notes = _StateDict(), []
-    for file in sorted(found.files.glob("*.safetensors")) if found.files.is_dir() else [found.files]:
+    for file in state_dict_files(found):
+        if not file.is_file():
+            raise incomplete(found.path, f"{file.name} is missing", "copy all files of the model into one folder")
         content, name = safe_load.load(file), file.relative_to(root).as_posix()
         if isinstance(content, safe_load.Safetensors):
             saved.add_safetensors(content, name)

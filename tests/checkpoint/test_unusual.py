@@ -1,0 +1,160 @@
+"""Files that are not as a program's own save leaves them: each is read rightly, or one line names what it is."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from zerofit.app.checkpoints import Checkpoint
+from zerofit.checkpoint.full_state import FullState
+from zerofit.spec.errors import UserError
+
+WEIGHTS = {"first.weight": torch.arange(6.0).view(2, 3), "first.bias": torch.ones(3), "head.weight": torch.randn(4)}
+
+
+def same(out: Path) -> bool:
+    got = load_file(out / "model.safetensors")
+    return got.keys() == WEIGHTS.keys() and all(torch.equal(got[name], WEIGHTS[name]) for name in got)
+
+
+@pytest.mark.parametrize("end", ["safetensors", "bin"])
+def test_all_shards_are_read(tmp_path, end):
+    kind, save = ("model", save_file) if end == "safetensors" else ("pytorch_model", torch.save)
+    parts = [{n: t for n, t in WEIGHTS.items() if n.startswith(start)} for start in ("first", "head")]
+    for number, part in enumerate(parts, start=1):
+        save(part, tmp_path / f"{kind}-{number:05}-of-00002.{end}")
+    save_file({"layers.0.w": torch.ones(2)}, tmp_path / "consolidated.safetensors")  # the same model by other names
+    (tmp_path / "consolidated.safetensors").rename(tmp_path / f"consolidated.{end}")
+    Checkpoint(tmp_path).export(tmp_path / "out")
+    assert same(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    lost = tmp_path / f"{kind}-00002-of-00002.{end}"
+    lost.unlink()
+    for work in (Checkpoint(tmp_path).describe, lambda: Checkpoint(tmp_path).export(tmp_path / "out")):
+        with pytest.raises(UserError, match=f"{lost.name} is missing"):
+            work()
+
+
+def test_every_shard_is_verified(tmp_path):
+    for number in (1, 2):
+        torch.save({f"w{number}": torch.randn(3000)}, tmp_path / f"pytorch_model-{number:05}-of-00002.bin")
+    assert Checkpoint(tmp_path).verify().ok
+    content = bytearray((tmp_path / "pytorch_model-00002-of-00002.bin").read_bytes())
+    content[len(content) // 2] ^= 4
+    (tmp_path / "pytorch_model-00002-of-00002.bin").write_bytes(content)
+    assert [p.file for p in Checkpoint(tmp_path).verify().problems] == ["pytorch_model-00002-of-00002.bin"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {f"_orig_mod.{name}": tensor for name, tensor in WEIGHTS.items()},
+        {n.replace("first", "_fsdp_wrapped_module.first._checkpoint_wrapped_module"): t for n, t in WEIGHTS.items()},
+        {"epoch": 3, "net": WEIGHTS, "args": {"lr": 1.0}},
+        {"model_ema": {"x": torch.zeros(2)}, "model": WEIGHTS},
+        {n: (t.half() if n == "first.weight" else t) for n, t in WEIGHTS.items()},  # exact in 16 bits
+        {n: t.t().contiguous().t() if t.dim() == 2 else t for n, t in WEIGHTS.items()},
+    ],
+)
+def test_state_dicts_with_the_models_names_and_numbers(tmp_path, content):
+    torch.save(content, tmp_path / "state.pt")
+    Checkpoint(tmp_path / "state.pt").export(tmp_path / "out")
+    assert same(tmp_path / "out")
+
+
+def test_tensors_without_elements_and_dimensions(tmp_path):
+    content = {"empty": torch.zeros(0, 4), "scale": torch.tensor(2.5), **WEIGHTS, "c": torch.ones(2) * 1j}
+    torch.save(content, tmp_path / "state.pt")
+    Checkpoint(tmp_path / "state.pt").export(tmp_path / "out")
+    got = load_file(tmp_path / "out/model.safetensors")
+    assert got.keys() == content.keys() and all(torch.equal(got[name], content[name]) for name in got)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(2)}}, r"several state dicts \(a, b\)"),
+        ({"w": torch.ones(2, device="meta")}, "w has no data"),
+        ({"w": torch.eye(2).to_sparse()}, "w is sparse"),
+        ({"w": torch.nn.Linear(2, 2)}, r"contains torch\.nn\.modules\.linear\.Linear, which could run code"),
+        ([torch.ones(2)], "no tensors"),
+    ],
+)
+def test_state_dicts_that_are_refused(tmp_path, content, message):
+    torch.save(content, tmp_path / "state.pt")
+    with pytest.raises(UserError, match=message):
+        Checkpoint(tmp_path / "state.pt").describe()
+    assert not Checkpoint(tmp_path / "state.pt").verify().ok
+
+
+def archive(path: Path) -> None:
+    with tarfile.open(path, "w") as tar:
+        tar.addfile(tarfile.TarInfo("storages"))
+
+
+def script(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("m/constants.pkl", b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "message"),
+    [
+        ("m.gguf", lambda path: path.write_bytes(b"GGUF\x03\0\0\0"), "GGUF"),
+        ("m.h5", lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n"), "HDF5"),
+        ("m.npz", lambda path: numpy.savez(path, a=numpy.ones(2)), "NumPy"),
+        ("state.pt", lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
+        ("model.safetensors", lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"), "lfs pull"),
+        ("state.pt", lambda path: path.write_text("<!doctype html>404"), "web page"),
+        ("state.pt", lambda path: path.write_bytes(gzip.compress(b"x")), "gzip archive; unpack"),
+        ("state.pt", archive, "tar archive; unpack"),
+        ("state.pt", script, "TorchScript"),
+        ("0/_CHECKPOINT_METADATA", lambda path: path.write_text("{}"), "Orbax"),
+        ("flax_model.msgpack", lambda path: path.write_bytes(b"x"), "Flax"),
+        ("m.data-00000-of-00001", lambda path: path.write_bytes(b"x"), "TensorFlow"),
+    ],
+)
+def test_other_formats_are_named(tmp_path, name, write, message):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    write(path)
+    of_folder = message in ("Orbax", "Flax", "TensorFlow")
+    with pytest.raises(UserError, match=message):
+        Checkpoint(tmp_path if of_folder else path).describe()
+
+
+def test_links_are_followed(written, tmp_path):
+    """As in the cache of Hugging Face's hub, or where a full disk made somebody move a folder."""
+    saved = tmp_path / "saved"
+    shutil.copytree(written[2], saved)
+    (tmp_path / "blobs").mkdir()
+    for number, file in enumerate(sorted((saved / "global_step1").iterdir())):
+        file.rename(tmp_path / "blobs" / str(number))
+        file.symlink_to(tmp_path / "blobs" / str(number))
+    (saved / "global_step1").rename(tmp_path / "elsewhere")
+    (saved / "global_step1").symlink_to(tmp_path / "elsewhere")
+    ours, theirs = FullState(written[2]), FullState(saved)
+    assert all(torch.equal(theirs.read(name, "exp_avg"), ours.read(name, "exp_avg")) for name in ours.names)
+    assert Checkpoint(saved).verify().ok
+
+
+def test_files_of_two_runs_in_one_folder(written, tmp_path):
+    saved = tmp_path / "saved"
+    shutil.copytree(written[2], saved)
+    shutil.copytree(written[3], saved, dirs_exist_ok=True)
+    assert {p.kind for p in Checkpoint(saved).verify().problems} == {"mixed"}
+
+
+def test_a_pipe_does_not_block(written, tmp_path):
+    shutil.copytree(written[2], tmp_path / "saved")
+    os.mkfifo(tmp_path / "saved/global_step1/pipe.pt")
+    assert Checkpoint(tmp_path / "saved").verify().ok
