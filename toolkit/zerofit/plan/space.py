@@ -109,7 +109,9 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
             continue
         batches = list(_batches(degrees, profile, cluster, request, space))
         checkpointings = (False, True) if request.checkpointing is None else (request.checkpointing,)
-        traced = [c for c in checkpointings if degrees.setting(request.precision, c) in profile.costs]
+        traced: list[Checkpointing] = [
+            c for c in checkpointings if degrees.setting(request.precision, c) in profile.costs
+        ]
         sharding = [
             places for places in _sharding(degrees, cluster, request) if _takes_bits(profile, places[0], places[2])
         ]
@@ -160,7 +162,9 @@ def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: P
         space.leave_out(problem)
         return
     checkpointings = (False, True) if request.checkpointing is None else (request.checkpointing,)
-    traced = [c for c in checkpointings if Degrees().setting(request.precision, c) in profile.costs]
+    traced: list[Checkpointing] = [
+        c for c in checkpointings if Degrees().setting(request.precision, c) in profile.costs
+    ]
     offloads: tuple[Offload, ...] = ("none", "cpu")
     groups = (1, cluster.nodes) if 1 < cluster.nodes < cluster.ranks else (1,)
     reshards = (True, False) if cluster.ranks > 1 else (True,)

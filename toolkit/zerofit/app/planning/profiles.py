@@ -188,7 +188,7 @@ def _trace(wanted: ProfileRequest, report: Reporter) -> Profile:
         while True:
             # largest first: a degree that does not divide every layer fails at once
             ordered = sorted(degrees, reverse=True)
-            pairs = [(degree, c) for degree in ordered for c in checkpointings]
+            pairs: list[tuple[Degrees, Checkpointing]] = [(degree, c) for degree in ordered for c in checkpointings]
             liger = wanted.liger_kernel
             settings = [
                 TraceSetting(wanted.precision, c, d.tp, d.sp, d.ep, wanted.savings, liger=liger) for d, c in pairs
