@@ -95,3 +95,8 @@ def test_the_last_flag_counts_and_a_written_run_has_the_word(tmp_path: Path):
     answer = json.loads(CliRunner().invoke(main, words).stdout)
     assert {row["activation_checkpointing"] for row in answer["layouts"]} == {"selective"}
     assert load_run(tmp_path / "out" / "run.yaml", {}).run.activation_checkpointing == "selective"
+
+
+def test_trls_configs_lack_it():
+    result = CliRunner().invoke(main, ["plan", "gpt2", "--gpus", "2", "--gpu", "l4", "--method", "dpo", SELECTIVE])
+    assert result.exit_code == 2 and "which TRL's configs lack" in " ".join(result.output.split())

@@ -85,3 +85,10 @@ def test_files_in_the_image_or_on_the_volume_are_not_looked_for_here(words):
     assert asked(*KUBERNETES, *HOSTS, *words) == (0, set())
     Path("job.yaml").unlink()
     assert asked(*SLURM, *HOSTS, *words)[0] == 2  # all nodes of a Slurm job see the folders of this one
+
+
+@pytest.mark.parametrize("kind", ["", "no-", "selective-"])
+def test_a_switch_is_written_as_it_was_given(kind):
+    flag = f"--{kind}activation-checkpointing"
+    assert asked(*SLURM, *HOSTS, "gpt2", "--data", "synthetic", flag) == (0, set())
+    assert flag in Path("job.sbatch").read_text().split()

@@ -31,6 +31,7 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.model_facts import ELEMENT_BYTES
+from zerofit.spec.run import switch
 from zerofit.spec.units import shown_bytes
 
 TRIED = 60  # training layouts that are combined with an engine
@@ -178,6 +179,9 @@ def plan_rollouts(
     for given, flag in ((request.profile, "--profile"), (request.maximum, "--max"), (request.minimum, "--min")):
         if given:
             problems.add("usage", f"--method with {flag}", "use one of them", f"--method, {flag}")
+    if (kind := request.pins.get("activation_checkpointing")) == "selective":
+        flag = switch("activation_checkpointing", kind)
+        problems.add("usage", f"--method with {flag}, which TRL's configs lack", f"remove {flag}", f"--method, {flag}")
     if cluster.on_cpu:
         problems.add("usage", "--method is for GPUs", "name a kind with --gpu", "--gpu")
     problems.raise_if_any()
