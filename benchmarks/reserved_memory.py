@@ -69,13 +69,13 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         words = f"{sys.executable} -m zerofit {flags} {launcher} {script} {sizes} {OTHERS}"
         answer = subprocess.run(words.split(), capture_output=True, text=True, check=False)
     found = json.loads(answer.stdout.splitlines()[-1])
-    beside = {end: sum(overhead[f"{end}_bytes"] for overhead in found["overheads"]) for end in ("low", "high")}
+    low, high = found["smi_range_bytes"]
     return {
         "id": case["id"],
         "measured_gib": round(case["smi_gib"], 2),
         "likely_gib": round(found["smi_bytes"] / GIB, 2),
-        "low_gib": round((found["reserved_bytes"] + beside["low"]) / GIB, 2),
-        "high_gib": round((found["reserved_ahead_bytes"] + beside["high"]) / GIB, 2),
+        "low_gib": round(low / GIB, 2),
+        "high_gib": round(high / GIB, 2),
         "error": round(found["smi_bytes"] / GIB / case["smi_gib"] - 1, 4),
         "allocated_error": round(found["peak_bytes"] / GIB / case["allocated_gib"] - 1, 4),
     }

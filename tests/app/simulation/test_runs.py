@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -35,6 +36,21 @@ thread.join()
 @pytest.fixture(scope="module")
 def simulation(cache) -> zf.Simulation:
     return zf.simulate(zf.Run(**RUN), zf.Cluster("l4", gpus=2))
+
+
+def test_a_run_without_a_precision_has_the_plans(simulation):
+    plan = zf.plan("llama-tiny", zf.Cluster("l4", gpus=2), model_args=TINY, seq_len=16)
+    assert simulation.run.precision == plan.layouts[0].ranked.layout.precision == "bf16"
+
+
+def test_the_interval_of_nvidia_smi_is_wider_for_several_ranks(simulation):
+    beside = [sum(getattr(one, f"{end}_bytes") for one in simulation.overheads) for end in ("low", "high")]
+    low, high = simulation.smi_range_bytes
+    assert low == simulation.reserved_bytes + beside[0] < simulation.smi_bytes < high
+    assert high == max(simulation.reserved_ahead_bytes, int(1.09 * simulation.reserved_bytes)) + beside[1]
+    assert replace(simulation, world_size=1).smi_range_bytes[1] < high
+    assert replace(simulation, reserved_ahead_bytes=2 * high).smi_range_bytes[1] == 2 * high + beside[1]
+    assert simulation.to_dict()["smi_range_bytes"] == [low, high]
 
 
 def test_a_script_without_a_guard_runs_once(simulation, tmp_path: Path):

@@ -150,7 +150,8 @@ def _details(console: Console, result: Simulation) -> None:
     """Print the memory outside of torch, the phases, the breakdown of the peak, and the collectives."""
     facts = [("verdict", result.because)]
     if result.device != "cpu":
-        by_driver = f"nvidia-smi shows about {shown_bytes(result.smi_bytes)}"
+        low, high = map(shown_bytes, result.smi_range_bytes)
+        by_driver = f"nvidia-smi shows about {shown_bytes(result.smi_bytes)} ({low} to {high})"
         facts += [
             ("reserved", f"{shown_bytes(result.reserved_bytes)} by torch's allocator{_ahead(result)}; {by_driver}")
         ]

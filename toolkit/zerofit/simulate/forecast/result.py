@@ -23,6 +23,7 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.files import field_data, plain_data
 from zerofit.spec.foreign import refused
+from zerofit.spec.overhead import RESERVED_MORE, RESERVED_MORE_RANKS
 from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import shown_bytes
 
@@ -215,6 +216,14 @@ class Simulation:
     allocations: RankAllocations | None = field(default=None, repr=False, compare=False)  # for `write_snapshot`
     simulate_knobs: SimulateKnobs | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def smi_range_bytes(self) -> tuple[int, int]:
+        """The interval of `smi_bytes` that contains 8 of 10 published runs; on a CPU the process's interval."""
+        low, high = (sum(getattr(o, f"{end}_bytes") for o in self.overheads) for end in ("low", "high"))
+        more = 0.0 if self.device == "cpu" else RESERVED_MORE if self.world_size == 1 else RESERVED_MORE_RANKS
+        most = max(self.reserved_ahead_bytes, int(self.reserved_bytes * (1 + more)))
+        return self.reserved_bytes + low, most + high
+
     def knobs(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
         """Simulate possible changes one by one on the first call; return them with the least memory first.
 
@@ -231,7 +240,8 @@ class Simulation:
         left_out = ["tried", "with_timeline", "allocations", "simulate_knobs"]
         left_out += [] if self.with_timeline else ["timeline"]
         left_out += [name for name in ("stages", "picture", "trace", "snapshot", "against") if not getattr(self, name)]
-        return {**field_data(self, *left_out), "knobs": plain_data(self.tried)}
+        more = {"smi_range_bytes": list(self.smi_range_bytes), "knobs": plain_data(self.tried)}
+        return {**field_data(self, *left_out), **more}
 
     def plot(self, path: str | Path) -> None:
         """Draw device memory over the run, by kind.
