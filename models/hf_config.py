@@ -104,8 +104,7 @@ def notes_of_config(name: str, values: Config) -> list[str]:
     notes = [f"{name}: {key} {text}" for key, text in _left_out(values)]
     package = _KERNEL_PACKAGES.get(str(values.get("model_type")).removesuffix("_text"))
     if package:
-        less = f"with {package}, runs need less memory and time"
-        notes.append(f"{name}: forecasts are for transformers' own code; {less}")
+        notes.append(f"{name}: forecasts are for transformers' own code; with {package} runs need less memory and time")
     return notes
 
 
