@@ -13,7 +13,8 @@ from zerofit.plan.interval import CLASSES
 Case = dict[str, Any]
 Classed = dict[str, list[Case]]
 WIDER = tuple(round(0.5 + 0.05 * n, 2) for n in range(71))  # factors on an interval's distance from its middle
-FEW_SOURCES = 3  # a class with figures of fewer sources takes those of all texts, too
+# A class with figures of so few sources takes those of all texts, too, with and without the source that is left out.
+FEW_SOURCES = 3
 COVERED = 0.8
 
 
@@ -54,7 +55,7 @@ def _wider(classed: Classed, ratios: Mapping[str, float], name: str) -> float:
 def pool(classed: Classed, name: str, without: str = "") -> list[Case]:
     """Return the figures that tell a class's interval, without a source."""
     mine = [case for case in classed[name] if source_of(case) != without]
-    if name == "image" or len(set(map(source_of, mine))) >= FEW_SOURCES:
+    if name == "image" or sources(classed[name]) > FEW_SOURCES:
         return mine
     texts = (case for key, cases in classed.items() if key != "image" for case in cases)
     return mine + [case for case in texts if source_of(case) != without]
@@ -68,12 +69,17 @@ def span(cases: list[Case], ratios: Mapping[str, float], wider: float) -> tuple[
 
 
 def covered(classed: Classed, ratios: Mapping[str, float], name: str, wider: float) -> list[bool]:
-    """Return for each figure of a class whether the interval that is made without its source contains it."""
+    """Return for each figure of a class whether the interval that is made without its source contains it.
+
+    Without its only source, a class would have the interval of other classes. So that source is not left out.
+    """
     inside: list[bool] = []
-    for source in dict.fromkeys(map(source_of, classed[name])):
-        if len(pool(classed, name, source)) < 2:
+    of_class = dict.fromkeys(map(source_of, classed[name]))
+    for source in of_class:
+        told = pool(classed, name, source if len(of_class) > 1 else "")
+        if len(told) < 2:
             continue
-        low, high = span(pool(classed, name, source), ratios, wider)
+        low, high = span(told, ratios, wider)
         inside += [low <= ratios[case["id"]] <= high for case in classed[name] if source_of(case) == source]
     return inside
 
@@ -86,6 +92,11 @@ def alike(cases: list[Case]) -> list[list[Case]]:
         same = ("table", "model", "gpu", "seq_len", "precision", "image", "torch_compile")
         groups.setdefault((ranks, *(c[key] for key in same)), []).append(c)
     return list(groups.values())
+
+
+def sources(cases: list[Case]) -> int:
+    """Return how many sources the figures have."""
+    return len(set(map(source_of, cases)))
 
 
 def source_of(case: Case) -> str:
