@@ -6,7 +6,8 @@ import json
 
 from click.testing import CliRunner
 
-from tests.cli.test_named_inputs import ask, refused
+from tests.cli.asking import answer
+from tests.cli.test_named_inputs import refused
 from zerofit.cli.main import main
 
 TURNS = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -20,7 +21,7 @@ def test_a_look_at_conversations(tmp_path):
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.count("⟦4<|end|>") == 2 and "OpenAI" in shown.stdout and "padding" in shown.stdout
     assert shown.stdout.count("the loss counts the text that is between ⟦ and ⟧; the model only reads the rest") == 1
-    view = ask("data", f"jsonl:{tmp_path}/chats.jsonl", "--seq-len", 100, "--show", 1)
+    view = answer("data", f"jsonl:{tmp_path}/chats.jsonl", "--seq-len", 100, "--show", 1)
     (sample,) = view["samples"]
     assert [[(seen["text"], seen["learned"]) for seen in document] for document in sample["documents"]] == [
         [("<|user|>\n2 + 2?<|end|>\n<|assistant|>\n", False), ("4<|end|>\n", True)]
@@ -30,7 +31,7 @@ def test_a_look_at_conversations(tmp_path):
 
 def test_a_look_at_plain_text(tmp_path):
     (tmp_path / "a.txt").write_text("plain words " * 99)
-    (sample,) = ask("data", f"{tmp_path}/a.txt", "--seq-len", 12, "--show", 1)["samples"]
+    (sample,) = answer("data", f"{tmp_path}/a.txt", "--seq-len", 12, "--show", 1)["samples"]
     assert [(seen["text"], seen["learned"]) for seen in sample["documents"][0]] == [
         ("p", False),
         ("lain words p", True),
@@ -56,7 +57,7 @@ def test_the_same_fault_in_many_lines_is_one_message(tmp_path):
     assert f" also: {tmp_path}/dolly.jsonl:2:1, {tmp_path}/dolly.jsonl:3:1, {tmp_path}/dolly.jsonl:4:1 and more" in said
     assert """jq -c '.output = .["response"]' FILE > NEW""" in said
     (tmp_path / "new.jsonl").write_text(f"{json.dumps(row | {'output': row['response']})}\n" * 9)
-    assert ask("data", f"{tmp_path}/new.jsonl", "--seq-len", 100)["counts"]["dropped"] == 0
+    assert answer("data", f"{tmp_path}/new.jsonl", "--seq-len", 100)["counts"]["dropped"] == 0
 
 
 def test_data_does_not_command_the_terminal(tmp_path):
@@ -74,7 +75,7 @@ def test_data_does_not_command_the_terminal(tmp_path):
 
 def test_a_mask_is_counted_where_it_is_asked_for():
     pinned = [*SMALL, "--gpus", "2", "--gpu", "l4", "--seq-len", 1024, "--micro-batch", 1, "--zero-stage", 2]
-    layouts = [ask("plan", *pinned, *more)["layouts"] for more in ([], ["--input", "packed"])]
+    layouts = [answer("plan", *pinned, *more)["layouts"] for more in ([], ["--input", "packed"])]
     plain, packed = (rows[0]["peak_bytes"] for rows in layouts)
     assert plain + 1024 * 1024 <= packed < plain + 2 * 1024 * 1024  # a byte for each pair of places
     assert all(row["pp"] == row["sp"] == 1 for row in layouts[1])
