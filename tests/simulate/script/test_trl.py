@@ -142,6 +142,10 @@ def test_a_share_without_room_for_a_sequence_ends_the_script_as_vllm_does(folder
         rollout(folder, monkeypatch, vllm_gpu_memory_utilization=0.005)
 
 
-def test_a_vllm_of_its_own_is_refused_before_the_script_waits_for_it(folder, monkeypatch):
-    with pytest.raises(UserError, match='vllm_mode="server" cannot be simulated'):
-        rollout(folder, monkeypatch, vllm_mode="server")
+def test_a_vllm_server_needs_only_the_buffers_of_the_weight_update(folder, monkeypatch):
+    result = rollout(folder, monkeypatch, vllm_mode="server")
+    phases = {(phase.name, phase.step): phase for phase in result.phases}
+    sync, generation = phases["weight sync", 1], phases["generation", 1]
+    assert sync.peak_bytes - sync.start_bytes == 4 * script(result).facts.parameters  # one buffer with all weights
+    assert generation.peak_bytes == generation.start_bytes == sync.start_bytes
+    assert "inference engine" not in result.breakdown

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -25,15 +25,15 @@ from zerofit.rollout.vllm import EngineMemory, EngineSettings
 from zerofit.simulate.engine.phases import PhaseLog
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.errors import not_simulated
-from zerofit.simulate.script.evaluation import EVALUATION
 from zerofit.simulate.script.generation import GENERATION
 from zerofit.simulate.script.gpu import SHOWN
+from zerofit.simulate.script.rollout_phases import SYNC, begin, end, plain_token
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.simulate.script.vllm_server import connect_server
 from zerofit.spec.memory_kinds import ENGINE
 from zerofit.spec.units import shown_bytes
 
-SYNC = "weight sync"
 _PARAMETERS = ("SamplingParams", "StructuredOutputsParams", "GuidedDecodingParams", "RequestOutput")
 VERSION = "0.27.0"  # of vLLM; also the release of `EngineSettings`
 _PLAN = "zerofit plan MODEL --method, which plans trainer and rollout without the script"
@@ -59,10 +59,12 @@ def colocated_vllm(meter: ScriptTracker, log: PhaseLog, target: ScriptTarget) ->
     sys.meta_path.insert(0, VllmFinder(partial(ColocatedEngine, meter, log, target)))
     original = TrainingArguments.__post_init__
 
+    connect = cache(partial(connect_server, meter, log))
+
     def checked(self: Any) -> None:
-        if getattr(self, "use_vllm", False) and getattr(self, "vllm_mode", "server") == "server":
-            raise not_simulated('vllm_mode="server"', f'use vllm_mode="colocate", or {_PLAN}')
         original(self)
+        if getattr(self, "use_vllm", False) and getattr(self, "vllm_mode", "server") == "server":
+            connect()
 
     replace_in(TrainingArguments, "__post_init__", checked)
 
@@ -104,7 +106,7 @@ class ColocatedEngine:
         settings = _settings(config, given).settled(served, target.device)
         self._meter, self._log = meter, log
         self._memory = EngineMemory(model=served, settings=settings, device=target.device)
-        self._token, self._sleeps = _plain_token(config), bool(given.get("enable_sleep_mode"))
+        self._token, self._sleeps = plain_token(config), bool(given.get("enable_sleep_mode"))
         self._held: dict[str, Tensor] = {}
         longest = SimpleNamespace(max_model_len=settings.max_model_len)
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._load_weights))
@@ -144,34 +146,34 @@ class ColocatedEngine:
         for name in ("weights", "kv_cache"):
             self._held.pop(name, None)
         if self._log.name == GENERATION:
-            self._end()
+            end(self._log)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the weights and the cache that `sleep` freed. `tags`: "weights", "kv_cache" (default: both)."""
         names = tags or ("weights", "kv_cache")
         if "weights" in names:
-            self._begin(SYNC)
+            begin(self._log, SYNC)
             self._hold("weights", self._memory.weights)
         if "kv_cache" in names:
-            self._begin(GENERATION)
+            begin(self._log, GENERATION)
             self._hold("kv_cache", self._memory.cache_bytes)
 
     def _load_weights(self, weights: object) -> None:
         """Copy the trainer's weights into vLLM's weights; this allocates no memory."""
-        self._begin(SYNC)
+        begin(self._log, SYNC)
 
     def reset_prefix_cache(self) -> bool:
         """Drop cached prompts. TRL calls this after each synchronisation."""
-        self._end()
+        end(self._log)
         return True
 
     def generate(self, prompts: Sequence[object], sampling_params: object = None, **_: object) -> list[SimpleNamespace]:
         """Return completions of the maximum length."""
-        self._begin(GENERATION)
+        begin(self._log, GENERATION)
         self._work()
         found = [self._output(prompt, sampling_params) for prompt in prompts]
         if not self._sleeps:  # `sleep` follows at once, and no other phase holds the cache
-            self._end()
+            end(self._log)
         return found
 
     def _output(self, prompt: object, sampling: object) -> SimpleNamespace:
@@ -187,15 +189,6 @@ class ColocatedEngine:
         logprobs = None if wanted is None else [sure] * tokens
         one = SimpleNamespace(token_ids=[self._token] * tokens, logprobs=logprobs, text="", finish_reason="length")
         return SimpleNamespace(prompt_token_ids=list(ids), outputs=[one] * (getattr(sampling, "n", None) or 1))
-
-    def _begin(self, name: str) -> None:
-        if self._log.name != EVALUATION:
-            self._log.step = max(self._log.step, 0)
-            self._log.begin(name)
-
-    def _end(self) -> None:
-        if self._log.name != EVALUATION:
-            self._log.begin("forward")
 
 
 def _settings(config: PreTrainedConfig, given: Mapping[str, Any]) -> EngineSettings:
@@ -218,10 +211,3 @@ def _parameters(config: PreTrainedConfig) -> int:
             with _disable_current_modes(), torch.device("meta"):
                 return sum(parameter.numel() for parameter in build(config).parameters())
     raise not_simulated(f"vLLM with a {config.model_type}", "use a language model")
-
-
-def _plain_token(config: PreTrainedConfig) -> int:
-    """Return a token that is not an end-of-sequence token."""
-    text: Any = config.get_text_config()
-    ends = [text.eos_token_id] if not isinstance(text.eos_token_id, list) else text.eos_token_id
-    return next(token for token in range(text.vocab_size // 2, text.vocab_size) if token not in ends)

@@ -1,0 +1,32 @@
+"""The phases of a step in which vLLM works, and the token of its completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig
+
+from zerofit.simulate.engine.phases import PhaseLog
+from zerofit.simulate.script.evaluation import EVALUATION
+
+SYNC = "weight sync"
+
+
+def begin(log: PhaseLog, name: str) -> None:
+    """Begin a phase, except in an evaluation."""
+    if log.name != EVALUATION:
+        log.step = max(log.step, 0)
+        log.begin(name)
+
+
+def end(log: PhaseLog) -> None:
+    """Return to the trainer's phases, except in an evaluation."""
+    if log.name != EVALUATION:
+        log.begin("forward")
+
+
+def plain_token(config: PreTrainedConfig) -> int:
+    """Return a token that is not an end-of-sequence token."""
+    text: Any = config.get_text_config()
+    ends = [text.eos_token_id] if not isinstance(text.eos_token_id, list) else text.eos_token_id
+    return next(token for token in range(text.vocab_size // 2, text.vocab_size) if token not in ends)
