@@ -80,6 +80,19 @@ def test_every_method_has_its_models(method):
     assert ("reference" in train) is METHODS[method].reference
 
 
+def test_a_server_gets_the_weights_in_buffers():
+    _, found = run("--method", "grpo", "--rollout", "vllm_mode=server")
+    best = found["arrangements"][0]
+    assert best["server_gpus"] and "generate" not in best["phases"]
+    assert best["phases"]["sync weights"]["weight buffers"] == pytest.approx(2 * 494_032_768, rel=0.001)
+
+
+def test_adapters_beside_a_frozen_tied_head_have_no_logits():
+    code, found = run("--method", "grpo", "--lora", "16", "--micro-batch", "4", "--activation-checkpointing")
+    logits = 4 * 4 * found["seq_len"] * 151_936  # in float32
+    assert code == 0 and found["arrangements"][0]["phases"]["train"]["training step"] < 0.5 * logits
+
+
 def test_bad_settings_are_reported_at_once():
     values = {"num_generations": 0, "beta": 3, "vllm_mode": "x", "sleep_level": 3, "foo": 1}
     with pytest.raises(UserError) as caught:

@@ -9,12 +9,15 @@ from functools import cached_property
 
 from zerofit.plan.fit import Fit
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
+from zerofit.plan.timeline import timeline
+from zerofit.plan.zero3_gather import gathered_in_forward
 from zerofit.rollout.fused_head import TILE_TOKENS, TILE_WORDS
 from zerofit.rollout.methods import RolloutMethod, RolloutSettings
 from zerofit.rollout.vllm import GRAPHS_COUNTED, STEP, EngineMemory
 from zerofit.spec.profile import Profile, setting
 
 GENERATE, REWARD, LOGPROBS, TRAIN, SYNC, SAVE = "generate", "reward", "log-probs", "train", "sync weights", "checkpoint"
+SENT_BYTES, SENT_BUFFERS = 2**30, 2  # of weights for a server (vllm/distributed/weight_transfer/packed_tensor.py)
 ENGINE = "vLLM"  # names of parts that the engine allocates begin with this
 
 
@@ -53,6 +56,7 @@ class RolloutMemory:
             "critic": self.memory.static_bytes if self.method.critic else 0,
             "reference": frozen if self._reference else 0,
             "reward model or teacher": frozen if self.method.scorer else 0,
+            "workspaces": self.memory.breakdown.get("workspaces", 0),
             "margin": round(self.fit.margin_bytes),
         }
         return {kind: size for kind, size in kinds.items() if size}
@@ -69,10 +73,13 @@ class RolloutMemory:
         if self.method.scorer:
             found[REWARD] = {**self._asleep, **self._forward(scores=True)}
         found[LOGPROBS] = {**self._asleep, **self._forward()}
-        found[TRAIN] = {**self._asleep, "training step": self.memory.peak_bytes - self.memory.static_bytes}
+        held = self.memory.static_bytes + self.resident.get("workspaces", 0)
+        found[TRAIN] = {**self._asleep, "training step": self.memory.peak_bytes - held}
         if self.engine:
             kept = {} if self.settings.vllm_enable_sleep_mode else self._awake()
             found[SYNC] = {**self._asleep, f"{ENGINE} weights": self.engine.weights, **self._gathered(), **kept}
+        elif self.method.generates:
+            found[SYNC] = self._sent()
         found[SAVE] = {**self._asleep, "gathered parameter": self._largest}
         return tuple(Phase(name=name, parts={**self.resident, **parts}) for name, parts in found.items())
 
@@ -133,8 +140,10 @@ class RolloutMemory:
         key = next(key for key in keys if key in self.profile.costs)  # a checkpointed block frees its activations, too
         costs = zip(self.profile.layers, self.profile.costs_of(key), strict=True)
         layers = [cost.forward_peak_bytes.at(layout.micro_batch) for layer, cost in costs if layer.count > 1]
-        block = max((sum(r.matrices + r.frozen) for r in self.profile.layers if r.count > 1), default=0)
-        gathered = 2 * block * layout.element_bytes if layout.zero_stage == 3 else 0
+        gathered = 0
+        if layout.zero_stage == 3:
+            gathered = max(gathered_in_forward(timeline(self.profile, key), layout))
+            gathered += self._largest if self._reference else 0  # the actor's forward leaves its embedding gathered
         tokens = layout.micro_batch * (1 if scores else self.settings.max_completion_length + 1)
         logits = 2 * tokens * self._vocabulary * layout.element_bytes
         if self.method.trainer:
@@ -152,6 +161,14 @@ class RolloutMemory:
         """Bytes of the largest parameter: embedding or head."""
         sizes = [size for layer in self.profile.layers for size in layer.matrices + layer.frozen]
         return self.layout.element_bytes * max(sizes, default=0)
+
+    def _sent(self) -> dict[str, int]:
+        """Return rank 0's buffers that send weights to a server. At stage 3, it gathers a buffer's weights at once."""
+        weights = round(self.layout.element_bytes * self.profile.parameters)
+        gathered = self._gathered()
+        if gathered:
+            gathered["gathered parameters"] = max(min(SENT_BYTES, weights), *gathered.values())
+        return {"weight buffers": min(SENT_BUFFERS * SENT_BYTES, weights), **gathered}
 
     def _gathered(self) -> dict[str, int]:
         """Return the memory of parameters gathered at once to synchronise weights: one, or all to merge adapters."""

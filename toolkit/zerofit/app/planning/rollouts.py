@@ -194,7 +194,8 @@ def plan_rollouts(
     length = setup.profile.seq_len or 0
     if method.trainer:
         scored = settings.max_completion_length if method.generates else length
-        profile = with_fused_head(setup.profile, scored, ELEMENT_BYTES[setup.request.precision])
+        element = ELEMENT_BYTES[setup.request.precision]
+        profile = with_fused_head(setup.profile, scored, element, request.pins.get("micro_batch"))
         setup = replace(setup, profile=profile)
     if method.generates and settings.max_completion_length >= length:
         message = f"max_completion_length={settings.max_completion_length} leaves no prompt in --seq-len {length}"

@@ -164,7 +164,8 @@ class ColocatedEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Drop cached prompts. TRL calls this after each synchronisation."""
-        end(self._log)
+        if not self._sleeps:  # otherwise the weights stay awake until `wake_up` of the cache begins a phase
+            end(self._log)
         return True
 
     def generate(self, prompts: Sequence[object], sampling_params: object = None, **_: object) -> list[SimpleNamespace]:

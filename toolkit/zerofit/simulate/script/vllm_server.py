@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
+from zerofit.rollout.phases import SENT_BUFFERS, SENT_BYTES
 from zerofit.simulate.engine.phases import PhaseLog
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.errors import not_simulated
@@ -21,7 +22,6 @@ from zerofit.simulate.script.generation import GENERATION
 from zerofit.simulate.script.rollout_phases import SYNC, begin, end, plain_token
 from zerofit.simulate.script.tracker import ScriptTracker
 
-BUFFER_BYTES, BUFFERS = 2**30, 2  # vllm/distributed/weight_transfer/packed_tensor.py
 _TRAINERS = 'use GRPOTrainer or RLOOTrainer of TRL 1.16, or vllm_mode="colocate"'
 
 
@@ -78,8 +78,8 @@ class ServerClient:
     def update_named_params(self, metadata: object, named_params: Iterator[tuple[str, Tensor]]) -> None:
         """Pack all weights into buffers. vLLM sends one buffer while it fills the next one."""
         begin(self._log, SYNC)
-        sent: list[Tensor | None] = [None] * BUFFERS
-        for slot in cycle(range(BUFFERS)):
+        sent: list[Tensor | None] = [None] * SENT_BUFFERS
+        for slot in cycle(range(SENT_BUFFERS)):
             sent[slot] = None
             sent[slot] = _packed(named_params)
             if sent[slot] is None:
@@ -95,6 +95,6 @@ def _packed(weights: Iterator[tuple[str, Tensor]]) -> Tensor | None:
     found: list[Tensor] = []
     for _, weight in weights:
         found.append(weight.contiguous().view(torch.uint8).view(-1))
-        if sum(part.numel() for part in found) > BUFFER_BYTES:
+        if sum(part.numel() for part in found) > SENT_BYTES:
             break
     return torch.cat(found) if found else None
