@@ -133,6 +133,8 @@ def test_a_sleeping_vllm_leaves_its_memory_to_the_step(folder, monkeypatch):
     result = rollout(folder, monkeypatch, vllm_enable_sleep_mode=True)
     phases = {(phase.name, phase.step): phase for phase in result.phases}
     assert phases["generation", 1].peak_bytes > 0.9 * 0.3 * 80e9
+    names = [p.name for p in result.phases if p.step == 0]
+    assert names.index("generation") == names.index("weight sync") + 1  # vLLM's weights stay awake in between
     awake = ("weight sync", "generation", "build", "init")
     assert all(4 * p.peak_bytes < 0.9 * 0.3 * 80e9 for p in result.phases if p.step == 1 and p.name not in awake)
 
