@@ -19,6 +19,7 @@ from zerofit.simulate.ops.streams import Streams
 from zerofit.simulate.script import (
     cuda,
     distributed,
+    files,
     generation,
     gpu,
     host,
@@ -27,6 +28,7 @@ from zerofit.simulate.script import (
     lengths,
     pretrained,
     recurrent,
+    saved,
     writes,
 )
 
@@ -207,7 +209,33 @@ PATCHES = {
     "launchers_inside": (["subprocess:Popen.__init__", "os:execv", "os:execve"], []),
     "saving": ([], []),
     "tracking": (["torch.utils.tensorboard:SummaryWriter"], []),
-    "watch_files": ([], []),
+    "scratch_files": (["io:open", "os:mkdir", "shutil:_use_fd_functions", "sqlite3:connect"], []),
+    "saved_by_torch": (
+        ["torch:save", "torch:load"],
+        [
+            Reason(
+                "torch.serialization",
+                "_load",
+                "zip_file map_location pickle_module",
+                "if torch._guards.detect_fake_mode(None) is not None or is_meta_map_location:",
+            )
+        ],
+    ),
+    "saved_by_safetensors": (
+        ["safetensors:safe_open", "safetensors.torch:save_file", "safetensors.torch:load_file"],
+        [],
+    ),
+    "saved_models": (["transformers:PreTrainedModel.save_pretrained"], []),
+    "saved_tokenizers": (["tokenizers:Tokenizer.save", "tokenizers:Tokenizer.from_file"], []),
+    "saved_checkpoints": (
+        [
+            "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
+            "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
+            "torch.distributed.checkpoint.state_dict_saver:save",
+            "torch.distributed.checkpoint.state_dict_loader:load",
+        ],
+        [],
+    ),
     "cuda_module": (["torch.cuda:is_available", "torch.cuda:memory_allocated", "torch.cuda.nccl:version"], []),
     "accelerator_module": (
         ["torch.accelerator:is_available", "torch.accelerator:current_accelerator", "torch._C:_get_accelerator"],
@@ -279,6 +307,8 @@ def test_every_patch_is_listed():
         pretrained,
         bits,
         writes,
+        files,
+        saved,
         gpu,
         cuda,
         launchers,

@@ -151,11 +151,8 @@ def test_a_loop_is_stopped_and_writes_nothing(folder):
     assert {p.step for p in result.phases} == {-1, 0, 1} and seen.facts.ended == "stopped after 2 optimizer steps"
     assert (seen.facts.micro_batch, seen.facts.accumulation, seen.facts.zero_stage) == (4, 2, 2)
     assert seen.facts.parameters == 2 * WIDTH * (WIDTH + 1) == seen.facts.trained_parameters
-    assert {path.name for path in folder.iterdir()} == {"ds.json", "train.py", "log.txt"}
+    assert {path.name for path in folder.iterdir()} == {"ds.json", "train.py"}
     notes = {note.text: note.count for note in seen.facts.notes}
-    saves = [text for text in notes if "writes nothing" in text]
-    assert len(saves) == 2 and all("train.py:1" in text for text in saves)
-    assert "written by the script before it was stopped: log.txt" in notes
     assert any("the value of a tensor on the device: taken as 1.0, at train.py:" in text for text in notes)
     assert not seen.is_upper_bound and result.fits and sum(result.breakdown.values()) == result.peak_bytes
     assert result.to_dict()["run"]["command"] == "python train.py"

@@ -292,6 +292,7 @@ def _simulate(target: Target, folder: Path, n: int) -> NoReturn:
     faulthandler.enable(file=log)
     sys.stdout = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115  # in order with errors
 
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)  # removed with the request's folder
     pid = os.getpid()
 
     def say(text: str) -> None:

@@ -34,7 +34,7 @@ from zerofit.simulate.memory.snapshot import StackLog
 from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.issued import IssuedLog
 from zerofit.simulate.record import STEPS, RankRecord
-from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, recurrent, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, recurrent, saved, writes
 from zerofit.simulate.script.colocated import colocated_vllm
 from zerofit.simulate.script.command import rank_problems
 from zerofit.simulate.script.edits import edits
@@ -44,6 +44,7 @@ from zerofit.simulate.script.facts import BatchShapes, script_facts
 from zerofit.simulate.script.failures import failure, no_training
 from zerofit.simulate.script.fault_log import FaultLog
 from zerofit.simulate.script.faults import LOST_GRADIENTS, find_faults
+from zerofit.simulate.script.files import scratch_files
 from zerofit.simulate.script.generation import generation
 from zerofit.simulate.script.launchers import LaunchedInside, environment, launchers_inside
 from zerofit.simulate.script.lengths import Lengths
@@ -166,7 +167,12 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     launchers_inside()
     writes.saving(meter)
     writes.tracking()
-    writes.watch_files(meter)
+    files = scratch_files(meter)
+    saved.saved_by_torch(meter, files)
+    saved.saved_by_safetensors(meter, files)
+    saved.saved_models()
+    saved.saved_tokenizers(files)
+    saved.saved_checkpoints()
 
 
 def _learner(

@@ -1,11 +1,11 @@
-"""Keep a script from writing to disk, to a tracker or to the hub."""
+"""Keep a script from writing to a tracker or to the hub."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -13,23 +13,15 @@ from typing import Any
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
 
-# module -> attributes that save; libraries that are not installed are skipped
+# module -> attributes that save on several ranks together, or on the hub
 SAVERS = {
-    "torch": ("save",),
-    "safetensors.torch": ("save_file", "save_model"),
-    "transformers": ("PreTrainedModel.save_pretrained", "PreTrainedTokenizerBase.save_pretrained"),
-    "transformers.processing_utils": ("ProcessorMixin.save_pretrained",),
-    "transformers.configuration_utils": ("PreTrainedConfig.save_pretrained",),
     "transformers.utils.hub": ("PushToHubMixin.push_to_hub",),
-    "transformers.trainer_callback": ("TrainerState.save_to_json",),
-    "deepspeed.runtime.engine": ("DeepSpeedEngine.save_checkpoint", "DeepSpeedEngine.save_16bit_model"),
-    "accelerate": ("Accelerator.save_state", "Accelerator.save_model"),
+    "deepspeed.runtime.engine": ("DeepSpeedEngine.save_16bit_model",),
     "huggingface_hub": ("HfApi.create_repo", "HfApi.upload_folder", "HfApi.upload_file", "HfApi.create_commit"),
-    "torch.distributed.checkpoint": ("save", "async_save"),
+    "torch.distributed.checkpoint": ("async_save",),
 }
 # the same of packages that a script may import
 OF_PACKAGES = {
-    "peft": ("PeftModel.save_pretrained",),
     "lightning.fabric.plugins.io.torch_io": ("TorchCheckpointIO.save_checkpoint",),
     "lightning_fabric.plugins.io.torch_io": ("TorchCheckpointIO.save_checkpoint",),
 }
@@ -41,8 +33,6 @@ TRACKERS_OFF = {
     "CLEARML_OFFLINE_MODE": "1",
     "SWANLAB_MODE": "disabled",
 }
-_CACHES = ("HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")  # variables that name cache folders
-_PASSED_OVER = (os.path.expanduser("~/.cache"), tempfile.gettempdir(), "/tmp", "/dev", "/proc")
 
 
 class SilentWriter:
@@ -64,7 +54,7 @@ class SilentWriter:
 
 
 def saving(meter: ScriptTracker, savers: Mapping[str, tuple[str, ...]] = SAVERS) -> None:
-    """Save and push nothing, since files would contain zeros. (the functions of SAVERS and OF_PACKAGES)"""
+    """Push nothing, and save nothing where ranks save together. (the functions of SAVERS and OF_PACKAGES)"""
     for module, names in savers.items():
         if savers is OF_PACKAGES and module not in sys.modules:
             continue
@@ -85,28 +75,28 @@ def tracking() -> None:
             replace_in(importlib.import_module(module), "SummaryWriter", SilentWriter)
         except ImportError:
             continue
+    sys.meta_path.insert(0, _Disabling())
 
 
-def watch_files(meter: ScriptTracker) -> None:
-    """Note the files that the script still opens for writing, by Python's audit events (PEP 578)."""
-    seen: set[str] = set()
-    here = os.getcwd() + os.sep
-    caches = tuple(os.path.abspath(os.environ[name]) for name in _CACHES if os.environ.get(name))
+class _Disabling:
+    """Turns W&B off when the script imports it, also if the script asks for mode="offline". (wandb.init)"""
 
-    def opened(event: str, arguments: tuple[object, ...]) -> None:
-        if event != "open" or not isinstance(arguments[0], (str, bytes)) or not isinstance(arguments[1], str):
-            return
-        path = os.path.abspath(os.fsdecode(arguments[0]))
-        if (
-            set(arguments[1]) & set("wax+")
-            and path not in seen
-            and (path.startswith(here) or not path.startswith(_PASSED_OVER))
-            and not path.startswith(caches)
-        ):
-            seen.add(path)
-            meter.note(f"written by the script before it was stopped: {os.path.relpath(path)}")
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        """Return how wandb is imported; None for other modules."""
+        if name != "wandb":
+            return None
+        sys.meta_path.remove(self)  # pyright: ignore[reportArgumentType] - it has what a finder needs
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
-    sys.addaudithook(opened)
+            def executed(module: Any) -> None:
+                execute(module)
+                original = module.init
+                module.init = lambda *args, **kwargs: original(*args, **(kwargs | {"mode": "disabled"}))
+
+            replace_in(spec.loader, "exec_module", executed)
+        return spec
 
 
 def _left_out(meter: ScriptTracker, name: str) -> Callable[..., object]:
@@ -116,6 +106,6 @@ def _left_out(meter: ScriptTracker, name: str) -> Callable[..., object]:
             done = Future[None]()
             done.set_result(None)
             return done
-        return True if "DeepSpeedEngine" in name else () if "pretrained" in name else None
+        return True if "DeepSpeedEngine" in name else None
 
     return nothing

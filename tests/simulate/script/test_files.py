@@ -1,0 +1,189 @@
+"""Files of a simulated script: what it writes goes to scratch, and it can read it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tests.simulate.script.scripts import facts, simulated
+
+TRAINED = """
+import torch
+model = torch.nn.Linear(8, 8).to("cuda" if torch.cuda.is_available() else "cpu")
+optimizer = torch.optim.AdamW(model.parameters())
+for i in range(4):
+    model(torch.randn(2, 8, device=model.weight.device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+# runs alike with real files
+FILES = """\
+import csv, json, logging, os, pathlib, pickle, shutil, sqlite3, tempfile
+import numpy as np
+import torch
+
+shutil.rmtree("old")  # the user's own
+os.makedirs("old/a/b", exist_ok=True)
+assert os.listdir("old") == ["a"] and not os.path.exists("old/weights.bin")
+out = pathlib.Path("outputs") / "run"
+out.mkdir(parents=True)
+(out / "args.json").write_text(json.dumps({"lr": 1}))
+assert json.loads((out / "args.json").read_text())["lr"] == 1
+with open("mine.csv", "a", newline="") as file:
+    csv.writer(file).writerow(["new", 2])
+assert open("mine.csv").read().split() == ["a,1", "new,2"]
+assert "mine.csv" in os.listdir() and any(entry.name == "outputs" for entry in os.scandir())
+before = os.getcwd()
+os.chdir(out)  # as hydra does
+assert os.getcwd() == os.path.join(before, "outputs", "run") and pathlib.Path("../../mine.csv").exists()
+np.save("stats.npy", np.arange(5))
+assert np.load("stats.npy").sum() == 10
+shared = np.memmap("map.bin", dtype=np.float32, mode="w+", shape=(10, 10))
+shared[:] = 1
+assert np.memmap("map.bin", dtype=np.float32, mode="r", shape=(10, 10)).sum() == 100
+os.symlink("stats.npy", "latest.npy")
+assert np.load("latest.npy").sum() == 10
+database = sqlite3.connect("log.db")
+database.execute("create table t(x)")
+database.close()
+logging.FileHandler("train.log").close()
+torch.save(torch.arange(6), "ids.pt")
+os.replace("ids.pt", "best.pt")
+assert torch.load("best.pt").sum().item() == 15 and not os.path.exists("ids.pt")
+os.chdir(before)
+found = sorted(name for _, _, names in os.walk("outputs") for name in names)
+assert found == ["args.json", "best.pt", "latest.npy", "log.db", "map.bin", "stats.npy", "train.log"], found
+assert sorted(path.name for path in out.glob("*.npy")) == ["latest.npy", "stats.npy"]
+os.rename("old", "older")
+assert os.path.isdir("older/a/b") and not os.path.exists("old")
+for refused, error in ((lambda: open("old/x", "w"), FileNotFoundError), (lambda: os.mkdir("outputs"), FileExistsError)):
+    try:
+        refused()
+    except error as raised:
+        assert raised.filename in ("old/x", os.path.join(before, "old/x"), "outputs", os.path.join(before, "outputs"))
+    else:
+        raise AssertionError(error)
+try:
+    os.rmdir("outputs")
+except OSError:
+    shutil.rmtree("outputs")
+assert not os.path.exists("outputs")
+with tempfile.NamedTemporaryFile("w", delete=False) as file:
+    pickle.dumps(file.name)
+assert torch.load("data.pt")[100].item() == 100 and torch.load("large.pt")[-1].item() == (1 << 22) - 1
+"""
+
+
+@pytest.fixture
+def files(folder: Path) -> Path:
+    """A folder with files of the user's own."""
+    import torch
+
+    (folder / "old").mkdir()
+    (folder / "old" / "weights.bin").write_bytes(b"trained")
+    (folder / "mine.csv").write_text("a,1\n")
+    torch.save(torch.arange(1000), folder / "data.pt")
+    torch.save(torch.arange(1 << 22), folder / "large.pt")  # 32 MiB
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_writes_go_to_scratch_and_reads_find_them(files):
+    """The same lines run as a plain script afterwards, where they change the user's files."""
+    (files / "train.py").write_text(FILES + TRAINED)
+    before = contents(files)
+    result = simulated(FILES + TRAINED, gpus=1)
+    assert contents(files) == before and not facts(result).facts.notes
+    runpy.run_path("train.py")
+    assert os.path.isdir("older/a/b") and not os.path.exists("old")
+
+
+LOADED = """\
+import os
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models
+
+sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes)).bfloat16().save_pretrained("tiny")
+words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained("tiny")
+assert AutoTokenizer.from_pretrained("tiny")("a").input_ids == [1]
+model = AutoModelForCausalLM.from_pretrained("tiny", dtype="auto").cuda()
+assert model.dtype == torch.bfloat16 and type(model).__name__ == "LlamaForCausalLM"
+optimizer = torch.optim.AdamW(model.parameters())
+for i in range(4):
+    ids = torch.arange(32, device="cuda").view(2, 16)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "ids": ids, "step": i}, "last.pt")
+    before = torch.cuda.memory_allocated()
+    on_host = torch.load("last.pt", map_location="cpu")
+    assert on_host["step"] == i and torch.cuda.memory_allocated() == before and on_host["ids"].tolist() == ids.tolist()
+    assert on_host["model"]["lm_head.weight"].device.type == "cpu"
+    model.load_state_dict(on_host["model"])
+    optimizer.load_state_dict(on_host["optimizer"])
+    assert torch.cuda.memory_allocated() == before + sum(
+        state[name].nbytes for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+    ) - sum(2 * p.nbytes for p in model.parameters())
+    on_device = torch.load("last.pt")
+    assert torch.cuda.memory_allocated() - before == 3 * sum(p.nbytes for p in model.parameters()) + ids.nbytes
+    del on_device
+    save_file({"w": model.lm_head.weight}, "w.safetensors")
+    assert load_file("w.safetensors", device="cuda")["w"].shape == (128, 64)
+"""
+
+
+def test_what_a_script_saved_can_be_loaded(folder):
+    """Also to the byte: a loaded file allocates what it contains, where `map_location` places it."""
+    result = simulated(LOADED, gpus=1)
+    assert facts(result).facts.precision == "bf16"
+    assert {path.name for path in folder.iterdir()} == {"ds.json", "train.py"}
+
+
+CHECKPOINTS = """\
+import deepspeed
+import torch
+import torch.distributed.checkpoint as dcp
+
+CONFIG = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+net = torch.nn.Linear(64, 64)
+engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=CONFIG)
+for i in range(50):
+    engine.backward(engine(torch.randn(4, 64, device=engine.device)).mean())
+    engine.step()
+    engine.save_checkpoint("saved", tag=f"step{i}", client_state={"step": i})
+    path, client = engine.load_checkpoint("saved")
+    assert client["step"] == i and path.endswith(f"step{i}")
+    state = {"weight": net.weight.detach().clone()}
+    dcp.save(state, checkpoint_id="shards")
+    dcp.load(state, checkpoint_id="shards")
+"""
+
+
+def test_checkpoints_of_several_ranks_can_be_loaded(folder):
+    result = simulated(CHECKPOINTS, "deepspeed --num_gpus 2 train.py")
+    assert facts(result).facts.ended == "stopped after 2 optimizer steps"
+    assert {path.name for path in folder.iterdir()} == {"ds.json", "train.py"}
+
+
+def test_trackers_are_off(folder):
+    pytest.importorskip("wandb")
+    start = """\
+import wandb
+from torch.utils.tensorboard import SummaryWriter
+run = wandb.init(project="mine", mode="offline", dir=".", config={"lr": 1})
+SummaryWriter("runs/one").add_scalar("loss", 1.0, 0)
+wandb.log({"loss": 1.0})
+assert wandb.config.lr == 1
+"""
+    simulated(start + TRAINED, gpus=1)
+    assert {path.name for path in folder.iterdir()} == {"ds.json", "train.py"}
