@@ -56,6 +56,7 @@ def test_what_recurrent_layers_keep_is_what_cudnn_asked_for(folder, kind):
     given = states // 2  # the last ones are deleted
     kept = RESERVES[kind] + 1000 * 25 * 320 * 4 + given
     result = simulated(SCRIPT.replace("KIND", kind).replace("KEPT", str(kept)), gpus=1)
+    assert facts(result).facts.micro_batch == 25  # the first dimension is the steps
     assert facts(result).is_upper_bound and any("workspace" in note.text for note in facts(result).facts.notes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -34,18 +35,39 @@ class BatchShapes:
     def __init__(self) -> None:
         self.seen: Counter[tuple[int, ...]] = Counter()  # shape of the largest tensor of each micro batch
         self.longest = 0  # tokens of the longest batch; 0 if none has tokens
+        self._steps_first: set[tuple[int, ...]] = set()  # (steps, samples) of inputs of layers with batch_first=False
 
     def note(self, args: object, kwargs: object) -> None:
         """Record a micro batch."""
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if tensors:
-            self.seen[padded_shape(max(tensors, key=lambda t: t.numel()))] += 1
+            largest = padded_shape(max(tensors, key=lambda t: t.numel()))
+            images = _images(args)
+            self.seen[(len(images), *largest) if images else largest] += 1
         self.longest = max([self.longest, *(padded_shape(t)[1] for t in token_tensors(tensors))])
+
+    def note_layer(self, module: Any, args: tuple[Any, ...]) -> None:
+        """Record the input (steps, samples, features) of a recurrent layer or an attention without `batch_first`."""
+        if (
+            getattr(module, "batch_first", True) is False
+            and args
+            and isinstance(args[0], Tensor)
+            and args[0].dim() == 3
+        ):
+            self._steps_first.add(tuple(args[0].shape[:2]))
 
     @property
     def micro_batch(self) -> int:
         """Samples of the largest micro batch; 0 before the first."""
-        return max((shape[0] for shape in self.seen if shape), default=0)
+        samples = (shape[1] if shape[:2] in self._steps_first else shape[0] for shape in self.seen if shape)
+        return max(samples, default=0)
+
+
+def _images(args: Any) -> Sequence[Tensor]:
+    """Return the images of a detection model, which is called with a list of them; else nothing."""
+    given = args[0] if args else None
+    is_list = isinstance(given, (list, tuple)) and all(isinstance(t, Tensor) and t.dim() == 3 for t in given)
+    return given if is_list else ()
 
 
 def script_facts(

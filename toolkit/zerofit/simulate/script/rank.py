@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from zerofit.simulate.engine.partitions import GradientLog
@@ -82,6 +83,7 @@ def simulate_script(
     gradients = GradientLog(meter)
     os.environ |= environment(target)
     shapes, lengths_seen = BatchShapes(), Lengths()
+    register_module_forward_pre_hook(shapes.note_layer)
     lengths.tokenizers(lengths_seen)
     lengths.trainer_arguments(lengths_seen)
     if target.arguments:
