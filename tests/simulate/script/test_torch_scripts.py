@@ -492,3 +492,43 @@ def test_shapes_that_depend_on_unknown_values_are_bounded(folder):
     said = "; ".join(note.text for note in seen.facts.notes)
     assert "all experts get equally many tokens" in said
     assert "aten._unique2 of unknown values: taken as its largest output" in said
+
+
+OBSERVED = """\
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
+
+torch.cuda.memory._record_memory_history(max_entries=1000)
+torch.cuda.set_sync_debug_mode("warn")
+assert torch.cuda.temperature() >= 0 and torch.cuda.memory_snapshot() == []
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.LazyLinear(4)).cuda()
+images = [torch.randn(3, 8, 8, device="cuda") for _ in range(2)]
+model(torch.stack(images))
+optimizer = torch.optim.AdamW(model.parameters())
+
+class Detector(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = model
+
+    def forward(self, images, targets):
+        return {"loss": self.body(torch.stack(images)).square().mean()}
+
+detector, ready = Detector(), tensorboard_trace_handler("traces")
+torch.cuda.profiler.start()
+with profile(
+    activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], on_trace_ready=ready, profile_memory=True, with_stack=True
+) as observed:
+    for i in range(50):
+        detector(images, [{}, {}])["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        observed.step()
+"""
+
+
+def test_profilers_and_memory_snapshots_are_accepted(folder):
+    """The images of a detector are a list, and its length is the micro batch."""
+    result = simulated(OBSERVED, gpus=1)
+    assert facts(result).facts.micro_batch == 2 and facts(result).facts.ended == "stopped after 2 optimizer steps"
+    assert {path.name for path in folder.iterdir()} == {"ds.json", "train.py"}

@@ -50,6 +50,8 @@ def cuda_module(meter: ScriptTracker, target: ScriptTarget) -> None:
     for name in ("range_push", "range_pop", "mark"):
         replace_in(cuda.nvtx, name, _nothing)
     replace_in(cuda.nvtx, "range", _Context)
+    for name in ("start", "stop"):
+        replace_in(cuda.profiler, name, _nothing)
 
 
 def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
@@ -153,7 +155,10 @@ def _devices(target: ScriptTarget) -> dict[str, object]:
         "get_device_capability": lambda *_, **__: (major, minor),
         "get_device_properties": lambda *_, **__: properties,
         "get_arch_list": lambda: [f"sm_{major}{minor}"],
-        "utilization": lambda *_, **__: 0,
+        **dict.fromkeys(("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"), lambda *_, **__: 0),
+        "list_gpu_processes": lambda *_, **__: "",
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": _nothing,
         "current_blas_handle": lambda: 0,
     }
 
@@ -193,6 +198,10 @@ def _memory(meter: ScriptTracker, total: int) -> dict[str, object]:
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), peak),
         **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), _nothing),
         **dict.fromkeys(("reset_accumulated_memory_stats", "set_per_process_memory_fraction"), _nothing),
+        **dict.fromkeys(("_record_memory_history", "_dump_snapshot"), _nothing),
+        **dict.fromkeys(("memory_snapshot", "_snapshot"), lambda *_, **__: []),
+        "device_memory_used": live,
+        "get_per_process_memory_fraction": lambda *_, **__: 1.0,
         "memory_stats": stats,
         "mem_get_info": lambda *_, **__: (max(0, total - meter.live()), total),
         "memory_summary": lambda *_, **__: "",

@@ -177,16 +177,19 @@ class ScriptPhases:
     # --- without an engine ---
 
     def _plain_forward(self, method: Callable[..., object]) -> Callable[..., Any]:
+        phases = self
+
+        # torch's profiler reads the module from the variable `self` of this frame (python_tracer.cpp)
         @functools.wraps(method)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or self._busy:
-                return method(module, *args, **kwargs)
-            if self._scores():
-                self.log.begin(LOGPROBS)
-            if self.engines or not self._trains(module):
-                return method(module, *args, **kwargs)
-            self._begin_forward(module, args, kwargs)
-            return self._alone(method, module, *args, **kwargs)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if phases._inside or phases._busy:
+                return method(self, *args, **kwargs)
+            if phases._scores():
+                phases.log.begin(LOGPROBS)
+            if phases.engines or not phases._trains(self):
+                return method(self, *args, **kwargs)
+            phases._begin_forward(self, args, kwargs)
+            return phases._alone(method, self, *args, **kwargs)
 
         return call
 
