@@ -120,3 +120,34 @@ def test_weights_are_gathered_for_saving(folder, rank):
     assert gained == pytest.approx(weights if rank == 0 else 0, rel=0.05, abs=2048)
     last = result.phases[-1]
     assert 2 * 64 * 64 <= last.peak_bytes - last.start_bytes <= 2 * (2 * 64 * 64 + 64)
+
+
+IMAGES = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+images = [(torch.zeros(3, HEIGHT, WIDTH), 1) for n in range(40)]
+images[30] = images[7] = torch.zeros(3, 96, 48), 1
+
+def collate(batch):  # pads, as detectors and speech recognition do
+    height, width = (max(x.shape[d] for x, _ in batch) for d in (1, 2))
+    padded = [nn.functional.pad(x, (0, width - x.shape[2], 0, height - x.shape[1])) for x, _ in batch]
+    return torch.stack(padded), torch.tensor([label for _, label in batch])
+
+model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, labels in DataLoader(images, batch_size=2, collate_fn=collate):
+    nn.functional.cross_entropy(model(x.cuda()), labels.cuda()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_the_largest_images_of_the_data_set(folder):
+    result = simulated(IMAGES.replace("HEIGHT", "32").replace("WIDTH", "16 + n % 4"), gpus=1, longest=True)
+    longest = facts(result).longest
+    assert facts(result).facts.shapes == ((2, 3, 32, 17), (2, 3, 32, 19))
+    assert longest and longest.name == "largest 2 x 3 x 96 x 48" and longest.peak_bytes > result.peak_bytes
+    alone = simulated(IMAGES.replace("HEIGHT", "96").replace("WIDTH", "48"), gpus=1)
+    assert longest.peak_bytes == alone.peak_bytes

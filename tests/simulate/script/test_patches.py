@@ -265,6 +265,7 @@ PATCHES = {
         [Reason("transformers.training_args", "TrainingArguments.__post_init__", "self", "self.deepspeed")],
     ),
     "trainer_arguments": (["transformers:Trainer.__init__"], []),
+    "largest_samples": (["torch.utils.data._utils.fetch:_MapDatasetFetcher.fetch"], []),
     "batches": ([f"{DATA}:_BaseDataLoaderIter.__next__"], []),
 }
 REASONS = [pytest.param(reason, id=f"{name}-{reason.path}") for name, (_, found) in PATCHES.items() for reason in found]

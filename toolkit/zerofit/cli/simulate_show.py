@@ -128,7 +128,7 @@ def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]
     longest = run.longest
     if longest:
         fits = "fits" if longest.fits else "does not fit"
-        yield f"{longest.tokens} tokens", f"peak {shown_bytes(longest.peak_bytes)} in {longest.peak_phase}, {fits}"
+        yield longest.name, f"peak {shown_bytes(longest.peak_bytes)} in {longest.peak_phase}, {fits}"
     crowded = run.worst_routing
     if crowded:
         fits = "fits" if crowded.fits else "does not fit"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -226,11 +227,12 @@ def _assessed(target: ScriptTarget, record: RankRecord | Problem, cluster: Clust
 def _with_longest(usual: Simulation, longest: Simulation) -> Simulation:
     """Return a simulation with the memory of the longest batches added. It fits only if these batches fit too."""
     assert isinstance(usual.run, SimulatedScript) and isinstance(longest.run, SimulatedScript)
-    tokens = longest.run.facts.longest_seen
-    run = replace(usual.run, longest=LongestBatch.of(longest, tokens=tokens))
+    seen = longest.run.facts
+    batch = LongestBatch.of(longest, tokens=seen.longest_seen, shape=max(seen.shapes, key=math.prod, default=()))
+    run = replace(usual.run, longest=batch)
     if longest.fits or not usual.fits:
         return replace(usual, run=run)
-    because = f"With batches of {tokens} tokens: {longest.because}"
+    because = f"With batches of {batch.name}: {longest.because}"
     return replace(
         usual, run=run, fits=False, verdict=longest.verdict, margin_bytes=longest.margin_bytes, because=because
     )

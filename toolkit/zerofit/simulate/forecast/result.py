@@ -76,9 +76,15 @@ class WorstCase:
 
 @dataclass(frozen=True, kw_only=True)
 class LongestBatch(WorstCase):
-    """The same script with every batch at the longest length that the script allows."""
+    """The same script with every batch at the longest length that the script allows, of its largest samples."""
 
-    tokens: int
+    tokens: int  # 0 if batches have no tokens
+    shape: tuple[int, ...]  # of the largest input of the model
+
+    @property
+    def name(self) -> str:
+        """Its length in tokens, or the shape of its images or audio."""
+        return f"{self.tokens} tokens" if self.tokens else f"largest {' x '.join(map(str, self.shape))}"
 
 
 @dataclass(frozen=True, kw_only=True)

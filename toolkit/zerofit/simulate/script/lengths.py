@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.ops.tracker import own_line
+from zerofit.simulate.script.value_tracker import ValueTracker
 
 ROWS_S = 3.0  # time limit for reading a data set's rows
 _OF_ARGUMENTS = ("max_length", "max_seq_length")  # of TrainingArguments of TRL and others
@@ -139,6 +140,51 @@ def replaced_arguments(values: Mapping[str, object]) -> None:
         original(self)
 
     replace_in(TrainingArguments, "__post_init__", checked)
+
+
+def largest_samples(meter: ValueTracker) -> None:
+    """Load the largest samples of a data set again and again: images by pixels, audio by frames.
+
+    Samples of equal size, and those without floats, stay in their order. (torch.utils.data: _MapDatasetFetcher.fetch)
+    """
+    from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+    original, orders = _MapDatasetFetcher.fetch, dict[int, list[int]]()
+
+    def fetch(self: Any, index: Any) -> object:
+        if not isinstance(index, list) or not all(isinstance(n, int) for n in index):
+            return original(self, index)
+        if id(self.dataset) not in orders:
+            orders[id(self.dataset)] = _by_size(self.dataset, meter)
+        return original(self, orders[id(self.dataset)][: len(index)] or index)
+
+    replace_in(_MapDatasetFetcher, "fetch", fetch)
+
+
+def _by_size(dataset: Any, meter: ValueTracker) -> list[int]:
+    """Return the indices of the samples that are read within ROWS_S, the largest first; [] if all have one size."""
+    sizes, deadline = list[int](), time.monotonic() + ROWS_S
+    with suppress(Exception), _disable_current_modes(), unset_fake_temporarily():  # a sample's code can raise anything
+        for n in range(len(dataset)):
+            sizes.append(_sample_size(dataset[n]))
+            if time.monotonic() > deadline:
+                meter.note(f"--longest: the sizes of {len(sizes)} of {len(dataset)} samples were read")
+                break
+    return sorted(range(len(sizes)), key=lambda n: -sizes[n]) if len(set(sizes)) > 1 else []
+
+
+def _sample_size(sample: object) -> int:
+    """Return the number of floats and pixels of a sample."""
+    size = 0
+    for leaf in tree_leaves(dict(sample) if isinstance(sample, Mapping) else sample):
+        kind = getattr(leaf, "dtype", None)
+        if isinstance(kind, torch.dtype):
+            size += leaf.numel() if kind.is_floating_point or leaf.dim() > 2 else 0
+        elif kind is not None:  # of numpy
+            size += leaf.size if kind.kind == "f" or leaf.ndim > 1 else 0
+        elif hasattr(leaf, "getbands"):  # of PIL
+            size += leaf.size[0] * leaf.size[1]
+    return size
 
 
 def batches(lengths: Lengths, longest: bool) -> None:

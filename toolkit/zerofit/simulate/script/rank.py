@@ -89,6 +89,8 @@ def simulate_script(
     if target.arguments:
         lengths.replaced_arguments(target.arguments)
     lengths.batches(lengths_seen, target.longest)
+    if target.longest:
+        lengths.largest_samples(meter)
     log, watched, edit = PhaseLog(meter), FaultLog(meter), edits(target)
     watched.watch()
 
