@@ -120,7 +120,7 @@ PATCHES = {
     ),
     "barriers": (["torch.distributed:barrier", "torch.distributed:monitored_barrier"], []),
     "object_lists": (
-        ["torch.distributed:gather_object", "torch.distributed:scatter_object_list"],
+        [f"torch.distributed:{name}" for name in ("gather_object", "scatter_object_list", "broadcast_object_list")],
         [Reason(C10D, "gather_object", "obj object_gather_list", "_object_to_tensor(")],
     ),
     "reductions": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulate.script.scripts import facts, simulated
+from tests.simulate.script.scripts import facts, refused, simulated
 from zerofit.app.simulation.scripts import simulate_script
 from zerofit.simulate.forecast.result import Simulation
 from zerofit.spec.cluster import Cluster
@@ -532,3 +532,14 @@ def test_profilers_and_memory_snapshots_are_accepted(folder):
     result = simulated(OBSERVED, gpus=1)
     assert facts(result).facts.micro_batch == 2 and facts(result).facts.ended == "stopped after 2 optimizer steps"
     assert {path.name for path in folder.iterdir()} == {"ds.json", "train.py"}
+
+
+def test_objects_of_another_rank_are_unknown(folder):
+    """Rank 1 cannot know what rank 0 sends. The message does not blame the script."""
+    send = """\
+names = [{"run": "abc"}] if torch.distributed.get_rank() == 0 else [None]
+torch.distributed.broadcast_object_list(names, src=0)
+assert names[0]["run"] == "abc"
+"""
+    problem = refused(TORCH.replace("for i in", send + "for i in"), TWO, gpus=2, rank=1)
+    assert problem.kind == "not-simulated" and "rank 1 gets objects of rank 0 at train.py:10" in problem.message

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.ops.tracker import own_line
 from zerofit.simulate.script.errors import not_simulated
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker, is_real
@@ -57,8 +58,10 @@ def barriers() -> None:
         _replace(name, lambda *_, **__: None)
 
 
-def object_lists(target: ScriptTarget) -> None:
-    """Use this rank's objects for all ranks. (torch.distributed.gather_object, scatter_object_list)
+def object_lists(meter: ScriptTracker, target: ScriptTarget) -> None:
+    """Use this rank's objects for all ranks.
+
+    (torch.distributed.gather_object, scatter_object_list, broadcast_object_list)
 
     Collectives whose result all ranks get are in `simulate.fakes.patches.object_collectives`.
     """
@@ -73,6 +76,11 @@ def object_lists(target: ScriptTarget) -> None:
         if scatter_object_input_list:
             scatter_object_output_list[0] = scatter_object_input_list[target.rank]
 
+    def broadcast_object_list(object_list: list[Any], src: int | None = None, *_: object, **__: object) -> None:
+        if src not in (None, target.rank) and None in object_list:
+            meter.unknown_objects = f"rank {target.rank} gets objects of rank {src} at {own_line()}"
+
+    _replace("broadcast_object_list", broadcast_object_list)
     _replace("gather_object", gather_object)
     _replace("scatter_object_list", scatter_object_list)
 

@@ -66,8 +66,9 @@ class BatchShapes:
 def _images(args: Any) -> Sequence[Tensor]:
     """Return the images of a detection model, which is called with a list of them; else nothing."""
     given = args[0] if args else None
-    is_list = isinstance(given, (list, tuple)) and all(isinstance(t, Tensor) and t.dim() == 3 for t in given)
-    return given if is_list else ()
+    if not isinstance(given, (list, tuple)) or not all(isinstance(t, Tensor) and t.dim() == 3 for t in given):
+        return ()
+    return given
 
 
 def script_facts(

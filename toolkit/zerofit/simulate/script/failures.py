@@ -55,6 +55,10 @@ def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) ->
         message = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno} calls the GPU's driver, which is missing"
         hint = "kernels called outside of torch's ops have no shape rule: turn this one off in the script, if possible"
         return Problem(kind="not-simulated", message=message, hint=hint, where=where)
+    if meter.unknown_objects and isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error):
+        message = f"{meter.unknown_objects}, which the simulation of one rank does not know"
+        hint = "simulate the rank that sends them (--rank), or let each rank make its own"
+        return Problem(kind="not-simulated", message=message, hint=hint, where=where)
     if not _involves_stand_ins(error) or _is_plain_bug(error, meter):
         shown = traceback.TracebackException(type(error), error, _from_script(error))
         shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if not f.filename.startswith(_SIMULATE)])

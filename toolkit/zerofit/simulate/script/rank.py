@@ -158,7 +158,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     host.loaders()
     distributed.process_groups(target)
     distributed.barriers()
-    distributed.object_lists(target)
+    distributed.object_lists(meter, target)
     distributed.reductions(meter)
     distributed.data_parallel(meter)
     distributed.replicas()
