@@ -109,7 +109,7 @@ def _of_log(lines: Sequence[LogLine], source: str = "log") -> Explanation:
         source=source,
         cause=UNKNOWN,
         place="",
-        summary=f"The {source} has no message about missing memory or another failure.",
+        summary=f"The {source} has no message about an out-of-memory error or another failure.",
         run_next="give the output of every rank, with standard error: COMMAND 2>&1 | tee train.log",
     )
 
