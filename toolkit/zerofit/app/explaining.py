@@ -1,4 +1,4 @@
-"""Explain why a run went out of memory, from its log, its memory snapshot or its folder (`zerofit explain`)."""
+"""Explain why a run ran out of memory, from its log, its memory snapshot or its folder (`zerofit explain`)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def explain(
     *,
     on_event: OnEvent | None = None,
 ) -> Explanation:
-    """Explain why a run went out of memory or failed: the cause, the line, and what would help.
+    """Explain why a run ran out of memory or failed: the cause, the line, and what would help.
 
     Args:
         what: the log of any program, a memory snapshot of torch, or a run folder. "-": a log on standard input.

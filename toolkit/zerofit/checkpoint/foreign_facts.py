@@ -240,7 +240,7 @@ def _distributed_damage(found: Foreign) -> list[Damage]:
     """Check the place of every tensor of a distributed checkpoint."""
     file = found.files / METADATA
     if not file.is_file():
-        return [Damage(file=METADATA, kind="missing", message="rank 0 writes it last: the checkpoint is half written")]
+        return [Damage(file=METADATA, kind="missing", message="rank 0 writes it last: the checkpoint is incomplete")]
     try:
         stored = safe_load.load_metadata(file).storage_data
     except UserError as error:

@@ -80,7 +80,7 @@ def merged_weights(part: TrainedPart, most_bytes: int | None = None) -> Iterator
             yield name, tensor
     if part.frozen and part.frozen.checksum != checksum_text(total):
         message = f"the weights of {part.source.name} differ from the frozen weights of the training"
-        hint = "has the pretrained model's folder changed, or does another version of torch initialise the weights?"
+        hint = "has the pretrained model's folder changed, or does another version of torch initialize the weights?"
         raise UserError(Problem(kind="other-base", message=message, hint=hint, where="PATH"))
 
 

@@ -40,7 +40,7 @@ TRUST_PICKLE = click.option(
     is_flag=True,
     expose_value=False,
     callback=_trust,
-    help="also load files that name classes unusual for checkpoints: the code of these classes may run",
+    help="also load files with classes that are unusual in checkpoints; their code may run",
 )
 REPAIR = click.option(
     "--repair",

@@ -23,7 +23,7 @@ FIELDS = ("model_args", "data", "data_root", "image_size", "seq_len", "tokenizer
 SCALES = ("none", "linear", "sqrt")
 LR_HELP = "learning rate of SGD with momentum 0.9"
 POSITIVE = click.IntRange(min=1)
-AGAIN = "repeat the command: finished rows are kept"
+AGAIN = "repeat the command: zerofit keeps finished rows"
 STYLES = {"failed": "red", "does-not-fit": "red", "not-here": "dim"}
 # columns by importance: a narrow terminal shows only the first columns; results.csv has all
 KEEP = ("samples/s", "speed-up", "accuracy", "memory a rank", "sent a step", "weights differ by", "loss", "tokens/s")

@@ -25,8 +25,8 @@ FIELDS = ("text_field", "tokenizer", "chat_template", "packing", "seq_len")
 def data(path: str, show: int, as_json: bool, **options: Any) -> None:
     """Show the samples that a language model gets from PATH: a file of text or JSON lines, or a value of --data.
 
-    Learned text is green (between ⟦ and ⟧ without colours); text that is only read is dim.
-    Conversations are recognised, rendered, packed and counted as in training. Exit code 2: bad lines, listed by number.
+    Learned text is green (between ⟦ and ⟧ without colors); text that is only read is dim.
+    Conversations are recognized, rendered, packed and counted as in training. Exit code 2: bad lines, listed by number.
     """
 
     def look(console: EventConsole) -> DataView:
@@ -55,7 +55,7 @@ def _show(view: DataView) -> None:
 
 
 def _paint(seen: SeenText) -> str:
-    # brackets mark the learned text where colours would be lost
+    # brackets mark the learned text where colors would be lost
     if sys.stdout.isatty():
         return style(seen.text, fg="green") if seen.learned else style(seen.text, dim=True)
     return f"⟦{seen.text}⟧" if seen.learned else seen.text

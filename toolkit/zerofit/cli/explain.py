@@ -1,4 +1,4 @@
-"""`zerofit explain`: why a run went out of memory or failed."""
+"""`zerofit explain`: why a run ran out of memory or failed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CANNOT_KNOW = "CANNOT KNOW"
 @AS_JSON
 @click.pass_context
 def explain(ctx: click.Context, what: str, html: Path | None, as_json: bool, **hardware: Any) -> None:
-    """Explain why a run went out of memory, or which other failure ended it.
+    """Explain why a run ran out of memory, or which other failure ended it.
 
     WHAT is the log of any program, a snapshot of torch.cuda.memory._dump_snapshot() (.pickle, also .gz), a run folder
     of zerofit, or - for a log on standard input. Neither torch nor a GPU is needed, and no code in the file runs.
@@ -87,7 +87,7 @@ def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
         function = f" ({result.function})" if result.function else ""
         yield "your line", f"{result.at}{function}{f': {result.code}' if result.code else ''}"
     if result.asked_by:
-        yield "asked by", result.asked_by
+        yield "requested by", result.asked_by
     if when := [*filter(None, [result.phase, f"after {result.steps:,} steps" if result.steps else ""])]:
         yield "when", ", ".join(when)
     if len(result.ranks) > 1:
@@ -111,7 +111,7 @@ def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
 def _memory(result: Explanation) -> Iterator[str]:
     figures = result.figures
     parts = {
-        "asked for": figures.asked_bytes,
+        "requested": figures.asked_bytes,
         "total": figures.total_bytes,
         "in tensors": figures.allocated_bytes,
         "unused by torch": figures.unallocated_bytes,

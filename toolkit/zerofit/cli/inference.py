@@ -49,7 +49,7 @@ placement_options = add_options(  # options for the placement of weights
 def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
     """Evaluate CKPT: a run's folder, one of its checkpoints, an exported model, or any Hugging Face model's folder.
 
-    Prints loss and perplexity for text, loss and accuracy for images (for masks also mean IoU), F1 for labelled text,
+    Prints loss and perplexity for text, loss and accuracy for images (for masks also mean IoU), F1 for labeled text,
     and ROUGE for texts of an encoder-decoder, on the validation samples of --data (by default its training data).
 
     Exit code 0: done, 1: the model does not fit into the memory that it may use, 2: bad input.

@@ -79,7 +79,7 @@ def tune(
             chosen = {"space": space, "hosts": hosts, "output": output, "anyway": anyway}
             return tune(run, trials=trials, minutes=minutes, **chosen, on_event=events)
 
-    answer(work, as_json, show, "repeat the command: finished trials are kept")
+    answer(work, as_json, show, "repeat the command: zerofit keeps finished trials")
 
 
 def show(result: TuneResult) -> None:

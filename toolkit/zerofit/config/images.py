@@ -52,7 +52,7 @@ def check_images(run: Run, layout: Layout, facts: ModelFacts, problems: Problems
         problems.add("conflict", message, "leave --image-size out: evaluation uses the last size", "--image-size")
     for name, why in {
         "image_sizes": "stages fix the shape of their messages at the first step",
-        "sync_batch_norm": "batch norm would have to be synchronised among the replicas of a stage only",
+        "sync_batch_norm": "batch norm would have to be synchronized among the replicas of a stage only",
     }.items():
         if layout.pp > 1 and getattr(run, name):
             problems.add("layout", f"{flag(name)} with --pipeline {layout.pp}: {why}", "leave one out", flag(name))

@@ -53,7 +53,7 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
 
 
 def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
-    """Check quantised weights: they need adapters, and layouts that keep their bytes unchanged."""
+    """Check quantized weights: they need adapters, and layouts that keep their bytes unchanged."""
     if run.double_quant and run.quantize != "nf4":
         message, hint = "--double-quant without --quantize nf4", "give it, or leave --double-quant out"
         problems.add("conflict", message, hint, "--double-quant")
@@ -61,7 +61,7 @@ def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], proble
         return
     asked = f"--quantize {run.quantize}"
     if run.lora is None:
-        message = f"{asked} without --lora: quantised weights have no gradient"
+        message = f"{asked} without --lora: quantized weights have no gradient"
         problems.add("conflict", message, "add --lora RANK to train adapters", "--quantize")
     if run.quantize == "int8" and layout.zero_stage == 3:
         message = f"{asked} at ZeRO stage 3: bitsandbytes' Linear8bitLt keeps a second reference to the full weight"
@@ -69,7 +69,7 @@ def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], proble
         problems.add("layout", message, "use nf4, or --ds-config zero2", "--quantize")
     if get(config, "zero_optimization.offload_param.device") == "nvme":
         message = f"{asked} with offload_param on NVMe: DeepSpeed reads into buffers of the training precision"
-        message += " (swap_tensor/partitioned_param_swapper.py), but quantised weights are bytes"
+        message += " (swap_tensor/partitioned_param_swapper.py), but quantized weights are bytes"
         problems.add("layout", message, "use --ds-config zero3_offload, which keeps them in host memory", "--quantize")
     if run.quantize == "int8" and run.dora:
         message = f"{asked} with --dora: peft computes weight norms when Linear8bitLt has no scales yet"

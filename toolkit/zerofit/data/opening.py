@@ -153,7 +153,7 @@ def check_data(data: str, task: Task | None) -> None:
     if has_pairs(task):
         if word in (*LABELLED_KINDS, "synthetic"):
             return
-        message = f"--data {data} has no labelled text, which the task {task} needs"
+        message = f"--data {data} has no labeled text, which the task {task} needs"
         hint = "use --data jsonl:GLOB, csv:GLOB, hf:NAME or synthetic"
         raise UserError(Problem(kind="data-task", message=message, hint=hint, where="--data"))
     if gives_loss(task) and word != "synthetic":
@@ -168,7 +168,7 @@ def check_data(data: str, task: Task | None) -> None:
         raise UserError(Problem(kind="data-task", message=message, hint=f"use --data with {fitting}", where="--data"))
 
 
-# The branches by task: tables, labelled text, models with their own loss, images, then text. Text needs a tokenizer;
+# The branches by task: tables, labeled text, models with their own loss, images, then text. Text needs a tokenizer;
 # all mistakes in data and tokenizer are reported together.
 def open_data(
     run: Run, task: Task, seq_len: int | None, progress: Reporter, known: Sequence[str] | None = None

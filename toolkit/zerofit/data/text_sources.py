@@ -212,7 +212,7 @@ def _not_utf8(path: Path) -> Problem:
                 where = f"{path}:{number}:{error.start + 1}"
                 message = f"{where}: byte 0x{line[error.start]:02x} is not UTF-8"
                 return Problem(kind="not-utf8", message=message, hint=not_utf8_hint(path), where=where)
-    raise AssertionError(f"{path} was not UTF-8 a moment ago")
+    raise AssertionError(f"{path} has just been read and is not UTF-8")
 
 
 def not_utf8_hint(path: Path) -> str:

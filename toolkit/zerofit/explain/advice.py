@@ -7,7 +7,7 @@ import re
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 NVIDIA_SMI = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
 RSS = "print psutil.Process().memory_info().rss after each step: steady growth is a leak, a jump is a longer batch"
-PLAN_SERVE = "zerofit plan MODEL --serve --gpus N --gpu KIND: the least utilisation and the longest sequence that fit"
+PLAN_SERVE = "zerofit plan MODEL --serve --gpus N --gpu KIND: the least utilization and the longest sequence that fit"
 KERNEL_LOG = "sudo dmesg -T | grep -i -E 'killed process|oom'"
 # The observer is called before the error is raised, so the snapshot has all live blocks. torch.cuda.init comes first:
 # an observer that is attached before CUDA starts is lost.
@@ -153,7 +153,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "evaluation": (
         "a smaller per_device_eval_batch_size (its default is 8, for any training batch)",
         "keep the argmax of earlier batches, not their logits",
-        "torch.no_grad() around a loop of your own",
+        "torch.no_grad() around your own evaluation loop",
     ),
     "generation": (
         "fewer or shorter sequences at a time: the key-value cache grows with both",

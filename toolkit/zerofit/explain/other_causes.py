@@ -57,7 +57,7 @@ def _nccl(evidence: LogEvidence) -> Cause | None:
     return Cause(
         name="nccl-buffers",
         summary="NCCL found no memory for a communicator's buffers, which are outside of torch's memory.",
-        evidence=(f"it asked for {shown_bytes(asked)}",) if asked else (),
+        evidence=(f"it requested {shown_bytes(asked)}",) if asked else (),
         run_next=NVIDIA_SMI,
     )
 
@@ -109,7 +109,7 @@ def host(evidence: LogEvidence) -> Cause | None:
     if figures.limit_bytes:
         shown.append(f"its control group may use {shown_bytes(figures.limit_bytes)}")
     if figures.asked_bytes:
-        shown.append(f"it asked for {shown_bytes(figures.asked_bytes)}")
+        shown.append(f"it requested {shown_bytes(figures.asked_bytes)}")
     if progress.readings and progress.readings[-1].host_share:
         last = progress.readings[-1]
         shown.append(f"{last.host_share:.0%} of the host's memory was used before ({shown_bytes(last.host_bytes)})")

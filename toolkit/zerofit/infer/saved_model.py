@@ -186,7 +186,7 @@ def read_weights(folder: Path) -> StoredWeights:
         of_file = problems.attempt(lambda file=file: _pickle(file) if pickled else _header(file)) or {}
         if twice := of_file.keys() & tensors.keys():
             first = min(twice)
-            problems.extend(_damaged(file, f"{first} is in {tensors[first].file.name}, too").problems)
+            problems.extend(_damaged(file, f"{first} is also in {tensors[first].file.name}").problems)
         tensors |= of_file
     problems.raise_if_any()
     return StoredWeights(tensors=tensors, pickled=pickled)

@@ -202,7 +202,7 @@ def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, reques
         f"for {profile.model}, which is not a decoder of transformers": profile.task != "causal-lm"
         or not profile.model_type,
         "with experts": profile.experts is not None,
-        "with quantised weights": any(layer.quantized for layer in profile.layers),
+        "with quantized weights": any(layer.quantized for layer in profile.layers),
         "with fp16": request.precision == "fp16",
         "with tensor, pipeline, sequence or expert parallelism": degrees.product * degrees.ep > 1,
         f"with {optimizer}": optimizer != "adamw",
@@ -251,7 +251,7 @@ def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Probl
 
 
 def _takes_bits(profile: Profile, stage: int, offload_param: Offload) -> bool:
-    """Return whether a stage supports a model's quantised weights (config/part.py). int8 weights have one byte each."""
+    """Return whether a stage supports a model's quantized weights (config/part.py). int8 weights have one byte each."""
     eight = any(layer.quantized and layer.packed == layer.quantized for layer in profile.layers)
     bits = any(layer.quantized for layer in profile.layers)
     return not bits or (offload_param != "nvme" and not (eight and stage == 3))

@@ -12,7 +12,7 @@ from zerofit.spec.units import shown_bytes
 
 UNKNOWN = "unknown"
 FIGURES = {  # figures of an error, and their labels
-    "asked_bytes": "asked for",
+    "asked_bytes": "requested",
     "total_bytes": "total",
     "allocated_bytes": "in tensors",
     "unallocated_bytes": "unused by torch",
@@ -25,7 +25,7 @@ FIGURES = {  # figures of an error, and their labels
 def explanation_answer(name: str, found: ExplanationAnswer) -> Answer:
     """Return the cause of an out-of-memory error or another failure, and the evidence."""
     facts = [("because", reason) for reason in found.evidence]
-    facts += [("your line", " ".join(filter(None, (found.at, found.code)))), ("asked by", found.asked_by)]
+    facts += [("your line", " ".join(filter(None, (found.at, found.code)))), ("requested by", found.asked_by)]
     facts += [("phase", found.phase), ("steps before", str(found.steps or "")), ("ranks", ", ".join(found.ranks))]
     sizes = {label: number_in(found.figures, key) for key, label in FIGURES.items()}
     facts += [(label, shown_bytes(size)) for label, size in sizes.items() if size is not None]

@@ -270,7 +270,7 @@ def _first(found: PlanAnswer) -> Iterator[tuple[str, str]]:
     yield "memory", f"{shown_bytes(best.peak_bytes)} of {shown_bytes(best.device_total_bytes)} per device"
     number = found.plainest
     if number and 0 < number < len(found.layouts):
-        yield "simplest nearly as fast", f"{found.layouts[number].layout}: {_step(found.layouts[number])}"
+        yield "simplest, about as fast", f"{found.layouts[number].layout}: {_step(found.layouts[number])}"
 
 
 def _step(row: ShownLayout) -> str:

@@ -172,15 +172,15 @@ class Run(BaseModel):
     lora_targets: str = _option(
         "all-linear", "layers with adapters: comma-separated names, or all-linear (without the head)"
     )
-    lora_init: LoraInit = _option("default", "initialisation of the adapters, as in peft")
+    lora_init: LoraInit = _option("default", "initialization of the adapters, as in peft")
     dora: bool = _option(False, "also train magnitudes (weight-decomposed LoRA)")
-    rslora: bool = _option(False, "scale adapters by alpha / sqrt(rank) (rank-stabilised LoRA)")
+    rslora: bool = _option(False, "scale adapters by alpha / sqrt(rank) (rank-stabilized LoRA)")
     train: tuple[str, ...] = _option((), "train only these parameters or modules, like '*.mlp.*'; may be repeated")
     freeze: tuple[str, ...] = _option((), "freeze these parameters or modules, like wte; may be repeated")
     quantize: Bits | None = _option(
-        None, "quantise the frozen linear layers of --lora to 4 bits (nf4) or 8 bits (int8), with bitsandbytes"
+        None, "quantize the frozen linear layers of --lora to 4 bits (nf4) or 8 bits (int8), with bitsandbytes"
     )
-    double_quant: bool = _option(False, "also quantise the scales of nf4: saves 0.4 bits per weight")
+    double_quant: bool = _option(False, "also quantize the scales of nf4: saves 0.4 bits per weight")
 
     # training on images
     label_smoothing: float = _option(
@@ -196,7 +196,7 @@ class Run(BaseModel):
     image_sizes: Sizes | None = _option(
         None, "image sizes that grow during training, by share of the steps: 128:0.5,160:0.75,192"
     )
-    sync_batch_norm: bool = _option(False, "synchronise batch norm over all ranks")
+    sync_batch_norm: bool = _option(False, "synchronize batch norm over all ranks")
     ema: float | None = _option(
         None, "also evaluate and save a moving average of the weights with this decay", gt=0, lt=1
     )

@@ -45,7 +45,7 @@ class RunEvents:
             self.phase(self._phase)
         if not self._stopping and self._stop_request.exists():
             self._stopping = True
-            self.phase("asked the ranks to save and stop; a second request stops at once")
+            self.phase("asked the ranks to save and stop; a second request stops them at once")
 
     def phase(self, text: str) -> None:
         """Report the current phase."""

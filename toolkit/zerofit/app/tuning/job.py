@@ -110,7 +110,7 @@ def _refuse_untried(request: RunRequest) -> None:
     """Raise a UserError for settings that trials do not support."""
     if request.run.micro_batch_by_rank:
         message = f"{request.place('micro_batch_by_rank')}: trials give every rank the same micro batch"
-        hint = "remove it here, and add it to `zerofit train` with the result"
+        hint = "remove it for `zerofit tune`, and add it to `zerofit train` with the result"
         raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--micro-batch-by-rank"))
     for feature in features_on(ds_document(request.run).config):
         if not feature.tuned:

@@ -87,7 +87,7 @@ def run_trials(job: TuneJob, *, trials: int, minutes: float | None, report: Repo
     search = Search(job.candidates, store.trials())
     if search.trials:
         report.note(f"found {len(search.trials)} earlier trials of this run ({store.path})")
-    report.note(f"{len(job.candidates)} configurations fit by forecast")
+    report.note(f"{len(job.candidates)} configurations fit, according to their forecasts")
     while len(search.trials) < trials and deadline - time.monotonic() > LEAST_S:
         candidate = search.next()
         if candidate is None:

@@ -5,9 +5,8 @@ from accelerate.utils import get_balanced_memory
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, state_on_cpu
 
-NEEDS = """needs two devices of one kind in one process, but there is one. On a CPU, maps of cpu and cpu:1, or of cpu
-and disk, were tried: Accelerate treats the second as offloaded and keeps its weights on the meta device. They get no
-gradients, so it can infer but not train"""
+NEEDS = """needs two devices of one kind in one process, but there is one. On a CPU, Accelerate offloads the
+weights of the map's second device (cpu:1 or disk). Offloaded weights get no gradients, so they cannot be trained"""
 
 
 def train(work: BenchmarkTask):

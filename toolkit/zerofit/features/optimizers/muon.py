@@ -42,13 +42,13 @@ def _refuses(setting: TrainingSetting) -> Iterator[Refusal]:
     if setting.zero_stage and setting.clipping:
         yield Refusal(
             f"gradient clipping {setting.clipping} with muon at ZeRO stage {setting.zero_stage}: DeepSpeed clips "
-            "the orthogonalised update, whose norm is always large, and shrinks every step",
+            "the orthogonalized update, whose norm is always large, and shrinks every step",
             "use --gradient-clipping 0",
             where="--gradient-clipping",
         )
     if setting.combined and setting.tp > 1:
         yield Refusal(
-            "muon orthogonalises full matrices, but tensor parallel ranks have slices",
+            "muon orthogonalizes full matrices, but tensor parallel ranks have slices",
             "use another optimizer, or leave --tensor-parallel at 1",
         )
     if setting.ep > 1:
@@ -64,7 +64,7 @@ def _refuses(setting: TrainingSetting) -> Iterator[Refusal]:
     if setting.part:
         why = "Muon with frozen weights was not compared with training on one device"
         if setting.part == "--lora":
-            why = "Muon orthogonalises full matrices, but an adapter has two factors of a matrix"
+            why = "Muon orthogonalizes full matrices, but an adapter has two factors of a matrix"
         yield Refusal(f"{setting.part}: {why}", "use --optimizer adamw", kind="conflict")
 
 

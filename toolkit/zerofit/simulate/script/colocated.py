@@ -123,7 +123,7 @@ class ColocatedEngine:
         free = memory.device.memory_bytes - self._meter.live()
         if memory.requested > free:
             share = memory.settings.gpu_memory_utilization
-            asked = f"utilisation {share} needs {shown_bytes(memory.requested)}, but {shown_bytes(free)} are free"
+            asked = f"utilization {share} needs {shown_bytes(memory.requested)}, but {shown_bytes(free)} are free"
             self._meter.note(f"vLLM refuses to start: {asked}", bound=True)
         self._hold("weights", memory.weights)
         self._work()

@@ -27,5 +27,5 @@ def not_simulated(what: str, hint: str) -> NotSimulated:
 
 def later_stage(number: int) -> NotSimulated:
     """Return the error for a pipeline stage whose input is unknown until the stage before is simulated."""
-    message = f"stage {number} of a pipeline needs the output of the stage before"
+    message = f"stage {number} of a pipeline needs the output of the previous stage"
     return NotSimulated(Problem(kind=LATER_STAGE, message=message, where=own_line()))
