@@ -165,7 +165,7 @@ def scaling(model: str, as_json: bool, **options: Any) -> None:
 def all_experiments(model: str, as_json: bool, **options: Any) -> None:
     """Do every experiment with MODEL, on 1, 2, 4, ... --ranks ranks, and write one page about all of them.
 
-    --lr belongs to --global-batch. Repeat the command to resume.
+    --lr is the learning rate for --global-batch. Repeat the command to resume.
     """
     from zerofit.app.comparing.laboratory import compare_all
 

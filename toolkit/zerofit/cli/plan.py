@@ -53,8 +53,8 @@ RUN_FIELDS = (
     *PART_FIELDS,
 )
 WORK = {
-    "tokens": {"metavar": "N", "help": "tokens of the training; with --epochs: per epoch. 300B, 15T"},
-    "samples": {"metavar": "N", "help": "samples of the training; with --epochs: per epoch"},
+    "tokens": {"metavar": "N", "help": "tokens of the training (with --epochs: of one epoch), like 300B or 15T"},
+    "samples": {"metavar": "N", "help": "samples of the training (with --epochs: of one epoch)"},
     "epochs": {"type": float, "help": "passes over --tokens or --samples [1]"},
     "price": {
         "metavar": "USD",

@@ -139,7 +139,7 @@ def _refuse_task(model: str, task: Task, has_accuracy: bool) -> None:
         hint = "use a classifier or a language model; `zerofit tune` compares layouts of this model"
     elif has_head(task):
         message = f"{model} ({task}) labels padded texts, which comparisons do not support"
-        hint = "use a language model of this kind, without --task"
+        hint = "leave --task out, or use a language model"
     elif has_accuracy and task == "gan":
         message, hint = f"{model} has no accuracy", "use a classifier or a language model"
     else:
