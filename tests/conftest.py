@@ -28,9 +28,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while t
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token caches and the like go to a folder of this worker, what is simulated to one of all; compiled ops stay."""
-    from zerofit.launch.host import ops_folder
+    from zerofit.launch.host import ops_folder, with_own_programs
 
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
+    os.environ["PATH"] = with_own_programs(os.environ["PATH"])  # one ninja for all ops
     path = tmp_path_factory.mktemp("cache")
     base = tmp_path_factory.getbasetemp()
     for name in ("facts", "forecasts", "profiles"):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from pathlib import Path
+
 import pytest
 
 from zerofit.launch.host import ARCH_LIST, environment
@@ -19,3 +23,11 @@ def test_others_are_left_to_the_devices(asked):
     with pytest.raises(ValueError, match="invalid literal"):
         sorted(asked.split(";"), key=lambda one: tuple(int(part.split("+")[0]) for part in one.split(".")))
     assert environment("cuda", 8, 1, {ARCH_LIST: asked})[ARCH_LIST] == ""
+
+
+def test_one_ninja_compiles_and_checks_the_ops():
+    """Another version of ninja would start its log over, and compile all ops again."""
+    for given in ({"PATH": "/usr/bin:/bin"}, {}):
+        env = environment("cpu", 2, 1, given)
+        assert shutil.which("ninja", path=env["PATH"]) == str(Path(sys.executable).with_name("ninja"))
+    assert environment("cpu", 2, 1, env)["PATH"] == env["PATH"]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from zerofit.launch.host import ops_folder
+from zerofit.launch.host import ops_folder, with_own_programs
 from zerofit.launch.ops import build_ops
 from zerofit.spec.errors import RunFailed
 
@@ -20,9 +20,10 @@ OPS = ("CPUAdamBuilder", "AsyncIOBuilder", "CPULionBuilder")  # in the order of 
 
 def compile_ops(ops: Sequence[str] = OPS) -> None:
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
+    path = with_own_programs(os.environ["PATH"])
     for op in ops:
         with suppress(RunFailed):  # the tests that need it name the reason
-            build_ops([op], {**os.environ, "DS_ACCELERATOR": "cpu", "MAX_JOBS": "1"}, lambda _: None)
+            build_ops([op], {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu", "MAX_JOBS": "1"}, lambda _: None)
         time.sleep(1)  # ranks that wait for this op get the lock
 
 

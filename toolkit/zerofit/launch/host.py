@@ -55,13 +55,14 @@ def this_machine() -> Machine:
 def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of `ranks` on one host: accelerator, threads per rank, a folder for compiled ops.
 
-    Keep the variables of `base` (default: os.environ). Exceptions: PYTHONSAFEPATH is set to 1, and TORCH_CUDA_ARCH_LIST
-    is cleared if DeepSpeed cannot parse it.
+    Keep the variables of `base` (default: os.environ). Exceptions: PYTHONSAFEPATH is set to 1, the folder of this
+    environment's programs is first in PATH, and TORCH_CUDA_ARCH_LIST is cleared if DeepSpeed cannot parse it.
     """
     env = dict(os.environ if base is None else base)
     env.setdefault("DS_ACCELERATOR", accelerator)
     env.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    env["PATH"] = with_own_programs(env.get("PATH", os.defpath))
     env["PYTHONSAFEPATH"] = "1"  # a user's profile.py must not replace the standard library's
     if not _ARCHITECTURES.fullmatch(env.get(ARCH_LIST, "")):
         env[ARCH_LIST] = ""  # the old value makes DeepSpeed's builder fail; for "" it queries the devices
@@ -69,6 +70,15 @@ def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
         env.setdefault("LOCAL_SIZE", str(ranks))
     return env
+
+
+def with_own_programs(path: str) -> str:
+    """Return a PATH with the programs of this environment first.
+
+    Its ninja compiles and checks the ops. A system's ninja of another version would silently compile all of them again.
+    """
+    own = str(Path(sys.executable).parent)
+    return path if path.split(os.pathsep)[0] == own else f"{own}{os.pathsep}{path}"
 
 
 def ops_folder() -> Path:
