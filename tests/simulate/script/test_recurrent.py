@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from tests.simulate.script.scripts import facts, simulated
+from zerofit.app.simulation.scripts import simulate_script
 from zerofit.simulate.script import recurrent
+from zerofit.spec.cluster import Cluster
 
 SCRIPT = """\
 import torch
@@ -90,3 +92,24 @@ def test_the_workspace_of_an_lstm_on_the_host(monkeypatch):
     recurrent._host_workspace.cache_clear()
     monkeypatch.setattr(recurrent, "_HOST_WORK", 20 * 8 * samples * hidden * 64)
     assert recurrent._host_workspace(shape, hidden, torch.float32) == pytest.approx(real, rel=0.1)
+
+
+PACKED = """\
+import torch
+from torch import nn
+
+net = nn.GRU(8, 16, batch_first=True)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for i in range(50):
+    rows = nn.utils.rnn.pack_padded_sequence(net.weight_ih_l0.new_ones(3, 5, 8), torch.tensor([5, 3, 2]), True)
+    assert rows.data.shape == (10, 8) and rows.batch_sizes.tolist() == [3, 3, 2, 1, 1]
+    net(rows)[0].data.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_packed_sequences_on_the_host(folder):
+    (folder / "train.py").write_text(PACKED)
+    result = simulate_script(["python", "train.py"], Cluster("cpu"))
+    assert facts(result).facts.optimizer == "SGD" and not facts(result).is_upper_bound

@@ -90,6 +90,21 @@ def host_layers() -> None:
             return out, x.new_empty(state), x.new_empty(state), torch.empty(size, dtype=torch.uint8)
 
     fake_impls.op_implementations_dict[op] = layer
+    replace_in(torch._VF, "_pack_padded_sequence", partial(_pack, torch._VF._pack_padded_sequence))
+
+
+def _pack(original: Callable[..., Any], rows: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Pack rows of known lengths: the shape of the result depends on them. (torch._VF._pack_padded_sequence)"""
+    known = known_value(lengths)
+    if not isinstance(rows, FakeTensor) or known is None:
+        return original(rows, lengths, batch_first)
+    counts = [sum(length > step for length in known.tolist()) for step in range(int(known.max()))]
+    samples, steps = rows.shape[:2] if batch_first else rows.shape[1::-1]
+    places = [(step, sample) for step, count in enumerate(counts) for sample in range(count)]
+    flat = [b * steps + t if batch_first else t * samples + b for t, b in places]
+    with on_host():  # a CPU keeps no index
+        index = torch.tensor(flat)
+    return rows.reshape(-1, *rows.shape[2:]).index_select(0, index.to(rows.device)), torch.tensor(counts)
 
 
 @cache
@@ -145,18 +160,7 @@ def recurrent_layers(meter: ScriptTracker) -> None:
             for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
                 weight.data = part.view(weight.shape)
 
-    def pack(original: Callable[..., Any], rows: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-        known = known_value(lengths)
-        if not isinstance(rows, FakeTensor) or known is None:
-            return original(rows, lengths, batch_first)
-        counts = [sum(length > step for length in known.tolist()) for step in range(int(known.max()))]
-        samples, steps = rows.shape[:2] if batch_first else rows.shape[1::-1]
-        places = [(step, sample) for step, count in enumerate(counts) for sample in range(count)]
-        flat = [b * steps + t if batch_first else t * samples + b for t, b in places]
-        index = torch.tensor(flat, device=rows.device)
-        return rows.reshape(-1, *rows.shape[2:]).index_select(0, index), torch.tensor(counts)
-
     for kind in _KEPT:
         replace_in(torch._VF, kind, partial(layers, kind, getattr(torch._VF, kind)))
     replace_in(nn.RNNBase, "flatten_parameters", flatten_parameters)
-    replace_in(torch._VF, "_pack_padded_sequence", partial(pack, torch._VF._pack_padded_sequence))
+    replace_in(torch._VF, "_pack_padded_sequence", partial(_pack, torch._VF._pack_padded_sequence))
