@@ -158,3 +158,24 @@ def test_a_pipe_does_not_block(written, tmp_path):
     shutil.copytree(written[2], tmp_path / "saved")
     os.mkfifo(tmp_path / "saved/global_step1/pipe.pt")
     assert Checkpoint(tmp_path / "saved").verify().ok
+
+
+def test_a_universal_checkpoint_by_zerofit_is_read_again(written, tmp_path):
+    """Its folder has the name of a run's checkpoint, and the files of an engine's model states."""
+    Checkpoint(written[2]).convert(tmp_path / "universal")
+    assert "universal" in Checkpoint(tmp_path / "universal").describe().name
+    assert Checkpoint(tmp_path / "universal").verify().ok
+    ours, theirs = FullState(written[2]), FullState(tmp_path / "universal")
+    for name in ours.names:
+        assert all(torch.equal(theirs.read(name, kind), ours.read(name, kind)) for kind in ("fp32", "exp_avg"))
+
+
+def test_states_that_belong_to_no_parameter_are_not_left_out_silently(tmp_path):
+    """As bitsandbytes saves them: 8 bits, with other shapes."""
+    state = {"step": 1, "state1": torch.zeros(6, dtype=torch.uint8), "qmap1": torch.zeros(256)}
+    optimizer = {"state": dict.fromkeys(range(3), state), "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
+    torch.save({"model": WEIGHTS, "optimizer": optimizer}, tmp_path / "state.pt")
+    with pytest.raises(UserError, match="no optimizer state"):
+        Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out")
+    Checkpoint(tmp_path / "state.pt").export(tmp_path / "hf")
+    assert same(tmp_path / "hf")

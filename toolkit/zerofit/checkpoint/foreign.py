@@ -94,14 +94,14 @@ def _in_folder(path: Path) -> Iterator[Foreign]:
     trainer = (path / "trainer_state.json").is_file()
     accelerate = any(path.glob("random_states_*.pkl"))
     by = "Trainer (%s)" if trainer else "Accelerate (%s)" if accelerate else "%s"
-    tags = [child for child in (path, *_children(path)) if _has_states(child)]
+    tags = [child for child in (path, *_children(path)) if _has_states(child) and not _is_universal(child)]
     for tag in tags:
         lightning = path.suffix == ".ckpt" or tag.name == "checkpoint"
         program = "Lightning (DeepSpeed)" if lightning else by % "DeepSpeed"
         root = path if len(tags) == 1 else tag  # one of several checkpoints is named by its own folder
         yield Foreign(path=root, files=tag, format="deepspeed", program=program, step=_step(tag, path))
     for tag in () if tags else (path, *_children(path)):
-        if (tag / "zero").is_dir() and any(tag.glob("zero/*/fp32.pt")):
+        if _is_universal(tag):
             yield Foreign(
                 path=path, files=tag, format="universal", program="DeepSpeed universal", step=_step(tag, path)
             )
@@ -132,6 +132,10 @@ def _children(path: Path) -> list[Path]:
 
 def _has_states(folder: Path) -> bool:
     return any(MODEL_STATES.fullmatch(file.name) or OPTIM_STATES.fullmatch(file.name) for file in folder.glob("*.pt"))
+
+
+def _is_universal(tag: Path) -> bool:
+    return (tag / "zero").is_dir() and any(tag.glob("zero/*/fp32.pt"))
 
 
 def _is_distributed_model(path: Path, child: Path) -> bool:

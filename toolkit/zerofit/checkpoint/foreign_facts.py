@@ -181,6 +181,8 @@ def _torch_file_damage(file: Path, name: str) -> list[Damage]:
     try:
         with UncachedReader(file) as opened:
             bad = _changed_records(opened)
+    except PermissionError as error:
+        return [Damage(file=name, kind="unreadable", message=str(error.strerror))]
     except (zipfile.BadZipFile, EOFError, OSError, struct.error, ValueError) as error:
         if file.stat().st_size and file.open("rb").read(2) not in (b"PK", b"\0\0"):
             return []  # torch's older format: a pickle, which is parsed later

@@ -245,7 +245,7 @@ class Store:
         """Return all visible checkpoints by step, including damaged ones."""
         if not self.folder.is_dir():
             return []
-        folders = sorted((step, path) for path in self.folder.iterdir() if (step := step_of(path)) is not None)
+        folders = sorted((step, path) for path in self.folder.iterdir() if (step := _own_step(path)) is not None)
         looks = ((step, path, quick_look(path)) for step, path in folders)
         return [CheckpointEntry(step=s, path=p, manifest=manifest, damage=d) for s, p, (manifest, d) in looks]
 
@@ -326,6 +326,11 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def _own_step(path: Path) -> int | None:
+    """Return the step of a checkpoint's folder; None for a universal checkpoint, whose folder has the same name."""
+    return None if (path / "zero").is_dir() else step_of(path)
+
+
 def sync_folders(folder: Path) -> None:
     """Flush the entries of a folder and its subfolders to the disk."""
     for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
@@ -334,7 +339,7 @@ def sync_folders(folder: Path) -> None:
 
 def is_own(path: Path) -> bool:
     """Return whether a path was written by zerofit: a checkpoint, a run's folder, or its checkpoints folder."""
-    own = path.is_dir() and ((path / MANIFEST).is_file() or step_of(path.absolute()) is not None)
+    own = path.is_dir() and ((path / MANIFEST).is_file() or _own_step(path.absolute()) is not None)
     return own or any(Store(folder).entries() for folder in (path / CHECKPOINTS, path))
 
 

@@ -26,7 +26,7 @@ from zerofit.checkpoint.conversion import ConvertResult, conversion_plan, foreca
 from zerofit.checkpoint.foreign import foreign_at
 from zerofit.checkpoint.foreign_facts import facts_of
 from zerofit.checkpoint.full_state import GAN_ENGINES, ONE_ENGINE, FullState
-from zerofit.checkpoint.index import HINT
+from zerofit.checkpoint.index import HINT, MASTER
 from zerofit.checkpoint.model_folder import refuse_existing, refuse_small_disk, staged_folder
 from zerofit.checkpoint.store import STATE, Manifest, folder_name, is_own, manifest_of
 from zerofit.spec.errors import Problem, UserError
@@ -119,7 +119,7 @@ def engine_facts(source: Path | None, state: FullState) -> tuple[dict[str, Any],
     """
     if source is not None:
         return _counters(source), _optimizer_globals(source)
-    if state.counters["step"] is None:
+    if state.counters["step"] is None or all(state.kinds(name) == [MASTER] for name in state.names):
         raise _no_optimizer("it")
     counters = {key: state.counters[key] for key in COUNTERS} | {"ds_version": version("deepspeed")}
     groups = [group.settings for group in state.groups]
