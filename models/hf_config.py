@@ -29,7 +29,10 @@ ATTENTION = "attn_implementation"
 _STATE_SPACE = ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba", "zamba2")
 _LINEAR_ATTENTION = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "kimi_linear")
 _LINEAR_ATTENTION += ("glm5_next", "bailing_hybrid")
-_KERNEL_PACKAGES = dict.fromkeys(_STATE_SPACE, "mamba-ssm") | dict.fromkeys(_LINEAR_ATTENTION, "flash-linear-attention")
+_KERNEL_PACKAGES: dict[str, str] = {
+    **dict.fromkeys(_STATE_SPACE, "mamba-ssm"),
+    **dict.fromkeys(_LINEAR_ATTENTION, "flash-linear-attention"),
+}
 
 # these model types count positions from the padding id + 1
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", "xlm-roberta-xl", "xmod")

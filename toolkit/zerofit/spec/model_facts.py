@@ -51,7 +51,8 @@ DEFAULT_PRECISION = "on GPUs bf16, fp16 before Ampere; on CPUs fp32"
 def default_precision(able: Collection[str], accelerator: str) -> Precision:
     """Return the precision of a run that names none, for a device with these precisions."""
     usual: tuple[Precision, ...] = () if accelerator == "cpu" else ("bf16", "fp16")
-    return next((name for name in usual if name in able), "fp32")
+    supported: list[Precision] = [name for name in usual if name in able]
+    return supported[0] if supported else "fp32"
 
 
 # transformers' names of attention kernels, of which torch has the first two, and the first FlashAttention
@@ -149,7 +150,8 @@ class Machine:
     @property
     def precisions(self) -> tuple[Precision, ...]:
         """The precisions that the devices can compute in."""
-        return ("fp32", *(name for name, able in (("bf16", self.bf16), ("fp16", self.fp16)) if able))
+        able: dict[Precision, bool] = {"fp32": True, "bf16": self.bf16, "fp16": self.fp16}
+        return tuple(name for name, supported in able.items() if supported)
 
 
 BUCKET_LIMIT = 50_000_000  # elements: enough for a link's full bandwidth, 100 MB in bf16
