@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zerofit.features.checkpointing import WORDS
 from zerofit.plan.fit import Fit
 from zerofit.plan.interval import PAIRS, PublishedErrors
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
@@ -207,4 +208,4 @@ def plain(layout: PlannedLayout) -> tuple[int, ...]:
     offloads = (layout.offload_optimizer != "none") + (layout.offload_param != "none")
     degrees = layout.tp * layout.pp * layout.sp * layout.ep * layout.replicas
     sizes = (layout.overlap, layout.bucket, layout.micro_batch)
-    return (offloads, degrees, layout.checkpointing, layout.zero_stage, *sizes)
+    return (offloads, degrees, list(WORDS).index(layout.checkpointing), layout.zero_stage, *sizes)

@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import Tensor, nn
 
 from zerofit.check.dotted import get
+from zerofit.features.checkpointing import Checkpointing
 from zerofit.models.batch_norm import BatchNorm, batch_norms, synchronize_batch_norms
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelSource, source_of
@@ -59,7 +60,7 @@ def prepare_batch_norms(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
-def build_on_meta(job: Job, inputs: Inputs | None, checkpointing: bool = False) -> Any:
+def build_on_meta(job: Job, inputs: Inputs | None, checkpointing: Checkpointing = False) -> Any:
     """Build the run's model on the meta device."""
     with torch.device("meta"):
         return build(source_of(job.run), inputs, dict(job.run.model_args), checkpointing=checkpointing)

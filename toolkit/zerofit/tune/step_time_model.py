@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zerofit.features.checkpointing import REPEATED
 from zerofit.tune.trial import Candidate
 
 # prior standard deviations of logarithms: of the common factor, of each setting's factor, of minor settings' factors
@@ -35,7 +36,7 @@ FEATURES: tuple[tuple[float, Callable[[Candidate], float]], ...] = (
     (EACH, lambda c: math.log2(c.layout.ep)),
     (EACH, lambda c: math.log2(c.layout.micro_batch) / 3),
     (EACH, lambda c: math.log2(c.layout.accumulation) / 3),
-    (EACH, lambda c: c.layout.checkpointing),
+    (EACH, lambda c: REPEATED[c.layout.checkpointing] - 1),
     (EACH, lambda c: c.layout.precision == "bf16"),
     (EACH, lambda c: c.layout.precision == "fp16"),
     (EACH, lambda c: c.compiled),
