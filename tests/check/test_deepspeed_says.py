@@ -54,4 +54,4 @@ def test_deepspeed_accepts_what_has_no_errors_left(case: Case, said: dict[str, A
 
 
 def test_most_of_it_can_be_shown():
-    assert sum(Claim.of(case).verb == "cannot" for case in CASES) <= 12
+    assert sum(Claim.of(case).verb == "cannot" for case in CASES) <= 13

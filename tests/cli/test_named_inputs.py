@@ -48,7 +48,7 @@ def test_a_trained_model_is_not_fed_by_commands_that_want_logits(run):
 
 def test_what_is_refused():
     assert "synthetic tensors only" in refused("train", "whisper-tiny", "--data", "pysource", "--ranks", 1)
-    assert "has no labelled text" in refused("train", "t5-small", "--data", "pysource", "--ranks", 1)
+    assert "has no labeled text" in refused("train", "t5-small", "--data", "pysource", "--ranks", 1)
     assert "computes its own loss" in refused("compare", "strategies", "t5-small", "--ranks", 1, "--output", "out")
     assert "has no input frames" in refused("simulate", "t5-small", "--input", "frames:300", *L4)
     assert "decoder:x" in refused("simulate", "t5-small", "--input", "decoder:x", *L4)
