@@ -17,7 +17,7 @@ from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, Number, add_opt
 from zerofit.cli.terminal import write_data
 from zerofit.spec.events import Event
 from zerofit.spec.model_facts import PRECISIONS
-from zerofit.spec.units import shown_bytes, shown_score
+from zerofit.spec.units import shown_bytes, shown_rate, shown_score
 
 if TYPE_CHECKING:
     from zerofit.app.inference import ChatResult, Evaluation, Generation
@@ -70,7 +70,7 @@ def _show_scores(result: Evaluation) -> None:
     names = ("loss", "perplexity", "accuracy", "top5_accuracy", "mean_iou", *HEAD_SCORES)
     scores = {name.replace("_", " "): getattr(result, name) for name in names}
     facts = {name: shown_score(score) for name, score in scores.items() if score is not None}
-    facts["speed"] = f"{result.samples_per_s:,.1f} samples/s"
+    facts["speed"] = f"{shown_rate(result.samples_per_s)} samples/s"
     if result.tokens_per_s is not None:
         facts["speed"] += f", {result.tokens_per_s:,.0f} tokens/s"
     on_top = result.peak_host_bytes - result.host_bytes_before
