@@ -167,7 +167,9 @@ class JsonlChats(JsonlSet, ChatSource):
             if isinstance(conversation, ChatMessages):
                 yield ChatPiece(conversation, f"{line.path}:{line.line}", held_out)
             else:
-                yield line.problem("bad-chat", conversation, f"the first line is in the {self.form.title} form")
+                yield line.problem(
+                    "bad-chat", conversation, f"use the {self.form.title} form in all lines, as in the first one"
+                )
 
 
 def open_jsonl(run: Run, argument: str) -> Source:

@@ -14,6 +14,7 @@ from zerofit.data.base import Data, Dataset, Integers
 from zerofit.data.cache import Preparation
 from zerofit.data.labelled_encoding import ClassNames, EncodedLabelled, LabelledEncoder, read_row
 from zerofit.data.labelled_rows import LabelledFields, LabelledRow, RowSource, fields_of, open_rows
+from zerofit.data.table import is_fraction
 from zerofit.data.text_sources import NAMED
 from zerofit.data.token_cache import SPLITS, SplitWriter, TokenFile, read_meta, write_meta
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
@@ -162,7 +163,7 @@ def _class_order(name: str, names: list[str], known: Sequence[str]) -> list[str]
     """Return the classes in the order of their ids. Raises UserError for too few or too many."""
     if known and set(names) <= set(known):
         return list(known)
-    fractions = [class_name for class_name in names if _is_fraction(class_name)]
+    fractions = [class_name for class_name in names if is_fraction(class_name)]
     if len(fractions) > len(names) / 2:
         message = f"--data {name} has labels like {fractions[0]}: a fraction is not a class"
         hint = "set --label-field to another field; regression is not supported"
@@ -174,13 +175,6 @@ def _class_order(name: str, names: list[str], known: Sequence[str]) -> list[str]
         hint = "set --label-field to another field; numbers like scores or prices are not classes"
         raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--label-field"))
     return classes
-
-
-def _is_fraction(name: str) -> bool:
-    try:
-        return not float(name).is_integer()
-    except ValueError:
-        return False
 
 
 def refuse_unknown_classes(name: str, inputs: Inputs, known: Sequence[str]) -> None:

@@ -186,12 +186,17 @@ def _number(cell: str) -> float | None:
     return value if np.isfinite(value) else None
 
 
+def is_fraction(cell: str) -> bool:
+    """Return whether a cell is a number with a fraction, which is no class."""
+    value = _number(cell)
+    return value is not None and value != int(value)
+
+
 # Spreadsheets write a class as 1, 1.0 or "1". A column of prices is refused, since each price would be a class.
 def _as_classes(path: Path, table: _Table) -> tuple[np.ndarray, list[str]]:
     """Return labels int64 (n,) and the classes, sorted as numbers or else as words."""
     for word, line in zip(table.classes, table.lines, strict=True):
-        value = _number(word)
-        if value is not None and value != int(value):
+        if is_fraction(word):
             message = f"{path}, line {line}: the label {word} is a fraction, not a class"
             raise _unusable("data-classes", message, "set the column of the classes: FILE:COLUMN")
     values = {word: _number(word) for word in set(table.classes)}

@@ -86,7 +86,7 @@ class ServerClient:
                 return
 
     def reset_prefix_cache(self) -> None:
-        """Drop cached prompts. TRL calls this after each synchronisation."""
+        """Drop cached prompts. TRL calls this after each synchronization."""
         end(self._log)
 
 
