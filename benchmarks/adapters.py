@@ -29,7 +29,7 @@ import transformers
 from torch import nn
 
 from tests.ranks.pool import RankPool
-from tests.train.reference import Plan, follow, quantise_linears, text_windows, write_corpus
+from tests.train.reference import Plan, follow, quantize_linears, text_windows, write_corpus
 from zerofit.checkpoint.export import export
 from zerofit.config.ds_json import read_for_run
 from zerofit.models.build import build
@@ -78,7 +78,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline 2 x data 2, DualPipeV": (4, DUAL_PIPE | {"micro_batch": 1}),
     "tensor 2": (2, {"tensor_parallel": 2, "ds_config": "zero1"}),
 }
-# beside quantised weights
+# beside quantized weights
 BITS = (*(f"stage {stage}" for stage in range(4)), "stage 3, checkpointing", "stage 2, optimizer on the host")
 BITS += ("stage 3, all on the host", "stage 3, all on disk")
 BITS += ("pipeline 2, stage 1", "sequence 2, stage 2", "sequence 2, stage 3", "tensor 2")
@@ -191,7 +191,7 @@ def _change(model: nn.Module, how: dict[str, Any] | Callable[[str], bool]) -> No
     if isinstance(how, dict):
         how = dict(how)
         if bits := how.pop("beside", None):
-            quantise_linears(model, bits)
+            quantize_linears(model, bits)
         torch.manual_seed(0)
         peft.get_peft_model(model, peft.LoraConfig(**how))  # type: ignore[arg-type]
         return

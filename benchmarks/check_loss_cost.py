@@ -2,7 +2,7 @@
 
     python benchmarks/check_loss_cost.py
 
-Whatever else the machine does hits neighbouring steps alike. The result is the median over pairs of neighbours of the
+Whatever else the machine does hits neighboring steps alike. The result is the median over pairs of neighbors of the
 ratio of their times, with its quartiles. Results: benchmarks/results/check_loss_cost.json.
 """
 
@@ -42,7 +42,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 
 
 def rank(folder: RunFolder) -> None:
-    """Train on this rank, every other step without the check; rank 0 writes the ratios of neighbours."""
+    """Train on this rank, every other step without the check; rank 0 writes the ratios of neighbors."""
     import torch.distributed as dist
 
     from zerofit.train.process_group import start, stop

@@ -1,4 +1,4 @@
-"""How far plan's memory of spread experts is from what `zerofit simulate` says, on GPUs of the catalogue.
+"""How far plan's memory of spread experts is from what `zerofit simulate` says, on GPUs of the catalog.
 
 python benchmarks/expert_forecasts.py [--cases WORDS] [--out FILE]
 

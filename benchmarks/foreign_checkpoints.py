@@ -3,9 +3,10 @@
     python -m benchmarks.foreign_checkpoints [--work FOLDER] [--output FILE] [--older FOLDER ...]
 
 The real programs (foreign_writer.py) write checkpoints on 1, 2 and 4 ranks. Each is exported and compared bit for bit
-with the writer's own weights. Some are converted to other layouts, which real programs load (foreign_reader.py): their
-next five losses must be those of the writer. Copies are damaged in ten ways; `verify` must name the file. An older
-release of DeepSpeed also writes, if `pip install --no-deps --target FOLDER deepspeed==0.16.9` installed it.
+with the writer's own weights. `train --resume` continues some in another layout, and some are converted to other
+layouts, which real programs load (foreign_reader.py): the next five losses must be those of the writer. Copies are
+damaged in ten ways; `verify` must name the file. An older release of DeepSpeed also writes, if
+`pip install --no-deps --target FOLDER deepspeed==0.16.9` installed it.
 
 After an interruption, the same command with the same --work continues. It repeats rows of other code.
 """
@@ -26,7 +27,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.foreign_writer import CASES
+from benchmarks.foreign_writer import AFTER, BEFORE, CASES, LENGTH, LR, TEXT
+from tests.ranks.pool import RankPool
 from zerofit.app.checkpoints import Checkpoint
 from zerofit.checkpoint.foreign import Foreign, foreign_in
 from zerofit.spec.errors import UserError
@@ -67,7 +69,23 @@ CONVERSIONS: list[tuple[str, str, Change, dict[str, Any]]] = [
     ("ds-zero2-fp32-1", "dcp-fsdp2", {}, {"to": "dcp"}),
     ("ds-zero3-fp32-1", "ds-zero2-fp32", {}, {"to": "universal"}),
     ("dcp-fsdp2-1", "ds-zero1-fp32", {}, {"to": "universal"}),
+    ("ds-zero3-fp16-2", "ds-zero1-fp16", {}, {"to": "deepspeed", "stage": 1}),
+    ("ds-zero2-fp16-2", "ds-zero3-fp16", {}, {"to": "deepspeed", "stage": 3}),
+    ("ds-zero1-fp16-2", "ds-zero2-fp16", {}, {"to": "universal"}),
 ]
+# ranks of the run that resumes: the sources, and its ZeRO stage
+RESUMES: dict[int, dict[str, int]] = {
+    1: {"ds-zero2-fp16-2": 3, "ds-zero3-fp16-2": 1, "ds-zero3-fp32-2": 3, "dcp-fsdp2-4": 2},
+    # without fp16 at stage 0, which DeepSpeed trains with gradients divided by the loss scale (DeepSpeed#8393)
+    2: {f"ds-zero{stage}-{precision}-2": 3 - stage for stage in range(4) for precision in ("fp32", "bf16")}
+    | {"ds-zero1-fp16-2": 3, "ds-zero2-fp16-2": 1, "ds-zero3-fp16-2": 0}
+    | {"ds-zero2-tied-2": 3, "ds-zero3-tied-4": 1, "ds-zero3-bf16-4": 3, "ds-tp-zero1-fp32-2": 2}
+    | {"accelerate-zero2-2": 3, "accelerate-zero3-2": 1, "accelerate-2": 2}
+    | {"accelerate-fsdp2-2": 1, "accelerate-fsdp2-full-2": 3}
+    | {"trainer-zero0-2": 2, "trainer-zero1-2": 3, "trainer-zero2-2": 0, "trainer-zero3-2": 2, "trainer-ddp-2": 3}
+    | {"lightning-zero2-2": 3, "lightning-zero3-2": 1, "lightning-ddp-2": 2}
+    | {"dcp-fsdp2-2": 1, "dcp-fsdp2-tied-2": 3, "dcp-fsdp1-sharded-2": 2, "dcp-fsdp1-full-2": 0, "torchtitan-2": 3},
+}
 
 
 def main() -> None:
@@ -83,6 +101,7 @@ def main() -> None:
         write(work, ranks, names)
     for place in sorted(work.glob("*-[124]")):
         table.measure("exports", place.name, lambda place=place: exported(place, work / "out"))
+    resume_all(table)
     convert_and_load(table)
     damage_all(table)
     for folder in arguments.older:
@@ -96,6 +115,7 @@ def main() -> None:
 
 KEYS = {  # of each part: the columns that identify a row
     "exports": ["case"],
+    "resumes": ["source", "ranks", "stage"],
     "conversions": ["source", "to", "stage"],
     "damage": ["checkpoint", "damage"],
     "older": ["deepspeed", "case"],
@@ -215,6 +235,50 @@ def reference_of(place: Path, entry: Foreign) -> dict[str, torch.Tensor]:
     if not weights and (entry.path / "pytorch_model.bin").is_file():
         weights = torch.load(entry.path / "pytorch_model.bin")
     return weights
+
+
+def resume_all(table: Table) -> None:
+    """Continue checkpoints with `train --resume`, and compare the next five losses."""
+    setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: True)  # noqa: B010 - as the ranks of a pool do
+    (table.work / "text.txt").write_text(TEXT * 2000)
+    for ranks, stages in RESUMES.items():
+        pool = RankPool(ranks, table.work / f"pool{ranks}")
+        try:
+            for source, stage in stages.items():
+                if (table.work / source / "facts.json").is_file():
+                    row = {"source": source, "ranks": ranks, "stage": stage}
+                    table.measure("resumes", key_of("resumes", row), partial(resumed, table.work, row, pool))
+        finally:
+            pool.close()
+
+
+def resumed(work: Path, row: dict[str, Any], pool: RankPool) -> dict[str, Any]:
+    """Train on from a checkpoint in another layout."""
+    place, out = work / row["source"], work / "resumed"
+    shutil.rmtree(out, ignore_errors=True)
+    facts, found = json.loads((place / "facts.json").read_text()), foreign_in(place / "saved")[0]
+    reference = place / "reference"
+    adam = {"type": "AdamW", "params": {"betas": [0.9, 0.999], "eps": 1e-8, "torch_adam": True}}
+    trained = pool.train(
+        out,
+        model=str(reference if (reference / "config.json").is_file() else found.path),
+        data=f"text:{work / 'text.txt'}",
+        tokenizer="bytes",
+        seq_len=LENGTH,
+        micro_batch=2,
+        steps=BEFORE + AFTER,
+        lr=LR,
+        schedule="constant",
+        warmup_steps=0,
+        weight_decay={1: 0.0, 2: 0.1}[facts["case"]["groups"]],
+        gradient_clipping=0,
+        precision=facts["case"]["precision"],
+        ds_config={"zero_optimization": {"stage": row["stage"]}, "optimizer": adam},
+        resume=str(found.path),
+    )
+    losses = trained.losses
+    apart = max(abs(a - b) for a, b in zip(losses, facts["next"], strict=True))
+    return row | {"precision": facts["case"]["precision"], "next_losses": losses, "apart": apart}
 
 
 def convert_and_load(table: Table) -> None:
@@ -356,6 +420,8 @@ def summary(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {
         "checkpoints": len(written),
         "exports_equal_bit_for_bit": sum(row["result"] == "equal bit for bit" for row in written),
+        "resumes": len(rows["resumes"]),
+        "resumes_within_1e-5": sum(row["apart"] <= 1e-5 for row in rows["resumes"]),
         "conversions": len(apart),
         "loaded": sum(value is not None for value in apart),
         "largest_difference_of_losses": max((value for value in apart if value is not None), default=None),

@@ -50,8 +50,7 @@ def load(folder: Path) -> list[float]:
             state["step"] = state["step"].clone()  # its loader gives all groups one tensor
 
     def step() -> torch.Tensor:
-        tokens = batch(dist.get_rank())
-        loss = engine(input_ids=tokens, labels=tokens).loss
+        loss = engine(**batch()).loss
         engine.backward(loss)
         engine.step()
         return loss
@@ -78,8 +77,7 @@ def load_with_fsdp(case: Case, folder: Path) -> list[float]:
     set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
 
     def step() -> torch.Tensor:
-        tokens = batch(dist.get_rank())
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(**batch()).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -26,7 +26,7 @@ import unittest.mock
 import torch
 import torch.distributed as dist
 
-from zerofit.launch.host import ops_folder
+from zerofit.launch.host import ops_folder, with_own_programs
 from zerofit.launch.local import free_port
 
 SHAPE = {
@@ -39,7 +39,8 @@ SHAPE = {
 BUCKETS = {"reduce_bucket_size": 50000, "stage3_param_persistence_threshold": 100}
 BUCKETS |= {"stage3_gather_16bit_weights_on_model_save": True}
 ADAPTERS: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-LENGTH, BEFORE, AFTER, LR = 16, 3, 5, 1e-2
+TEXT = "zerofit resumes "
+LENGTH, BEFORE, AFTER, LR = len(TEXT), 3, 5, 1e-2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ CASES = {
     "ds-zero3-sub-groups": Case(program="deepspeed", stage=3, groups=2, zero={"sub_group_size": 5000}),
     "ds-moe": Case(program="deepspeed", stage=2, model="moe"),
     "ds-moe-zero0": Case(program="deepspeed", stage=0, model="moe"),
-    "accelerate-zero2": Case(program="accelerate", stage=2, precision="bf16"),
+    "accelerate-zero2": Case(program="accelerate", stage=2),
     "accelerate-zero3": Case(program="accelerate", stage=3, precision="bf16", model="qwen2"),
     "accelerate": Case(program="accelerate-plain"),
     "accelerate-fsdp2": Case(program="fsdp-accelerate", model="qwen2"),
@@ -102,10 +103,19 @@ CASES = {
 }
 
 
-def batch(rank: int) -> torch.Tensor:
-    """Return the tokens of a rank, (2, LENGTH): the same at each step, so the order of samples does not matter."""
-    del rank  # the same for all: the loss does not depend on the number of ranks
-    return torch.stack([torch.arange(LENGTH) * (7 + row) % 250 for row in range(2)])
+def batch() -> dict[str, torch.Tensor]:
+    """Return the inputs of each rank and step, (2, LENGTH): neither the ranks nor the order of samples matter.
+
+    zerofit trains on them as samples of a text that repeats TEXT. The last token has a target, too.
+    """
+    tokens = torch.tensor(list((2 * TEXT).encode())).expand(2, -1)
+    inputs = tokens[:, :LENGTH].clone()
+    return {"input_ids": inputs, "labels": inputs, "shift_labels": tokens[:, 1 : LENGTH + 1].clone()}
+
+
+def rows(count: int) -> Any:
+    """Return the samples of `count` batches."""
+    return [{name: value[row] for name, value in batch().items()} for _ in range(count) for row in range(2)]
 
 
 def make_model(case: Case) -> Any:
@@ -127,7 +137,7 @@ def make_model(case: Case) -> Any:
 
 
 def parameter_groups(model: Any, count: int) -> list[dict[str, Any]]:
-    """Return one group, or those with and without weight decay."""
+    """Return one group without weight decay, or those with and without it, which zerofit's runs have too."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if count == 1:
         return [{"params": parameters}]
@@ -141,11 +151,13 @@ def ds_config(case: Case) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": case.stage, **BUCKETS, **case.zero},
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True, "weight_decay": 0.01}},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True, "weight_decay": 0.0}},
         "zero_allow_untested_optimizer": True,
     }
     if case.precision != "fp32":
         config[case.precision] = {"enabled": True}
+    if case.precision == "fp16":
+        config["fp16"]["initial_scale_power"] = 12  # no step of any stage overflows
     if case.tensor > 1:
         config["tensor_parallel"] = {"autotp_size": min(case.tensor, dist.get_world_size())}
     if "offload_optimizer" in case.zero:
@@ -192,8 +204,7 @@ def with_deepspeed(case: Case, folder: Path) -> None:
     engine = start_engine(model, config, parameter_groups(model, case.groups))
 
     def step() -> torch.Tensor:
-        tokens = batch(dist.get_rank())
-        loss = engine(input_ids=tokens, labels=tokens).loss
+        loss = engine(**batch()).loss
         engine.backward(loss)
         engine.step()
         return loss
@@ -209,7 +220,7 @@ def with_deepspeed(case: Case, folder: Path) -> None:
         if dist.get_rank() == 0:
             engine.module.save_pretrained(folder / "reference", state_dict=engine.module.state_dict())
             with torch.no_grad():
-                logits = engine.module.eval()(input_ids=batch(0)).logits if case.stage < 3 and not shared else None
+                logits = engine.module.eval()(batch()["input_ids"]).logits if case.stage < 3 and not shared else None
             engine.module.train()
         else:
             logits = None
@@ -274,21 +285,19 @@ def with_accelerate(case: Case, folder: Path) -> None:
     if case.program == "accelerate":
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         config = ds_config(case)
-        del config["optimizer"], config["gradient_clipping"]
+        del config["optimizer"]
         config["gradient_accumulation_steps"] = 1
         plugin = DeepSpeedPlugin(hf_ds_config=config)
     accelerator = Accelerator(
         deepspeed_plugin=plugin, mixed_precision="no" if case.precision == "fp32" else case.precision
     )
     model: Any = make_model(case)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR)
-    rows: Any = [{"input_ids": row} for row in batch(0)]
-    loader = torch.utils.data.DataLoader(rows, batch_size=2)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    loader = torch.utils.data.DataLoader(rows(1), batch_size=2)
     model, optimizer, _ = accelerator.prepare(model, optimizer, loader)
 
     def step() -> torch.Tensor:
-        tokens = batch(dist.get_rank())
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(**batch()).loss
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -346,7 +355,9 @@ def with_trainer(case: Case, folder: Path) -> None:
         save_steps=BEFORE,
         save_total_limit=9,
         learning_rate=LR,
-        weight_decay=0.01,
+        weight_decay=0.0,
+        remove_unused_columns=False,
+        average_tokens_across_devices=False,
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
         logging_steps=1,
@@ -356,8 +367,7 @@ def with_trainer(case: Case, folder: Path) -> None:
         deepspeed=config,
         disable_tqdm=True,
     )
-    rows: Any = [{"input_ids": row, "labels": row} for _ in range(64) for row in batch(0)]
-    trainer = transformers.Trainer(model=make_model(case), args=arguments, train_dataset=rows)
+    trainer = transformers.Trainer(model=make_model(case), args=arguments, train_dataset=rows(64))
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     finish(folder, case, losses[BEFORE:])
@@ -377,19 +387,19 @@ def with_lightning(case: Case, folder: Path) -> None:
             super().__init__()
             self.net = make_model(case)
 
-        def training_step(self, tokens: torch.Tensor) -> torch.Tensor:
-            loss = self.net(input_ids=tokens, labels=tokens).loss
+        def training_step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss = self.net(**inputs).loss
             losses.append(loss.item())
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=LR)
+            return torch.optim.AdamW(self.parameters(), lr=LR, weight_decay=0.0)
 
         def on_train_batch_end(self, *_: object) -> None:
             if self.global_step == BEFORE:
                 save_gathered(self.net, folder, case.stage == 3)
 
-    loader = torch.utils.data.DataLoader([row for _ in range(64) for row in batch(0)], batch_size=2)  # pyright: ignore
+    loader = torch.utils.data.DataLoader(rows(64), batch_size=2)
     saves = lightning.callbacks.ModelCheckpoint(folder / "saved", every_n_train_steps=BEFORE, save_top_k=-1)
     zero = {"zero_optimization": {"stage": case.stage, **BUCKETS}, "zero_allow_untested_optimizer": True}
     zero |= {"zero_force_ds_cpu_optimizer": False, "train_micro_batch_size_per_gpu": 2}
@@ -427,7 +437,7 @@ def with_torchtitan(case: Case, folder: Path) -> None:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    adamw = default_adamw(lr=LR)
+    adamw = default_adamw(lr=LR, weight_decay=0.0)
     adamw.implementation = "for-loop"
     optimizers = adamw.build(model_parts=[model])
     schedulers = LRSchedulersContainer.Config(warmup_steps=0).build(optimizers=optimizers, training_steps=100)
@@ -443,8 +453,7 @@ def with_torchtitan(case: Case, folder: Path) -> None:
     )
 
     def step() -> torch.Tensor:
-        tokens = batch(dist.get_rank())
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(**batch()).loss
         loss.backward()
         optimizers.step()
         optimizers.zero_grad()
@@ -492,11 +501,10 @@ def with_fsdp(case: Case, folder: Path) -> None:
         fully_shard(model, mesh=mesh)
     else:
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
 
     def step() -> torch.Tensor:
-        tokens = batch(dist.get_rank())
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(**batch()).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -554,6 +562,7 @@ def _rank(rank: int, ranks: int, port: int, work: Callable[..., None], arguments
     named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in named.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCH_EXTENSIONS_DIR": str(ops_folder())}
+    os.environ["PATH"] = with_own_programs(os.environ["PATH"])
     import deepspeed
 
     deepspeed.init_distributed("gloo")

@@ -83,7 +83,7 @@ def shown(words: str) -> str:
 def write(page: Path) -> None:
     """Write the page of all screens."""
     title = (
-        "# Screens\n\nWhat each command prints at 80 columns without colour: the verdict first, then a line for each "
+        "# Screens\n\nWhat each command prints at 80 columns without color: the verdict first, then a line for each "
     )
     title += "fact.\n`benchmarks/screens.py` makes this page, on a machine with two cores and no GPU.\n"
     os.environ.update(COLUMNS=str(WIDTH), PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

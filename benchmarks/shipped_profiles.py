@@ -121,7 +121,8 @@ def text_of(profile: Profile) -> str:
 
 def _lean(value: Any) -> Any:
     if is_dataclass(value):
-        given = {one.name: (getattr(value, one.name), one.default) for one in fields(value)}
+        # engines' own models are not shipped
+        given = {one.name: (getattr(value, one.name), one.default) for one in fields(value) if one.name != "own_models"}
         return {name: _lean(now) for name, (now, default) in given.items() if now != default}
     if isinstance(value, dict):
         return {key: _lean(one) for key, one in value.items()}

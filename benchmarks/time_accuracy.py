@@ -29,6 +29,7 @@ from zerofit.app.planning.layout_pins import LayoutPins
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
 from zerofit.app.planning.search_setup import SearchSetup, forecast_of, setup_of
+from zerofit.features.engines import Engine
 from zerofit.models.presets import PRESETS
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.fit import check_fit
@@ -185,20 +186,37 @@ class Judge:
 def planned(case: Case, cache: Path) -> tuple[SearchSetup, Cluster, list[PlannedLayout]]:
     """Return the plan's request for a case, as options of `zerofit plan` make it, and its rows with the case's layout.
 
-    FSDP is planned as FSDP2 where that is forecast, else as ZeRO-3. Raises UserError and ModelError.
+    Raises UserError and ModelError.
     """
     cluster, options, file = cluster_of(case), options_of(case), profile_of(case, cache, is_fused(case))
     image = f"image:{case['image']}" if case["image"] else None
     left_out: dict[str, tuple[Problem, int]] = {}
-    for engine in ("fsdp2", "deepspeed") if "FSDP" in case["framework"] else ("deepspeed",):
+    for engine in engines_of(case):
         pins: Any = {name: value for name, value in options.items() if engine == "deepspeed" or name != "zero_stage"}
         request = PlanningRequest(profile=file, image=image, engines=(engine,), pins=pins)
+        if engine == "torchtitan":  # its own model is traced, too
+            pins["seq_len"] = case["seq_len"]
+            request = PlanningRequest(model=model_file(case, cache), engines=(engine,), pins=pins)
         setup = setup_of(cluster, request, Reporter())[0]
         space = space_of(setup.profile, cluster, setup.request)
         if rows := [row for family in space.families for row in family if is_row(case, row)]:
             return setup, cluster, rows
         left_out |= space.left_out
     raise UserError(*(problem for problem, _ in left_out.values()))
+
+
+def engines_of(case: Case) -> tuple[Engine, ...]:
+    """Return the engines whose layouts a case may have: of the first that plan forecasts.
+
+    FSDP is planned as FSDP2 where that is forecast, else as ZeRO-3. torchtitan's figures are from releases before the
+    planned one, so its models count only where FSDP2 is not forecast: with tensor parallelism. torchtune's weights are
+    not divided on one GPU, and DeepSpeed would have float32 copies of them.
+    """
+    if "torchtitan" in case["framework"] and case["tp"] > 1:
+        return ("torchtitan",)
+    if "torchtune" in case["framework"]:
+        return ("fsdp2",)
+    return ("fsdp2", "deepspeed") if "FSDP" in case["framework"] else ("deepspeed",)
 
 
 def is_row(case: Case, row: PlannedLayout) -> bool:
@@ -233,6 +251,8 @@ def options_of(case: Case) -> LayoutPins:
     }
     if case["overlap_comm"] is False:
         options["overlap_comm"] = False
+    if "torchtune" in case["framework"]:  # its recipes have dtype: bf16
+        options["model_args"] = {"dtype": "bfloat16"}
     if case["table"] in ONE_THREAD:
         options["cpu_threads"] = 1
     return options

@@ -15,7 +15,7 @@ from typing import Any
 from zerofit.report.plot import save
 
 RESULTS = Path(__file__).parent / "results"
-# Paul Tol's "bright" scheme, told apart with any colour vision (https://personal.sron.nl/~pault/)
+# Paul Tol's "bright" scheme, told apart with any color vision (https://personal.sron.nl/~pault/)
 GROUPS = {
     "image models": ("#4477AA", "o"),
     "Transformers, other engines": ("#BBBBBB", "o"),
@@ -58,11 +58,11 @@ def picture(points: list[tuple[str, float, float]]) -> Any:
     ends = [min(min(p, f) for _, p, f in points) / 1.5, max(max(p, f) for _, p, f in points) * 1.5]
     axes.plot(ends, ends, color="#222222", linewidth=0.8)
     axes.fill_between(ends, [e / NEAR for e in ends], [e * NEAR for e in ends], color="#DDDDDD", alpha=0.6, linewidth=0)
-    for group, (colour, marker) in GROUPS.items():
+    for group, (color, marker) in GROUPS.items():
         mine = [(published, forecast) for name, published, forecast in points if name == group]
         near = sum(1 / NEAR <= forecast / published <= NEAR for published, forecast in mine)
         label = f"{group}: {near} of {len(mine)} within 25 %"
-        axes.scatter(*zip(*mine, strict=True), s=18, color=colour, marker=marker, linewidths=0, label=label)
+        axes.scatter(*zip(*mine, strict=True), s=18, color=color, marker=marker, linewidths=0, label=label)
     axes.set(xlim=ends, ylim=ends, xlabel="published step time, s", ylabel="forecast step time, s")
     axes.legend(frameon=False, fontsize="small", loc="upper left")
     return figure

@@ -205,14 +205,14 @@ def draw(found: Sequence[dict[str, Any]], out: Path) -> None:
     for line, (axis, words) in enumerate(kinds):
         for column, ranks in enumerate(RANKS):
             axes = grid[line][column]
-            for name, colour in zip(NAMES, ("#332288", "#CC6677", "#117733", "#DDCC77"), strict=True):
+            for name, color in zip(NAMES, ("#332288", "#CC6677", "#117733", "#DDCC77"), strict=True):
                 other = {"straggle": 0.0} if axis == "slow" else {"slow": 1.0}
                 case = {"strategy": name, "ranks": ranks, **other}
                 mine = [one for one in found if case.items() <= one.items() and one["seconds_to_target"]]
                 times = [one["seconds_to_target"] for one in mine]
                 spread = [[m - low for m, low, _ in times], [high - m for m, _, high in times]]
                 at = [one[axis] for one in mine]
-                axes.errorbar(at, [t[0] for t in times], spread, fmt="o-", color=colour, label=name, capsize=2)
+                axes.errorbar(at, [t[0] for t in times], spread, fmt="o-", color=color, label=name, capsize=2)
             if axis == "slow":
                 axes.set_xscale("log", base=2)
                 axes.set_xticks(FACTORS, [f"{f:g}" for f in FACTORS])

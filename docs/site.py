@@ -184,6 +184,11 @@ def checks_page() -> str:
     for rule in rules():
         shown = {name: PLACE.sub(GAP, getattr(rule, name)) for name in ("message", "fix")}
         texts.setdefault(rule.code, []).append(shown)
+    listed = (ROOT / "docs" / "checks.md").read_text(encoding="utf-8")  # has all codes that no rule has literally
+    for codes, meaning in re.findall(r"^- ((?:`[a-z0-9-]+`(?:, )?)+): (.+)$", listed, re.MULTILINE):
+        for code in re.findall("`(.+?)`", codes):
+            if not _unique(texts.get(code, []), "message"):
+                texts[code] = [{"message": meaning}, *texts.get(code, [])]
     rows = [
         (f"`{code}`", "<br>".join(_unique(found, "message")), "<br>".join(_unique(found, "fix")))
         for code, found in sorted(texts.items())

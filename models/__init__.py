@@ -1,1 +1,1 @@
-"""Model definitions and the catalogue of names, and changes of models for training."""
+"""Model definitions and the catalog of names, and changes of models for training."""

@@ -83,8 +83,8 @@ class _Synchronized(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight, mean, inverse, count = ctx.saved_tensors
         over, shape = [d for d in range(x.dim()) if d != 1], [1, -1, *[1] * (x.dim() - 2)]
-        flat, centred = gradient.float(), x.float() - mean.view(shape)
-        sums = torch.stack([flat.sum(over), (flat * centred).sum(over)])
+        flat, centered = gradient.float(), x.float() - mean.view(shape)
+        sums = torch.stack([flat.sum(over), (flat * centered).sum(over)])
         of_weight = None if weight is None else sums[1] * inverse
         of_bias = sums[0].clone() if ctx.biased else None
         if _ranks(ctx.group) > 1:
@@ -92,7 +92,7 @@ class _Synchronized(torch.autograd.Function):
         sums /= count
         scale = inverse if weight is None else inverse * weight
         slope = (sums[1] * inverse.square()).view(shape)
-        of_x = (flat - sums[0].view(shape) - centred * slope) * scale.view(shape)
+        of_x = (flat - sums[0].view(shape) - centered * slope) * scale.view(shape)
         return of_x.to(x.dtype), of_weight, of_bias, None, None
 
 

@@ -80,8 +80,8 @@ def build(
     are keyword arguments of other models. If `inputs` is None, the model has its published shape.
 
     `stored`: cast and move each parameter as soon as it has its values. Extra memory is needed for one layer only. A
-    user's model that cannot be deferred (see `why_whole`) is built first. `keep`: names of the parameters to store
-    (None: all); the others are on meta.
+    user's model that cannot be built parameter by parameter (see `why_whole`) is built first. `keep`: names of the
+    parameters to store (None: all); the others are on meta.
     """
     _refuse_inputs(source, inputs)
     if inputs is not None and source.task != "custom" and gives_loss(source.task) != isinstance(inputs, NamedInputs):
@@ -230,7 +230,7 @@ def output_part(output: Any, name: str) -> Tensor:
 
 
 # Wrong inputs show up here, before any rank starts: a forward on meta takes a second and no memory; a failing
-# launch on many hosts takes minutes. The same forward counts the FLOPs for the utilisation that training reports.
+# launch on many hosts takes minutes. The same forward counts the FLOPs for the utilization that training reports.
 def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int | None:
     """Run a forward of a model on meta, without data; return the FLOPs per sample.
 
@@ -422,7 +422,7 @@ def refuse_lazy(model: nn.Module, name: str) -> None:
     """Raise ModelError for parameters without a shape before the first forward, as in nn.LazyLinear."""
     lazy = [key for key, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
-        message = f"{name}: {', '.join(lazy[:3])} {'has' if len(lazy) == 1 else 'have'} no shape before a first forward"
+        message = f"{name}: {', '.join(lazy[:3])} {'has' if len(lazy) == 1 else 'have'} no shape before a forward"
         hint = "run a forward in the function that builds the model, or give the layer its size"
         raise ModelError("model-lazy", message, hint)
 

@@ -30,8 +30,8 @@ Family = Literal["zerofit", "torchvision", "transformers", "diffusers", "gan", "
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 PRETRAINED = "pretrained folder"
 FEW, LISTED = 3, 12  # limits of names in an error: close names, and names of a family
-QUANTIZED = "quantization_config"  # key of a config whose weights are quantised
-DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights transformers dequantises on loading
+QUANTIZED = "quantization_config"  # key of a config whose weights are quantized
+DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights transformers dequantizes on loading
 
 
 CONFIG_HINT = "give a config.json of transformers"
@@ -67,8 +67,8 @@ def source_of(run: Run) -> ModelSource:
     source = with_task(find(run.model), run.task)
     quantized = source_config(source).get(QUANTIZED) if source.origin == PRETRAINED else None
     if quantized and quantized.get("quant_method") not in DEQUANTIZED:
-        message = f"{source.name}: quantised weights ({quantized.get('quant_method')}) cannot be trained"
-        hint = "use the folder of the full weights (--quantize quantises them for adapters); to forecast memory and "
+        message = f"{source.name}: quantized weights ({quantized.get('quant_method')}) cannot be trained"
+        hint = "use the folder of the full weights (--quantize quantizes them for adapters); to forecast memory and "
         raise ModelError("model-weights", message, f"{hint}time {source.name}/config.json is enough")
     return replace(source, partial=run.partial, pretrained=pretrained)
 
@@ -180,7 +180,7 @@ def config_task(config: Config, where: str) -> Task:
         raise ModelError(
             "model-config",
             f"{where}: {got} is not supported; supported: language models (causal, masked, encoder-decoder), image "
-            "classifiers, speech recognisers like Whisper, and models like CLIP and LLaVA",
+            "classifiers, speech recognizers like Whisper, and models like CLIP and LLaVA",
             'set "architectures" in the config, e.g. ["LlamaForCausalLM"], pass package.module:callable, or simulate '
             "your training script (zerofit simulate -- COMMAND)",
         )

@@ -62,7 +62,7 @@ def selective_contexts() -> _Contexts:
 def keep_on_host(model: nn.Module) -> None:
     """Keep checkpoints (the blocks' inputs) in host memory until backward.
 
-    The model must already use checkpointing, ours or transformers'.
+    The model must already use checkpointing, by zerofit or by transformers.
     """
     for module in model.modules():
         checkpoint_function = getattr(module, "_gradient_checkpointing_func", None)  # transformers' hook

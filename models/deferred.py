@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 # 3. `_replay` runs these ops on real tensors, in order. After the last op on a storage, its tensor is stored (cast,
 #    moved, sliced) and the full one is freed.
 #
-# Ops that only draw random numbers run too: without them, all later draws would get other numbers.
+# Ops that only draw random numbers run too: without them, all later draws would get different numbers.
 
 _aten = torch.ops.aten
 # ops that overwrite a tensor completely
@@ -52,7 +52,7 @@ class Stored:
     device: torch.device
     # by name: returns the part to keep of a full parameter, as a new tensor; only for transformers models
     slices: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    # reduces a quantised weight, as soon as it is made, to this rank's part; not called for other weights
+    # reduces a quantized weight, as soon as it is made, to this rank's part; not called for other weights
     divide: Callable[[nn.Parameter], None] | None = None
 
     def store(self, tensor: Tensor, name: str = "") -> Tensor:
@@ -62,7 +62,7 @@ class Stored:
 
 
 def as_parameter(data: Tensor, requires_grad: bool) -> nn.Parameter:
-    """Return a parameter; quantised weights (bytes) have no gradient."""
+    """Return a parameter; quantized weights (bytes) have no gradient."""
     return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
 
 

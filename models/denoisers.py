@@ -121,7 +121,7 @@ def _class(name: str, kind: str) -> Any:
     except ImportError:
         message = f"{name} needs diffusers, which is not installed"
         raise ModelError("model-library", message, "pip install 'zerofit[diffusers]'") from None
-    assert kind in DENOISERS  # checked by the catalogue
+    assert kind in DENOISERS  # checked by the catalog
     return getattr(diffusers, kind)
 
 

@@ -22,7 +22,7 @@ def depths(config: Any) -> dict[Path, int]:
     """Return the numbers of layers in a config: for each inner model, or for encoder and decoder.
 
     An image encoder is left out if the config refers to its layers by number. With fewer layers, the model would use
-    other layers (LLaVA, Qwen3-VL), or layers with another kind of attention (Qwen2.5-VL).
+    different layers (LLaVA, Qwen3-VL), or layers with another kind of attention (Qwen2.5-VL).
     """
     within = [name for name in ("text_config", "vision_config") if hasattr(config, name)]
     if any(hasattr(c, name) for c in (config, getattr(config, "vision_config", None)) for name in _NUMBERED):

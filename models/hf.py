@@ -1,7 +1,7 @@
 """transformers models, from a config or from a pretrained folder.
 
 A seed gives the same initial weights for any kept part of the model. A model is built on the meta device and
-initialised module by module in transformers' order. Numbers for tensors that stay on meta are drawn too, and dropped.
+initialized module by module in transformers' order. Numbers for tensors that stay on meta are drawn too, and dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IN_FP32 = Stored(dtype=torch.float32, device=torch.device("cpu"))
-# functions of transformers' initialisation that draw no random numbers
+# functions of transformers' initialization that draw no random numbers
 _DRAWLESS = ("constant_", "ones_", "zeros_", "eye_", "dirac_")
 AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -55,10 +55,10 @@ def transformers_model(
     """Build a transformers model on the current default device: pretrained, or with random initial weights.
 
     Parameters are `stored` module by module, or tensor by tensor from files, so the full fp32 model is never in
-    memory. `keep`: see `materialise`.
+    memory. `keep`: see `materialize`.
 
     Initial weights are drawn on the CPU exactly as by transformers' `initialize_weights`, with no other draws. So the
-    weights are the same for the full model and for a pipeline stage (`materialise`). They are also the same if ZeRO
+    weights are the same for the full model and for a pipeline stage (`materialize`). They are also the same if ZeRO
     stage 3 partitions the model while it is built (with an HfDeepSpeedConfig). `from_config` alone would first draw
     torch's default weights, except under ZeRO-3.
     """
@@ -69,7 +69,7 @@ def transformers_model(
     if source.origin == PRETRAINED and device.type != "meta":
         alone = _as_without_zero3() if is_deepspeed_zero3_enabled() else nullcontext()
         with alone:  # for a head that is not in the folder
-            # transformers returns it in evaluation mode: without dropout, and int8 layers would quantise their inputs
+            # transformers returns it in evaluation mode: without dropout, and int8 layers would quantize their inputs
             loaded = _rotary_in_fp32(_pretrained(source, config, stored, keep)).train()
             return _with_kernel(loaded, source, args)
     if is_deepspeed_zero3_enabled() and device.type != "meta":
@@ -80,12 +80,13 @@ def transformers_model(
     _refuse_empty(model, source)
     if device.type == "meta":
         return model
-    drawn = _with_kernel(_initialise(model, keep, stored), source, args)
+    drawn = _with_kernel(_initialize(model, keep, stored), source, args)
     return drawn if device.type == "cpu" else drawn.to(device)  # with torch.device("cuda") around this
 
 
 def _with_kernel(model: Any, source: ModelSource, args: ModelArgs) -> Any:
-    """Set an attention kernel of another package, which `make_config` replaces by torch's. Raises ModelError."""
+    """Set an attention kernel of another package, which `make_config` replaces with a kernel of torch. Raises
+    ModelError."""
     kernel = args.get(ATTENTION)
     if kernel not in PLAIN_KERNELS:
         try:
@@ -161,7 +162,7 @@ def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str]
             )
     except Exception as error:  # damaged or foreign files raise many kinds of errors
         message = f"{source.path} cannot be loaded: {reason_of(error)}"
-        raise ModelError("model-weights", message, "is the download complete, and for this config?") from error
+        raise ModelError("model-weights", message, "check that all files are there and match this config") from error
     for name, saved, wanted in loaded["mismatched_keys"]:
         if wanted[0] != config.num_labels:
             message = f"{source.path} has {name} of shape {tuple(saved)}, but the config needs {tuple(wanted)}"
@@ -169,7 +170,7 @@ def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str]
     drawn = [name for name in loaded["missing_keys"] if source.task == "image" and not _of_head(model, config, name)]
     if drawn:
         message = f"{source.path} lacks {', '.join(sorted(drawn)[:5])}: these weights would be random"
-        raise ModelError("model-weights", message, "is the download complete, and for this config?")
+        raise ModelError("model-weights", message, "check that all files are there and match this config")
     if stored == IN_FP32 and keep is None:
         return model
     unread = {name: take for name, take in stored.slices.items() if name not in read}
@@ -216,20 +217,20 @@ def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[set[str]]
         yield read
 
 
-def materialise(model: nn.Module, seed: int, keep: set[str] | None = None, stored: Stored = IN_FP32) -> nn.Module:
-    """Initialise a transformers model that was built on the meta device, in place.
+def materialize(model: nn.Module, seed: int, keep: set[str] | None = None, stored: Stored = IN_FP32) -> nn.Module:
+    """Initialize a transformers model that was built on the meta device, in place.
 
     `keep` names the parameters to keep in memory (None: all); the others stay on meta. The weights are exactly those of
     `build` after `torch.manual_seed(seed)`, then cast as `stored` requests. A tied parameter is kept if any of its
     names is in `keep`. All buffers become real, on the CPU, since they are small.
     """
     torch.manual_seed(seed)
-    return _initialise(model, keep, stored)
+    return _initialize(model, keep, stored)
 
 
 @torch.no_grad()
-def _initialise(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.Module:
-    """Do the work of `materialise`, from the present state of torch's global generator."""
+def _initialize(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.Module:
+    """Do the work of `materialize`, from the present state of torch's global generator."""
     from transformers.initialization import guard_torch_init_functions
 
     transformer = cast("PreTrainedModel", model)
@@ -253,7 +254,7 @@ def _initialise(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
     return model
 
 
-# transformers initialises before it ties: the numbers of both parameters are drawn, and one is dropped. If both shared
+# transformers initializes before it ties: the numbers of both parameters are drawn, and one is dropped. If both shared
 # a tensor, the second draw would overwrite the first.
 def _untie(model: nn.Module, tied: dict[str, str]) -> None:
     """Give each tied parameter its own tensor, since each is drawn before tying."""
@@ -264,16 +265,16 @@ def _untie(model: nn.Module, tied: dict[str, str]) -> None:
 
 
 # transformers' `initialize_weights` visits modules in this order, and each draw depends on earlier draws. So every
-# module is initialised, also those whose parameters stay on meta: their numbers are drawn and dropped.
-def _apply(module: nn.Module, initialise_one: Any, real: dict[int, str], stored: Stored) -> None:
-    """Initialise a module like `initialize_weights`: children first, and inner models by their own rules.
+# module is initialized, also those whose parameters stay on meta: their numbers are drawn and dropped.
+def _apply(module: nn.Module, initialize_one: Any, real: dict[int, str], stored: Stored) -> None:
+    """Initialize a module like `initialize_weights`: children first, and inner models by their own rules.
 
-    `real`: the names of kept parameters, by id. Each is in fp32 on the CPU only while its module is initialised.
+    `real`: the names of kept parameters, by id. Each is in fp32 on the CPU only while its module is initialized.
     """
     from transformers import PreTrainedModel
 
     for child in module.children():
-        rules = child._initialize_weights if isinstance(child, PreTrainedModel) else initialise_one
+        rules = child._initialize_weights if isinstance(child, PreTrainedModel) else initialize_one
         _apply(child, rules, real, stored)
     if vars(module)["_is_hf_initialized"]:
         return  # done before: this module is in the model twice
@@ -284,19 +285,19 @@ def _apply(module: nn.Module, initialise_one: Any, real: dict[int, str], stored:
             device = "cpu" if id(parameter) in real else "meta"
             empty = torch.empty_like(parameter, device=device)
             parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    initialise_one(module)
+    initialize_one(module)
     for name, parameter in parameters.items():
         if parameter is not None and not parameter.is_meta and stored != IN_FP32:
             parameters[name] = as_parameter(stored.store(parameter.data, names[name]), parameter.requires_grad)
 
 
-# Draws in bf16 or on a GPU give other numbers than in fp32 on the CPU. A run must start with the same weights in each
-# precision and layout, so all draws happen in fp32 on the CPU.
+# Draws in bf16 or on a GPU give different numbers than in fp32 on the CPU. A run must start with the same weights in
+# each precision and layout, so all draws happen in fp32 on the CPU.
 @contextmanager
 def _drawing_in_fp32() -> Iterator[None]:
-    """Make transformers' random initialisers draw on the CPU in fp32 for all tensors, including meta and stored ones.
+    """Make transformers' random initializers draw on the CPU in fp32 for all tensors, including meta and stored ones.
 
-    The initialisers must really run, since the number of draws can depend on the values: trunc_normal_ draws again for
+    The initializers must really run, since the number of draws can depend on the values: trunc_normal_ draws again for
     values outside its range.
     """
     from transformers import initialization
@@ -318,10 +319,11 @@ def _drawing_in_fp32() -> Iterator[None]:
 
 @contextmanager
 def _as_without_zero3() -> Iterator[None]:
-    """Make a model that transformers partitions while it is built (ZeRO-3) draw the same numbers as other models.
+    """Draw the same initial weights for a model that transformers partitions while it is built (ZeRO-3) as for any
+    other model.
 
-    Initialisation starts with the random state from before the constructors, since some of these draw values that are
-    overwritten later. It draws on the CPU in fp32, since other devices and precisions give other numbers.
+    Initialization starts with the random state from before the constructors, since some of these draw values that are
+    overwritten later. It draws on the CPU in fp32, since other devices and precisions give different numbers.
     """
     from transformers import PreTrainedModel
 
@@ -363,7 +365,7 @@ def _exact_ranges() -> Iterator[None]:
 
 @contextmanager
 def _gathered_with_children() -> Iterator[None]:
-    """Let a module initialise its children's parameters under ZeRO-3, as GPT-2's blocks initialise `c_proj`.
+    """Let a module initialize its children's parameters under ZeRO-3, as GPT-2's blocks initialize `c_proj`.
 
     Before 5.23 transformers gathers only a module's own parameters. It would then write to empty tensors of the
     children. (transformers/integrations/deepspeed.py: initialize_weights_zero3)
@@ -387,11 +389,11 @@ def _gathered_with_children() -> Iterator[None]:
                 rules(module, remote)
 
     @torch.no_grad()
-    def initialise(model: PreTrainedModel) -> None:
+    def initialize(model: PreTrainedModel) -> None:
         with guard_torch_init_functions():
             apply(model, model._initialize_weights, model.is_remote_code())
 
-    with patch.object(integration, "initialize_weights_zero3", initialise):
+    with patch.object(integration, "initialize_weights_zero3", initialize):
         yield
 
 

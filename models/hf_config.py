@@ -24,6 +24,7 @@ MOST = {r"(layers?|depths?|stages|blocks)$": 2_000, r"experts$": 100_000, r"^num
 KERNELS = re.compile(r"^_?(attn|experts)_implementation")
 PLAIN_KERNELS = ("eager", "sdpa", None)  # part of torch and transformers
 ATTENTION = "attn_implementation"
+DTYPE = "dtype"
 # Model types whose layers need a package of kernels (transformers' use_kernel_func_from_hub_with_fallback). Traces run
 # transformers' own code instead, except Mamba's, whose kernels have stand-ins (models/state_space.py).
 _STATE_SPACE = ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba", "zamba2")
@@ -64,9 +65,18 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: ModelArgs):
 
 
 def traced_args(model_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's arguments that change the traced costs. Fused attention kernels differ only in their rates."""
+    """Return the model's arguments that change the traced costs.
+
+    Fused attention kernels differ only in their rates. The run's precision replaces the weights' type.
+    """
     fused = model_args.get(ATTENTION) in ATTENTION_KERNELS and model_args[ATTENTION] != "eager"
-    return {name: value for name, value in model_args.items() if name != ATTENTION or not fused}
+    left_out = (DTYPE, ATTENTION) if fused else (DTYPE,)
+    return {name: value for name, value in model_args.items() if name not in left_out}
+
+
+def weight_bytes(model_args: Mapping[str, Any]) -> int:
+    """Return the bytes of an element of the weights that FSDP2 trains: float32, or the type that `dtype` names."""
+    return 2 if str(model_args.get(DTYPE)).removeprefix("torch.") in ("bfloat16", "float16") else 4
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class TextInputs:
 
     vocab_size: int  # the tokenizer's number of ids, with special tokens
     seq_len: int
-    mask_id: int | None = None  # the id that replaces a token in masked language modelling
+    mask_id: int | None = None  # the id that replaces a token in masked language modeling
     packed: bool = False  # samples have several documents, separated by position ids
 
 

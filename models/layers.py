@@ -14,7 +14,7 @@ from torch.nn import functional
 from zerofit.features.checkpointing import Checkpointing
 from zerofit.models.catalog import ModelError
 from zerofit.models.checkpointing import checkpoint_block
-from zerofit.models.hf import materialise
+from zerofit.models.hf import materialize
 from zerofit.models.quantized import elements
 from zerofit.models.router_loss import Carrier, RouterLoss
 from zerofit.spec.model_facts import LayerFacts
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, ViTForImageClassification
     from transformers.models.bert.modeling_bert import BertEmbeddings, BertLMPredictionHead
 
-__all__ = ["Layer", "as_layers", "materialise", "state_tensors"]
+__all__ = ["Layer", "as_layers", "materialize", "state_tensors"]
 
 Maker = Callable[[Any], list["Layer"]]
 
@@ -117,7 +117,7 @@ def _layer(name: str, module: nn.Module, paths: dict[str, str], **more: Any) -> 
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers, also on meta, by their keys in the state dict.
 
-    The scales of quantised weights are left out, because bitsandbytes needs values to list them.
+    The scales of quantized weights are left out, because bitsandbytes needs values to list them.
     """
     for path, part in module.named_modules(remove_duplicate=False):
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -214,7 +214,7 @@ def _resnet(model: ResNet) -> list[Layer]:
 
 
 def _vgg(model: VGG) -> list[Layer]:
-    """Return a layer for each convolution or linear layer, up to the next one."""
+    """Return a layer for each convolution or linear layer with the modules that follow it."""
     features = [
         _group(f"features.{g[0]}", model, [f"features.{i}" for i in g], block=True)
         for g in _cuts(cast(nn.Sequential, model.features))

@@ -22,7 +22,7 @@ MULTIPROCESSORS = 132  # of an H100; each adds up a float32 gradient of a norm's
 def use_liger(model: nn.Module) -> None:
     """Let a model's norms, gated MLPs and rotary embeddings use the memory of Liger's kernels.
 
-    Models of other types than LIGER_TYPES stay as they are.
+    Models whose type is not in LIGER_TYPES are not changed.
     """
     if getattr(getattr(model, "config", None), "model_type", None) not in LIGER_TYPES:
         return

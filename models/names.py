@@ -24,7 +24,7 @@ SAME_SHAPE = frozenset(
     ["meta", "instruct", "it", "chat", "hf", "pt", "sft", "dpo", "qat", "ud", "preview", "latest", "bf16", "fp16"]
 )
 DATE = re.compile(r"(0[1-9]|1[0-2])[0-3]\d|2[3-9](0[1-9]|1[0-2])")  # 0324, 2507
-# parts of a file's name about quantisation: -bnb-4bit, -AWQ, -GPTQ-Int4, -GGUF, :q4_K_M
+# parts of a file's name about quantization: -bnb-4bit, -AWQ, -GPTQ-Int4, -GGUF, :q4_K_M
 QUANTIZED = re.compile(
     r"(?<![a-z0-9])(unsloth-)?(bnb|gguf|awq|gptq|exl[23]|mlx|nf4|fp8|nvfp4|mxfp4|imatrix|i?q\d_\w+|q\d|int[48]|[48]-?bit"
     r"|w\da\d+|quantized|dynamic)(?![a-z])"
@@ -149,7 +149,8 @@ def _repositories() -> dict[str, Preset]:
 # repository Qwen3-8B-2507 without its date is the same. A spelling that two presets share matches neither.
 @cache
 def _joins() -> dict[str, Preset]:
-    """Return presets by joined words: first the words of preset names, then of repositories, then without dates."""
+    """Return mappings from joined words to presets: for the words of preset names, of repositories, and of both
+    without dates."""
     presets = {_joined(_words(preset.name)): preset for preset in reversed(NAMED.values())}
     dated = [(_joined(words), preset) for _, preset, words in _spellings()]
     sized = [(preset, words) for _, preset, words in _spellings() if any(map(SIZE.fullmatch, words))]

@@ -33,7 +33,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
     """Freeze all parameters of a built model except the trained part, and add adapters. Changes the model in place.
 
-    Adapters are initialised on the CPU in float32, in the order of modules. The values are those of peft after
+    Adapters are initialized on the CPU in float32, in the order of modules. The values are those of peft after
     `torch.manual_seed` with the run's seed. So the numbers do not depend on this rank's part of the model. Weights on
     meta get adapters too. Raises ModelError if nothing would be trained, or for names that the model does not have.
     """
@@ -95,7 +95,7 @@ def lora_config(model: nn.Module, lora: LoraSettings) -> LoraConfig:
 def head_modules(model: nn.Module) -> list[str]:
     """Return the modules of a text classifier's head, or [] for other models.
 
-    The head is new or has other classes, so it is trained together with the adapters, as in peft.
+    The head is new or has different classes, so it is trained together with the adapters, as in peft.
     """
     if not type(model).__name__.endswith(HEADED):
         return []

@@ -38,6 +38,7 @@ class Preset:
     published: str = ""  # the figure as published: "8.03B"
     differs: str = ""  # how the published figure is counted differently
     note: str = ""  # parts of the published model that are left out
+    quantized: str = ""  # format of the published weights ("fp8"), if they are quantized
     convolutional: bool = False  # a convolutional network, which the recipes train with SGD
     inputs: dict[str, Any] = field(default_factory=dict)  # of zerofit's own models, for `inputs_from_dict`
     config: Config = field(default_factory=dict)  # with the template's keys

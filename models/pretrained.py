@@ -116,10 +116,10 @@ def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, held: He
     parts = [f"{what} {_listed(tensors)}" for what, tensors in (("lacks", missing), ("has", superfluous)) if tensors]
     if differing and head is None:
         shown = [f"{name} {held.shapes[names[name]]} instead of {shapes[name]}" for name in differing]
-        parts.append(f"has other shapes: {_listed(shown)}")
+        parts.append(f"has different shapes: {_listed(shown)}")
     if parts:
         hint = "check the model and --image-size; only a head may have another number of classes"
-        raise ModelError("model-weights", f"{held.path} does not fit {source.name}: it {'; it '.join(parts)}", hint)
+        raise ModelError("model-weights", f"{held.path} does not match {source.name}: it {'; it '.join(parts)}", hint)
     matched = {n: names[n] for n in shapes if n in names and n not in differing}
     head_classes = held.shapes[names[differing[0]]][0] if head else 0
     left_out = tuple(sorted({name.partition(".")[0] for name in auxiliary}))
@@ -153,8 +153,8 @@ def notes_on(model: nn.Module, source: ModelSource, inputs: Inputs | None) -> li
 
 
 def drawn_anew(head: str, classes: int, where: str, inputs: ImageInputs) -> str:
-    """Return the note that a head is initialised at random."""
-    return f"the head ({head}) is initialised at random: {where} has {classes} classes, the data {inputs.classes}"
+    """Return the note that a head is initialized at random."""
+    return f"the head ({head}) is initialized at random: {where} has {classes} classes, the data {inputs.classes}"
 
 
 def _renamed(name: str, shapes: dict[str, Any]) -> str:

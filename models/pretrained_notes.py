@@ -15,7 +15,7 @@ from zerofit.models.pretrained import drawn_anew, notes_on
 
 
 def notes_of_pretrained(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> list[str]:
-    """Return notes about a randomly initialised head and about unused weights. Raises ModelError."""
+    """Return notes about a randomly initialized head and about unused weights. Raises ModelError."""
     if source.pretrained:
         source = replace(source, partial=None)  # for the names in the file
         with torch.device("meta"):
@@ -28,7 +28,7 @@ def notes_of_pretrained(source: ModelSource, inputs: Inputs | None, args: ModelA
 
 
 def drawn_head(source: ModelSource, inputs: Inputs | None) -> int | None:
-    """Return a pretrained image classifier's number of classes if it differs from the data's, else None."""
+    """Return the number of classes of a pretrained image classifier if the data has a different number, else None."""
     if source.origin != PRETRAINED or source.task != "image" or not isinstance(inputs, ImageInputs):
         return None
     classes = make_config(source, None, {}).num_labels

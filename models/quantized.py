@@ -1,4 +1,4 @@
-"""Frozen weights, which bitsandbytes quantises one by one while the model is built."""
+"""Frozen weights, which bitsandbytes quantizes one by one while the model is built."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from zerofit.models.deferred import Stored
 from zerofit.spec.partial_training import Quantization
 
 PACKAGE = "bitsandbytes"
-SOURCE = "source_of_bits"  # attribute of a quantised parameter with its BitsSource
+SOURCE = "source_of_bits"  # attribute of a quantized parameter with its BitsSource
 
 
 @dataclass(frozen=True, kw_only=True)
 class BitsSource:
-    """The original weight of a quantised parameter."""
+    """The original weight of a quantized parameter."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -37,13 +37,13 @@ class BitsSource:
         return self.shape.numel()
 
 
-# A weight goes from the file (or the generator) to the device, is quantised and dropped, one at a time. So a model that
+# A weight goes from the file (or the generator) to the device, is quantized and dropped, one at a time. So a model that
 # fits only in 4 bits is never in memory in 16.
 class Quantizer:
-    """Quantises the linear layers of a transformers model while it is built, one weight at a time."""
+    """Quantizes the linear layers of a transformers model while it is built, one weight at a time."""
 
     def __init__(self, quantization: Quantization, source: ModelSource, make: Callable[[], nn.Module], stored: Stored):
-        """Inspect the model from `make` on meta. Raises ModelError if bitsandbytes cannot quantise any layer."""
+        """Inspect the model from `make` on meta. Raises ModelError if bitsandbytes cannot quantize any layer."""
         if importlib.util.find_spec(PACKAGE) is None:
             message = f"--quantize {quantization.kind} needs {PACKAGE}, which is not installed"
             raise ModelError("quantize", message, "pip install zerofit[quantize]")
@@ -56,14 +56,14 @@ class Quantizer:
             self._names = quantized_layers(make())
         if not self._names:
             message = f"--quantize {quantization.kind}: {source.name} has no linear layer except its head"
-            hint = "leave it out: bitsandbytes only quantises nn.Linear (GPT-2's layers are Conv1D)"
+            hint = "leave it out: bitsandbytes only quantizes nn.Linear (GPT-2's layers are Conv1D)"
             raise ModelError("quantize", message, hint)
         takes = {f"{name}.weight": partial(self.weight, name) for name in self._names}
         self.stored = replace(stored, slices={**stored.slices, **takes})
 
     @torch.no_grad()
     def weight(self, name: str, tensor: Tensor) -> Tensor:
-        """Quantise a layer's weight on its final device. Return the quantised data (empty if ZeRO-3 partitions it)."""
+        """Quantize a layer's weight on its final device. Return the quantized data (empty if ZeRO-3 partitions it)."""
         device = tensor.device if tensor.is_meta else self._plain.device
         full = tensor.detach().to(device, self._plain.dtype)
         real = not full.is_meta and not isinstance(full, FakeTensor)
@@ -71,18 +71,18 @@ class Quantizer:
         source = BitsSource(shape=full.shape, dtype=full.dtype, checksum=checksum)
         kinds = library()
         if self._how.kind == "nf4":
-            quantised = kinds.Params4bit(full, quant_type="nf4", compress_statistics=self._how.double)
+            quantized = kinds.Params4bit(full, quant_type="nf4", compress_statistics=self._how.double)
         else:
-            quantised = kinds.Int8Params(full, requires_grad=False, has_fp16_weights=False)
-        quantised = quantised._quantize(full.device)
-        setattr(quantised, SOURCE, source)
+            quantized = kinds.Int8Params(full, requires_grad=False, has_fp16_weights=False)
+        quantized = quantized._quantize(full.device)
+        setattr(quantized, SOURCE, source)
         if self._plain.divide is not None and not full.is_meta:
-            self._plain.divide(quantised)
-        self._made[name] = quantised
-        return quantised.data
+            self._plain.divide(quantized)
+        self._made[name] = quantized
+        return quantized.data
 
     def put_into(self, model: nn.Module) -> nn.Module:
-        """Replace the linear layers by bitsandbytes' layers; weights on meta are quantised there."""
+        """Replace the linear layers with bitsandbytes' layers; weights on meta are quantized there."""
         for name in self._names:
             linear: Any = model.get_submodule(name)
             if name not in self._made:
@@ -106,7 +106,7 @@ def library() -> Any:
 
 
 def quantized_layers(model: Any) -> list[str]:
-    """Return the names of the layers that transformers quantises: linear layers except the head."""
+    """Return the names of the layers that transformers quantizes: linear layers except the head."""
     from transformers.quantizers.base import get_keys_to_not_convert
 
     excluded = set(get_keys_to_not_convert(model))
@@ -114,30 +114,30 @@ def quantized_layers(model: Any) -> list[str]:
 
 
 def without_bits(source: ModelSource) -> ModelSource:
-    """Return the source of the same model (with adapters) without quantisation."""
+    """Return the source of the same model (with adapters) without quantization."""
     partial_training = source.partial and replace(source.partial, quantization=None)
     return replace(source, partial=partial_training)
 
 
 def quantized_share(model: nn.Module) -> tuple[int, int]:
-    """Return the number of quantised parameters of a model, and their bytes including scales."""
-    quantised = [p for p in model.parameters() if source_of_bits(p) is not None]
-    return sum(map(elements, quantised)), sum(p.nbytes + statistics_bytes(p) for p in quantised)
+    """Return the number of quantized parameters of a model, and their bytes including scales."""
+    quantized = [p for p in model.parameters() if source_of_bits(p) is not None]
+    return sum(map(elements, quantized)), sum(p.nbytes + statistics_bytes(p) for p in quantized)
 
 
 def source_of_bits(parameter: Tensor) -> BitsSource | None:
-    """Return the original weight of a quantised parameter, or None for other parameters."""
+    """Return the original weight of a quantized parameter, or None for other parameters."""
     return getattr(parameter, SOURCE, None)
 
 
 def elements(parameter: Tensor) -> int:
-    """Return a parameter's number of elements, also if it is quantised or partitioned (ZeRO-3)."""
+    """Return a parameter's number of elements, also if it is quantized or partitioned (ZeRO-3)."""
     source = source_of_bits(parameter)
     return source.elements if source else getattr(parameter, "ds_numel", parameter.numel())
 
 
 def statistics_bytes(parameter: Any) -> int:
-    """Return the bytes of a quantised weight's scales and their tables."""
+    """Return the bytes of a quantized weight's scales and their tables."""
     state = getattr(parameter, "quant_state", None)
     if state is not None:
         return _state_bytes(state) + (_state_bytes(state.state2) + state.offset.nbytes if state.nested else 0)
@@ -146,7 +146,7 @@ def statistics_bytes(parameter: Any) -> int:
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make the quantised layers of a model on meta dequantise their weights to `dtype`."""
+    """Make the quantized layers of a model on meta dequantize their weights to `dtype`."""
     for module in model.modules():
         state = getattr(getattr(module, "weight", None), "quant_state", None)
         if state is not None:

@@ -57,7 +57,7 @@ def read_lines(file: Path) -> dict[str, tuple[str, str]]:
 
 
 def config_digest(model: str) -> str:
-    """Return a digest of a model's config. A profile with another digest was made before the entry changed."""
+    """Return a digest of a model's config. If the digest differs, the profile was made before the entry changed."""
     return hashlib.sha256(json.dumps(PRESETS.get(model, model), sort_keys=True).encode()).hexdigest()[:12]
 
 

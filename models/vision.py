@@ -211,7 +211,7 @@ class DCGAN(nn.Module):
             raise ModelError("model-shape", message, "set --image-size")
         self.generator = Generator(inputs, latent_size, width)
         self.discriminator = Discriminator(inputs, width)
-        self.apply(_initialise)
+        self.apply(_initialize)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits (batch, 1) of images (batch, channels, size, size)."""
@@ -223,7 +223,7 @@ def _up(channels_in: int, channels: int, kernel: int, stride: int, padding: int)
     return [conv, nn.BatchNorm2d(channels), nn.ReLU()]
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     """Draw weights with standard deviation 0.02 and mean 0 (batch norm scales: mean 1), as in the paper's section 4."""
     if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
         nn.init.normal_(module.weight, 0.0, 0.02)
@@ -294,7 +294,7 @@ def _size_keywords(source: ModelSource, size: int | None) -> dict[str, Any]:
 
 
 def _replace_first_conv(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution by one for another number of channels, with torch's default initialisation."""
+    """Replace the first convolution by one for another number of channels, with torch's default initialization."""
     path, old = next((path, m) for path, m in model.named_modules() if isinstance(m, nn.Conv2d))
     new = nn.Conv2d(
         channels,

@@ -177,7 +177,7 @@ CLAIMS: list[tuple[Callable[[], list[str]], dict[str, str]]] = [
     (collectives, {"benchmarks/README.md": "How far collectives are"}),
     (peers, {"README.md": "Compared with other", "docs/zh/README.md": "与其他估算工具比较"}),
     (step_times, {"docs/how-exact.md": "# Step times"}),
-    (step_times_of_all, {"README.md": "Step times are off", "docs/zh/README.md": "单步时间误差"}),
+    (step_times_of_all, {"README.md": "The median error of step times", "docs/zh/README.md": "单步时间误差"}),
     (
         fit,
         {
@@ -189,11 +189,11 @@ CLAIMS: list[tuple[Callable[[], list[str]], dict[str, str]]] = [
     (lambda: kills("kills.json"), {"docs/reliability.md": "results/kills.json"}),
     (lambda: kills("kills_lora.json")[:1], {"docs/reliability.md": "results/kills_lora.json"}),
     (lambda: [str(result("damage.json")["cases"])], {"docs/reliability.md": "results/damage.json"}),
-    (bandwidth, {"docs/reliability.md": "the same bytes through plain torch"}),
-    (export, {"docs/reliability.md": "an export of a 7B"}),
+    (bandwidth, {"docs/reliability.md": "plus a sync of the same bytes"}),
+    (export, {"docs/export.md": "a checkpoint of 81 GB"}),
     (export_times, {"docs/export.md": "For a 7B on 8 ranks"}),
     (same_weights, {"docs/laboratory.md": "the mean of the shares", "docs/zh/laboratory.md": "各份梯度的平均"}),
-    (strategies, {"docs/how-to/compare.md": "compare strategies lenet"}),
+    (strategies, {"docs/compare.md": "compare strategies lenet"}),
 ]
 
 

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from docs import site
+from tests.check.test_corpus import codes
 from tests.test_docs_zh import ROOT
 
 NAV = re.compile(r"([\w/-]+\.md)$", re.MULTILINE)
@@ -62,3 +63,9 @@ def test_messages_are_found_in_the_code(tmp_path, monkeypatch):
 
 def test_the_site_loads_no_fonts_from_a_network():
     assert "\n  font: false\n" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_every_finding_has_a_text():
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| (.*?) \| .*\|$", site.checks_page(), re.MULTILINE)
+    assert codes() - {code for code, _ in rows} == set()
+    assert [code for code, text in rows if not re.search(r"\w", text)] == []

@@ -65,6 +65,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_small_model_sees_its_chats(small):
     options = {"tokenizer": str(small / "small"), "chat_template": Path("zephyr"), "seq_len": 64}
     (sample,) = zf.look_at_data(small / "chats.jsonl", show=1, **options).samples

@@ -63,6 +63,7 @@ TYPE_CIRCLES = {
 COMMENTS = 0.007  # of all lines
 # what these programs print is read by the process that starts them, or is a rank's log
 PROTOCOLS = {"zerofit.worker", "zerofit.doctor.serve", "zerofit.watch.rank_guard", "zerofit.check.derive"}
+PROTOCOLS |= {"zerofit.launch.local_ranks"}
 
 
 @cache

@@ -49,7 +49,7 @@ def write_documents(page: Path, documents: Sequence[TeachingDocument]) -> None:
 
 
 def draw_epochs(lines: Mapping[str, Sequence[Sequence[float]]], label: str, out: Path) -> None:
-    """Draw each run's values over the epochs into a PNG. Runs of one name share a colour. `label`: the axis label."""
+    """Draw each run's values over the epochs into a PNG. Runs of one name share a color. `label`: the axis label."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator

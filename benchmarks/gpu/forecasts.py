@@ -3,7 +3,7 @@
 python -m benchmarks.gpu.forecasts DIR
 
 Each case of DIR/training.json gets {"forecast", "errors"}: memory by `zerofit simulate`, the time of a step by `zerofit
-plan` with the catalogue's figures and with those that `zerofit calibrate` measured there (DIR/environment.json).
+plan` with the catalog's figures and with those that `zerofit calibrate` measured there (DIR/environment.json).
 """
 
 from __future__ import annotations

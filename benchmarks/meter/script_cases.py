@@ -33,7 +33,7 @@ FLAT = {
 }
 _TRAINING = ("--output_dir", "out", "--report_to", "none", "--logging_steps", "1", "--save_strategy", "no")
 _TRAINING += ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "10")
-RL = ("grpo zero2",)
+RL = tuple(f"{kind} {stage}" for kind in ("grpo", "grpo-reference", "grpo-lora") for stage in ("zero2", "zero3"))
 IMPOSSIBLE = (("gan", "zero3"), ("qlora", "zero3"))
 Words = Callable[[Path, str], tuple[str, ...]]
 
@@ -227,6 +227,8 @@ _WORDS: dict[str, Words] = {
     "dpo": _of_llama("preferences.py", "dpo"),
     "reward": _of_llama("preferences.py", "reward"),
     "grpo": _grpo(),
+    "grpo-reference": _grpo("--beta", "0.04"),
+    "grpo-lora": _grpo("--lora", "True"),
     "gan": _gan,
     "torch": _torch,
     "fsdp1": _fsdp1,

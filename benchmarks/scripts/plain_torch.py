@@ -26,7 +26,7 @@ def main():
     layers = [nn.Sequential(nn.Linear(args.width, args.width), nn.GELU()) for _ in range(8)]
     model = nn.Sequential(*layers, nn.Linear(args.width, 10)).to(device)
     if args.unused:
-        model[0].spare = nn.Linear(args.width, args.width, device=device)
+        model[0][1].spare = nn.Linear(args.width, args.width, device=device)  # a Sequential would run it
     if args.ddp is not None:
         model = DistributedDataParallel(model, [local] if gpu else None, **dict.fromkeys(args.ddp, True))
     if args.fsdp:

@@ -64,6 +64,7 @@ def zero_of(run: zf.Run) -> dict:
     return run.ds_config["zero_optimization"]
 
 
+@pytest.mark.slow
 def test_experts_stay_spread_and_train(tmp_path, with_free):
     """A degree that is given stays; ZeRO 0 has no gradients of spread experts for clipping, and is not chosen."""
     with_free(4096 * MIB)
@@ -81,6 +82,7 @@ def test_experts_stay_spread_and_train(tmp_path, with_free):
     assert config["zero_optimization"]["stage"] >= 1
 
 
+@pytest.mark.slow
 def test_less_memory_brings_a_leaner_layout_with_the_same_global_batch(tmp_path, with_free):
     for tensors in (4096 * MIB, 40 * MIB):
         cluster, told = with_free(tensors), list[Event]()
@@ -96,6 +98,7 @@ def test_less_memory_brings_a_leaner_layout_with_the_same_global_batch(tmp_path,
     assert simulated.fits and simulated.reserved_bytes == found.reserved_bytes < 40 * MIB
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_leanest_is_named_and_nothing_is_written(tmp_path, with_free):
     low, high = CPU_PROCESS_BYTES["transformers"]
     with_free(low - high)
@@ -107,6 +110,7 @@ def test_where_nothing_fits_the_leanest_is_named_and_nothing_is_written(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_what_was_given_stays_as_it_is(tmp_path, with_free):
     with_free(4096 * MIB)
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 123456, "allgather_bucket_size": "auto"}}
@@ -139,6 +143,7 @@ def test_flags_and_the_json_s_keys_decide_knobs():
     }
 
 
+@pytest.mark.slow
 def test_a_training_takes_it_and_a_resume_keeps_it(tmp_path, with_free, monkeypatch):
     with_free(100 * MIB)
     given = {**LLAMA, "fit": True, "output": tmp_path / "run", "eval_samples": 8}

@@ -60,6 +60,7 @@ def test_batches_from_one_sample_a_rank_on():
     assert all(a.step_s <= 1.005 * b.step_s and a.samples_per_s < b.samples_per_s for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_what_makes_longer_sequences_fit_is_said_in_order():
     """A large vocabulary on one device: the logits first, then what blocks keep."""
     cluster = zf.Cluster("h100-80gb", gpus=1)

@@ -65,7 +65,7 @@ def test_one_cpu_takes_the_same_global_batch_without_zero(tmp_path):
 
 
 def test_folders_and_steps_that_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"no run folder of zerofit: it has no plan\.json"):
+    with pytest.raises(UserError, match=r"is not a zerofit run folder: plan\.json is missing"):
         replay(tmp_path)
     folder = run_folder(tmp_path / "run")
     with pytest.raises(UserError, match="--step 10: the run has 9 steps"):

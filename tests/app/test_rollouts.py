@@ -1,4 +1,4 @@
-"""`zerofit plan --method`: phases that add up, the safe utilisation at its edge, and a config that TRL reads."""
+"""`zerofit plan --method`: phases that add up, the safe utilization at its edge, and a config that TRL reads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_phases_come_in_the_order_of_a_step(grpo):
     assert fitting == sorted(fitting, reverse=True)
 
 
-def test_the_largest_utilisation_is_the_edge(grpo):
+def test_the_largest_utilization_is_the_edge(grpo):
     colocated = next(row for row in grpo["arrangements"] if row["largest_utilization"])
     sleeps = "level" in colocated["name"]
     fixed = f"beta=0.04,vllm_mode=colocate,vllm_enable_sleep_mode={str(sleeps).lower()}"
@@ -87,10 +87,23 @@ def test_a_server_gets_the_weights_in_buffers():
     assert best["phases"]["sync weights"]["weight buffers"] == pytest.approx(2 * 494_032_768, rel=0.001)
 
 
-def test_adapters_beside_a_frozen_tied_head_have_no_logits():
-    code, found = run("--method", "grpo", "--lora", "16", "--micro-batch", "4", "--activation-checkpointing")
+def test_adapters_beside_a_frozen_tied_head_have_no_logits(tmp_path):
+    pins = ["--lora", "16", "--lora-dropout", "0.1", "--micro-batch", "4", "--activation-checkpointing"]
+    mode = ["--rollout", "vllm_mode=colocate", "--write", str(tmp_path / "out")]
+    code, found = run("--method", "grpo", *pins, *mode)
     logits = 4 * 4 * found["seq_len"] * 151_936  # in float32
-    assert code == 0 and found["arrangements"][0]["phases"]["train"]["training step"] < 0.5 * logits
+    phases = found["arrangements"][0]["phases"]
+    assert code == 0 and phases["train"]["training step"] < 0.5 * logits
+    assert phases["sync weights"]["merged adapter"] == 2 * 2 * 896 * 4864  # two copies of an MLP's matrix in 16 bits
+    values = yaml.safe_load(Path(found["written"][1]).read_text())
+    assert (values["lora_r"], values["lora_alpha"], values["lora_dropout"]) == (16, 32, 0.1)
+
+
+def test_a_share_below_the_weights_still_counts_the_weights():
+    code, found = run("--method", "grpo", "--rollout", "vllm_mode=colocate,vllm_gpu_memory_utilization=0.01")
+    generate = found["arrangements"][0]["phases"]["generate"]
+    assert code == 1 and found["findings"][0]["slug"] == "no-cache"
+    assert generate["vLLM weights"] > 2 * 494_032_768 > 0.01 * 24e9 and generate["vLLM KV cache"] == 0
 
 
 def test_bad_settings_are_reported_at_once():
@@ -100,3 +113,4 @@ def test_bad_settings_are_reported_at_once():
     assert len(caught.value.problems) == len(values)
     assert run("--method", "grpo", "--global-batch", "12")[0] == 2
     assert run("--method", "grpo", "--rollout", "max_completion_length=1024")[0] == 2
+    assert run("--method", "grpo", "--engine", "fsdp2")[0] == 2

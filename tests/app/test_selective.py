@@ -97,6 +97,6 @@ def test_the_last_flag_counts_and_a_written_run_has_the_word(tmp_path: Path):
     assert load_run(tmp_path / "out" / "run.yaml", {}).run.activation_checkpointing == "selective"
 
 
-def test_trls_configs_lack_it():
+def test_the_trainers_lack_it():
     result = CliRunner().invoke(main, ["plan", "gpt2", "--gpus", "2", "--gpu", "l4", "--method", "dpo", SELECTIVE])
-    assert result.exit_code == 2 and "which TRL's configs lack" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "which these trainers lack" in " ".join(result.output.split())

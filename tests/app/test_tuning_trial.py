@@ -36,7 +36,7 @@ def test_how_a_trial_ended(error, late, status):
     assert late or reason == error.get("message", "exited with code 1")
 
 
-@pytest.mark.parametrize(("module", "heeded"), [(parent_death.COMMAND, True), (parent_death.LAUNCHER, False)])
+@pytest.mark.parametrize(("module", "heeded"), [(parent_death.COMMAND, True), ("deepspeed.launcher.runner", False)])
 def test_a_tuner_in_the_background_stops_its_trials(module, heeded):
     """They are stopped by SIGINT; other processes leave it to their shell."""
     said = subprocess.run([sys.executable, "-c", IN_BACKGROUND, module], capture_output=True, text=True, check=True)

@@ -19,6 +19,8 @@ ELSEWHERE = {
     *("yaml", "batch-ranks", "clipping-default", "flag-differs", "gather-weights", "hjson", "json-comment"),
     *("lightning-accumulation", "offload-own-optimizer", "zero-missing", "accelerate-beside-json", "flag-unread"),
     *("neox-argument", "encoding", "batch-auto", "lightning-contiguous", "activations-host"),
+    # tests/check/test_script_faults.py
+    *("aio-size", "expert-leaves", "host-memory", "padding", "pinned-memory", "second-copy", "unused-search"),
 }
 # a fix of these moves, renames or corrects a type
 MENDED = {

@@ -14,14 +14,10 @@ OUTSIDE = {"json-syntax"}  # of the reader, before any check
 CODE = re.compile(r"`([a-z0-9-]+)`")
 
 
-def rows() -> list[list[str]]:
-    """Return the cells of the tables of checks."""
+def test_every_code_of_a_function_is_listed_and_no_other():
     _, _, checks = (DOCS / "checks.md").read_text().partition("## The checks\n")
-    return [line.strip("| ").split(" | ") for line in checks.splitlines() if re.match(r"\|.*`", line)]
-
-
-def test_every_code_of_a_function_is_in_a_table_and_no_other():
-    listed = {code for cells in rows() if cells[1] in ("error", "warning") for code in CODE.findall(cells[0])}
+    lines = [line.partition(": ")[0] for line in checks.splitlines() if line.startswith("- `")]
+    listed = {code for line in lines for code in CODE.findall(line)}
     assert codes() - {rule.code for rule in rules()} <= listed - OUTSIDE <= codes()
 
 
@@ -30,6 +26,6 @@ def test_conditions_are_at_lines_of_the_installed_deepspeed():
     assert found and found.origin
     text = (DOCS / "deepspeed-conditions.md").read_text()
     places = re.findall(r"`((?:\w+/)*\w+\.py):(\d+)`", text)
-    assert len(places) > 100
+    assert len(places) > 50
     files = {name: len(Path(found.origin).parent.joinpath(name).read_text().splitlines()) for name, _ in places}
     assert [(name, line) for name, line in places if int(line) > files[name]] == []

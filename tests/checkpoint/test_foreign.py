@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from deepspeed.utils.tensor_fragment import fragment_address
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.checkpoint.conftest import RUNS
@@ -295,14 +295,75 @@ def as_torchtitan(own: Path, folder: Path) -> Path:
     return folder / "saved/step-2"
 
 
-@pytest.mark.parametrize("written", [as_lightning, as_torchtitan])
+def as_accelerate(own: Path, folder: Path) -> Path:
+    """A run's checkpoint as Accelerate saves it without sharding: sorted weights, numbered states, no config."""
+    state, saved = FullState(own), folder / "saved"
+    saved.mkdir()
+    save_file({name: state.read(name) for name in sorted(state.names)}, saved / "model.safetensors")
+    torch.save(numbered_states(state), saved / "optimizer.bin")
+    (saved / "random_states_0.pkl").touch()
+    return saved
+
+
+def as_lightning_without_sharding(own: Path, folder: Path) -> Path:
+    """A run's checkpoint as Lightning saves it with DDP: the names have a prefix, but are in the model's order."""
+    state = FullState(own)
+    weights = {f"net.{name}": state.read(name) for name in state.names}
+    content = {"state_dict": weights, "optimizer_states": [numbered_states(state)], "global_step": 2}
+    torch.save(content, folder / "epoch=0-step=2.ckpt")
+    return folder / "epoch=0-step=2.ckpt"
+
+
+def numbered_states(state: FullState) -> dict:
+    """What torch's AdamW saves: states numbered in the order of the model's parameters."""
+    numbered = {
+        number: {"step": torch.tensor(2.0)} | {kind: state.read(name, kind) for kind in ("exp_avg", "exp_avg_sq")}
+        for number, name in enumerate(state.names)
+    }
+    return {"state": numbered, "param_groups": [{"lr": 1e-2, "params": [*numbered]}]}
+
+
+@pytest.mark.parametrize("written", [as_lightning, as_torchtitan, as_accelerate, as_lightning_without_sharding])
 def test_a_run_resumes_from_another_program_in_another_layout(runs, pools, tmp_path, written):
-    """The next loss is that of the run that wrote the files."""
-    own = runs("zero3-bf16").folder.checkpoints / "step-00000002"
+    """The next loss is that of the run that wrote the files; so is the next step, which the states decide."""
+    own, done = (runs("zero3-bf16").folder.checkpoints / f"step-{step:08}" for step in (2, 3))
     how = {**RUNS["zero3-bf16"], "data": runs("zero3-bf16").job.run.data, "ds_config": "zero1"}
     resumed = pools(2).train(tmp_path / "run", **how, resume=str(written(own, tmp_path)))
     assert [row["step"] for row in resumed.steps] == [3]
     assert resumed.losses[0] == pytest.approx(runs("zero3-bf16").losses[2], rel=1e-4)
+    before, after = FullState(own), FullState(done)
+    ours = FullState(resumed.folder.checkpoints / done.name)
+    for name in before.names:
+        step = after.read(name) - before.read(name)
+        assert (ours.read(name) - after.read(name)).norm() < 0.1 * step.norm(), name
+
+
+def test_the_scale_of_fp16_losses_survives_everything(runs, pools, tmp_path, monkeypatch):
+    """It doubles at each step here. The next loss and scale are those of the run, in another layout too."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: True)  # as the ranks of a pool do
+    fp16 = {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1, "hysteresis": 3}
+    data = runs("zero2").job.run.data
+
+    def train(folder: str, stage: int, resume: str) -> list[dict]:
+        config = {"zero_optimization": {"stage": stage}, "fp16": fp16}
+        how = {**RUNS["zero2"], "ds_config": config, "precision": "fp16", "data": data, "resume": resume}
+        return pools(2).train(tmp_path / folder, **how).steps
+
+    for stage, other in ((2, 3), (0, 1)):
+        kept = train(f"kept{stage}", stage, "auto")
+        own, saved = tmp_path / f"kept{stage}/checkpoints/step-00000002", tmp_path / f"saved{stage}"
+        shutil.copytree(own / "state", saved / "global_step2")
+        (saved / "latest").write_text("global_step2")
+        numbers = FullState(own).counters["loss_scaler"]
+        assert numbers["cur_scale"] > 64 and FullState(saved).counters["loss_scaler"].items() <= numbers.items()
+        (step,) = train(f"resumed{other}", other, str(saved))
+        assert step["loss_scale"] == kept[2]["loss_scale"] > numbers["cur_scale"]
+        assert step["loss"] == pytest.approx(kept[2]["loss"], rel=1e-5)
+        for source, to in ((own, "universal"), (saved, "universal"), (own, "deepspeed"), (saved, "deepspeed")):
+            for target in range(4) if to == "deepspeed" else (None,):
+                out = tmp_path / f"{source.name}-{other}-{to}-{target}"
+                Checkpoint(source).convert(out, to=to, ranks=2, stage=target)
+                assert FullState(out).counters["loss_scaler"].items() >= {"cur_scale": numbers["cur_scale"]}.items()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -345,7 +406,7 @@ def test_an_interrupted_conversion_continues(runs, tmp_path):
 
     def interrupt(event) -> None:
         texts.append(event.text)
-        for file in tmp_path.glob(".out.converting/*/*rank_0*optim_states.pt"):
+        for file in tmp_path.glob(".out.writing/*/*rank_0*optim_states.pt"):
             seen[file.name] = file.stat().st_mtime_ns
             raise KeyboardInterrupt
 

@@ -35,11 +35,11 @@ def full_weights(gated: bool, inner: int) -> dict[str, torch.Tensor]:
 
 
 def rank_weights(weights: dict[str, torch.Tensor], rank: int, ranks: int, gated: bool) -> dict[str, torch.Tensor]:
-    """A rank's shares, as Megatron's layers initialise them."""
+    """A rank's shares, as Megatron's layers initialize them."""
     own = dict(weights)
     for name, tensor in weights.items():
         if any(part in name for part in ("word_embeddings", "query_key_value", "lm_head")):
-            own[name] = tensor.chunk(ranks)[rank]  # an attention head's query, key and value are neighbours
+            own[name] = tensor.chunk(ranks)[rank]  # an attention head's query, key and value are neighbors
         elif "h_to_4h" in name:
             halves = tensor.chunk(1 + gated)
             own[name] = torch.cat([half.chunk(ranks)[rank] for half in halves])

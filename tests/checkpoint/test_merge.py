@@ -33,6 +33,7 @@ KINDS = {
     "lora": {},
     "dora": {"use_dora": True},
     "rslora": {"use_rslora": True, "lora_alpha": 3},
+    "saved": {"modules_to_save": ["norm", "ln_f"]},
 }
 TOKENS = torch.arange(16)[None]
 
@@ -46,7 +47,7 @@ def adapters(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any]
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model: Any = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules="all-linear", **KINDS[kind]))
     for parameter_name, parameter in model.named_parameters():
-        if "lora_B" in parameter_name:
+        if "lora_B" in parameter_name or "modules_to_save" in parameter_name:
             torch.nn.init.normal_(parameter)
     model.save_pretrained(tmp_path / "adapters")
     return tmp_path / "adapters", model.eval()

@@ -43,8 +43,8 @@ def test_as_deepspeed_converts_it(runs, name, tmp_path):
     steps = [f for f in files if f.name == "step.pt"]
     assert all(load(ours / f) == load(theirs / f) for f in steps)
     mine, other = (load(folder / "zero" / "optimizer_state.pt") for folder in (ours, theirs))
-    assert all(mine.get(key) == other.get(key) for key in ("overflow", "dynamic_loss_scale", "zero_stage"))
-    assert type(mine["loss_scaler"]) is type(other["loss_scaler"])
+    assert all(mine.get(key) == other.get(key) for key in ("overflow", "zero_stage"))
+    assert other["loss_scaler"].cur_scale == 1 and "loss_scaler" not in mine  # an engine in fp16 keeps its own scale
     for one, two in zip(mine["param_groups"], other["param_groups"], strict=True):
         assert one == {key: value for key, value in two.items() if key != "params"}
     states = [f for f in files if f.name.endswith("model_states.pt") and "pp_rank_1" not in f.name]

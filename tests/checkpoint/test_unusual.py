@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
+import resource
 import shutil
+import signal
 import tarfile
 import zipfile
 from pathlib import Path
@@ -12,10 +15,12 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from zerofit.app.checkpoints import Checkpoint
 from zerofit.checkpoint.full_state import FullState
+from zerofit.checkpoint.model_folder import staged_folder
 from zerofit.spec.errors import UserError
 
 WEIGHTS = {"first.weight": torch.arange(6.0).view(2, 3), "first.bias": torch.ones(3), "head.weight": torch.randn(4)}
@@ -121,13 +126,15 @@ def script(path: Path) -> None:
         ("0/_CHECKPOINT_METADATA", lambda path: path.write_text("{}"), "Orbax"),
         ("flax_model.msgpack", lambda path: path.write_bytes(b"x"), "Flax"),
         ("m.data-00000-of-00001", lambda path: path.write_bytes(b"x"), "TensorFlow"),
+        ("m.onnx", lambda path: path.write_bytes(b"\x08\x07"), "ONNX"),
+        ("adapter_config.json", lambda path: path.write_text("{}"), "peft's adapters: `ckpt export PATH OUT --merge`"),
     ],
 )
 def test_other_formats_are_named(tmp_path, name, write, message):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     write(path)
-    of_folder = message in ("Orbax", "Flax", "TensorFlow")
+    of_folder = message in ("Orbax", "Flax", "TensorFlow") or path.suffix == ".json"
     with pytest.raises(UserError, match=message):
         Checkpoint(tmp_path if of_folder else path).describe()
 
@@ -170,12 +177,86 @@ def test_a_universal_checkpoint_by_zerofit_is_read_again(written, tmp_path):
         assert all(torch.equal(theirs.read(name, kind), ours.read(name, kind)) for kind in ("fp32", "exp_avg"))
 
 
-def test_states_that_belong_to_no_parameter_are_not_left_out_silently(tmp_path):
+@pytest.mark.parametrize("nested", [False, True])  # as newer releases save them
+def test_states_that_belong_to_no_parameter_are_not_left_out_silently(tmp_path, nested):
     """As bitsandbytes saves them: 8 bits, with other shapes."""
-    state = {"step": 1, "state1": torch.zeros(6, dtype=torch.uint8), "qmap1": torch.zeros(256)}
+    codes = {"state1": torch.zeros(6, dtype=torch.uint8), "qmap1": torch.zeros(256)}
+    state = {"step": 1, **({"__bnb_optimizer_quant_state__": codes} if nested else codes)}
     optimizer = {"state": dict.fromkeys(range(3), state), "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
     torch.save({"model": WEIGHTS, "optimizer": optimizer}, tmp_path / "state.pt")
-    with pytest.raises(UserError, match="no optimizer state"):
-        Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out")
+    for to in ("universal", "deepspeed", "dcp"):
+        with pytest.raises(UserError, match="only its own optimizer"):
+            Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out", to=to, ranks=2, stage=2)
+    opened = FullState(tmp_path / "state.pt")  # a resume prints the notes; a new optimizer begins with step 0
+    assert (
+        "bitsandbytes" in opened.notes[0] and opened.counters["step"] is None and opened.counters["global_steps"] == 1
+    )
     Checkpoint(tmp_path / "state.pt").export(tmp_path / "hf")
     assert same(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "universal", "deepspeed 1", "deepspeed 3"])
+def test_a_disk_that_becomes_full_is_an_error_in_words(tmp_path, to):
+    """A limit for the size of files stands for it: the system refuses the same calls."""
+    model = torch.nn.Linear(100, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    form, _, stage = to.partition(" ")
+    how = {"to": form, **({"ranks": 1, "stage": int(stage)} if stage else {})}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(UserError, match="out cannot be written: File too large"):
+            Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out", **how)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "out").exists()
+    Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out", **how)
+    assert torch.equal(FullState(tmp_path / "out").read("weight"), model.weight)
+    assert {path.name for path in tmp_path.iterdir()} == {"state.pt", "out"}
+
+
+def test_a_full_disk_keeps_complete_files_only_and_names_their_folder(tmp_path):
+    staging = tmp_path / ".out.writing"
+    with pytest.raises(UserError) as refused, staged_folder(tmp_path / "out", plan={"to": "universal"}) as folder:
+        (folder / "complete.pt").write_bytes(bytes(9))
+        (folder / ".scratch").write_bytes(bytes(9))  # would keep the full disk full
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert {path.name for path in staging.iterdir()} == {".plan.json", "complete.pt"}
+    assert str(staging) in refused.value.problems[0].hint
+
+
+def test_a_killed_export_leaves_nothing_for_the_next_one(tmp_path):
+    out, staging = tmp_path / "out", tmp_path / ".out.writing"
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    if not (child := os.fork()):
+        with staged_folder(out) as folder:
+            (folder / "model-00009-of-00009.safetensors").write_bytes(bytes(9))
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert any(staging.iterdir()) and not out.exists()
+    with staged_folder(out), pytest.raises(UserError, match="another process is writing"):
+        Checkpoint(tmp_path / "model.safetensors").export(out)
+    shutil.rmtree(out)
+    Checkpoint(tmp_path / "model.safetensors").export(out)
+    assert same(out) and not staging.exists() and not list(out.glob("model-*"))
+
+
+def test_files_without_permission_are_named(tmp_path, monkeypatch):
+    """Root may read every file, so the system's answer is simulated."""
+    model = torch.nn.Linear(2, 2)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    real = os.open
+
+    def refused(path, *more, **how):
+        if str(path).endswith((".distcp", ".pt")):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *more, **how)
+
+    monkeypatch.setattr(os, "open", refused)
+    for path, name in ((tmp_path / "dcp", "__0_0.distcp"), (tmp_path / "state.pt", "state.pt")):
+        problem = Checkpoint(path).verify().problems[0]
+        assert (problem.file, problem.kind, problem.message) == (name, "unreadable", "Permission denied")

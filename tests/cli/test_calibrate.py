@@ -20,6 +20,7 @@ def own_cache(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_this_machine(own_cache, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)  # the CPU, also where there are GPUs
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -58,7 +58,7 @@ def strategies(tmp_path_factory):
     place = tmp_path_factory.mktemp("strategies")
     command = ["strategies", *WORK, "--strategies", "ddp,hybrid,device-map", "--steps", "20"]
     process = started(*command, cwd=place)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (place / "out" / "rows" / "ddp" / "rank-0.log").exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -128,7 +128,7 @@ def test_people_see_a_table(strategies, monkeypatch):
 
 
 def test_batch_sizes(tmp_path):
-    """512 samples a step are shared out by two ranks, and both sizes end with an epoch of small batches."""
+    """512 samples per step are shared out by two ranks, and both sizes end with an epoch of small batches."""
     command = ["mlp", "--data", "digits", "--sizes", "256,512", "--seeds", "2", "--epochs", "3", "--target", "0.6"]
     command += ["--per-rank", "256", "--finish", "32=1", "--scale-lr", "sqrt"]
     code, answer, err = compared("batch-size", *command, "--output", "out", "--json", cwd=tmp_path)

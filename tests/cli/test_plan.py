@@ -103,7 +103,7 @@ def test_what_people_read(stored):
     done = run(*stored, "--global-batch", 64)
     assert done.exit_code == 0
     many = run(*stored, "--global-batch", 64, "--top", 5000, "--details").stdout
-    assert "the fastest bucket and overlap of each of" in " ".join(many.split())
+    assert "layouts, each with its fastest bucket size and overlap_comm" in " ".join(many.split())
     for words in ("tokens/s", "MFU", "buckets of", "peak memory in backward", "2.00 TiB per node", "dp: data parallel"):
         assert words in done.stdout
 

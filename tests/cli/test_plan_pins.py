@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from tests.cli.asking import answer
 from tests.plan.stub import make_profile
 from zerofit.app.planning.layout_pins import batch_and_precision
+from zerofit.app.planning.request import PlanningRequest
 from zerofit.cli.main import main
 from zerofit.config.ds_json import bundled
 
@@ -101,9 +102,21 @@ def test_superoffload_steps_beside_backward_where_nothing_is_clipped(stored, tmp
 def test_features_without_a_forecast_are_refused_with_what_to_do_instead(stored, tmp_path):
     autocast = tmp_path / "autocast.json"
     autocast.write_text('{"torch_autocast": {"enabled": true, "dtype": "bfloat16"}}')
-    for config, instead in (("zenflow", "zero3_offload"), (autocast, "zerofit simulate")):
+    masters = tmp_path / "masters.json"
+    masters.write_text('{"bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}')
+    for config, instead in (("zenflow", "zero3_offload"), (autocast, "simulate"), (masters, "simulate")):
         (wrong,) = refused(*stored, "--ds-config", config)
         assert "cannot forecast" in wrong["message"] and instead in wrong["hint"]
+
+
+def test_what_the_forecast_leaves_out_is_a_note():
+    config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8, "mics_shard_size": -1}}
+    config["data_types"] = {"grad_accum_dtype": "fp32"}
+    left_out = "zero_optimization.zero_hpz_partition_size, data_types.grad_accum_dtype"
+    (note,) = PlanningRequest(model="gpt2", pins={"ds_config": config}).notes
+    assert note == f"the forecasts leave out {left_out} of the DeepSpeed JSON"
+    config["zero_optimization"]["stage"] = 2  # DeepSpeed ignores the partitions of nodes, and float32 has no other type
+    assert not PlanningRequest(model="gpt2", pins={"ds_config": config, "precision": "fp32"}).notes
 
 
 @pytest.mark.parametrize(

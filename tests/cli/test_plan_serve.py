@@ -30,6 +30,15 @@ def test_a_model_that_does_not_fit_names_what_would():
     assert run("qwen3-8b", "--gpu", "l4", "--gpus", "1", "--rollout", f"max_model_len={length}")[0] == 0
 
 
+def test_the_answer_names_what_is_assumed_of_weights_and_images():
+    args = ["--gpu", "h100-80gb", "--gpus", "1", "--serve"]
+    texts = [
+        " ".join(CliRunner().invoke(main, ["plan", m, *args]).output.split()) for m in ("gpt-oss-20b", "qwen2-vl-7b")
+    ]
+    assert "weights in mxfp4 as published" in texts[0] and "image encoder" not in texts[0]
+    assert "without the activations of the image encoder" in texts[1]
+
+
 @pytest.mark.parametrize(
     ("args", "where"),
     [

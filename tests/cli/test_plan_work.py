@@ -125,7 +125,7 @@ def test_all_that_is_wrong_is_said_at_once(stored, tmp_path):
     }
     with pytest.raises(zf.UserError, match="size of the data"):
         read_work({"epochs": 3})
-    with pytest.raises(zf.UserError, match="exclude each other"):
+    with pytest.raises(zf.UserError, match="cannot be combined"):
         read_work({"tokens": 3, "samples": 4})
     assert read_work({"tokens": None}) is None
 

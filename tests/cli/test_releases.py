@@ -80,6 +80,7 @@ def simulate(folder: Path, releases: Path, *words: str) -> subprocess.CompletedP
     return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_a_script_is_simulated_with_another_release_that_is_installed_once(tmp_path, releases):
     command = ["--", "deepspeed", "--num_gpus", "2"]
     asked = ["--deepspeed-version", NEW]

@@ -86,7 +86,7 @@ def other_screens(folder: Path) -> dict[str, tuple[Callable[[], object], str]]:
     row_of_trace = TraceRow(module="block", kind="all-gather of parameters", forecast_s=0.0123, measured_s=0.0456)
     traces = TraceComparison(forecast_step_s=0.5, measured_step_s=0.6, rows=(row_of_trace,), picture=place)
     return {
-        "plot --trace": (partial(_show_traces, traces), "MEASURED  0.6 s a step, 1.2 times"),
+        "plot --trace": (partial(_show_traces, traces), "MEASURED  0.6 s per step, 1.2 times"),
         "ckpt ls": (
             partial(show_list, CheckpointList(folder=place, checked="sizes", checkpoints=[fine, bad])),
             "DAMAGED  1 of 2",

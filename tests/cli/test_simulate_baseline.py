@@ -96,6 +96,7 @@ def test_baselines_that_cannot_be_compared(base):
     assert "device a100-80gb, but this simulation has l4" in refused("--baseline", "base.json")["message"]
 
 
+@pytest.mark.slow
 def test_the_action_runs_what_it_is_told(base):
     """Its last step in bash, with a `zerofit` that is this one: the change fails, and its answer is written."""
     program = base.parent / "bin" / "zerofit"

@@ -1,4 +1,4 @@
-"""The whole path: from the command, through the deepspeed launcher, to the run folder."""
+"""The whole path: from the command, through the launcher, to the run folder."""
 
 from __future__ import annotations
 
@@ -25,13 +25,25 @@ KEYS = {
     *("layout", "resumed_from", "against_forecast"),
 }
 MLP = ("mlp", "--data", "digits", "--json")
+PATIENCE_S = 300  # of a machine on which everything else runs, too
+STARTED: list[subprocess.Popen] = []
 
 
 def zerofit(*args: str, cwd: Path, behind: tuple[str, ...] = ()) -> subprocess.Popen:
     """As from a terminal: where the tests run in the background, their children would ignore Ctrl-C."""
     argv = [*behind, sys.executable, "-m", "zerofit.cli", "train", *args]
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    STARTED.append(subprocess.Popen(argv, cwd=cwd, **pipes, text=True, preexec_fn=heed))
+    return STARTED[-1]
+
+
+@pytest.fixture(autouse=True)
+def no_run_outlives_its_test():
+    """An endless run of a failed test would slow down all tests after it. The ranks end with the command."""
+    yield
+    while STARTED:
+        STARTED.pop().kill()
 
 
 @pytest.mark.versions(of="deepspeed")
@@ -45,7 +57,7 @@ def test_a_run_file_with_a_flag_over_it(tmp_path, monkeypatch):
     process = zerofit(
         "run.yaml", "--steps", "30", "--eval-every", "15", "--json", "--ranks", "2", "--wandb", "tests", cwd=tmp_path
     )
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     result = json.loads(out.strip().splitlines()[-1])
     assert set(result) >= KEYS
@@ -113,7 +125,7 @@ def test_the_end_shows_what_was_measured_beside_its_forecast(capsys, monkeypatch
 
 
 def waiting_for_steps(process: subprocess.Popen, metrics: Path, more_than: int = 3) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE_S
     while not (metrics.exists() and metrics.read_text().count("\n") > more_than):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -122,7 +134,7 @@ def waiting_for_steps(process: subprocess.Popen, metrics: Path, more_than: int =
 
 def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
     children = psutil.Process(process.pid).children(recursive=True)
-    return [p for p in children if "zerofit.worker" in p.cmdline() and "deepspeed.launcher.launch" not in p.cmdline()]
+    return [process for process in children if "zerofit.worker" in process.cmdline()]
 
 
 def test_a_killed_rank_ends_the_run_with_exit_code_3(tmp_path):
@@ -131,7 +143,7 @@ def test_a_killed_rank_ends_the_run_with_exit_code_3(tmp_path):
     workers = workers_of(process)
     assert len(workers) == 2
     workers[1].send_signal(signal.SIGKILL)
-    out, _ = process.communicate(timeout=90)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 3
     assert json.loads(out.strip().splitlines()[-1])["error"]["kind"] in ("killed", "peer-lost")
     assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -146,7 +158,7 @@ def test_a_request_to_stop_saves_the_same_command_goes_on_and_ctrl_c_leaves_no_r
     os.kill(process.pid, signal.SIGHUP)  # the terminal is closed, which nohup is there for
     waiting_for_steps(process, metrics, metrics.read_text().count("\n") + 20)
     os.kill(process.pid, signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, err
     assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     error = json.loads(out.strip().splitlines()[-1])["error"]
@@ -159,7 +171,7 @@ def test_a_request_to_stop_saves_the_same_command_goes_on_and_ctrl_c_leaves_no_r
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-1])
     process = zerofit("run", "--json", cwd=tmp_path)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2  # there is nothing whole to go on from, and beginning anew would hide it
     assert json.loads(out.strip().splitlines()[-1])["error"]["kind"] == "checkpoint-damaged"
     damaged.write_bytes(content)
@@ -170,7 +182,7 @@ def test_a_request_to_stop_saves_the_same_command_goes_on_and_ctrl_c_leaves_no_r
     assert len(workers) == 2
     os.kill(process.pid, signal.SIGINT)
     try:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 130
         assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     finally:
@@ -190,7 +202,7 @@ def test_a_model_that_throws_is_reported_with_its_log(tmp_path):
         "    def forward(self, x):\n        raise ValueError('no luck today')\n"
     )
     process = zerofit("mine:Net", "--data", "digits", "--ranks", "1", "--json", "--output", "run", cwd=tmp_path)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 3
     error = json.loads(out.strip().splitlines()[-1])["error"]
     assert "no luck today" in error["message"]
@@ -212,7 +224,7 @@ def test_a_rank_that_hangs_is_named_and_all_are_stopped(tmp_path):
     process = zerofit(*arguments, "--steps", "100000", cwd=tmp_path)
     waiting_for_steps(process, tmp_path / "run" / "metrics.jsonl")
     workers = workers_of(process)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 3, err
     error = json.loads(out.strip().splitlines()[-1])["error"]
     assert error["kind"] == "hang"

@@ -41,7 +41,7 @@ def test_failing_trials_are_results_and_the_winner_trains(tmp_path, monkeypatch)
     (tmp_path / "tuned_net.py").write_text(MINE)
     (tmp_path / "run.yaml").write_text("model: tuned_net:Net\ndata: digits\nglobal_batch: 16\nlr: 1.0e-2\nsteps: 4\n")
     (tmp_path / "space.yaml").write_text(yaml.safe_dump(SPACE))
-    code, answer, err = said(*tune, "--minutes", "3")
+    code, answer, err = said(*tune, "--minutes", "20")
     assert code == 0, err
     status = {row["micro_batch"]: row["status"] for row in answer["trials"]}
     assert status == {8: "crash", 2: "ok"}  # the planner's favourite is tried first

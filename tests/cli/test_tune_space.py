@@ -39,7 +39,7 @@ def test_everything_that_is_wrong_in_a_space(tmp_path):
         read(tmp_path, text)
     told = [problem.message for problem in caught.value.problems]
     assert len(told) == 6
-    assert "zero_stage: 'one' is not a whole number" in told
+    assert "zero_stage: 'one' is not an integer" in told
     assert "compile: 1 is not true or false" in told
     with pytest.raises(UserError, match="unknown knob 'tepm'") as caught:
         read_space({"tepm": 3, "micro_batch": 4})

@@ -164,13 +164,13 @@ def test_asynchronous_updates_are_stale(ranks):
 
 def test_bounded_staleness_holds_the_fast_ones_back(ranks):
     """While a slow worker computes, the other one makes at most one step more than the bound."""
-    slow = replace(JOB, slow={"1": 8.0}, steps=12, target=0.9)
+    slow = replace(JOB, slow={"1": 24.0}, steps=12, target=0.9)  # slower than the other one on a busy machine
     free, bound = (ranks.row(replace(slow, strategy=f"parameter-server-{name}")) for name in ("async", "ssp"))
     assert (free.status, bound.status) == ("ok", "ok"), (free, bound)
     assert len(free.staleness) == len(bound.staleness) == 24
     assert max(bound.staleness) <= 4 < max(free.staleness)
     seconds = [point["seconds"] for point in bound.curve]
-    assert seconds[0] == 0.0 and seconds == sorted(seconds) and seconds[-1] >= 12 * 8 * PACE_S
+    assert seconds[0] == 0.0 and seconds == sorted(seconds) and seconds[-1] >= 12 * 24 * PACE_S
     assert bound.curve[-1]["accuracy"] == bound.accuracy
     assert next((p["seconds"] for p in bound.curve if p["accuracy"] >= 0.9), None) == bound.seconds_to_target
 

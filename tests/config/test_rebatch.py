@@ -5,14 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerofit.config.batch import regroup, shown
+from zerofit.config.batch import brief, regroup, shown
 from zerofit.spec.run_folder import Batch
 
 
 def test_three_ranks_become_two():
     ranks, batch = regroup(Batch(micro=8, accumulation=2, dp=3), 1, 2)
     assert (ranks, batch.micro, batch.accumulation, batch.dp) == (2, 8, 3, 2)
-    assert shown(batch) == "2 data parallel ranks x micro batch 8 x 3 accumulation steps = 48 samples a step"
+    assert shown(batch) == "2 data parallel ranks x micro batch 8 x 3 accumulation steps = 48 samples per step"
+    assert brief(batch) == "micro batch 8 x 3, 48 samples per step"
 
 
 def test_a_batch_that_cannot_be_shared_leaves_ranks_out():

@@ -195,14 +195,15 @@ TENSOR_AND_SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": 2, "ranks": 4}
     [
         ("zero2", {"pipeline": 2}, "stage 2"),
         ("zero2", {"pipeline": 2, "tensor_parallel": 2, "ranks": 4}, "stage 2"),
-        ("zeropp_hpz", {**TENSOR_AND_SEQUENCE}, "was not compared with training on one device"),
-        ("zenflow", {**TENSOR_AND_SEQUENCE}, "was not compared with training on one device"),
+        ("zeropp_hpz", {**TENSOR_AND_SEQUENCE}, "is not supported: it was not verified against training on one device"),
+        ("zenflow", {**TENSOR_AND_SEQUENCE}, "is not supported: it was not verified against training on one device"),
         ({"tensor_parallel": {"vocab_parallel_lm_head": True}}, {**TENSOR_AND_SEQUENCE}, "remove the key"),
         ("zero1", {**TENSOR_AND_SEQUENCE, "compile": True}, "leave it out"),
         ("zero1", {**TENSOR_AND_SEQUENCE, "sequence_parallel": 8, "ranks": 16}, "the 4 attention heads of each of 2"),
         ("zero1", {**TENSOR_AND_SEQUENCE, "optimizer": "muon"}, "full matrices"),
         ("zero1", {"tensor_parallel": 4, "ranks": 4}, "2 key-value heads"),
         ("zero1", {"sequence_parallel": 2, "seq_len": 33}, "does not divide --seq-len 33"),
+        ("zero1", {"sequence_parallel": 2, "attn_implementation": "eager"}, "with eager attention"),
         ("zero2", {"ranks": 3, "tensor_parallel": 2}, "not a multiple"),
         ("pipeline", {"pipeline": 8, "ranks": 8}, "has 6"),
         ("zero2", {"precision": "fp16"}, "not supported"),
@@ -239,7 +240,7 @@ TENSOR_AND_SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": 2, "ranks": 4}
         ("zero2", {"lora": 8, "quantize": "int8", "dora": True}, "--quantize int8 with --dora"),
         ("zero3", {"lora": 8, "quantize": "nf4", "dora": True}, "the norm of full weights"),
         ("zero2", {"lora": 8, "double_quant": True}, "--double-quant without --quantize nf4"),
-        ("zenflow", {"train": ["lm_head"]}, "was not compared with training on one device"),
+        ("zenflow", {"train": ["lm_head"]}, "is not supported: it was not verified against training on one device"),
     ],
 )
 def test_what_deepspeed_cannot_do_is_refused(config, flags, word):

@@ -245,5 +245,5 @@ def test_a_tokenizer_without_places_is_refused(tmp_path):
 
     tokenizer = open_tokenizer("bytes")
     object.__setattr__(tokenizer, "loaded", Slow())
-    with pytest.raises(UserError, match="does not return the characters"):
+    with pytest.raises(UserError, match="does not return the character offsets"):
         open_chat_template(None, tokenizer)

@@ -26,17 +26,17 @@ def test_sixteen_bits_keep_their_upper_eight(tmp_path, name):
     assert (read(tmp_path / name) == grey[:, :, None]).all()
 
 
-def test_sixteen_bits_of_colour_are_read_alike(tmp_path):
-    """Pillow's own reader of PNG has both in one file: the grey one of this ramp and a coloured one agree."""
+def test_sixteen_bits_of_color_are_read_alike(tmp_path):
+    """Pillow's own reader of PNG has both in one file: the grey one of this ramp and a colored one agree."""
     import struct
     import zlib
 
     def chunk(kind, body):
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
-    for name, colour, channels in (("grey", 0, 1), ("rgb", 2, 3)):
+    for name, color, channels in (("grey", 0, 1), ("rgb", 2, 3)):
         rows = b"".join(b"\0" + np.repeat(row, channels).astype(">u2").tobytes() for row in RAMP)
-        header = struct.pack(">IIBBBBB", 16, 16, 16, colour, 0, 0, 0)
+        header = struct.pack(">IIBBBBB", 16, 16, 16, color, 0, 0, 0)
         body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
         (tmp_path / f"{name}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + body)
     assert (read(tmp_path / "grey.png") == read(tmp_path / "rgb.png")).all()

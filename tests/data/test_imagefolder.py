@@ -82,7 +82,7 @@ def test_files_are_checked_once(broken, opened, refused, monkeypatch):
     assert len(seen) == 31
     paint(broken / "cat" / "03.png", 3)  # mended
     (problem,) = refused("image", data=f"imagefolder:{broken}")
-    assert seen[31:] == ["03.png"] and "1 images" in problem.message
+    assert seen[31:] == ["03.png"] and "cannot decode 1 image in" in problem.message
 
 
 def test_identity_is_name_size_and_time():

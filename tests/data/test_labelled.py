@@ -125,7 +125,7 @@ def test_a_models_own_order_of_classes_is_kept(tmp_path):
             "labels like 0.25: a fraction is not a class",
         ),
         ("classify", [{"text": 7, "label": "x"}] * 2, "'text' is int, not a string"),
-        ("classify", [{"text": "a", "label": "x"}] * 2, "1 classes; 2 to 1,000"),
+        ("classify", [{"text": "a", "label": "x"}] * 2, "1 class; 2 to 1,000"),
         ("classify", [{"review": "a", "label": "x"}] * 2, "no field 'text'; it has review, label"),
         ("tag", [{"tokens": ["a", "b"], "tags": ["O"]}] * 2, "a list of 2 tags"),
         ("seq2seq-lm", [{"source": "a", "target": ["b"]}] * 2, "not a string"),

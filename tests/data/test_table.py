@@ -26,7 +26,7 @@ def everything(data):
     return parts[0]["inputs"], parts[0]["labels"], parts[1]["inputs"], parts[1]["labels"]
 
 
-def test_features_are_standardised_from_the_training_part(tmp_path, opened):
+def test_features_are_standardized_from_the_training_part(tmp_path, opened):
     rows = rows_of(100)
     data = opened("table", data=written(tmp_path / "t.csv", rows))
     assert (data.inputs.features, data.inputs.classes) == (2, 2)
@@ -80,7 +80,7 @@ def test_broken_rows_are_listed_by_line_or_left_out(tmp_path, opened, refused):
     [
         (rows_of(20), HEADER, ":kund", "data-argument", "no column 'kund'"),
         ([(1, 2, 0.5), (1, 2, 1.5)], HEADER, "", "data-classes", "line 2: the label 0.5 is a fraction"),
-        (rows_of(20, ("oak",)), HEADER, "", "data-classes", "1 classes"),
+        (rows_of(20, ("oak",)), HEADER, "", "data-classes", "1 class;"),
         ([(n, n, n % 2) for n in range(9)], "0,1,label\n", "", "data-classes", "FILE:label"),
         ([], "", "", "data-missing", "empty"),
         (rows_of(2), HEADER, "", "data-too-short", "2 rows"),
@@ -153,7 +153,7 @@ def test_made_up_rows_are_those_of_a_10_100_10_network_and_can_be_learned(opened
     assert (data.inputs.features, data.inputs.classes) == (10, 10)
     x, y, held, labels = everything(data)
     assert sorted(set(y.tolist())) == sorted(set(labels.tolist())) == list(range(10))
-    centres = torch.stack([x[y == label].mean(0) for label in range(10)])
-    nearest = torch.cdist(held, centres).argmin(dim=1)
+    centers = torch.stack([x[y == label].mean(0) for label in range(10)])
+    nearest = torch.cdist(held, centers).argmin(dim=1)
     assert (nearest == labels).float().mean() > 0.6
     assert opened("table", data="synthetic:2").inputs.classes == 2

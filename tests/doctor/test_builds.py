@@ -231,3 +231,10 @@ def test_a_rank_that_cannot_measure_is_named():
     job = MeasurementJob(ranks=1, threads=0, seconds=0.01)
     with pytest.raises(RunFailed, match=r"rank 0 could not measure: .*set_num_threads expects a positive integer"):
         measured(job, 1, lambda words: None)
+
+
+def test_a_rank_that_takes_too_long_is_named(monkeypatch):
+    monkeypatch.setattr("zerofit.doctor.measured.LIMIT_S", 0)
+    job = MeasurementJob(ranks=1, threads=1, seconds=0.01)
+    with pytest.raises(RunFailed, match="rank 0 did not finish measuring within 0 minutes"):
+        measured(job, 1, lambda words: None)

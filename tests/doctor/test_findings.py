@@ -45,9 +45,9 @@ FAULTS = [
     ("run_file", "e" * 64, "run-file", WARN, "the host's file of the same name differs", "update the file on the host"),
     ("gpus", [], "slots", FAIL, "no GPU found", "--exclude"),
     ("gpu_error", "NVML mismatch", "slots", FAIL, "nvidia-smi fails: NVML mismatch", "reboot"),
-    ("gpus/1/used_bytes", 70 * GIB, "gpu-memory", FAIL, "GPU 1: 70.0 GiB in use", "end the processes on it"),
-    ("gpus/0/used_bytes", 2 * GIB, "gpu-memory", WARN, "GPU 0: 2.00 GiB in use", "end the processes on it"),
-    ("gpus/0/processes", [USER], "gpu-memory", WARN, "by /usr/bin/python (process 815)", "end the processes on it"),
+    ("gpus/1/used_bytes", 70 * GIB, "gpu-memory", FAIL, "GPU 1: 70.0 GiB in use", "stop the processes on it"),
+    ("gpus/0/used_bytes", 2 * GIB, "gpu-memory", WARN, "GPU 0: 2.00 GiB in use", "stop the processes on it"),
+    ("gpus/0/processes", [USER], "gpu-memory", WARN, "by /usr/bin/python (process 815)", "stop the processes on it"),
     ("gpus/0/name", "NVIDIA A100-SXM4-80GB", "gpu-kind", WARN, "A100", "speed of the slowest GPU"),
     ("strays", [STRAY], "processes", WARN, "1 of ann (run that-run)", "kill 4711"),
 ]

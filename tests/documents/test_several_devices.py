@@ -40,7 +40,7 @@ def test_what_devices_and_what_seeds_change():
 
 def test_the_picture_has_the_lines_of_runs_that_ended(tmp_path):
     draw_epochs({"1 device": [[0.1, 0.8], [0.1, 0.9]], "2 devices": []}, "accuracy", tmp_path / "x.png")
-    shown = {colour for _, colour in Image.open(tmp_path / "x.png").convert("RGB").getcolors(700 * 360)}
+    shown = {color for _, color in Image.open(tmp_path / "x.png").convert("RGB").getcolors(700 * 360)}
     first, second = (tuple(round(255 * part) for part in colormaps["viridis"](at)[:3]) for at in (0.0, 0.75))
     assert first in shown and second not in shown
 

@@ -75,7 +75,7 @@ def segment(address: int, blocks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def training(steps: int, *, leaks: int = 0, loads: int = 8 * MIB) -> Recorder:
-    """Record steps of a model of 8 MiB that allocates 20 MiB of activations and leaves `leaks` bytes a step."""
+    """Record steps of a model of 8 MiB that allocates 20 MiB of activations and leaves `leaks` bytes per step."""
     run = Recorder()
     run.alloc(loads, LOADED)
     for step in range(steps):

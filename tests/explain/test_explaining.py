@@ -82,7 +82,7 @@ def test_a_run_folder_with_the_last_allocations(folder):
 
 
 def test_a_folder_that_is_none(tmp_path):
-    with pytest.raises(UserError, match=r"no run folder of zerofit: it has no plan\.json"):
+    with pytest.raises(UserError, match=r"is not a zerofit run folder: plan\.json is missing"):
         explain(tmp_path)
 
 

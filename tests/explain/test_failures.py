@@ -70,12 +70,47 @@ LOGS = {
         + WATCHDOG.format(rank=1)
         + "[launch.py:325:sigkill_handler] ['python'] exits with return code = -9"
     ],
+    "partitioned-weight": [
+        logged(
+            "model.load_state_dict(w)",
+            error="RuntimeError: Error(s) in loading state_dict for N:\n\tsize mismatch for "
+            "embed.weight: copying a param with torch.Size([9, 4]) from checkpoint, the shape in current model is "
+            "torch.Size([0]).",
+        ),
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2048x4096 and 1x8388608)",
+        "AssertionError: {'id': 291, 'status': 'NOT_AVAILABLE', 'numel': 0, 'ds_numel': 4096, 'shape': (0,)}",
+    ],
+    "lost-gradients": [
+        logged(
+            "engine.backward(loss)", error="AssertionError: loss must be a scalar tensor. If you need to pass output"
+        )
+    ],
+    "accumulation-under-zero": [
+        "AssertionError: no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage 2"
+    ],
+    "op-not-built": ["ninja: build stopped: subcommand failed.\nRuntimeError: Error building extension 'cpu_adam'"],
+    "access-denied": ["huggingface_hub.errors.GatedRepoError: 401 Client Error.\nCannot access gated repo"],
+    "gpu-too-old": ["RuntimeError: FlashAttention only supports Ampere GPUs or newer."],
+    "rendezvous": ["torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 3/4 joined."],
+    "saving-in-host-memory": [
+        "{'loss': 2.1}\n  5%|#         | 200/4443 [11:11<25:23]Saving model checkpoint to out/checkpoint-200\n"
+        "failed (exitcode: -9) local_rank: 3 (pid: 180497) of binary: /opt/env/bin/python3.11"
+    ],
     "pinned-memory": ["mlock failed: Cannot allocate memory"],
-    "host-memory": ["OSError: [WinError 1455] The paging file is too small for this operation to complete."],
+    "host-memory": [
+        "OSError: [WinError 1455] The paging file is too small for this operation to complete.",
+        "systemd-oomd[812]: Killed /user.slice/app-python.scope due to memory used (634) / total (671) and swap used",
+        "Your session crashed after using all available RAM.",
+    ],
     "sglang-no-cache": ["RuntimeError: Not enough memory. Please try to increase --mem-fraction-static."],
     "unknown": [
         "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
         LAUNCHER.format(code=-9, signal="9 (SIGKILL)"),
+        "subprocess.CalledProcessError: Command '['python', 'train.py']' died with <Signals.SIGKILL: 9>.",
+        "step 120 loss 2.31\nzsh: killed     python train.py",
+        "Saving model checkpoint to out\n{'loss': 2.0}\n" + LAUNCHER.format(code=-9, signal="9 (SIGKILL)"),
+        "AsyncIOLoopKernelRestarter: restarting kernel (1/5)\nkernel 6f2 died, restarting",
+        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17 bytes.",
     ],
 }
 
@@ -91,6 +126,14 @@ def test_a_failure_is_named_with_what_to_do_next(cause, text):
     found = explained(text)
     assert found.cause == cause
     assert found.run_next or found.changes or found.at
+
+
+def test_the_line_of_an_index_is_asked_for_only_where_the_traceback_lacks_it():
+    """On a CPU the traceback has the line; a GPU's kernels run later than their calls."""
+    on_cpu = explained(logged("out = model(x)", error="IndexError: index out of range in self"))
+    assert on_cpu.cause == "index-out-of-range" and on_cpu.at and not on_cpu.run_next
+    for runtime, variable in {"CUDA": "CUDA_LAUNCH_BLOCKING=1 ", "HIP": "AMD_SERIALIZE_KERNEL=3 "}.items():
+        assert explained(f"RuntimeError: {runtime} error: device-side assert triggered").run_next.startswith(variable)
 
 
 def test_memory_that_ran_out_on_one_rank_explains_the_timeouts_of_the_others():
@@ -110,6 +153,14 @@ def test_exceptions_that_did_not_end_the_run_are_no_failure():
         f"{logged('d[k]', error='KeyError: 3')}\nDuring handling of the above exception, another exception occurred:"
     )
     assert "ValueError" in explained(first + "\n\n" + logged("f(d)", error="ValueError: no layer 3")).summary
+
+
+def test_the_traceback_of_a_launcher_names_no_line():
+    frame = (
+        '  File "/opt/env/lib/python3.11/site-packages/torch/distributed/launcher/api.py", line 300, in launch_agent\n'
+    )
+    log = f'Traceback (most recent call last):\n  File "<frozen runpy>", line 88, in _run_code\n{frame}'
+    assert explained(log + LAUNCHER.format(code=-11, signal="11 (SIGSEGV)")).at == ""
 
 
 def damaged_weights(folder: Path) -> None:
@@ -181,7 +232,52 @@ def unused_parameters(folder: Path) -> None:
         dist.destroy_process_group()
 
 
+def recomputed_otherwise(folder: Path) -> None:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    weight, sizes = torch.nn.Parameter(torch.ones(4)), iter((4, 0))
+    checkpoint(lambda x: (x * weight[: next(sizes)]).sin().sum(), torch.ones(1), use_reentrant=False).backward()
+
+
+def no_trained_weight(folder: Path) -> None:
+    import torch
+
+    torch.nn.Linear(2, 2).requires_grad_(False)(torch.ones(1, 2)).sum().backward()
+
+
+def empty_embedding(folder: Path) -> None:
+    import torch
+
+    torch.nn.functional.embedding(torch.zeros(1, dtype=torch.long), torch.empty(0))
+
+
+def other_types(folder: Path) -> None:
+    import torch
+
+    torch.nn.Linear(2, 2).bfloat16()(torch.ones(1, 2))
+
+
+def other_devices(folder: Path) -> None:
+    import torch
+
+    torch.nn.Linear(2, 2)(torch.ones(1, 2, device="meta"))
+
+
+def other_batch_sizes(folder: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
+    DeepSpeedConfig({"train_batch_size": 16, **sizes})
+
+
 REAL = {
+    recomputed_otherwise: "recomputation-differs",
+    no_trained_weight: "lost-gradients",
+    empty_embedding: "partitioned-weight",
+    other_types: "types-differ",
+    other_devices: "devices-differ",
+    other_batch_sizes: "batch-sizes",
     damaged_weights: "file-damaged",
     damaged_safetensors: "file-damaged",
     full_disk: "disk-full",

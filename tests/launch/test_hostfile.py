@@ -39,7 +39,7 @@ def test_every_fault_is_named_with_line_and_column(tmp_path):
     found = problems_of(tmp_path, "a slots=2\n  b slots=x\na slots=1\nc\nd slots=0\ne slots=2 gpu\n")
     places = [p.where.rpartition("hosts:")[2] for p in found]
     assert places == ["2:5", "3:1", "4:2", "5:3", "6:11"]
-    assert "first in line 1" in found[1].message
+    assert "first on line 1" in found[1].message
 
 
 @pytest.mark.parametrize("name", [*HOSTILE, "-oProxyCommand=x", "a,b", "u@h", "h%n", "[1-3]"])

@@ -46,6 +46,7 @@ def test_torchrun_restarts_from_the_newest_checkpoint(tmp_path):
 
 @pytest.mark.root
 @pytest.mark.skipif(bool(LACKING), reason=LACKING or "all launchers are there")
+@pytest.mark.slow
 def test_a_run_goes_on_under_any_launcher(tmp_path):
     """Begun by deepspeed on two hosts, resumed by srun, then by mpirun, brought to its end by accelerate launch."""
     output, job = tmp_path / "out", [*JOB, "--output", "out"]

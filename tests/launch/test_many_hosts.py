@@ -97,6 +97,7 @@ def test_hostile_strings_reach_no_shell_and_losses_are_those_of_plain_pytorch(ma
     assert found[-1] < found[0] and found == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_lost_for_good_is_left_out(made, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)  # so that the cable is pulled between two checkpoints
     job = ["slow:Net", "--data", "digits", "--global-batch", "48", "--steps", "24", "--save-every", "8"]
@@ -108,7 +109,7 @@ def test_a_host_that_is_lost_for_good_is_left_out(made, tmp_path):
         wait=False,
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text().count("\n") > 10):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -121,7 +122,7 @@ def test_a_host_that_is_lost_for_good_is_left_out(made, tmp_path):
     assert code == 0, err
     assert "no report from " + made.nodes[2].name in err
     assert f"continuing without {made.nodes[2].name}" in err
-    assert "2 data parallel ranks x micro batch 8 x 3 accumulation steps = 48 samples a step" in err
+    assert "2 data parallel ranks x micro batch 8 x 3 accumulation steps = 48 samples per step" in err
     assert (answer["world_size"], answer["steps"], answer["samples"]) == (2, 24, 24 * 48)
     assert int(answer["resumed_from"][-8:]) >= 8
     found = losses(tmp_path / "run")
@@ -138,6 +139,7 @@ def test_a_host_that_is_lost_for_good_is_left_out(made, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs OpenMPI (Debian: openmpi-bin)")
+@pytest.mark.slow
 def test_openmpi_starts_the_ranks(made, tmp_path):
     how = ["--launcher", "openmpi", "--launcher-args", "--allow-run-as-root", "--exclude", made.nodes[2].name]
     code, answer, err = launch(made, tmp_path, "mlp", "--data", "digits", "--steps", "3", "--output", "run", *how)

@@ -125,6 +125,7 @@ def test_pre_emption_leaves_time_to_save_and_the_job_goes_on(slurm, submit):
     assert (second["got"], second["restarts"]) == ([], 1)
 
 
+@pytest.mark.slow
 def test_pre_emption_without_grace_is_queued_again_by_slurm(slurm, submit):
     first, second = pre_empted(slurm, submit, "abrupt")
     assert first["got"][-1] == 15  # from Slurm to every process, here right after the signal that was asked for
@@ -160,14 +161,14 @@ def test_training_goes_on_where_it_was_pre_empted(slurm, submit, tmp_path):
         return [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
     def after_more_steps(than: int, tell) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while len(steps()) <= than:
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
         tell()
 
     after_more_steps(0, lambda: submit(partition="high", slots=CPUS - 1))
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while slurm.about(number)["Restarts"] != "1":
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
@@ -180,6 +181,7 @@ def test_training_goes_on_where_it_was_pre_empted(slurm, submit, tmp_path):
     assert int(json.loads((out / "result.json").read_text())["resumed_from"][-8:]) > before
 
 
+@pytest.mark.slow
 def test_a_run_saves_before_the_limit_and_goes_on(slurm, near_its_limit):
     number, log = near_its_limit
     about = slurm.wait(number, "COMPLETED", "TIMEOUT", "FAILED", patience_s=200)

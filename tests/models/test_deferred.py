@@ -15,7 +15,7 @@ BF16 = Stored(dtype=torch.bfloat16, device=torch.device("cpu"))
 
 
 class Encoder(nn.Module):
-    """What own models do: tied and shared weights, copies of layers, tables, and initialisation in a second pass."""
+    """What own models do: tied and shared weights, copies of layers, tables, and initialization in a second pass."""
 
     def __init__(self) -> None:
         super().__init__()

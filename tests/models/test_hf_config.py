@@ -121,7 +121,7 @@ def test_an_attention_kernel_is_an_argument_as_in_transformers(tmp_path, offline
     found = {name: make_config(source, None, {"attn_implementation": name}) for name in ("eager", "flash_attention_2")}
     assert [config._attn_implementation for config in found.values()] == ["eager", "sdpa"]
     assert traced_args({"attn_implementation": "flash_attention_2", "n_layer": 2}) == {"n_layer": 2}
-    assert traced_args({"attn_implementation": "eager"}) == {"attn_implementation": "eager"}
+    assert traced_args({"attn_implementation": "eager", "dtype": "bfloat16"}) == {"attn_implementation": "eager"}
     with pytest.raises(ModelError, match="attn_implementation is 'flash'"):
         make_config(source, None, {"attn_implementation": "flash"})
 
@@ -159,10 +159,10 @@ def test_weights_in_float8_are_made_whole_as_they_are_read(tmp_path, offline):
     assert {name for name in found if not torch.equal(found[name], weights[name])} == set()
 
 
-def test_weights_that_stay_quantised_are_not_trained(tmp_path):
+def test_weights_that_stay_quantized_are_not_trained(tmp_path):
     stored_in_fp8(tmp_path)
     quantized(tmp_path, {"quant_method": "gptq", "bits": 4})
-    with pytest.raises(ModelError, match=r"quantised weights \(gptq\)"):
+    with pytest.raises(ModelError, match=r"quantized weights \(gptq\)"):
         source_of(Run(model=str(tmp_path)))
     assert source_of(Run(model=str(tmp_path / "config.json"))).origin == "config.json"
 

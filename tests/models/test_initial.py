@@ -17,7 +17,7 @@ from tests.models.small import NAMED, TRANSFORMERS, inputs_of
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.hf_config import make_config
-from zerofit.models.layers import as_layers, materialise
+from zerofit.models.layers import as_layers, materialize
 
 AUTO = {
     "causal-lm": AutoModelForCausalLM,
@@ -62,7 +62,7 @@ def test_the_whole_model(case):
     name, args = TRANSFORMERS[case]
     torch.manual_seed(21)
     built = build(find(name), inputs_of(find(name).task), args)
-    for model in (built, materialise(meta(case), 21), materialise(meta(case), 21, set(expected.state_dict()))):
+    for model in (built, materialize(meta(case), 21), materialize(meta(case), 21, set(expected.state_dict()))):
         same(dict(model.named_parameters()), dict(expected.named_parameters()))
         same(dict(model.named_buffers()), dict(expected.named_buffers()))
 
@@ -88,7 +88,7 @@ def test_half_of_the_layers(case, half):
     model = meta(case)
     layers = as_layers(model)
     mine = layers[: len(layers) // 2] if half == 0 else layers[len(layers) // 2 :]
-    materialise(model, 21, keep={name for layer in mine for name in layer.names.values()})
+    materialize(model, 21, keep={name for layer in mine for name in layer.names.values()})
     kept = {id(p) for layer in mine for p in layer_again(model, layer).module.parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in kept:
@@ -103,12 +103,12 @@ def layer_again(model, layer):
 
 
 def test_another_seed_gives_other_weights():
-    first, second = (materialise(meta("llama"), seed).lm_head.weight for seed in (0, 1))
+    first, second = (materialize(meta("llama"), seed).lm_head.weight for seed in (0, 1))
     assert not torch.equal(first, second)
 
 
 def test_rotary_frequencies_survive_a_cast():
-    model = materialise(meta("llama"), 0).to(torch.bfloat16)
+    model = materialize(meta("llama"), 0).to(torch.bfloat16)
     assert model.lm_head.weight.dtype == torch.bfloat16
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert model.to("meta").model.rotary_emb.inv_freq.is_meta

@@ -1,4 +1,4 @@
-"""Quantised base weights: as bitsandbytes makes them, known by the weights that they were made of."""
+"""Quantized base weights: as bitsandbytes makes them, known by the weights that they were made of."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def kernels(flops: float, weights: float, activations: float) -> tuple[Kernel, K
 
 
 def cost(checkpointing: bool, tp: int, sp: int, width: int = WIDTH, on_host: bool = False) -> LayerCost:
-    """A block of 2 FLOP a parameter and token on 1024 tokens, and activations of 34 bytes a token and width.
+    """A block of 2 FLOP a parameter and token on 1024 tokens, and activations of 34 bytes per token and width.
 
     `on_host`: what checkpointing keeps lies in host memory.
     """
@@ -77,7 +77,7 @@ def make_profile(
 
 
 def make_cluster(kind: str = "h100-80gb", gpus: int = 8, nodes: int = 1, **device: object) -> Cluster:
-    """A cluster of the catalogue; `device` overrides fields of its devices."""
+    """A cluster of the catalog; `device` overrides fields of its devices."""
     found: Device = find_device(kind)
     if device:
         found = Device(**{**{f: getattr(found, f) for f in found.__dataclass_fields__}, **device})

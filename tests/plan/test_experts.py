@@ -80,7 +80,7 @@ def test_experts_are_grouped_by_their_size():
 
 
 def test_tokens_go_to_experts_and_back_in_both_directions():
-    sent = 2 * 2**20  # bytes a sample, to the experts and back
+    sent = 2 * 2**20  # bytes per sample, to the experts and back
     profile = make_profile(model_type="mixtral")
     (plain,) = profile.costs[setting("bf16", False, 1, 1)]
     one = replace(plain, matrices=(BLOCK // 4, BLOCK // 2), experts=(1,), ep_alltoall_bytes=Linear(per_sample=sent))

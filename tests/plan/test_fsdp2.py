@@ -64,6 +64,19 @@ def test_without_reshard_all_layers_stay_gathered():
     assert peaks(layout(reshard=False))["forward"] == 12 * SIZE // 4 + 2 * SIZE + 2 * (600_000 + 200_000)
 
 
+def test_torchtitan_adds_up_the_heads_gradient_in_float32():
+    """The last chunk: the head, gathered; its gradient of all chunks, the scatter's input, and a part of its output."""
+    found, kept = peaks(layout(engine="torchtitan")), 12 * SIZE // 4
+    assert found["backward"] == kept + 2 * 600_000 + 4 * 600_000 + 4 * 600_000 + 4 * 150_000
+    assert found["step"] == kept + 4 * SIZE // 4
+
+
+def test_torchtitan_accumulates_parts_of_gradients():
+    """Gradients of earlier micro batches wait in float32, as a rank's part."""
+    once, more = (peaks(layout(engine="torchtitan", accumulation=n))["forward"] for n in (1, 2))
+    assert more - once == 4 * SIZE // 4
+
+
 def test_accelerate_accumulates_full_gradients():
     """Gradients of earlier micro batches wait in bf16, so the loss is reached with all of them."""
     assert peaks(layout(accumulation=2))["forward"] == 12 * SIZE // 4 + 2 * (600_000 * 2 + 200_000) + 2 * SIZE

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.plan.stub import Formula, make_cluster, make_profile
-from zerofit.plan.interval import CLASSES, PAIRS, class_of
+from zerofit.plan.interval import CLASSES, PAIRS, TITAN, class_of, errors_of
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import FITTED
 from zerofit.plan.search import search
@@ -57,5 +57,7 @@ def test_each_layout_has_the_interval_of_its_class():
         assert (one.errors == CLASSES["offload"]) == (one.layout.offload != "none")
         low, high = one.to_dict()["step_s_range"]
         assert low < one.step_s < high
+    layout = replace(ranked[0].layout, engine="torchtitan")
+    assert errors_of(layout, profile.task, profile.seq_len, 1) is TITAN
     corrected = search(profile, make_cluster(), request, Formula(profile), correct=lambda layout, step_s: 2 * step_s)
     assert all(one.errors is None and one.to_dict()["step_s_range"] is None for one in corrected.layouts)

@@ -14,7 +14,7 @@ from zerofit.plan.persistent import overlap_in_partition, overlaps_and_pieces, p
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.space import PlanRequest, space_of
 from zerofit.plan.timeline import timeline
-from zerofit.plan.zero3_gather import gathered_in_backward, gathered_in_forward
+from zerofit.plan.zero3_gather import gathered_in_backward, gathered_in_forward, gathered_to_score
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, ModuleCall, Profile, setting
 
@@ -160,6 +160,32 @@ def test_a_tied_matrix_is_gathered_for_the_head():
     assert gathered_in_backward(line, layout(3, dp=4))[0] == 2 * 800_000
 
 
+def held(begins: bool) -> ModuleCall:
+    """The model's own module, which reads the head's matrix."""
+    return ModuleCall(begins, others=((2, 0),), fed=not begins)
+
+
+@pytest.mark.parametrize("reuse", [0, 10**9])
+def test_a_matrix_that_the_model_reads_is_gathered_with_it(reuse):
+    """The head's 400,000 stay while the model runs: beside the embedding, then beside each block, then alone.
+
+    With reuse, DeepSpeed keeps what the backward uses again, except after a forward without gradients.
+    """
+    layers = (*PROFILE.layers, LayerRun(name="head", count=1, matrices=(400_000,), vectors=()))
+    first = replace(COSTS[0], calls=(held(True), *called(0)))
+    costs = {SETTING: (first, replace(COSTS[1], calls=called(0)), replace(COSTS[1], calls=(held(False),)))}
+    profile, four = replace(PROFILE, layers=layers, costs=costs), layout(3, dp=4, prefetch=0, reuse=reuse)
+    released = [2 * n for n in (1_000_000, 600_000, 600_000, 400_000)]
+    kept = [2 * n for n in (1_000_000, 1_200_000, 1_400_000, 1_400_000)]
+    assert gathered_in_forward(timeline(profile, SETTING), four) == (kept if reuse else released)
+    with patch.object(Profile, "scored_first", True):
+        scored = timeline(replace(profile), SETTING)
+    assert gathered_in_forward(scored, four) == released
+    assert gathered_to_score(scored, four, copies=False) == 2_000_000
+    # the copy prefetches all of its 1,400,000; it runs after the trained model, which has released everything
+    assert gathered_to_score(scored, four, copies=True) == 2 * 1_400_000
+
+
 PACKED = replace(
     PROFILE,
     layers=(
@@ -178,7 +204,7 @@ PACKED = replace(
 )
 
 
-def test_stage_3_divides_the_bytes_of_quantised_weights_but_not_their_scales():
+def test_stage_3_divides_the_bytes_of_quantized_weights_but_not_their_scales():
     """A quarter of 2 bytes each for 600,000, of 16 for 200,000, of 400,000 packed; 25,000 of scales, and a bucket."""
     memory = forecast(PACKED, layout(3, dp=4))
     assert memory.static_bytes == 300_000 + 800_000 + 100_000 + 25_000 + 2_000_000
@@ -194,7 +220,7 @@ def test_weights_in_4_bits_go_with_all_stages_and_on_no_disk():
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_quantised_weights_are_released_as_others_are(recomputed):
+def test_quantized_weights_are_released_as_others_are(recomputed):
     """One after the other: 200,000 bytes of a packed weight, then 2 for each of a matrix' 100,000 numbers."""
     costs = COSTS[0], replace(COSTS[1], calls=called(1, 0), recomputed=recomputed)
     line = timeline(replace(PACKED, costs=dict.fromkeys(PACKED.costs, costs)), setting("bf16", False, 1, 1))
@@ -203,7 +229,7 @@ def test_quantised_weights_are_released_as_others_are(recomputed):
     assert gathered_in_backward(line, four)[0] == 200_000 + (2 * 100_000 if recomputed else 0)  # and the matrix
 
 
-def test_what_ranks_keep_of_quantised_weights_lies_on_the_host_where_it_is_asked():
+def test_what_ranks_keep_of_quantized_weights_lies_on_the_host_where_it_is_asked():
     """A quarter of the 400,000 packed bytes; on the device 25,000 of scales and a bucket."""
     memory = forecast(PACKED, layout(3, dp=4, offload_param="cpu", offload_optimizer="cpu"))
     without = replace(PACKED.layers[1], quantized=(), packed=(), quantized_bytes=0, buffers_bytes=0)

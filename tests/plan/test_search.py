@@ -16,6 +16,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.search import host_needed, pressure, search
+from zerofit.plan.software import Software
 from zerofit.plan.space import PlanRequest, space_of
 from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import LAST_SEGMENTS_BYTES, NCCL_ALL_TO_ALL_BYTES, NCCL_NVLINK_BYTES
@@ -132,7 +133,7 @@ def test_the_largest_blocks_are_kept_free_where_the_usual_share_is_less():
 
 @pytest.mark.parametrize(("dp", "tp", "groups"), [(1, 1, 3), (2, 1, 3), (2, 2, 2)])
 def test_a_pipelines_communicators_are_kept_free(dp, tp, groups):
-    """Stages, stages with tensor ranks, all ranks (which two other dimensions have already); two neighbours."""
+    """Stages, stages with tensor ranks, all ranks (which two other dimensions have already); two neighbors."""
     without = PlannedLayout(zero_stage=1, micro_batch=1, dp=dp, tp=tp)
     more = margin_bytes(0, replace(without, pp=2), make_cluster()) - margin_bytes(0, without, make_cluster())
     assert more == groups * NCCL_NVLINK_BYTES + NCCL_ALL_TO_ALL_BYTES * 2 // 7
@@ -174,6 +175,15 @@ def test_degrees_of_several_dimensions_are_looked_at_together():
     asked = PlanRequest(precision="bf16", global_batch=64, tp=2, pp=2)
     answer = found(request=asked, top=3)
     assert {(one.layout.dp, one.layout.tp, one.layout.pp) for one in answer.layouts} == {(2, 2, 2)}
+
+
+def test_eager_attention_has_no_sequence_parallel_layouts():
+    """DeepSpeed's Ulysses refuses it (ulysses_sp.py:468)."""
+    eager = PlanRequest(precision="bf16", global_batch=64, software=Software(attn_implementation="eager"))
+    degrees = ({layout.sp for layout in layouts(make_profile(), make_cluster(), asked)} for asked in (REQUEST, eager))
+    assert [max(found) > 1 for found in degrees] == [True, False]
+    with pytest.raises(UserError, match="--sequence-parallel 2 with eager attention"):
+        found(request=replace(eager, sp=2))
 
 
 def test_a_batch_that_does_not_divide():

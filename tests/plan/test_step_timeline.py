@@ -149,7 +149,7 @@ def test_pipeline_stages_follow_the_engines_schedule(stages, micro_batches):
 
 @pytest.mark.parametrize(("blocks", "equal"), [(8, True), (10, False)])
 def test_a_pipeline_is_never_faster_than_its_stages_let_it_be(blocks, equal):
-    """The reference: each stage does its next micro batch as soon as its neighbours have sent what it takes."""
+    """The reference: each stage does its next micro batch as soon as its neighbors have sent what it takes."""
     stages, micro_batches = 4, 7
     layout = PlannedLayout(zero_stage=0, dp=1, pp=stages, accumulation=micro_batches, **SIZES)
     timer = timer_of(nodes=1, blocks=blocks)

@@ -6,7 +6,7 @@ import matplotlib as mpl
 import pytest
 from PIL import Image
 
-from zerofit.report.memory_plot import COLOURS, draw
+from zerofit.report.memory_plot import COLORS, draw
 from zerofit.spec.errors import UserError
 
 MIB, GIB = 2**20, 2**30
@@ -55,13 +55,13 @@ def test_nothing_but_points(tmp_path):
     draw({"points": [{"t": 0, "phase": "build", "bytes": {}}], "phases": []}, tmp_path / "memory.png")
 
 
-def test_kinds_have_their_colours(tmp_path):
+def test_kinds_have_their_colors(tmp_path):
     draw(a_timeline(), tmp_path / "memory.png")
     with Image.open(tmp_path / "memory.png") as image:
-        seen = {"#{:02X}{:02X}{:02X}".format(*colour) for _, colour in image.convert("RGB").getcolors(2**24)}
-    assert {COLOURS[kind] for kind in ("parameters", "activations", "optimizer state", "other")} <= seen
-    assert COLOURS["gradients"] not in seen
-    assert len(set(COLOURS.values())) == len(COLOURS)
+        seen = {"#{:02X}{:02X}{:02X}".format(*color) for _, color in image.convert("RGB").getcolors(2**24)}
+    assert {COLORS[kind] for kind in ("parameters", "activations", "optimizer state", "other")} <= seen
+    assert COLORS["gradients"] not in seen
+    assert len(set(COLORS.values())) == len(COLORS)
 
 
 def test_files_that_cannot_be(tmp_path):

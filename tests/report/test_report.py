@@ -12,7 +12,7 @@ from tests.report.browser import CHROMIUM, View, looked_at
 from tests.report.test_plot import a_run
 from zerofit.cli.main import main
 from zerofit.explain.not_finite import Replay
-from zerofit.report.page import COLOURS
+from zerofit.report.page import COLORS, Bar, Bars
 
 GIB = 2**30
 MARKUP = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>{{ 7 * 7 }}'
@@ -97,6 +97,54 @@ REPLAY = Replay(
 )
 
 
+TRIAL = {"forecast_step_s": 2.5, "measured_step_s": 4.0, "spread": 0.25, "status": "ok", "configuration": "ZeRO 0"}
+FAILED = TRIAL | {"measured_step_s": None, "spread": None, "status": "oom", "reason": MARKUP}
+ARRANGEMENT = {
+    "name": "colocate",
+    "fits": True,
+    "layout": {"zero_stage": 3, "micro_batch": 2},
+    "phases": {"generate": {"vLLM weights": 2 * GIB}, "train": {"trained model": GIB, MARKUP: 2 * GIB}},
+    "highest": "train",
+    "highest_bytes": 3 * GIB,
+    "device_total_bytes": 8 * GIB,
+    "time": {"step_s": 1.25, "train_s": 1.0, "generate_s": 0.25, "tokens_per_s": None},
+}
+SEARCHES = {
+    "serving": {
+        "model": "gpt2",
+        "gpu": "l4",
+        "gpus": 1,
+        "release": "0.27",
+        "settings": {"max_model_len": 1024},
+        "device_total_bytes": 8 * GIB,
+        "requested_bytes": 7 * GIB,
+        "cache_tokens": 4096,
+        "sequences": 4.0,
+        "breakdown": {"weights": 2 * GIB, "activations": GIB},
+        "longest": 1024,
+        "fits": False,
+        "problem": MARKUP,
+        "largest_utilization": 0.9,
+        "smallest_utilization": 0.5,
+        "remedies": ["use two GPUs"],
+    },
+    "rollout": {
+        "method": "grpo",
+        "model": "gpt2",
+        "gpu": "l4",
+        "ranks": 2,
+        "seq_len": 512,
+        "fits": True,
+        "arrangements": [ARRANGEMENT, ARRANGEMENT | {"name": MARKUP, "fits": False}],
+    },
+    "tune": {
+        "trials": [TRIAL, FAILED],
+        "regret": {"best_step_s": 4.0, "untried": 7, "gap": 0.1, "at_most": 0.3},
+        "considered": 9,
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("pages")
@@ -107,8 +155,14 @@ def pages(folder) -> dict[str, Path]:
     """One page of each kind, and one with several results side by side."""
     found = {
         name: folder / f"{name}.html"
-        for name in ("plan", "explain", "failure", "replay", "check", "run", "simulation", "extreme", "several")
+        for name in (
+            *("plan", "serving", "rollout", "tune", "explain", "failure", "replay", "check", "run", "simulation"),
+            *("extreme", "several"),
+        )
     }
+    for name, value in SEARCHES.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+        run("report", folder / f"{name}.json", "--out", found[name])
     plan = folder / "plan.json"
     plan.write_text("a log before it\n" + run(*PLAN, "--html", found["plan"]).stdout)
     (folder / "train.log").write_text(LOG)
@@ -215,6 +269,25 @@ def test_figures_of_a_plan(pages, folder):
         )
 
 
+def test_figures_of_searches(seen):
+    shown = {view.page: found["text"] for view, found in seen.items()}
+    for words in ("Does not fit", "use two GPUs", "2.00 GiB", "66.7%", "4,096 tokens"):
+        assert words in shown["serving"]
+    for words in ("train: 3.00 GiB of 8.00 GiB", "1.25 s", "ZeRO-3, micro batch 2", "does not fit"):
+        assert words in shown["rollout"]
+    for words in ("Best: 4 s per step", "4 s (forecast 2.5 s)", "25.0%", "7; none saves more than 30.0%", "oom"):
+        assert words in shown["tune"]
+
+
+def test_parts_of_a_bar_have_different_colors():
+    named = Bars(bars=[Bar(label="", parts=dict.fromkeys((*COLORS, *"abc"), 1.0), text="")])
+    few = Bars(
+        bars=[Bar(label="", parts=dict.fromkeys(("activations", "gathered parameters", *"abcdef"), 1.0), text="")]
+    )
+    assert len(set(named.colors.values())) >= len(COLORS)
+    assert len(set(few.colors.values())) == 8
+
+
 def test_figures_of_a_failed_run(pages):
     text = text_of(pages["run"])
     assert "Failed: 8 of 10 steps" in text and "rank 1: CUDA out of memory" in text
@@ -306,7 +379,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_any_work(command, tmp_p
 
 def test_many_large_results_stay_below_two_megabytes(tmp_path):
     where = {"module": "model.layers.17.mlp.down_proj", "at": "transformers/models/llama/modeling_llama.py:142"}
-    kinds = dict.fromkeys(COLOURS, GIB)
+    kinds = dict.fromkeys(COLORS, GIB)
     moments = [{"t": t, "phase": "forward", "step": 0, "bytes": kinds | {"other": t}, **where} for t in range(2000)]
     row = {"micro_batch": 1, "peak_bytes": GIB, "samples_per_s": 1.0, "step_s": 1.0, "fits": True, "verdict": "fits"}
     layouts = [

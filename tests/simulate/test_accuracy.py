@@ -31,25 +31,31 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the allocat
 CONFIGURATIONS = (
     "llama zero3 bf16 mb2 chunk tiles hosted x2",
     "gpt2 zero1 bf16 mb2 ckpt offload x2",
-    "gpt2 zero3 fp32 mb2 ga2 offload-all x2",  # the head that the embedding's weights replace is given back
-    "mamba zero2 bf16 mb2 x2",  # gradients are added up in place
     "lenet zero3 fp32 mb2 ga2 ckpt x2",
     "bert zero1 bf16 mb2 pp2 x2",
+)
+MORE_CONFIGURATIONS = (
+    "llama-lora zero3 bf16 mb2 ckpt x2",
+    "llama zero2 bf16 mb2 lion x2",
+    "gpt2 zero3 fp32 mb2 ga2 offload-all x2",  # the head that the embedding's weights replace is given back
+    "mamba zero2 bf16 mb2 x2",  # gradients are added up in place
     "t5 zero3 bf16 mb2 ckpt x2",
     "whisper zero2 bf16 mb2 x2",
     "clip zero3 fp32 mb2 x2",
     "llava zero2 bf16 mb2 ckpt x2",
-    "llama-lora zero3 bf16 mb2 ckpt x2",
     "gpt2-lora zero2 bf16 mb8 ckpt x2",
     "llama-qlora zero2 bf16 mb2 ckpt x2",
     "llama-qlora zero3 bf16 mb2 ckpt offload-all x2",
     "llama zero0 bf16 mb2 adamw8bit x2",
     "llama zero3 fp32 mb2 adamw8bit x2",
     "llama zero0 fp32 mb2 adafactor x2",
-    "llama zero2 bf16 mb2 lion x2",
 )
 LAYERS = {f"{part}_layers" for part in ("num_hidden", "num", "num_decoder", "encoder", "decoder")} | {"n_layer"}
-EXPERTS = ["mixtral zero2 fp32 mb2 ep2 x2", "mixtral zero3 bf16 mb2 ckpt sp2 ep2 x2"]
+EXPERTS = [
+    "mixtral zero2 fp32 mb2 ep2 x2",
+    pytest.param("mixtral zero3 bf16 mb2 ckpt sp2 ep2 x2", marks=pytest.mark.slow),
+]
+PRETRAINED = ["llama zero2 bf16 mb2 x2", "llama zero1 bf16 mb2 pp2 x2"]
 
 
 def shallow(args: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +99,9 @@ def planned_error(one: SimulationTarget, ranks: Ranks, highest_bytes: int) -> fl
     return abs(ranks.planned(one)["peak_bytes"] / highest_bytes - 1)
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "name", [*CONFIGURATIONS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_CONFIGURATIONS)]
+)
 def test_simulated_peaks_are_the_real_ones(name, ranks):
     """Of the last rank, whose partition is padded; of each stage."""
     if "qlora" in name or "8bit" in name:
@@ -125,6 +133,7 @@ def test_simulated_peaks_of_spread_experts_are_the_real_ones(name, ranks):
     assert planned_error(one, ranks, highest_bytes) <= 0.05
 
 
+@pytest.mark.slow
 def test_simulated_peaks_of_experts_in_a_pipeline_are_the_real_ones(ranks):
     """Of a rank of each stage, with the loss of the routers of both stages; and plan's."""
     one = target("mixtral zero1 bf16 mb2 ga2 ckpt pp2 ep2 x4")
@@ -133,6 +142,7 @@ def test_simulated_peaks_of_experts_in_a_pipeline_are_the_real_ones(ranks):
     assert planned_error(one, ranks, highest_bytes) <= 0.01
 
 
+@pytest.mark.slow
 def test_simulated_peaks_of_dualpipev_are_the_real_ones(ranks):
     """And plan's, which are of the stage that needs most."""
     one = target("llama zero1 bf16 mb2 ckpt dualpipev pp2 x2", MODELS)  # four layers: each stage has two pieces
@@ -142,7 +152,9 @@ def test_simulated_peaks_of_dualpipev_are_the_real_ones(ranks):
     assert planned_error(one, ranks, highest_bytes) <= 0.01
 
 
-@pytest.mark.parametrize("name", ["llama zero2 bf16 mb2 x2", "llama zero3 bf16 mb2 x2", "llama zero1 bf16 mb2 pp2 x2"])
+@pytest.mark.parametrize(
+    "name", ["llama zero3 bf16 mb2 x2", *(pytest.param(name, marks=pytest.mark.slow) for name in PRETRAINED)]
+)
 def test_peaks_from_a_pretrained_folder(name, ranks, tmp_path):
     model = SHALLOW["llama"]
     source, inputs = find(model["model"]), TextInputs(vocab_size=2048, seq_len=model["seq_len"])
@@ -153,6 +165,7 @@ def test_peaks_from_a_pretrained_folder(name, ranks, tmp_path):
     assert max(errors) <= 0.001
 
 
+@pytest.mark.slow
 def test_packed_conversations_take_a_mask(ranks, tmp_path):
     turns = [{"role": "user", "content": "How much?"}, {"role": "assistant", "content": "A little more. " * 6}]
     (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)

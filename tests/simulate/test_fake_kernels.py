@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofit.simulate.fakes.kernels import as_on
+from zerofit.simulate.fakes.kernels import as_on, fused_norms
 
 
 class Ops(TorchDispatchMode):
@@ -46,6 +46,31 @@ def test_attention_of_a_gpu(width, value_width, dtype, kernel):
     value = torch.empty(2, 4, 16, value_width, dtype=dtype, device="meta")
     shape, names = attention("cuda", query, key, value, is_causal=True)
     assert shape == (2, 4, 16, value_width) and kernel in names
+
+
+def test_rms_norm_is_one_kernel_on_a_gpu_only():
+    x, weight = torch.empty(2, 8, device="meta"), torch.empty(8, device="meta")
+    names = {}
+    for device in ("cuda", "cpu"):
+        with as_on(device), Ops() as ops:
+            functional.rms_norm(x, (8,), weight)
+        names[device] = ops.names
+    assert names["cuda"] == {"_fused_rms_norm"}
+    assert "_fused_rms_norm" not in names["cpu"]
+
+
+def test_the_fused_norm_gives_the_real_values_of_real_tensors():
+    """In a simulated script, tensors on the host are real."""
+    x, weight = torch.randn(3, 8, dtype=torch.float64, requires_grad=True), torch.randn(8, dtype=torch.float64)
+    expected = functional.rms_norm(x, (8,), weight)
+    library = fused_norms("CPU")
+    try:
+        found = functional.rms_norm(x, (8,), weight)
+        assert "FusedRmsNorm" in type(found.grad_fn).__name__
+        torch.testing.assert_close(found, expected)
+    finally:
+        library._destroy()
+    assert "FusedRmsNorm" not in type(functional.rms_norm(x, (8,), weight).grad_fn).__name__
 
 
 FLASH_FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"

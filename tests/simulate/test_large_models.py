@@ -47,6 +47,7 @@ def test_ranks_that_divide_flat_groups_are_not_extended(monkeypatch):
     assert run.layer_counts(deepseek(3))
 
 
+@pytest.mark.slow
 def test_layers_without_experts_are_not_extended(monkeypatch):
     """A DeepSeek-V3 of 1 and 8 layers, against all of them: every kind, phase and place."""
     monkeypatch.setattr(run, "WORTH", 3)  # else so few layers would all be simulated
@@ -64,7 +65,7 @@ def test_layers_without_experts_are_not_extended(monkeypatch):
 
 
 def test_layers_of_which_one_is_trained_are_not_extended(monkeypatch):
-    """Of the last block 2 bytes a parameter, and 12 of its weights and states in fp32; of the others 2."""
+    """Of the last block 2 bytes per parameter, and 12 of its weights and states in fp32; of the others 2."""
     monkeypatch.setattr(run, "WORTH", 3)
     args = {**TINY, "num_hidden_layers": LAYERS}
     asked = target("zero1", gpus=1, precision="bf16", model_args=args, train=[f"model.layers.{LAYERS - 1}.*"])
@@ -125,6 +126,7 @@ def test_a_flat_copy_that_the_device_cannot_hold_is_made_on_the_host():
         (13, 17_000, {"offload_optimizer": {"device": "cpu", "pin_memory": True}}),
     ],
 )
+@pytest.mark.slow
 def test_sub_groups_are_no_line(layers, sub_group, zero, monkeypatch):
     """Two ranks have 5,888 elements each of a layer's matrices: sub-groups of six layers, or of three, as they fall."""
     monkeypatch.setattr(run, "WORTH", 3)
@@ -145,6 +147,7 @@ def test_sub_groups_are_no_line(layers, sub_group, zero, monkeypatch):
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.slow
 def test_the_highest_place_of_a_kind_changes_with_the_layers(micro_batch, monkeypatch):
     """A gradient is cast at the start of backward, and at its end, where the embedding is whole.
 

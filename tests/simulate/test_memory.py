@@ -33,7 +33,7 @@ def padded(elements: int, ranks: int) -> int:
 
 
 def static(stage: int, width: int, ranks: int) -> float:
-    """Bytes between steps with torch's AdamW in float32, `width` bytes a parameter.
+    """Bytes between steps with torch's AdamW in float32, `width` bytes per parameter.
 
     Stage 0: parameters and two states, in bf16 master weights too. Stages 1 and 2: master weights and states of a
     partition. Stage 3: of parameters and gradients too, and the gradient bucket (even, as large as the model).

@@ -196,6 +196,7 @@ PATCHES = {
     ),
     "data_setter": (["torch._C:TensorBase.data"], []),
     "attention": (["torch.nn.functional:scaled_dot_product_attention"], []),
+    "norms": (["torch:ops.aten._fused_rms_norm"], []),
     "list_indices": (["torch:Tensor.__getitem__"], []),
     "record_stream": (["torch:Tensor.record_stream"], []),
     "autocast": (["torch:clear_autocast_cache"], []),

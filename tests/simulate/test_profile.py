@@ -431,7 +431,7 @@ def test_a_profile_has_the_parameters_that_transformers_builds(tmp_path, model_t
     inputs = replace(inputs, classes=10) if images else inputs
     with torch.device("meta"):
         built = getattr(transformers, architecture)(config)
-    device = "cpu" if model_type == "swin" else "cuda"  # whose mask is learnt
+    device = "cpu" if model_type == "swin" else "cuda"  # whose mask is learned
     profile = profile_model(source, source.task, inputs, {}, [TraceSetting("bf16")], device)
     assert profile.parameters == sum(p.numel() for p in built.parameters())
 

@@ -1,4 +1,4 @@
-"""Weights in 4 bits at ZeRO stage 3, with their scales quantised, too: forecast by plan as simulated."""
+"""Weights in 4 bits at ZeRO stage 3, with their scales quantized, too: forecast by plan as simulated."""
 
 from __future__ import annotations
 

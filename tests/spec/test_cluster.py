@@ -56,7 +56,7 @@ def test_this_machine_by_what_its_driver_says(monkeypatch, mib, kind):
     assert (here.kind, here.gpus, here.host_bytes) == (kind, 4, local_machine.memory_bytes())
     assert here.notes == ("this machine: 4 x NVIDIA A100-SXM4",)
     monkeypatch.setattr(cluster, "nvidia_gpus", lambda: [("NVIDIA X1", 2**30)])
-    with pytest.raises(UserError, match="not in the catalogue"):
+    with pytest.raises(UserError, match="not in the catalog"):
         Cluster.here()
 
 

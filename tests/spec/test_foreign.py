@@ -45,9 +45,9 @@ def test_json_that_is_readable():
     [
         ("steps: !!int abc\n", "'abc' is not an int"),
         ("a: 1\nmodel: 2026-99-99\n", "'2026-99-99' is not a timestamp: month must be in 1..12 (line 2, column 8)"),
-        ("a: 1\nb: 2\na: 3\n", "duplicate key 'a', first in line 1 (line 3, column 1)"),
-        ("{a: 1, a: 2}", "duplicate key 'a', first in line 1 (line 1, column 8)"),
-        ("x:\n  a: 1\n  a: 2\n", "duplicate key 'a', first in line 2 (line 3, column 3)"),
+        ("a: 1\nb: 2\na: 3\n", "duplicate key 'a', first on line 1 (line 3, column 1)"),
+        ("{a: 1, a: 2}", "duplicate key 'a', first on line 1 (line 1, column 8)"),
+        ("x:\n  a: 1\n  a: 2\n", "duplicate key 'a', first on line 2 (line 3, column 3)"),
         ("[" * 5000, "nested more than 100 deep"),
         ("&a [*a]", "nested more than 100 deep"),
         (LAUGHS, "more than 1,000,000 values"),

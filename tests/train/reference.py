@@ -135,7 +135,7 @@ def _router_loss(model: nn.Module, x: Tensor) -> Tensor | float:
     return coefficient * model(x, output_router_logits=True).aux_loss if coefficient else 0.0
 
 
-def quantise_linears(model: nn.Module, kind: str) -> None:
+def quantize_linears(model: nn.Module, kind: str) -> None:
     """Put bitsandbytes' layers in place of all linear ones but the head, as a user does before peft's."""
     import bitsandbytes as bnb
 

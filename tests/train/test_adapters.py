@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import is_tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tests.train.reference import Plan, follow, quantise_linears, relative_difference, text_windows, write_corpus
+from tests.train.reference import Plan, follow, quantize_linears, relative_difference, text_windows, write_corpus
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.export import export
 from zerofit.checkpoint.store import read_manifest
@@ -104,25 +104,25 @@ def test_adapters_train_as_pefts_do(pools, tmp_path, plan, followed, layout):
     follows(trained, plan, *followed(adapt))
 
 
-def quantise(model: nn.Module, kind: str) -> None:
+def quantize(model: nn.Module, kind: str) -> None:
     """What a user of peft and bitsandbytes writes."""
-    quantise_linears(model, kind)
+    quantize_linears(model, kind)
     adapt(model)
 
 
-QUANTISED = {
+QUANTIZED = {
     "stage 2": ("nf4", {"ds_config": "zero2"}),
     "stage 3": ("nf4", {"ds_config": "zero3", "activation_checkpointing": True}),
     "8 bits": ("int8", {"ds_config": "zero1"}),
 }
 
 
-@pytest.mark.parametrize("case", QUANTISED)
-def test_adapters_beside_quantised_weights_train_as_pefts_do(pools, tmp_path, plan, followed, case):
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_adapters_beside_quantized_weights_train_as_pefts_do(pools, tmp_path, plan, followed, case):
     pytest.importorskip("bitsandbytes")
-    kind, layout = QUANTISED[case]
+    kind, layout = QUANTIZED[case]
     trained = pools(2).train(tmp_path / "run", **options(plan, **layout, quantize=kind))
-    loaded = follows(trained, plan, *followed(quantise, kind=kind))
+    loaded = follows(trained, plan, *followed(quantize, kind=kind))
     merged = export(trained.folder.model, tmp_path / "merged", merge=True).out
     whole = transformers.AutoModelForCausalLM.from_pretrained(merged).state_dict()
     assert relative_difference(whole, loaded.merge_and_unload().state_dict()) < EXACT

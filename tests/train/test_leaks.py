@@ -18,7 +18,7 @@ def test_the_line_of_a_leak_is_named(pools, tmp_path):
     (text,) = [text for text in warnings(trained) if "memory grows" in text]
     lines, first = inspect.getsourcelines(Hoarding.forward)
     made = first + next(n for n, line in enumerate(lines) if "repeat" in line)
-    assert text.endswith(f"tests/train/own_models.py:{made} (32.2 MiB a step)")
+    assert text.endswith(f"tests/train/own_models.py:{made} (32.2 MiB per step)")
 
 
 def test_a_healthy_run_gets_no_word(pools, tmp_path):

@@ -99,7 +99,7 @@ def test_what_cannot_be_unequal_is_refused():
     assert "the same samples" in problems(micro_batch_by_rank="auto", tensor_parallel=2)
     assert "wait for each other in every layer" in problems(micro_batch_by_rank="auto", ds_config="zero3")
     assert "averaged over ranks" in problems(model="dcgan", data="digits", micro_batch_by_rank="6,2")
-    with pytest.raises(UserError, match="neither auto nor a whole number"):
+    with pytest.raises(UserError, match="neither auto nor a positive integer"):
         Run(micro_batch_by_rank="6,x")
 
 
@@ -114,7 +114,7 @@ def test_plan_and_simulation_know_them(cache):
     assert isinstance(heavy.run, SimulatedRun) and isinstance(light.run, SimulatedRun)
     assert (heavy.rank, heavy.run.micro_batch, light.run.micro_batch) == (0, 6, 2)
     assert (light.peak_bytes, light.flops) == (alike.peak_bytes, alike.flops)
-    older = TorchVersion(transformers.__version__) < "5.23"  # which makes angles by a product, once a micro batch
+    older = TorchVersion(transformers.__version__) < "5.23"  # which makes angles by a product, once per micro batch
     angles = 2 * 32 * 40 // 2 if older else 0  # of 32 tokens and half of a head's 40 places
     assert heavy.flops == 3 * light.flops - 2 * angles
     auto = Run(model="llama-tiny", seq_len=32, ranks=2, micro_batch=4, micro_batch_by_rank="auto")

@@ -222,6 +222,7 @@ def test_run_json_gives_the_same_run_again(pools, tmp_path):
     assert second.folder.ds_config.read_text() == first.folder.ds_config.read_text()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_alike(pools, tmp_path):
     how = {"model": "mlp", "data": "digits", "steps": 4, "seed": 3, "eval_samples": 32}
     plain = pools(1).train(tmp_path / "plain", **how)

@@ -1,4 +1,4 @@
-"""zerofit: train CNNs and Transformers that no longer fit, through the DeepSpeed engine.
+"""zerofit: train CNNs and Transformers that do not fit on one GPU, with DeepSpeed.
 
 Names are loaded on first use, so `import zerofit` is fast and does not import torch.
 """

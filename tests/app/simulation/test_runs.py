@@ -68,6 +68,22 @@ def test_knobs_are_simulated_when_asked_for(simulation):
     assert simulation.knobs() is knobs and len(simulation.to_dict()["knobs"]) == len(knobs)
 
 
+@pytest.mark.slow
+def test_changes_are_combined_if_none_fits_alone(cache):
+    """The combination has the memory of a run with its flags; a shorter one does not fit."""
+    tight = zf.Cluster("l4", gpus=1, device_memory=900 << 20)
+    run = {"model": "llama-tiny", "micro_batch": 8}
+    knobs = zf.simulate(zf.Run(**run), tight).knobs()
+    fitting = [knob for knob in knobs if knob.fits]
+    assert [knob.change for knob in fitting] == [
+        "--loss-chunk 1024 --micro-batch 4 --gradient-accumulation-steps 2 --activation-checkpointing"
+    ]
+    flags = {"loss_chunk": 1024, "micro_batch": 4, "gradient_accumulation_steps": 2, "activation_checkpointing": True}
+    alone = zf.simulate(zf.Run(**run | flags), tight)
+    assert alone.fits and alone.peak_bytes == fitting[0].peak_bytes
+    assert not zf.simulate(zf.Run(**run | {**flags, "activation_checkpointing": False}), tight).fits
+
+
 def test_the_rank_that_keeps_most_gradients_is_found(cache):
     """On three ranks the second one's partition is reached into by most of the parameters."""
     run, cluster = zf.Run(**RUN, gradient_accumulation_steps=2), zf.Cluster("l4", gpus=3)
@@ -76,6 +92,7 @@ def test_the_rank_that_keeps_most_gradients_is_found(cache):
     assert (found.rank, found.peak_bytes) == (1, max(peaks)) and peaks[0] < peaks[1] > peaks[2], peaks
 
 
+@pytest.mark.slow
 def test_changes_are_simulated_for_the_rank_that_needs_most_then(cache):
     run, cluster = zf.Run(**{**RUN, "ds_config": "zero1"}, gradient_accumulation_steps=2), zf.Cluster("l4", gpus=3)
     found = {row.change: row.peak_bytes for row in zf.simulate(run, cluster).knobs()}

@@ -109,6 +109,7 @@ def test_the_forecast_is_of_the_rank_that_keeps_most_gradients(tmp_path):
     assert found is not None and found.reserved_bytes == second > first, (first, second)
 
 
+@pytest.mark.slow
 def test_the_rank_that_needs_most_is_held_against_what_is_free():
     args = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 24, "vocab_size": 32768}
     how = {"model": "llama-tiny", "model_args": args, "data": "pysource", "precision": "bf16", "micro_batch": 1}
@@ -119,6 +120,7 @@ def test_the_rank_that_needs_most_is_held_against_what_is_free():
     assert found and max(found.phases.values()) == most.peak_bytes
 
 
+@pytest.mark.slow
 def test_all_layers_are_simulated_where_few_leave_open_if_it_fits(monkeypatch):
     sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     zero = dict.fromkeys((*sizes, "stage3_max_live_parameters", "stage3_max_reuse_distance"), 100)

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import copy, sys
 import torch
@@ -88,6 +90,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_named_model_is_held_against_the_memory_that_is_free(tmp_path):
     (tmp_path / "named.py").write_text(NAMED)
     ranks = ["-m", "torch.distributed.run", "--nproc_per_node=2"]

@@ -56,7 +56,7 @@ def test_stopped_and_gone_on_with(tmp_path):
         job.result(timeout=0)
     with pytest.raises(zf.UserError, match="another zerofit is using"):
         zf.train(run)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while len(job.metrics()) < 5 and time.monotonic() < deadline:
         time.sleep(0.1)
     # NULs that a network file system shows must not end the run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.simulate.script.scripts import facts, only, simulated
@@ -96,6 +97,7 @@ def by_hand(change: str) -> str:
     return IMPORTS + text.replace("Zero(", "ZeroRedundancyOptimizer(")
 
 
+@pytest.mark.slow
 def test_changes_of_a_plain_loop_need_what_the_changed_script_needs(folder, monkeypatch):
     only(monkeypatch, "half", "checkpoint", "Zero", "fully_shard")
     result = simulated(PLAIN, TWO)

@@ -46,6 +46,7 @@ SAVERS = {**writes.SAVERS, **writes.OF_PACKAGES}
 # patch -> attributes that it replaces, and the lines of the library that make it necessary
 PATCHES = {
     "parameters": (["torch.nn:Parameter.__new__"], []),
+    "parameter_types": (["torch._subclasses.fake_tensor:FakeTensor.__new__"], []),
     "parameter_data": (["torch._C:TensorBase.data"], []),
     "gradients": (["torch:Tensor.register_hook"], []),
     "four_bits": ([], []),
@@ -207,6 +208,8 @@ PATCHES = {
         ],
     ),
     "launchers_inside": (["subprocess:Popen.__init__", "os:execv", "os:execve"], []),
+    "spawned_ranks": (["torch.multiprocessing:spawn", "torch.multiprocessing:start_processes"], []),
+    "processes": (["multiprocessing.context:BaseContext.get_context"], []),
     "saving": ([], []),
     "tracking": (["torch.utils.tensorboard:SummaryWriter"], []),
     "scratch_files": (["io:open", "os:mkdir", "shutil:_use_fd_functions", "sqlite3:connect"], []),

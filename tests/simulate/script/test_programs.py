@@ -19,6 +19,8 @@ subprocess.run("cat <<'END'\\nit's not for shlex\\nEND", shell=True, check=True,
 if sys.argv[1] == "run":
     env = {{**os.environ, "KNOB": "1"}}
     subprocess.run("torchrun --nproc_per_node 2 inner.py --lr 1".split(), check=True, env=env)
+elif sys.argv[1] == "python":
+    subprocess.run([sys.executable, "package/inner.py", "--lr", "1"], check=True, env={{**os.environ, "KNOB": "1"}})
 elif sys.argv[1] == "exec":
     os.environ["KNOB"] = "1"
     os.execvpe("accelerate", ["accelerate", "launch", "-m", "inner", "--lr", "1"], os.environ)
@@ -34,11 +36,17 @@ def words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")
     check = "assert sys.argv[1:] == ['--lr', '1'] and os.environ['KNOB'] == '1' and os.environ['WORLD_SIZE'] == '2'\n"
-    (folder / "inner.py").write_text(LOOP.replace("for i in", check + "for i in"))
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").touch()
+    for file in (folder / "inner.py", folder / "package" / "inner.py"):
+        file.write_text(LOOP.replace("for i in", check + "for i in"))
     return "trainer-cli"
 
 
-@pytest.mark.parametrize(("how", "started"), [("run", "torchrun --nproc_per_node 2 inner.py"), ("exec", "accelerate")])
+@pytest.mark.parametrize(
+    ("how", "started"),
+    [("run", "torchrun --nproc_per_node 2 inner.py"), ("exec", "accelerate"), ("python", sys.executable)],
+)
 def test_one_of_the_ranks_that_a_program_starts_is_simulated(words, how, started):
     seen = facts(simulated("", f"{words} {how}")).facts
     assert seen.ended == "stopped after 2 optimizer steps" and seen.parameters
@@ -97,3 +105,51 @@ def test_fsdp_that_sends_buffers(folder):
     """As verl wraps its models: the buffers are on the host until FSDP moves them."""
     seen = facts(simulated(BUFFERS, "torchrun --nproc_per_node 2 train.py")).facts
     assert seen.ended == "stopped after 2 optimizer steps" and seen.sharding == "FSDP"
+
+
+SPAWNED = """\
+import os, torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from datasets import Dataset
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 16)
+        self.inner.weight = type(self.inner.weight)(torch.randn(16, 16), requires_grad=True)
+
+    def forward(self, images):
+        real = (images == 0).sum(-1) != 16
+        counts = real.view(2, 4).sum(dim=1)
+        parts = images[real].split(counts.tolist())
+        assert [len(part) for part in parts] == [4, 4] and real.sum().item() == 8
+        return self.inner(torch.cat(parts))
+
+def main(rank, world):
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29501"}
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+    torch.cuda.set_device(rank)
+    net = torch.nn.parallel.DistributedDataParallel(Net().cuda(), device_ids=[rank])
+    assert isinstance(net.module.inner.weight, torch.nn.Parameter)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(9):
+        out = net(torch.randn(8, 16, device="cuda"))
+        assert (out > 1).sum().item() == 0  # a measure
+        out.sum().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    mp.set_start_method("spawn")
+    Dataset.from_dict({"n": [3, 5]}).save_to_disk("prepared", num_proc=1)
+    assert Dataset.load_from_disk("prepared")["n"][:] == [3, 5]
+    mp.spawn(main, args=(2,), nprocs=2, join=True)
+"""
+
+
+def test_a_script_that_spawns_its_ranks_and_processes_of_its_data(folder):
+    seen = facts(simulated(SPAWNED)).facts
+    assert seen.ended == "stopped after 2 optimizer steps" and seen.parameters == 16 * 17 and seen.sharding == "DDP"
+    assert any("mask of unknown values is counted" in note.text for note in seen.notes)
+    assert not (folder / "prepared").exists()
+    assert refused(SPAWNED, gpus=4).message == "the command starts 2 ranks, but --gpus is 4"

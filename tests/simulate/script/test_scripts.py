@@ -153,7 +153,7 @@ def test_a_loop_is_stopped_and_writes_nothing(folder):
     assert seen.facts.parameters == 2 * WIDTH * (WIDTH + 1) == seen.facts.trained_parameters
     assert {path.name for path in folder.iterdir()} == {"ds.json", "train.py"}
     notes = {note.text: note.count for note in seen.facts.notes}
-    assert any("the value of a tensor on the device: taken as 1.0, at train.py:" in text for text in notes)
+    assert any("the value of a tensor on the device: assumed to be 1.0, at train.py:" in text for text in notes)
     assert not seen.is_upper_bound and result.fits and sum(result.breakdown.values()) == result.peak_bytes
     assert result.to_dict()["run"]["command"] == "python train.py"
     result.plot(folder / "memory.png")
@@ -233,7 +233,7 @@ def test_flash_attention_is_simulated_as_torchs_own(folder):
 def test_a_mask_of_unknown_values_is_all_true(folder):
     text = LOOP.replace(".square().mean()", "[torch.rand(4, 64, device='cuda') > 0.5].mean()")
     seen = facts(simulated(text))
-    assert seen.is_upper_bound and any("taken as all True" in note.text for note in seen.facts.notes)
+    assert seen.is_upper_bound and any("assumed to be all True" in note.text for note in seen.facts.notes)
 
 
 def test_the_scripts_own_error_comes_out_as_it_is(folder):
@@ -288,6 +288,11 @@ parser.parse_args(["--bf16"])
         ("import os\nos.kill(os.getppid(), 9)\nos._exit(0)\n", "was killed", "outside of zerofit"),
         ("import torch\ntorch.cuda.get_device_properties(0).later\n", "zerofit cannot simulate this", "report it"),
         ("import torch\ntorch.cuda.device_count(5)\n", "zerofit cannot simulate this", "report it"),
+        (
+            ENGINE + "x = torch.ones(3, device='cuda')\nassert x.dim() == 2\n",
+            "AssertionError: assert x.dim() == 2 (",
+            "own error",
+        ),
         ("raise AssertionError('to be moved to cuda but got simgpu:0')\n", "zerofit cannot simulate this", "report it"),
         ("raise RuntimeError('to a storage on device \"meta\"')\n", "zerofit cannot simulate this", "report it"),
         (ENGINE, "before its engine ran an optimizer step", "at least one step"),
@@ -355,8 +360,10 @@ OF_THREE = "layers = [LayerSpec({}, 64, 64), LayerSpec({}, 64, 96), LayerSpec({}
 
 @pytest.mark.parametrize(
     ("layers", "more"),
-    [(("torch.nn.Linear",) * 3, 0), (("First", "Middle", "Last"), 4 * 3 * 8)],
-    ids=["tensor", "tuple"],
+    [
+        pytest.param(("torch.nn.Linear",) * 3, 0, id="tensor"),
+        pytest.param(("First", "Middle", "Last"), 4 * 3 * 8, id="tuple", marks=pytest.mark.slow),
+    ],
 )
 def test_each_stage_receives_what_the_one_before_sends(folder, layers, more):
     """A layer on each of three stages, of which the second one alone changes the width."""

@@ -490,8 +490,8 @@ def test_shapes_that_depend_on_unknown_values_are_bounded(folder):
     seen = facts(simulated(ROUTED, gpus=1))
     assert seen.is_upper_bound
     said = "; ".join(note.text for note in seen.facts.notes)
-    assert "all experts get equally many tokens" in said
-    assert "aten._unique2 of unknown values: taken as its largest output" in said
+    assert "all experts get the same number of tokens" in said
+    assert "aten._unique2 of unknown values: assumed to return its largest output" in said
 
 
 OBSERVED = """\
@@ -542,4 +542,4 @@ torch.distributed.broadcast_object_list(names, src=0)
 assert names[0]["run"] == "abc"
 """
     problem = refused(TORCH.replace("for i in", send + "for i in"), TWO, gpus=2, rank=1)
-    assert problem.kind == "not-simulated" and "rank 1 gets objects of rank 0 at train.py:10" in problem.message
+    assert problem.kind == "not-simulated" and "rank 1 receives objects from rank 0 at train.py:10" in problem.message

@@ -72,7 +72,7 @@ def test_loops_end_at_their_own_limit_and_losses_are_finite(folder):
     result = simulated(LOOP, gpus=1)
     assert {p.step for p in result.phases} == {-1, 0, 1}
     notes = [note.text for note in facts(result).facts.notes]
-    assert "the value of a tensor on the device: taken as False, at train.py:11" in notes
+    assert "the value of a tensor on the device: assumed to be False, at train.py:11" in notes
 
 
 def test_generation_reaches_its_limit_in_a_few_tokens(folder):
@@ -101,4 +101,5 @@ while LOOP:
 @pytest.mark.parametrize("loop", ["not (x > 9).all()", "True"])
 def test_a_phase_that_does_not_end_is_named_with_its_line(folder, loop):
     problem = refused(ENDLESS.replace("LOOP", loop), gpus=1)
-    assert problem.message.startswith("build did not end within") and problem.where in ("train.py:6", "train.py:7")
+    assert problem.message.startswith("build did not end within")
+    assert problem.where in [f"train.py:{line}" for line in (5, 6, 7)]  # the head of the loop runs, too

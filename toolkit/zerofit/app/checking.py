@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.check.argument_files import ACCELERATE_JSON, ArgumentFile, of_mapping, read_argument_file
-from zerofit.check.arguments import plugin_config, requested_by
+from zerofit.check.arguments import given_by, plugin_config, requested_by
 from zerofit.check.catalog import catalog
 from zerofit.check.check import check as find_all
 from zerofit.check.check import mend
@@ -25,7 +25,7 @@ from zerofit.check.programs import MARKS
 from zerofit.check.reader import HUGGING_FACE, Reader, guess
 from zerofit.check.rules.batch import ranks_of_batch
 from zerofit.check.scan import SyntaxFault
-from zerofit.check.subject import RequestedValue, TargetHardware, UnclearValue
+from zerofit.check.subject import GivenArgument, RequestedValue, TargetHardware, UnclearValue
 from zerofit.config.decide import PAIRS
 from zerofit.config.ds_json import find_config, for_run, is_bundled, read_document, read_text
 from zerofit.config.pipelines import most_stages
@@ -120,7 +120,7 @@ class CheckResult:
         if text == self.document.text:
             return None
         if self.file == "-":
-            message = "--fix and --migrate write a file next to the JSON, which standard input does not allow"
+            message = "--fix and --migrate need a file, because they write the new JSON next to it"
             raise UserError(Problem(kind="usage", message=message, hint="name a file", where="FILE"))
         path = Path(self.file)
         target, number = path.with_name(f"{path.stem}.{word}{path.suffix}"), 1
@@ -169,7 +169,7 @@ class CheckResult:
         left = list(autos(effective.subject.config))
         if left and not problems:
             message = f"no value given for {', '.join(left)}"
-            hint = "set flags or --training-args; --ranks gives the batch size, --model the sizes that depend on it"
+            hint = "set flags or --training-args; --ranks determines the batch size, --model the sizes of buckets"
             problems = [Problem(kind="auto-unfilled", message=message, hint=hint, where=self.file)]
         if problems:
             raise UserError(*problems)
@@ -263,8 +263,9 @@ def check(
     if ranks and known.name == "neox":
         ranks //= model_parallel(document.config)  # GPT-NeoX's DeepSpeed counts data parallel ranks only
     facts = _facts(request, on_event)
-    requested = [*_requested_by_flags(request.run)]
+    requested, given = [*_requested_by_flags(request.run)], dict[str, GivenArgument]()
     for arguments in argument_files:
+        given |= given_by(arguments)
         if arguments.file != file:  # else Accelerate's own keys are the JSON
             requested += requested_by(arguments, ranks)
     stages = request.run.pipeline
@@ -279,6 +280,8 @@ def check(
         requested=tuple(requested),
         guessed=bool(known.why),
         one_thread=next((file.one_thread for file in argument_files if file.one_thread), None),
+        arguments=given,
+        host_bytes=cluster.host_bytes * cluster.nodes if cluster and ranks and not cluster.on_cpu else None,
     )
     findings = tuple(find_all(document, hardware))
     return CheckResult(

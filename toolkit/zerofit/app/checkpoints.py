@@ -208,8 +208,8 @@ class Checkpoint:
         also be a folder of adapters, or of a run without checkpoints. `dtype`: of the parameters (default: the run's
         precision). `max_shard_size`: limit for the files of a transformers model. A custom model
         `package.module:callable` is imported and called only with `trust_model_code`. `model`: for another program's
-        checkpoint, the folder with config.json and the tokenizer, if they are elsewhere. `repair` takes the weights
-        of a rank whose file is lost from the 16-bit weights in the checkpoint.
+        checkpoint, the folder with config.json and the tokenizer, if they are elsewhere. `repair`: if the file of
+        a rank is lost, use its 16-bit weights in the checkpoint.
         """
         shard_bytes, report = parse_bytes(max_shard_size, "--max-shard-size"), Reporter(on_event)
         report.status("importing torch ...")
@@ -241,8 +241,8 @@ class Checkpoint:
 
         `to` is the format: "universal" (a DeepSpeed engine on any number of ranks), "deepspeed" (an engine on `ranks`
         at ZeRO `stage`, without further settings), "dcp" (FSDP2 and other programs with PyTorch's distributed
-        checkpoints) or "hf" (weights only, like `export`). `dtype` of the weights (default: the training's). `repair`
-        as in `export`; the optimizer's states of the lost rank become zero.
+        checkpoints) or "hf" (weights only, like `export`). `dtype`: type of the weights (default: as in training).
+        `repair`: as in `export`; the optimizer's states of the lost rank become zero.
         """
         report = Reporter(on_event)
         if to == "deepspeed" and (ranks is None or stage is None or ranks < 1 or not 0 <= stage <= 3):

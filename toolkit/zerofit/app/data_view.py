@@ -1,4 +1,4 @@
-"""Show data as a model receives it: the tokens of samples, and which tokens are learned."""
+"""Show data as a model receives it: the tokens of samples, and which tokens count in the loss."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ LEAST_BYTES = 64 << 20  # smaller differences are no cause
 # kind of memory -> why a run may need more of it than its forecast
 _MORE_OF = {
     "parameters": "each rank has the full model, or there is a second model",
-    "optimizer state": "the states have a wider type than in the forecast, or are not split",
-    "gradients": "gradients are kept, or not split",
+    "optimizer state": "the states have a wider type than in the forecast, or every rank has all of them",
+    "gradients": "gradients of earlier batches are kept, or every rank has all of them",
     "activations": "the batch was longer or larger, or outputs are kept",
     "logits and loss": "the batch was longer, or logits are kept",
     "communication buckets": "buckets are larger",
@@ -119,7 +119,7 @@ def _of_log(lines: Sequence[LogLine], source: str = "log") -> Explanation:
 def _of_run_folder(folder: RunFolder) -> Explanation:
     """Explain a run folder of zerofit from its ranks' logs and from the forecast made at its start."""
     if not folder.plan.is_file():
-        message = f"{folder.path} is no run folder of zerofit: it has no plan.json"
+        message = f"{folder.path} is not a zerofit run folder: plan.json is missing"
         raise UserError(Problem(kind="run-folder", message=message, hint=HINT, where="WHAT"))
     lines = list[LogLine]()
     for text, rank in _texts(folder):

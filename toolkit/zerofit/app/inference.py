@@ -135,8 +135,8 @@ def generate(
 ) -> Generation:
     """Continue `prompt` with a causal language model; `on_event` gets each piece as an event of kind "text".
 
-    `temperature` 0 uses the likeliest token each time; otherwise it is drawn from the likeliest tokens that together
-    have probability `top_p`. Other keyword arguments are those of InferenceOptions; raises like `evaluate`.
+    `temperature` 0 always uses the most likely token; otherwise tokens are sampled from the most likely ones that
+    together have probability `top_p`. Other keyword arguments are those of InferenceOptions; raises like `evaluate`.
 
 
     >>> import zerofit as zf

@@ -26,6 +26,7 @@ from zerofit.spec.files import number_in, read_jsonl
 from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.named_code import refuse_foreign_code
 from zerofit.spec.run_folder import Job, Layout, ReplayRequest, RunFolder, Start
+from zerofit.spec.units import counted
 from zerofit.watch.supervise import Watch
 
 WidePrecision = Literal["fp32", "fp64"]
@@ -64,7 +65,7 @@ def replay(
     report = Reporter(shielded(on_event) if on_event else None)
     folder = RunFolder(Path(run).absolute())
     if not folder.plan.is_file():
-        message = f"{run} is no run folder of zerofit: it has no plan.json"
+        message = f"{run} is not a zerofit run folder: plan.json is missing"
         raise UserError(Problem(kind="run-folder", message=message, hint="give the --output of a run", where="RUN"))
     refuse_if_held(folder)
     job = Job.read(folder)
@@ -72,8 +73,8 @@ def replay(
     losses = _losses(folder)
     last = step or _failed_step(folder, losses, job)
     if not 1 <= last <= max([job.steps, *losses]):
-        message = f"--step {last}: the run has {job.steps} steps"
-        raise UserError(Problem(kind="steps", message=message, hint="give a step from 1", where="--step"))
+        message = f"--step {last}: the run has {counted(job.steps, 'step')}"
+        raise UserError(Problem(kind="steps", message=message, hint="give a step of at least 1", where="--step"))
     start = _start_before(last, folder, job, report)
     report.note(f"replaying steps {start.step + 1 if start else 1} to {last}")
     target = RunFolder(folder.path / "replay" / f"step-{last}{f'-{precision}' if precision else ''}")

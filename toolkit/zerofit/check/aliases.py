@@ -1,4 +1,4 @@
-"""Old and second names of keys, replaced by the documented names before the rules run."""
+"""Old names and aliases of keys, replaced by the documented names before the rules run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def documented_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def corrected(config: Mapping[str, Any], findings: Iterable[Finding]) -> Aliases:
     """Return the configuration that the user means: with the edits of findings about single keys.
 
-    Errors such as `"enabled": "true"`, `"stage": "3"` or a misspelt section would hide other faults from the rules.
+    Errors such as `"enabled": "true"`, `"stage": "3"` or a misspelled section would hide other faults from the rules.
     """
     meant = deepcopy(dict(config))
     written: dict[str, str] = {}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from zerofit.check.argument_files import ArgumentFile
 from zerofit.check.reader import HUGGING_FACE
-from zerofit.check.subject import MICRO, STEPS, TOTAL, ZERO, RequestedValue
+from zerofit.check.subject import MICRO, STEPS, TOTAL, ZERO, GivenArgument, RequestedValue
 from zerofit.spec.local_machine import is_older
 from zerofit.spec.model_facts import ModelFacts
 
@@ -93,13 +92,6 @@ BY_WIDTH: dict[str, Callable[[int], int]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Argument:
-    value: Any
-    source: str
-    place: str
-
-
 def default_values(reader: str, facts: ModelFacts | None) -> Iterator[RequestedValue]:
     """Yield the values that Accelerate (and the Trainer through it) replaces "auto" with if no argument is given."""
     if reader not in HUGGING_FACE:
@@ -112,6 +104,15 @@ def default_values(reader: str, facts: ModelFacts | None) -> Iterator[RequestedV
         for name, size in BY_WIDTH.items():
             source = f"from the model's hidden size {width}"
             yield RequestedValue(path=f"{ZERO}.{name}", value=size(width), source=source, compared=False)
+
+
+def given_by(arguments: ArgumentFile) -> dict[str, GivenArgument]:
+    """Return the arguments whose values a file of the training program shows, by the file's names."""
+    return {
+        name: GivenArgument(value=given.value, source=f"{name} {given.value}", place=arguments.place(name))
+        for name, given in arguments.values.items()
+        if given.value is not None
+    }
 
 
 def requested_by(arguments: ArgumentFile, ranks: int | None) -> Iterator[RequestedValue]:
@@ -143,31 +144,30 @@ def _written(arguments: ArgumentFile, name: str) -> str:
     return AXOLOTL.get(name, name) if arguments.kind == "axolotl" else name
 
 
-def _argument(arguments: ArgumentFile, name: str) -> _Argument | None:
+def _argument(arguments: ArgumentFile, name: str) -> GivenArgument | None:
     """Return an argument of the Trainer (its default if it is not given), or None if it is unknown."""
     written = _written(arguments, name)
     if written in arguments.values:
         value = arguments.get(written)
-        known = isinstance(value, int | float)
-        return _Argument(value=value, source=f"{written} {value}", place=arguments.place(written)) if known else None
+        return given_by(arguments)[written] if isinstance(value, int | float) else None
     if arguments.kind == "axolotl" and name == "gradient_accumulation_steps" and "batch_size" in arguments.values:
         return _of_batch_size(arguments)
     if name not in DEFAULTS or arguments.open or (arguments.kind == "axolotl" and name in LEFT_OPEN):
         return None
-    return _Argument(value=DEFAULTS[name], source=f"{written} {DEFAULTS[name]}, its default", place="")
+    return GivenArgument(value=DEFAULTS[name], source=f"{written} {DEFAULTS[name]}, its default")
 
 
-def _of_batch_size(arguments: ArgumentFile) -> _Argument | None:
+def _of_batch_size(arguments: ArgumentFile) -> GivenArgument | None:
     """Return axolotl's gradient accumulation steps from its `batch_size` (utils/config, normalize_config)."""
     total, micro = arguments.get("batch_size"), arguments.get("micro_batch_size")
     if not (isinstance(total, int) and isinstance(micro, int) and micro > 0):
         return None
     source = f"batch_size {total} in micro batches of {micro}"
-    return _Argument(value=total // micro, source=source, place=arguments.place("batch_size"))
+    return GivenArgument(value=total // micro, source=source, place=arguments.place("batch_size"))
 
 
 def _requested(
-    path: str, value: Any, parts: list[_Argument], *, compared: bool = True, source: str = ""
+    path: str, value: Any, parts: list[GivenArgument], *, compared: bool = True, source: str = ""
 ) -> RequestedValue:
     place = next((part.place for part in parts if part.place), "")
     return RequestedValue(path=path, value=value, source=source or parts[0].source, place=place, compared=compared)

@@ -33,14 +33,14 @@ class Catalog:
     version: str
     schema: Schema  # JSON Schema of the whole configuration
     strict: frozenset[str]  # sections that refuse unknown keys; all others ignore them
-    deprecated: Mapping[str, str]  # dotted path of an old or second name -> documented name
+    deprecated: Mapping[str, str]  # dotted path of an old name or an alias -> documented name
     removed: frozenset[str]  # dotted paths that an older DeepSpeed supported and this one refuses
     optimizers: Mapping[str, Mapping[str, list[str]]]  # name -> variant ("fused", "cpu", "torch") -> parameters
     schedulers: Mapping[str, Mapping[str, Any]]  # name -> required, optional, own
 
     @cached_property
     def places(self) -> dict[str, list[str]]:
-        """The dotted paths of keys, by the last part of the key, without old and second names."""
+        """The dotted paths of keys, by the last part of the key, without old names and aliases."""
         found: dict[str, list[str]] = {}
         for path in sorted(_paths(self.schema)):
             if path not in self.deprecated:
@@ -68,7 +68,7 @@ DERIVED_WITH = (2, 14)  # the torch version with which data/ was derived
 
 @lru_cache(maxsize=1)
 def catalog() -> Catalog:
-    """Return the installed DeepSpeed's catalogue; if none is installed, the catalogue of the newest version in zerofit.
+    """Return the installed DeepSpeed's catalog; if none is installed, the catalog of the newest version in zerofit.
 
     Takes seconds once per version that zerofit does not ship.
     """
@@ -106,12 +106,12 @@ def _all_names() -> Mapping[str, Any]:
 
 
 def _shipped(version: str) -> dict[str, Any] | None:
-    """Return the shipped catalogue of a DeepSpeed version; None for an older torch, which has different optimizers."""
+    """Return the shipped catalog of a DeepSpeed version; None for an older torch, which has different optimizers."""
     return None if is_older("torch", DERIVED_WITH) else read_data(f"deepspeed-{version}.json")
 
 
 def _derived(version: str) -> dict[str, Any]:
-    """Return the cached catalogue, or derive it in a new process."""
+    """Return the cached catalog, or derive it in a new process."""
     path = cache_root() / "catalog" / f"deepspeed-{version}-torch-{importlib.metadata.version('torch')}.json"
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
@@ -126,7 +126,7 @@ def _derived(version: str) -> dict[str, Any]:
 
 
 def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
-    """Add our descriptions, and types if DeepSpeed has none. A second name gets the first name's description."""
+    """Add our descriptions, and types if DeepSpeed has none. An alias gets the description of its key."""
     descriptions, refinements = read_data("descriptions.json") or {}, read_data("refinements.json") or {}
 
     def walk(node: Schema, prefix: str, documented_prefix: str) -> None:

@@ -54,7 +54,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
 
 
 def mend(document: Document, setting: TargetHardware, rounds: int = 5) -> str:
-    """Return the text with all errors fixed that have one clear meaning.
+    """Return the text after fixing every error that has only one possible fix.
 
     Repeats, since a fix may uncover another error.
     """

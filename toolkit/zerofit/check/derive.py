@@ -4,7 +4,7 @@ DeepSpeed has no list of its keys. So its own reader (`DeepSpeedConfig`) reads a
 pretends to have sections. A section that is read into a pydantic class has the fields of that class. Optimizers and
 schedulers have the parameters of their constructors.
 
-`python -m zerofit.check.derive` prints the catalogue as JSON. Importing DeepSpeed takes seconds, so
+`python -m zerofit.check.derive` prints the catalog as JSON. Importing DeepSpeed takes seconds, so
 `zerofit.check.catalog` stores the result.
 """
 
@@ -320,7 +320,8 @@ def _inlined(schema: Schema) -> Schema:
 
 
 def _optimizers() -> dict[str, dict[str, list[str]]]:
-    """Return name (DeepSpeed's in lower case, torch's unchanged) -> variant -> parameters of its constructor."""
+    """Return name -> variant -> parameters of its constructor. DeepSpeed's names are in lower case, torch's names
+    unchanged."""
     import torch
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -351,7 +352,7 @@ def _optimizers() -> dict[str, dict[str, list[str]]]:
 
 
 def _schedulers() -> dict[str, dict[str, list[str]]]:
-    """Return name -> `required` and `optional` parameters: DeepSpeed's own, then torch's."""
+    """Return name -> `required` and `optional` parameters: DeepSpeed's own classes, then torch's classes."""
     import torch
     from deepspeed.runtime import lr_schedules
 
@@ -368,7 +369,7 @@ def _schedulers() -> dict[str, dict[str, list[str]]]:
 
 
 def _parameters(kind: Any, required: bool = False) -> list[str]:
-    """Return a constructor's parameters, except self and the model's or optimizer's."""
+    """Return a constructor's parameters, except self and the model or the optimizer."""
     skipped = {"self", "params", "model_params", "optimizer", "args", "kwargs"}
     signature = inspect.signature(kind.__init__).parameters.values()
     chosen = [p for p in signature if p.name not in skipped]

@@ -119,7 +119,7 @@ def _span_of(document: Document, path: str, member: ObjectMember) -> tuple[int, 
 def after_comma(text: str, end: int) -> int:
     """Return the offset after the comma that follows a value; comments may come before the comma."""
     found = re.match(r"(?:\s|//[^\n]*|#[^\n]*|/\*(?:[^*]|\*(?!/))*\*/)*,", text[end:])
-    assert found, "a member that is not the last is followed by a comma"
+    assert found, "every member except the last needs a comma"
     return end + found.end()
 
 

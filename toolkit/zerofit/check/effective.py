@@ -2,7 +2,7 @@
 
 1. GPT-NeoX passes on a part of its file (`given`).
 2. Faults with one clear correction are corrected (`meant`), so one error does not hide another error.
-3. Old and second names become the documented ones (`aliases`).
+3. Old names and aliases become the documented names (`aliases`).
 4. Each "auto" gets the value of the program that reads the file, from its arguments or its defaults (`filled`).
    Arguments that differ from the file are findings.
 
@@ -65,7 +65,7 @@ class EffectiveConfig:
 
 
 def effective_config(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware) -> EffectiveConfig:
-    """Compare the values of flags, arguments and programs with the JSON's values, and replace "auto" by them."""
+    """Compare the values of flags, arguments and programs with the JSON's values, and replace "auto" with them."""
     given = handed_on(config) if setting.reader == "neox" else Aliases(config=config)
     key_findings = tuple(keys(given.config, catalog, setting))
     meant = corrected(given.config, key_findings)

@@ -380,7 +380,7 @@ def _allowed(schema: Schema) -> str:
     types = schema.get("type", [])
     words_of = {
         "boolean": "true or false",
-        "integer": "a whole number",
+        "integer": "an integer",
         "number": "a number",
         "string": "a string",
         "array": "a list",

@@ -1,4 +1,4 @@
-"""Migration of an old DeepSpeed JSON to the installed version, with the same behaviour."""
+"""Migration of an old DeepSpeed JSON to the installed version, with the same behavior."""
 
 from __future__ import annotations
 

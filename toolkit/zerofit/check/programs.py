@@ -1,4 +1,4 @@
-"""Files of other programs that are not a DeepSpeed JSON, recognised by their keys."""
+"""Files of other programs that are not a DeepSpeed JSON, recognized by their keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gp
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program's file, and the keys to recognise it by."""
+    """A program's file, and the keys to recognize it by."""
 
     name: str
     kind: str = ""  # a kind of `zerofit.check.argument_files`; "" for files that name no DeepSpeed JSON

@@ -39,7 +39,7 @@ class Reader:
 
     def sentences(self) -> list[str]:
         """Return the reader, and what other programs do with the file."""
-        guess = f", since {self.why}; --for NAME sets another reader" if self.why else ""
+        guess = f", because {self.why}; use --for NAME if another program reads it" if self.why else ""
         return [f"read as a file for {SPOKEN[self.name]}{guess}", *([self.note] if self.note else [])]
 
 

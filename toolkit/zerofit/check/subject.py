@@ -16,22 +16,28 @@ TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestedValue:
-    """A value that a flag, an argument or a program sets for a key of the JSON."""
+class GivenArgument:
+    """An argument of the training program."""
+
+    value: Any
+    source: str  # "--micro-batch 4"
+    place: str = ""  # "run.sh:12"; "" for a default or a flag
+
+    @property
+    def by(self) -> str:
+        """The argument and its place."""
+        return f"{self.source} ({self.place})" if self.place else self.source
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestedValue(GivenArgument):
+    """A value (or a tuple of equivalent words, in lower case) that an argument sets for a key of the JSON."""
 
     path: str
-    value: Any  # or a tuple of equivalent words, in lower case
-    source: str  # "--micro-batch 4"
-    place: str = ""  # "run.sh:12"
     compared: bool = True  # compare it with the JSON's value; else it only replaces "auto"
     severity: Literal["error", "warning"] = "error"
     refused: str = ""  # why the key must not be in both files, even with equal values
     overruled: str = ""  # why the JSON's value is used, if this reader usually uses its own
-
-    @property
-    def by(self) -> str:
-        """The flag or argument, and its place."""
-        return f"{self.source} ({self.place})" if self.place else self.source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,8 @@ class TargetHardware:
     requested: tuple[RequestedValue, ...] = ()  # from flags and argument files
     guessed: bool = False  # whether the reader was guessed from the file
     one_thread: str | None = None  # the launcher that sets one thread per rank, and its place
+    arguments: Mapping[str, GivenArgument] = field(default_factory=dict)  # written in a file of the program, by name
+    host_bytes: int | None = None  # host memory of all nodes together
 
 
 class UnclearValue(Exception):
@@ -100,7 +108,7 @@ class CheckSubject:
         return value if isinstance(value, str) and value != "auto" else None
 
     def count(self, path: str) -> int | None:
-        """Return a whole number from 1, or None."""
+        """Return a positive integer, or None."""
         value = self.number(path)
         return value if isinstance(value, int) and value > 0 else None
 
@@ -127,10 +135,20 @@ class CheckSubject:
         """Return whether a flag, an argument or an argument file sets the key."""
         return any(value.path == path for value in self.setting.requested)
 
+    def argument(self, name: str) -> Any:
+        """Return an argument of the training program; None if no file shows it."""
+        given = self.setting.arguments.get(name)
+        return given.value if given else None
+
+    def by(self, name: str) -> str:
+        """Return an argument that a file shows, with its place."""
+        return self.setting.arguments[name].by
+
     reader = property(lambda self: self.setting.reader)
     facts = property(lambda self: self.setting.facts)
     precisions = property(lambda self: self.setting.precisions)
     one_thread = property(lambda self: self.setting.one_thread)
+    host_bytes = property(lambda self: self.setting.host_bytes)
     optimizers = property(lambda self: self.catalog.optimizers)
     schedulers = property(lambda self: self.catalog.schedulers)
     fp16 = property(lambda self: self.on("fp16.enabled"))

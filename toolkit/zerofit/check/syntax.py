@@ -105,7 +105,7 @@ def _duplicate(document: Document, path: str, first: Any, last: Any) -> Finding:
     return Finding(
         code="duplicate-key",
         path=path,
-        message=f"duplicate key {path}: here and in line {last.place.line}",
+        message=f"duplicate key {path}: here and on line {last.place.line}",
         why='DeepSpeed stops: "Duplicate keys in DeepSpeed config"; other readers use the last value',
         fix="remove one of them",
         edits=(Deletion(start, end),) if first.value.data == last.value.data else (),

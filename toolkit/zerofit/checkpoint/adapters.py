@@ -42,7 +42,7 @@ def write_adapters(folder: Path, model: nn.Module, source: ModelSource, weights:
     config.base_model_name_or_path = os.path.abspath(source.path) if source.path else source.name
     config.inference_mode = True
     config.modules_to_save = head_modules(model) or None
-    names = published_names(model, [name for name, p in model.named_parameters() if p.requires_grad])
+    names = published_names(model, head_modules(model))
     held = {names[name]: tensor.contiguous() for name, tensor in weights}
     assert held.keys() == set(names.values()), f"no tensors for {set(names.values()) - held.keys()}"
     config.save_pretrained(str(folder))
@@ -79,7 +79,7 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
     if not isinstance(config, LoraConfig):
         raise _unreadable(folder, f"has {config.peft_type} adapters, not LoRA", "merge it with peft's merge_and_unload")
     config.inference_mode = False  # otherwise peft would freeze the adapters
-    config.modules_to_save = None  # the model already has the head
+    trained, config.modules_to_save = config.modules_to_save or [], None  # peft would copy these modules
     info = read_model_info(folder)
     source, args = _base(folder, config, info)
     refuse_foreign_code(folder / CARD, trust_model_code, model=source.name, model_args=args)
@@ -89,14 +89,17 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
             model = inject_adapter_in_model(config, build(source, inputs, args), ADAPTER)
     except (ModelError, ValueError) as error:
         raise _unreadable(
-            folder, f"does not match {source.name}: {error}", "are the adapters for this model?"
+            folder, f"does not match {source.name}: {error}", "check that the adapters belong to this model"
         ) from None
-    for name in head_modules(model):
+    # peft compares only the ends: "norm" is "input_layernorm", too (utils/other.py, `_set_trainable`)
+    saved = [*head_modules(model), *(name for name, _ in model.named_modules() if name.endswith(tuple(trained)))]
+    for name in saved:
         model.get_submodule(name).requires_grad_(True)
-    names = published_names(model, [name for name, p in model.named_parameters() if p.requires_grad])
+    names = published_names(model, saved)
     missing = set(names.values()) ^ set(held.keys())
     if missing:
-        raise _unreadable(folder, f"does not match {source.name}: only one of them has {min(missing)}", "copy it again")
+        what, hint = f"does not match {source.name}: only one of them has {min(missing)}", "use peft's merge_and_unload"
+        raise _unreadable(folder, what, hint)
     return TrainedPart(
         source=source,
         inputs=inputs,
@@ -127,17 +130,20 @@ def _unreadable(folder: Path, what: str, hint: str) -> UserError:
     return UserError(Problem(kind="adapters", message=f"{folder} {what}", hint=hint, where=str(folder)))
 
 
-def published_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the names in peft's files for these parameters of a model with adapters."""
+def published_names(model: nn.Module, saved: list[str]) -> dict[str, str]:
+    """Return the names in peft's files for the trained parameters of a model with adapters.
+
+    `saved` are the modules that are trained without adapters: the head, and peft's `modules_to_save`.
+    """
     from peft import get_peft_model_state_dict
 
     # peft's naming is only available through its state_dict function. It gets empty marks under our names; the place of
     # each mark in its result is peft's name.
-    marks = {name: nn.Parameter() for name in names}
+    marks = {name: nn.Parameter() for name, p in model.named_parameters() if p.requires_grad}
     state = get_peft_model_state_dict(model, marks, ADAPTER, save_embedding_layers=False)
     own = {id(mark): name for name, mark in marks.items()}
-    head = tuple(f"{name}." for name in head_modules(model))
-    return {name: PREFIX + name for name in marks if name.startswith(head)} | {
+    whole = tuple(f"{name}." for name in saved)
+    return {name: PREFIX + name for name in marks if name.startswith(whole)} | {
         own[id(mark)]: PREFIX + name for name, mark in state.items()
     }
 

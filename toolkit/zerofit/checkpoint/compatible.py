@@ -113,8 +113,8 @@ def obstacles(old: Job, new: Job) -> list[Problem]:
 def piece_by_piece(job: Job) -> bool:
     """Return whether zerofit must load the tensors itself, even into the same layout.
 
-    DeepSpeed fails on its own elastic checkpoints and on parameters on NVMe, does not restore Adam's moments from
-    NVMe, and looks for a pipeline's layers in files that it does not write with spread experts (runtime/engine.py,
+    DeepSpeed fails on its own elastic checkpoints and on parameters on NVMe. It does not restore Adam's moments from
+    NVMe. With spread experts it does not write the files in which it looks for a pipeline's layers (runtime/engine.py,
     `_save_moe_checkpoint`).
     """
     config, layout = job.ds_config, job.layout

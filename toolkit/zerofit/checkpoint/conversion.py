@@ -1,4 +1,4 @@
-"""Conversions of checkpoints: result, forecast, progress, and the plan with which an interrupted one continues."""
+"""Conversions of checkpoints: result, forecast, progress, and how an interrupted conversion continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from typing import Any
 
 from zerofit.checkpoint.full_state import FullState
 from zerofit.checkpoint.index import MASTER
+from zerofit.checkpoint.model_folder import writable
+from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.process import deepspeed_quiet
 from zerofit.spec.units import shown_bytes
 
 SETTLED_S = 10.0  # seconds before the time left is estimated
@@ -44,7 +47,7 @@ def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:
     numel = state.numel(name)
     start, probe = time.monotonic(), state.read_flat(name, MASTER, 0, min(numel, PROBE))
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
-    with tempfile.TemporaryFile(dir=existing) as file:
+    with writable(out, "OUT"), tempfile.TemporaryFile(dir=existing) as file:
         for _ in range(2):  # into the mapped file, and into the result
             file.write(probe.numpy().data)
         file.flush()
@@ -55,8 +58,32 @@ def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:
     return f"forecast: {shown_bytes(total)} of disk, at most {shown_bytes(memory)} of host memory, {took}"
 
 
+def no_optimizer(state: FullState, what: str) -> UserError:
+    """Return the error for a checkpoint without states that another program's optimizer could load."""
+    message = f"{what} cannot be converted: {next(iter(state.notes), 'it has no optimizer states')}"
+    hint = "use --to hf for the weights"
+    return UserError(Problem(kind="no-optimizer", message=message, hint=hint, where="PATH"))
+
+
+def loss_scaling(numbers: dict[str, Any] | None, fp16: bool) -> dict[str, Any]:
+    """Return the fields of DeepSpeed's optimizers with the loss scaler of an engine, from the checkpoint's `numbers`.
+
+    Without numbers (None) an engine in fp16 gets a new scaler with DeepSpeed's defaults.
+    """
+    with deepspeed_quiet():
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    numbers = numbers if fp16 else {"cur_scale": 1.0}
+    if numbers and "scale_window" not in numbers:
+        return {"loss_scaler": LossScaler(numbers["cur_scale"]), "dynamic_loss_scale": False}
+    # runtime/constants.py, FP16_*_DEFAULT
+    scaler = DynamicLossScaler(2**16, scale_window=1000, min_scale=1, delayed_shift=2, consecutive_hysteresis=False)
+    vars(scaler).update(numbers or {})
+    return {"loss_scaler": scaler, "dynamic_loss_scale": True}
+
+
 def conversion_plan(checkpoint: Path, *options: object) -> dict[str, Any]:
-    """Return what identifies a conversion. An interrupted one continues only with the same input and options."""
+    """Return what identifies a conversion. An interrupted conversion continues only with the same input and options."""
     root = checkpoint if checkpoint.is_dir() else checkpoint.parent
     files = sorted(file for file in root.rglob("*") if file.is_file()) if checkpoint.is_dir() else [checkpoint]
     seen = {str(file.relative_to(root)): [(s := file.stat()).st_size, s.st_mtime_ns] for file in files}

@@ -11,12 +11,18 @@ from torch import Tensor
 from zerofit.checkpoint.deepspeed_files import EXPERTS, DeepSpeedFiles, Keys, Parts, step_count
 from zerofit.checkpoint.deepspeed_partitions import add_flat_groups, add_stage_three, partitioned_groups
 from zerofit.checkpoint.foreign import Foreign
-from zerofit.checkpoint.index import MASTER, EngineIndex, Location, ParameterGroup, RankIndex, SavedBuffer
-from zerofit.checkpoint.optimizer_names import state_names
+from zerofit.checkpoint.index import (
+    MASTER,
+    EngineIndex,
+    Location,
+    ParameterGroup,
+    RankIndex,
+    SavedBuffer,
+    scaler_numbers,
+)
+from zerofit.checkpoint.optimizer_names import state_names, weight_states
 from zerofit.checkpoint.store import STATE
 from zerofit.checkpoint.tensor_shares import whole_shards
-
-SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def deepspeed_index(found: Foreign) -> RankIndex:
@@ -138,9 +144,8 @@ def _unpartitioned_places(
         elif flat:
             where[MASTER] = files.at(file, ["optimizer", "fp32_groups_flat", group], offset)
             index = base["param_groups"][group]["params"][0]
-        for kind, state in base["state"].get(index, {}).items():
-            if isinstance(state, Tensor) and state.dim() and state.numel() >= value.numel():
-                where[kind] = files.at(file, [*inner, "state", index, kind], offset if flat else 0)
+        for kind in weight_states(base["state"].get(index, {}), value.numel()):
+            where[kind] = files.at(file, [*inner, "state", index, kind], offset if flat else 0)
         yield name, where
         offset += value.numel()
 
@@ -162,7 +167,6 @@ def _counters(files: DeepSpeedFiles, state: dict[str, Any]) -> dict[str, Any]:
     saved = files.load(file)["optimizer_state_dict"] if file else (state.get("optimizer") or {})
     # the new run has its own schedule; only the position is taken from the file
     schedule = state.get("lr_scheduler") or {"last_epoch": int(state.get("global_steps") or 0)}
-    scaler = saved.get("loss_scaler")
     return {
         "step": step_count(saved),
         "global_steps": int(state.get("global_steps") or 0),
@@ -170,5 +174,5 @@ def _counters(files: DeepSpeedFiles, state: dict[str, Any]) -> dict[str, Any]:
         "global_samples": int(state.get("global_samples") or 0),
         "lr_scheduler": {k: v for k, v in schedule.items() if type(v) in (int, float)},
         "schedule": state.get("lr_scheduler"),
-        "loss_scaler": {k: getattr(scaler, k) for k in SCALER if hasattr(scaler, k)} or None,
+        "loss_scaler": scaler_numbers(saved.get("loss_scaler") or saved),  # without ZeRO they are in the state itself
     }

@@ -15,6 +15,7 @@ from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.deepspeed_files import EXPERTS, MISSING, DeepSpeedFiles, Keys, Parts, flat_groups
 from zerofit.checkpoint.foreign import weight_files
 from zerofit.checkpoint.index import MASTER, Location, ParameterGroup, SavedBuffer, incomplete
+from zerofit.checkpoint.optimizer_names import weight_states
 
 
 def add_flat_groups(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
@@ -114,7 +115,7 @@ def _flat_weights(saved: dict[str, Any]) -> list[Tensor]:
 def _flat_locations(
     files: DeepSpeedFiles, file: str, saved: dict[str, Any], group: int, offset: int
 ) -> dict[str, Location]:
-    """Return the places of a stretch of a flat group: of its master weights, and of each state with the same length."""
+    """Return where the files have a stretch of a flat group: its master weights, and each state of the same length."""
     own: Keys = ["optimizer_state_dict"]
     key = "single_partition_of_fp32_groups" if "single_partition_of_fp32_groups" in saved else "fp32_flat_groups"
     where = {MASTER: files.at(file, [*own, key, group], offset)}
@@ -129,10 +130,7 @@ def _flat_locations(
         number = numbers[group] if group < len(numbers) else group
         keys, states = [*own, inner, "state", number], base["state"].get(number, {})
     length = saved[key][group].numel()
-    for kind, value in states.items():
-        if isinstance(value, Tensor) and value.dim() and value.numel() >= length:
-            where[kind] = files.at(file, [*keys, kind], offset)
-    return where
+    return where | {kind: files.at(file, [*keys, kind], offset) for kind in weight_states(states, length)}
 
 
 def _global_name(local: str, dp: int, state: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ Tensors are copied one by one into files that are mapped into memory, so the mod
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from zerofit.checkpoint.conversion import ConvertResult, conversion_plan, forecast, progress
+from zerofit.checkpoint.conversion import ConvertResult, conversion_plan, forecast, loss_scaling, no_optimizer, progress
 from zerofit.checkpoint.foreign import foreign_at
 from zerofit.checkpoint.foreign_facts import facts_of
 from zerofit.checkpoint.full_state import FullState, full_model
@@ -30,7 +31,7 @@ from zerofit.spec.files import atomic_write
 from zerofit.spec.model_facts import Precision
 from zerofit.spec.process import deepspeed_quiet
 
-ALIGNMENT = 2  # elements a rank: runtime/zero/stage_1_and_2.py, nccl_start_alignment_factor
+ALIGNMENT = 2  # elements per rank: runtime/zero/stage_1_and_2.py, nccl_start_alignment_factor
 SUB_GROUP = 10**9  # elements: the default of zero_optimization.sub_group_size
 # settings of torch's AdamW, for checkpoints without their own
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False}
@@ -63,6 +64,8 @@ class _TargetWriter:
         """Return zeros in a memory-mapped file that disappears when the tensor is no longer used."""
         if not count:
             return torch.zeros(0, dtype=dtype)
+        with self.scratch.open("wb") as file:  # without its blocks, a full disk would kill the process at a mapped page
+            os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)
         tensor = torch.from_file(str(self.scratch), shared=True, size=count, dtype=dtype)
         self.scratch.unlink()
         return tensor
@@ -81,6 +84,9 @@ class _TargetWriter:
 
     def step(self) -> Tensor:
         return torch.tensor(float(self.state.counters["step"] or 0))
+
+    def loss_scaling(self) -> dict[str, Any]:
+        return loss_scaling(self.state.counters.get("loss_scaler"), fp16=self.target.dtype == torch.float16)
 
     def save(self, path: Path, content: Callable[[], Any]) -> None:
         """Write a file completely or not at all, unless an interrupted call has written it."""
@@ -104,15 +110,12 @@ def write_deepspeed(
 ) -> None:
     """Write a checkpoint that a DeepSpeed engine loads with `load_checkpoint(folder)`.
 
-    The engine must have the same parameters in the same groups. Raises UserError if the optimizer's states are missing.
+    The engine must have the same parameters in the same groups.
     """
     place = folder / tag
     place.mkdir(exist_ok=True)
     groups = groups_of(state)
     writer = _TargetWriter(state=state, groups=groups, target=target, scratch=folder / ".scratch", wrote=wrote)
-    if not writer.kinds() or state.counters["step"] is None:
-        message = "it has no optimizer states, which an engine needs to resume"
-        raise UserError(Problem(kind="no-optimizer", message=message, hint="use --to hf for the weights", where="PATH"))
     with deepspeed_quiet():
         import deepspeed
 
@@ -198,7 +201,7 @@ def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, Any]
             }
         )
     return {
-        "dynamic_loss_scale": False,
+        **writer.loss_scaling(),
         "overflow": False,
         "clip_grad": 0.0,
         "base_optimizer_state": {
@@ -226,7 +229,7 @@ def _stretches(writer: _TargetWriter, names: list[str], first: int, end: int) ->
 
 
 def _unpartitioned(writer: _TargetWriter) -> dict[str, Any]:
-    """Return the optimizer state of stage 0: torch's own; with 16 bits that of runtime/fp16/unfused_optimizer.py."""
+    """Return the optimizer state of stage 0, as torch or, in 16 bits, runtime/fp16/unfused_optimizer.py saves it."""
     number, states, numbered, masters = 0, {}, [], []
     for group in writer.groups:
         numbered.append(group.settings | {"params": [*range(number, number + len(group.names))]})
@@ -242,14 +245,13 @@ def _unpartitioned(writer: _TargetWriter) -> dict[str, Any]:
     base = {"state": states, "param_groups": numbered}
     if writer.target.dtype == torch.float32:
         return base
-    scale = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": writer.state.counters["global_steps"]}
+    scaling = writer.loss_scaling()
+    scale = {"cur_iter": writer.state.counters["global_steps"]} | vars(scaling.pop("loss_scaler")) | scaling
     return scale | {"optimizer_state_dict": base, "fp32_groups": masters}
 
 
 def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], place: Path) -> None:
     """Write each rank's files of stage 3 (runtime/zero/stage3.py, _rigid_state_dict)."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-
     state, target = writer.state, writer.target
     subs = [(n, names) for n, group in enumerate(writer.groups) for names in _sub_groups(writer, group.names)]
     module = {name: torch.empty(0, dtype=target.dtype) for name in (*state.names, *state.ties)}
@@ -259,14 +261,12 @@ def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], place: Pat
         group.settings | {"params": [i for i, (owner, _) in enumerate(subs) if owner == n]}
         for n, group in enumerate(writer.groups)
     ]
-    scaler = LossScaler(scale=1)
     versions = {key: common[key] for key in ("ds_version", "ds_config")}
 
     def partition(rank: int) -> dict[str, Any]:
         return {
             "zero_stage": 3,
-            "loss_scaler": scaler,
-            "dynamic_loss_scale": False,
+            **writer.loss_scaling(),
             "overflow": False,
             "partition_count": target.ranks,
             "optimizer_state_dict": {
@@ -319,6 +319,7 @@ def write_distributed(state: FullState, folder: Path, wrote: Callable[[int], Non
 
     FSDP2 loads it with `torch.distributed.checkpoint.load` on any number of ranks.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
     target = Target(ranks=1, stage=0, dtype=torch.float32)
@@ -329,7 +330,13 @@ def write_distributed(state: FullState, folder: Path, wrote: Callable[[int], Non
     named = [group.settings | {"params": group.names} for group in groups]
     states = {name: optimizer["state"][number] for number, name in enumerate(names)}
     saved = {"model": _weights(writer), "optimizer": {"state": states, "param_groups": named}}
-    save(saved | {"step": state.counters["global_steps"]}, checkpoint_id=str(folder), no_dist=True)
+    failures = {}
+    try:
+        save(saved | {"step": state.counters["global_steps"]}, checkpoint_id=str(folder), no_dist=True)
+    except CheckpointException as error:  # it is no Exception, and has the ranks' exceptions
+        failures = error.failures
+    for failure, _ in failures.values():
+        raise failure
 
 
 def convert_to(
@@ -343,7 +350,7 @@ def convert_to(
 ) -> ConvertResult:
     """Convert a checkpoint for a DeepSpeed engine of `target`, or (None) to a PyTorch distributed checkpoint.
 
-    `dtype` is the type of training (default: the checkpoint's). `repair` replaces the data of a lost rank. Raises
+    `dtype` is the type of training (default: as in the checkpoint). `repair` replaces the data of a lost rank. Raises
     UserError.
     """
     report = report or Reporter()
@@ -356,12 +363,14 @@ def convert_to(
         raise UserError(
             Problem(kind="no-whole-view", message=message, hint="use --to hf for the weights", where="--to")
         )
+    if state.counters["step"] is None or not state.has_states:
+        raise no_optimizer(state, str(checkpoint))
     if target:
         target = replace(target, dtype=DTYPES[dtype or precision])
     count = sum(state.numel(name) for name in state.names)
     total = sum(4 * state.numel(name) * len(state.kinds(name)) for name in state.names)
-    # the distributed checkpoint is copied from the mapped files
-    refuse_small_disk(out, total * (1 if target else 2))
+    # the content of a file, or of a distributed checkpoint, is on the disk in mapped files until it is written
+    refuse_small_disk(out, total + total // (target.ranks if target and target.stage else 1))
     report.note(forecast(state, total, out, target.ranks if target and target.stage == 3 else 1))
     wrote, step = progress(report, total), state.counters["global_steps"]
     tag, plan = f"global_step{step}", conversion_plan(checkpoint, target, dtype, repair) if target else None

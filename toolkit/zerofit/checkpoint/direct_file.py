@@ -100,7 +100,7 @@ class DirectFile:
     def write_bytes(self, place: int, data: memoryview) -> list[tuple[int, bytes]]:
         """Write full blocks. Return the first and the last bytes, for `write_edges`.
 
-        The kernel does not allow cached and direct writes to neighbouring blocks at the same time.
+        The kernel does not allow cached and direct writes to neighboring blocks at the same time.
         """
         first = -place % BLOCK
         end = max(first + (len(data) - first) // BLOCK * BLOCK, first)

@@ -141,8 +141,8 @@ def export_foreign(
 ) -> ExportResult:
     """Write another program's weights: a Hugging Face folder, peft's adapters, or one safetensors file.
 
-    `config` is the folder with config.json and the tokenizer (default: the checkpoint's, or its parent). Without a
-    config, tensors have the checkpoint's names. `repair` replaces the data of a lost rank. Raises UserError.
+    `config` is the folder with config.json and the tokenizer (default: the checkpoint's folder, or its parent).
+    Without a config, tensors have the checkpoint's names. `repair` replaces the data of a lost rank. Raises UserError.
     """
     state, folder = FullState(found.path, repair=repair), config or model_config_folder(found)
     for repaired in state.repaired:
@@ -153,7 +153,9 @@ def export_foreign(
     if adapters is not None:
         return _write_foreign_adapters(state, adapters, out, wanted)
     if folder is None:
-        report.note(f"{found.path} has no config.json: names are the checkpoint's (--model FOLDER has a config)")
+        report.note(
+            f"{found.path} has no config.json: the export has the checkpoint's names (--model FOLDER sets a config)"
+        )
     try:
         model = _named_model(folder) if folder else _shape_model(state)
     except ModelError as error:
@@ -183,7 +185,7 @@ def _named_model(folder: Path) -> nn.Module:
 
 
 def _shape_model(state: FullState) -> nn.Module:
-    """Return a module without code that has the checkpoint's names and shapes."""
+    """Return a module with the checkpoint's names and shapes, but without a forward."""
     model = nn.Module()
     for name in state.tensors:
         owner = model

@@ -1,4 +1,4 @@
-"""Checkpoints of other programs, recognised by the names of their files.
+"""Checkpoints of other programs, recognized by the names of their files.
 
     saved/latest, saved/global_step3/         DeepSpeed; also in the Trainer's checkpoint-3/, in Lightning's NAME.ckpt/
     saved/latest, saved/pytorch_model/        DeepSpeed by Accelerate
@@ -35,14 +35,15 @@ MAGIC = {
     b"version https://git-lfs": "a pointer of Git LFS without the file; run `git lfs pull`",
     b"<": "a web page and not the file; download it again",
 }
-FOLDERS = {
-    "*.gguf": "a folder with a GGUF file (llama.cpp)",
+OTHERS = {
+    "adapter_config.json": "a folder of peft's adapters: `ckpt export PATH OUT --merge` writes the full model",
+    "*.gguf": "a GGUF file (llama.cpp), or a folder with one",
     "_CHECKPOINT_METADATA": "an Orbax checkpoint (JAX)",
     "*/_CHECKPOINT_METADATA": "a folder with an Orbax checkpoint (JAX)",
     "flax_model*.msgpack": "a Flax model (JAX)",
     "*.data-?????-of-?????": "a TensorFlow checkpoint",
     "tf_model*.h5": "a TensorFlow model",
-    "*.onnx": "a folder with an ONNX model",
+    "*.onnx": "an ONNX model",
 }
 ARCHIVES = {"constants.pkl": "a TorchScript program, and not a state dict", ".npy": "a NumPy archive"}
 SHARD = re.compile(r"(.+-)(\d{5})(-of-(\d{5})\.\w+)")
@@ -149,7 +150,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def state_dict_files(found: Foreign) -> list[Path]:
-    """List the files of a state dict; files that are missing, too, if the names of the others count them."""
+    """List the files of a state dict, including missing files if the other files' names show how many there are."""
     files = [found.files]
     if found.files.is_dir():
         every = sorted(found.files.glob("*.safetensors"))
@@ -163,7 +164,7 @@ def state_dict_files(found: Foreign) -> list[Path]:
 def other_format(path: Path) -> str | None:
     """Return what a file or folder is that zerofit does not read; None if it is unknown."""
     if path.is_dir():
-        return next((text for pattern, text in FOLDERS.items() if any(path.glob(pattern))), None)
+        return next((text for pattern, text in OTHERS.items() if any(path.glob(pattern))), None)
     try:
         with path.open("rb") as file:
             head = file.read(512).lstrip()
@@ -176,7 +177,8 @@ def other_format(path: Path) -> str | None:
     except (OSError, zipfile.BadZipFile):
         return None
     tar = "a tar archive; unpack it first" if head[257:262] == b"ustar" else None
-    return next((text for magic, text in MAGIC.items() if head.startswith(magic)), tar)
+    named = next((text for pattern, text in OTHERS.items() if path.match(pattern)), tar)
+    return next((text for magic, text in MAGIC.items() if head.startswith(magic)), named)
 
 
 def latest_of(path: Path) -> str | None:

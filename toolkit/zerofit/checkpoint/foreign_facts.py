@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import struct
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, cast
@@ -25,6 +26,7 @@ from zerofit.checkpoint.index import MASTER, Shard, expected_content
 from zerofit.checkpoint.store import Damage
 from zerofit.spec.errors import UserError
 from zerofit.spec.foreign import Unreadable, read_json
+from zerofit.spec.units import counted
 
 PRECISIONS = ("bf16", "fp16")  # sections of a DeepSpeed JSON
 TORCH_FILES = (".pt", ".bin", ".pth", ".ckpt")
@@ -89,7 +91,8 @@ def facts_of(found: Foreign) -> ForeignFacts:
 
 
 def _damage_of(error: UserError, root: Path) -> list[Damage]:
-    kinds = {"missing-file": "missing", "damaged-file": "unreadable", "unsafe-file": "unsafe"}
+    kinds = {"missing-file": "missing", "unsafe-file": "unsafe"}
+    kinds |= dict.fromkeys(("damaged-file", "unreadable-file"), "unreadable")
     files = sorted(file for file in root.rglob("*") if file.is_file())
     damage = []
     for problem in error.problems:  # the file of the error's place, or the file in its message
@@ -114,7 +117,8 @@ def _model_class(found: Foreign) -> str | None:
 
 
 def model_config_folder(found: Foreign) -> Path | None:
-    """Return the folder where the program keeps config.json and the tokenizer: the checkpoint's, or its parent."""
+    """Return the folder where the program keeps config.json and the tokenizer: the checkpoint's folder, or its
+    parent."""
     root = found.path if found.path.is_dir() else found.path.parent
     return next((folder for folder in (root, root.parent) if (folder / "config.json").is_file()), None)
 
@@ -181,9 +185,9 @@ def _torch_file_damage(file: Path, name: str) -> list[Damage]:
     try:
         with UncachedReader(file) as opened:
             bad = _changed_records(opened)
-    except PermissionError as error:
-        return [Damage(file=name, kind="unreadable", message=str(error.strerror))]
     except (zipfile.BadZipFile, EOFError, OSError, struct.error, ValueError) as error:
+        if cause := _system_error(error):
+            return [Damage(file=name, kind="unreadable", message=cause)]
         if file.stat().st_size and file.open("rb").read(2) not in (b"PK", b"\0\0"):
             return []  # torch's older format: a pickle, which is parsed later
         return [Damage(file=name, kind="truncated", message=f"it has {file.stat().st_size} bytes: {error}")]
@@ -191,6 +195,11 @@ def _torch_file_damage(file: Path, name: str) -> list[Damage]:
         Damage(file=name, kind="changed", message=f"the checksum of {_tensor_at(file, record)} differs")
         for record in bad[:1]
     ]
+
+
+def _system_error(error: Exception) -> str | None:
+    """Return why the system cannot read a file; None if its content is at fault: EINVAL is a place before its start."""
+    return error.strerror if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL) else None
 
 
 def _changed_records(opened: UncachedReader) -> list[str]:
@@ -246,7 +255,7 @@ def _distributed_damage(found: Foreign) -> list[Damage]:
     try:
         stored = safe_load.load_metadata(file).storage_data
     except UserError as error:
-        return [Damage(file=METADATA, kind="truncated", message=error.problems[0].message)]
+        return [replace(damage, file=METADATA) for damage in _damage_of(error, found.files)]
     damage: dict[str, Damage] = {}
     for place, where in stored.items():
         path, name = found.files / where.relative_path, where.relative_path
@@ -254,21 +263,23 @@ def _distributed_damage(found: Foreign) -> list[Damage]:
             continue
         if not path.is_file():
             lost = [key.fqn for key, other in stored.items() if other.relative_path == name]
-            message = f"it has parts of {len(lost)} tensors, {lost[0]} first"
+            message = f"it has parts of {counted(len(lost), 'tensor')}, {lost[0]} first"
             damage[name] = Damage(file=name, kind="missing", message=message)
         elif not 0 <= where.offset <= where.offset + where.length <= path.stat().st_size:
-            message = f"{path.stat().st_size} bytes; {place.fqn} ends at {where.offset + where.length}"
+            message = f"it has {path.stat().st_size} bytes, but {place.fqn} ends at byte {where.offset + where.length}"
             damage[name] = Damage(file=name, kind="truncated", message=message)
         else:
-            start = b""
+            start, cause = b"", None
             try:
                 with UncachedReader(path, where.offset, where.length) as part:
                     start = part.read(2)
                     bad = _changed_records(part) if start == b"PK" else []
             except (zipfile.BadZipFile, EOFError, OSError, ValueError, struct.error) as error:
-                bad = [str(error)]
+                bad, cause = [str(error)], _system_error(error)
             described = getattr(place, "fqn", "?")
-            if bad or start not in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05"):
+            if cause:
+                damage[name] = Damage(file=name, kind="unreadable", message=cause)
+            elif bad or start not in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05"):
                 damage[name] = Damage(file=name, kind="changed", message=f"the checksum of {described} differs")
     return list(damage.values())
 
@@ -342,7 +353,7 @@ def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
     groups = flat_groups(state)
     if found.stage_three:
         count = sum(len(group) for group in groups)
-        return f"1/{ranks} of each of {count} parameters, and of their optimizer states, are lost"
+        return f"1/{ranks} of each of {counted(count, 'parameter')}, and of their optimizer states, are lost"
     total = sum(shape.numel() for group in groups for shape in group.values())
     first, end, place, lost = total * dp // ranks, total * (dp + 1) // ranks, 0, []
     for group in groups:
@@ -365,7 +376,7 @@ def _remedy(found: Foreign) -> str:
         return (
             f"; {copy} has all weights in 16 bits: --repair uses these weights, and sets lost optimizer states to zero"
         )
-    return f"; `zerofit ckpt export` writes the 16-bit weights of {copy}, but no run can resume"
+    return f"; `zerofit ckpt export` writes the 16-bit weights of {copy}, but no run can resume from them"
 
 
 def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
@@ -387,7 +398,7 @@ def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
                     continue
                 if _differ(state, share, shard, saved):
                     other = files.model(mp)[0]
-                    message = f"{name} differs from its weights in {other}: the files are of two steps or runs"
+                    message = f"{name} differs from its weights in {other}: the files are from different steps or runs"
                     damage[file] = Damage(file=file, kind="mixed", message=message)
     return list(damage.values())
 

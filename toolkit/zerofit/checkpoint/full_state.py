@@ -40,6 +40,7 @@ from zerofit.checkpoint.store import MANIFEST, STATE, manifest_of
 from zerofit.checkpoint.torch_files import distributed_index, state_dict_index, universal_index
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import stays_inside
+from zerofit.spec.run import Run
 
 # How a full tensor is assembled from the files of many ranks, in two levels:
 #
@@ -48,6 +49,7 @@ from zerofit.spec.files import stays_inside
 #
 # A part of a tensor is read directly from the stretches that overlap it, in memory-mapped files. Each element is read
 # once, also if many ranks' files are written from it.
+UNREADABLE_STATES = "only its own optimizer (bitsandbytes, Adafactor, ...) can load its optimizer states"
 ONE_ENGINE = {STATE: ""}
 WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # each network of a GAN has its own engine: its name, and the prefix of its parameters' names in the pair
@@ -62,10 +64,16 @@ class FullState:
     (`global_steps`, `step`, `loss_scaler`, ...); `notes` describe data that the files lack. Raises UserError
     "incomplete-checkpoint" if the files do not cover every element exactly once or an index is invalid, "no-whole-view"
     if the layout does not save all state. With `repair` the data of a lost rank is replaced, if other files have the
-    weights; `repaired` lists these replacements.
+    weights; `repaired` lists these replacements. `run` is the run that loads the checkpoint, if there is one.
     """
 
-    def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE, repair: bool = False):
+    def __init__(
+        self,
+        checkpoint: Path,
+        engines: Mapping[str, str] = ONE_ENGINE,
+        repair: bool = False,
+        run: Run | None = None,
+    ):
         self._folder, self._open = Path(checkpoint), {}
         self._own = (self._folder / "ranks").is_dir()
         self._chunks: dict[tuple[str, tuple[int, int]], Any] = {}  # separate tensors, as many as `_most_chunks`
@@ -78,14 +86,17 @@ class FullState:
         self._shards: dict[str, list[Shard]] = defaultdict(list)
         self._buffers: dict[str, list[SavedBuffer]] = defaultdict(list)
         with expected_content(self._folder):
-            self.names = self._collect(engines, repair)
+            self.names = self._collect(_indexes(self._folder, run), engines, repair)
             self._check_names()
             self._check_coverage()
+        if self.counters.get("step") is not None and not self.has_states:
+            self.counters["step"] = None
+            self.notes = self.notes or [UNREADABLE_STATES]
 
-    def _collect(self, engines: Mapping[str, str], repair: bool) -> list[str]:
+    def _collect(self, indexes: Iterable[RankIndex], engines: Mapping[str, str], repair: bool) -> list[str]:
         """Read the indexes of all ranks. Return the names of the parameters."""
         order: dict[str, None] = {}
-        for rank in _indexes(self._folder):
+        for rank in indexes:
             for engine, prefix in engines.items():
                 if engine not in rank.engines:
                     raise self._incomplete(f"it has no engine {engine!r}, only {', '.join(rank.engines)}")
@@ -147,6 +158,11 @@ class FullState:
         """List the kinds of a tensor: "fp32", and after the first step a parameter's optimizer states."""
         return [MASTER] if name in self._buffers else list(self._shards_of(name)[0].where)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether a parameter has states of an optimizer."""
+        return any(len(self.kinds(name)) > 1 for name in self.names)
+
     def shares(self, name: str) -> list[list[Shard]]:
         """Return the stretches of a parameter, in one list for each tensor parallel rank."""
         return list(_by_cut(self._shards_of(name)).values())
@@ -160,7 +176,7 @@ class FullState:
 
     @property
     def saved_dtype(self) -> torch.dtype:
-        """The narrowest type that keeps the numbers of all parameters; of separate tensors the type of the first."""
+        """The narrowest type that can represent the master weights of all parameters."""
         firsts = [self._shards_of(name)[0] for name in self.names]
         firsts = firsts[:1] if firsts[0].where[MASTER].span else firsts
         return reduce(torch.promote_types, (self._stored(shard, MASTER, 0, 0).dtype for shard in firsts))
@@ -320,19 +336,19 @@ class FullState:
         return incomplete(self._folder, reason)
 
 
-# format -> function that builds the index of another program's checkpoint
+# format -> function that builds the index of another program's checkpoint; the other formats are state dicts
 FOREIGN: dict[str, Callable[[Foreign], RankIndex]] = {
     "deepspeed": deepspeed_index,
     "dcp": distributed_index,
     "universal": universal_index,
-    "torch": state_dict_index,
-    "safetensors": state_dict_index,
 }
 
 
-def _indexes(checkpoint: Path) -> Iterable[RankIndex]:
+def _indexes(checkpoint: Path, run: Run | None) -> Iterable[RankIndex]:
     """Return the index of each rank: read from zerofit's files, or built for another program's checkpoint."""
     found = None if (checkpoint / "ranks").is_dir() else foreign_at(checkpoint)
+    if found and found.format in ("torch", "safetensors"):
+        return [state_dict_index(found, run)]
     return [FOREIGN[found.format](found)] if found else read_ranks(checkpoint)
 
 

@@ -20,8 +20,12 @@ from torch import Tensor
 from zerofit.checkpoint.store import Count
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.foreign import Unreadable, read_json, shaped
+from zerofit.spec.units import counted
 
 MASTER = "fp32"  # the weights, in the optimizer's precision
+# fp16's dynamic loss scaler: its state, and DeepSpeed's settings of it (runtime/fp16/loss_scaler.py)
+SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+SCALER_SETTINGS = ("scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")
 HINT = "`zerofit ckpt verify` lists the damaged files; use another checkpoint"
 
 
@@ -119,6 +123,18 @@ class EngineIndex:
     groups: list[ParameterGroup] = field(default_factory=list)  # if another program's files have them
 
 
+def scaler_numbers(scaler: Any) -> dict[str, Any] | None:
+    """Return the numbers of an fp16 loss scaler, given as an object or a dict; a static scale has only `cur_scale`.
+
+    For bf16 and fp32, whose scale is always 1, return None.
+    """
+    fields = scaler if isinstance(scaler, dict) else vars(scaler)
+    numbers = {key: fields[key] for key in (*SCALER, *SCALER_SETTINGS) if type(fields.get(key)) in (int, float, bool)}
+    if "scale_window" in numbers:
+        return numbers
+    return {"cur_scale": numbers["cur_scale"]} if numbers.get("cur_scale", 1) != 1 else None
+
+
 @dataclass(frozen=True)
 class RankIndex:
     """A rank's index of its files."""
@@ -140,7 +156,7 @@ def read_ranks(folder: Path) -> Iterator[RankIndex]:
             first = " ".join(str(error).split())[:200]
             raise incomplete(folder, f"the index ranks/{file.name} cannot be read: {first}") from None
         if len(files) != index.world_size:
-            message = f"it was written by {index.world_size} ranks, but has {len(files)} indexes"
+            message = f"it was written by {counted(index.world_size, 'rank')}, but has {counted(len(files), 'index')}"
             raise incomplete(folder, message)
         yield index
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -77,51 +77,66 @@ def staged_folder(out: Path, where: str = "OUT", plan: dict[str, Any] | None = N
     """
     refuse_existing(out, where)
     out = out.absolute()
-    # next to `out`, so that the rename stays on one file system; with the process id, so that two exports do not
-    # collide
-    staging = out.with_name(f".{out.name}.{'converting' if plan else f'writing-{os.getpid()}'}")
-    hint = "check the free disk space and permissions" + ("; the same command then continues" if plan else "")
+    staging = out.with_name(f".{out.name}.writing")  # next to `out`, so that the rename stays on one file system
+    then = f"; the same command then continues with the files in {staging}" if plan else ""
+    with writable(out, where, then), _locked(staging, plan, where):
+        try:
+            yield staging
+            for path in staging.rglob("*"):
+                if path.is_file():
+                    sync_file(path)
+            (staging / PLAN).unlink(missing_ok=True)
+            sync_folders(staging)
+            os.rename(staging, out)
+            sync_folder(out.parent)
+        except BaseException:
+            for path in staging.rglob(".*"):  # incomplete files would keep a full disk full
+                if path.is_file() and path.name != PLAN:
+                    path.unlink()
+            if not plan or not any(path.is_file() for path in staging.rglob("[!.]*")):
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def writable(out: Path, where: str, then: str = "") -> Iterator[None]:
+    """Turn the system's errors into a UserError "output-unwritable", also if torch raised its own error after them."""
     try:
-        with _continued(staging, plan, where) if plan else nullcontext(staging.mkdir(parents=True)):
-            try:
-                yield staging
-                for path in staging.rglob("*"):
-                    if path.is_file():
-                        sync_file(path)
-                (staging / PLAN).unlink(missing_ok=True)
-                sync_folders(staging)
-                os.rename(staging, out)
-                sync_folder(out.parent)
-            except BaseException:
-                if not plan or not any(path.is_file() for path in staging.rglob("[!.]*")):
-                    shutil.rmtree(staging, ignore_errors=True)
-                raise
-    except OSError as error:
-        message = f"{out} cannot be written: {error.strerror or error}"
+        yield
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        message = f"{out} cannot be written: {cause.strerror or cause}"
+        hint = f"check the free disk space and permissions{then}"
         raise UserError(Problem(kind="output-unwritable", message=message, hint=hint, where=where)) from error
 
 
 @contextmanager
-def _continued(staging: Path, plan: dict[str, Any], where: str) -> Iterator[None]:
-    """Hold the lock of a staging folder; empty the folder if it was written with another plan."""
+def _locked(staging: Path, plan: dict[str, Any] | None, where: str) -> Iterator[None]:
+    """Make the staging folder and hold its lock. Remove what a killed call has left there, except for the same plan."""
     staging.mkdir(parents=True, exist_ok=True)
-    with (staging / PLAN).open("a+") as file:
+    folder = os.open(staging, os.O_RDONLY)
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             message, hint = f"another process is writing {staging}", "wait for it, or use another folder"
             raise UserError(Problem(kind="output-exists", message=message, hint=hint, where=where)) from None
-        file.seek(0)
-        wanted = json.dumps(plan, sort_keys=True)
-        continues = file.read() == wanted
+        except OSError:  # a network file system without locks
+            pass
+        file, wanted = staging / PLAN, json.dumps(plan, sort_keys=True)
+        continues = plan is not None and file.is_file() and file.read_text() == wanted
         for path in staging.rglob("*"):  # names of incomplete files begin with a dot
-            if path.is_file() and path.name != PLAN and not (continues and path.name[0] != "."):
+            if path.is_file() and not (continues and (path.name[0] != "." or path == file)):
                 path.unlink()
-        if not continues:
-            file.truncate(0)
-            file.write(wanted)
-            file.flush()
+        if plan:
+            file.write_text(wanted)
         yield
+    finally:
+        os.close(folder)
 
 
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]  # `map`, or that of a pool of threads

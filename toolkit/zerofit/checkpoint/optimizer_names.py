@@ -1,4 +1,4 @@
-"""Names for the numbers in torch's optimizer state dicts, which number parameters in the order of their groups."""
+"""Names for the indices in torch's optimizer state dicts, which index parameters in the order of their groups."""
 
 from __future__ import annotations
 
@@ -16,9 +16,19 @@ RULES = (
     lambda name, shape: ".deepspeed_experts." not in name,
 )
 
+PACKED = ("__bnb_optimizer_quant_state__", "state1")  # bitsandbytes' states: codes of 8 bits and a scale per block
+
+
+def weight_states(states: dict[str, Any], numel: int) -> list[str]:
+    """Return the kinds of a parameter's states that have a number for each of its `numel` elements."""
+    if any(key in states for key in PACKED):
+        return []
+    numbers = {kind: value for kind, value in states.items() if isinstance(value, Tensor) and value.dim()}
+    return [kind for kind, value in numbers.items() if value.is_floating_point() and value.numel() >= numel]
+
 
 def state_names(base: dict[str, Any], shapes: Shapes, masters: Any = None) -> list[list[tuple[int, str]]] | None:
-    """Return for each group the numbers of its parameters and their names; None if no known order fits the shapes.
+    """Return the index and the name of each parameter, by group; None if no known order fits the shapes.
 
     `masters` are the weights of each group, if the file has them.
     """
@@ -49,5 +59,5 @@ def _fits(names: list[list[str]], groups: list[list[int]], known: list[list[Any]
 
 
 def _shape(state: dict[str, Any] | None) -> tuple[int, ...] | None:
-    tensors = (value for value in (state or {}).values() if isinstance(value, Tensor) and value.dim())
-    return next((tuple(value.shape) for value in tensors), None)
+    kinds = weight_states(state or {}, 0)
+    return tuple(state[kinds[0]].shape) if state and kinds else None

@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 class PublishedFiles:
     """The files of a published model: safetensors of at most `max_shard_bytes`, and configs.
 
-    Parameters are in `dtype`; buffers keep theirs.
+    Parameters are in `dtype`; buffers keep their type.
     """
 
     def __init__(self, published: PublishedModel, dtype: torch.dtype, max_shard_bytes: int = SHARD_BYTES):

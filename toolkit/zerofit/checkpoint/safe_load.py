@@ -105,7 +105,7 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False, span: tu
     safetensors file is a mapping of its tensors.
 
     Raises UserError: "unsafe-file" if the file needs other classes, "damaged-file" if it cannot be parsed,
-    "missing-file" if it cannot be read.
+    "missing-file" if it does not exist, "unreadable-file" if the system cannot read it.
     """
     allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
     with deepspeed_quiet() if for_engine else nullcontext():
@@ -127,7 +127,7 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False, span: tu
         with torch.serialization.safe_globals(allowed), _unreserved_maps():
             return torch.load(path, map_location="cpu", weights_only=not _TRUSTED.get(), mmap=in_place)
     except OSError as error:
-        raise _error("missing-file", f"{path} cannot be read: {error.strerror}", "", path) from None
+        raise _unopened(path, error) from None
     except pickle.UnpicklingError as error:
         raise _refused(path, str(error)) from None
     except Exception as error:  # a damaged file can raise anything
@@ -229,7 +229,7 @@ def load_metadata(path: Path) -> Any:
         if not isinstance(metadata.storage_data, dict) or not isinstance(metadata.state_dict_metadata, dict):
             raise ValueError("no storage_data")
     except OSError as error:
-        raise _error("missing-file", f"{path} cannot be read: {error.strerror}", "", path) from None
+        raise _unopened(path, error) from None
     except Unreadable as error:
         raise _refused(path, error.reason) from None
     except Exception as error:  # a damaged file can raise anything
@@ -275,6 +275,11 @@ def _damaged(path: Path | str, reason: str) -> UserError:
     first = next((line.strip() for line in reason.splitlines() if line.strip()), "")
     kind = "safetensors" if str(path).endswith(SAFETENSORS) else "torch"
     return _error("damaged-file", f"{path} is damaged or not a {kind} file: {first}", "use an older checkpoint", path)
+
+
+def _unopened(path: Path | str, error: OSError) -> UserError:
+    kind = "missing-file" if isinstance(error, FileNotFoundError) else "unreadable-file"
+    return _error(kind, f"{path} cannot be read: {error.strerror or error}", "", path)
 
 
 def _error(kind: str, message: str, hint: str, path: Path | str) -> UserError:

@@ -66,7 +66,7 @@ class FileMark:
 class FrozenWeights:
     """A reference to weights outside a checkpoint or folder of adapters.
 
-    It prevents the use of other weights by mistake.
+    It prevents the use of the wrong weights.
     """
 
     parameters: int  # elements
@@ -402,5 +402,7 @@ def _damage_problem(checkpoint: Path, damage: Damage, where: str) -> Problem:
 
 
 def _no_checkpoint(message: str, where: str) -> UserError:
-    hint = "give a run's folder, one of its checkpoints/step-... folders, or DeepSpeed's, Accelerate's or the Trainer's"
+    hint = (
+        "give a run's folder, one of its checkpoints/step-..., or a checkpoint of DeepSpeed, Accelerate or the Trainer"
+    )
     return UserError(Problem(kind="no-checkpoint", message=message, hint=hint, where=where))

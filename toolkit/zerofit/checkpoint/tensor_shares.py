@@ -49,7 +49,7 @@ def whole_shards(found: Foreign, parts: Parts, rules: dict[str, Any] | None) -> 
         message = (
             f"{found.files} is split over {parts.tensor_ranks} tensor parallel ranks, without rules to join {what}"
         )
-        hint = "gather it with the program that wrote it, e.g. save_16bit_model; DeepSpeed 0.19 and newer save rules"
+        hint = "gather it with the program that wrote it, e.g. save_16bit_model; DeepSpeed saves these rules since 0.19"
         raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where=str(found.files)))
     shares = _Rules(rules)
     return [shard for name, ranks in parts.shards.items() for shard in _joined(found, shares, name, ranks)]

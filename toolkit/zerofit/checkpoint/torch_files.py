@@ -24,17 +24,20 @@ from zerofit.checkpoint.index import (
     Shard,
     TensorSlice,
     incomplete,
+    scaler_numbers,
 )
-from zerofit.checkpoint.optimizer_names import state_names
+from zerofit.checkpoint.optimizer_names import PACKED, state_names, weight_states
 from zerofit.checkpoint.store import STATE
 from zerofit.models.build import build
-from zerofit.models.catalog import find
+from zerofit.models.catalog import find, source_of
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.run import Run
 
 STATE_KEY = re.compile(r"(?:(?P<prefix>.*)\.)?state\.(?P<name>.+)\.(?P<kind>[a-z_0-9]+)")
 GROUP_KEY = re.compile(r"optim\w*\.param_groups\.(?P<group>.+)\.(?P<setting>\w+)")
 WEIGHTS = ("model", "state_dict", "module", "model_state_dict")  # keys of a state dict within a file
 STATES = ("optimizer", "optimizer_states", "optimizer_state_dict")
+SCALER = "scaler.pt"  # of fp16 without DeepSpeed
 STATISTICS = (".running_mean", ".running_var")  # batch norm's buffers
 Keys = list[str | int]
 
@@ -113,7 +116,7 @@ def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Loc
     shards, buffers = [], []
     for key in weights:
         name, kinds = key.removeprefix(prefix), states.get(key.removeprefix(prefix), {})
-        moments = {kind: k for kind, k in kinds.items() if kind != "step"}
+        moments = {kind: k for kind, k in kinds.items() if kind != "step" and not kinds.keys() & {*PACKED}}
         described = tensors[key][0][0]
         shape = tuple(described.size)
         if not str(described.properties.dtype).startswith(("torch.float", "torch.bfloat")):
@@ -131,9 +134,19 @@ def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Loc
     value = safe_load.load(found.path / places[0].file, span=places[0].span) if places else None
     step = step_count({"step": value})
     ranks = {shard.where[MASTER].file for shard in shards}
-    counters = {"step": step, "global_steps": step or found.step or 0}
+    counters = {"step": step, "global_steps": step or found.step or 0, "loss_scaler": _grad_scaler(found.path)}
     notes = [] if states else ["it has no optimizer states"]
     return _index(shards, counters, len(ranks), buffers, notes=notes, groups=_distributed_groups(found, scalars))
+
+
+def _grad_scaler(folder: Path) -> dict[str, Any] | None:
+    """Return the scale of torch's GradScaler, saved by the Trainer and Accelerate, as numbers of DeepSpeed's loss
+    scaler."""
+    saved = safe_load.load(folder / SCALER) if (folder / SCALER).is_file() else None
+    if not saved:  # {}: of a scaler that is switched off
+        return None
+    numbers = {"cur_scale": saved["scale"], "cur_iter": saved["_growth_tracker"], "last_overflow_iter": -1}
+    return numbers | {"scale_factor": saved["growth_factor"], "scale_window": saved["growth_interval"]}
 
 
 def _distributed_groups(found: Foreign, scalars: dict[str, Location]) -> list[ParameterGroup]:
@@ -165,10 +178,7 @@ def _prefix(weights: list[str], states: list[str]) -> str:
 
 
 def _chunk_shard(found: Foreign, name: str, shape: tuple[int, ...], chunk: Any, where: dict[str, Location]) -> Shard:
-    """Return a block of a tensor as a shard. A block of rows is a stretch.
-
-    A block of columns is a cut; its rows are a stretch of the cut.
-    """
+    """Return a block of a tensor as a shard: full rows as a stretch, other blocks as a stretch of a cut."""
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     columns = [dim for dim in range(1, len(shape)) if sizes[dim] != shape[dim]]
     if len(columns) > 1:
@@ -226,7 +236,7 @@ def _weights_key(content: Any, file: str) -> str | None:
     known = [key for key in WEIGHTS if key in inner]
     if not known and len(inner) > 1:
         names = ", ".join(map(str, inner))
-        raise incomplete(Path(file), f"it has several state dicts ({names})", "save one of them in a file of its own")
+        raise incomplete(Path(file), f"it has several state dicts ({names})", "save one of them in a separate file")
     return next(iter([*known, *inner]), None)
 
 
@@ -234,8 +244,11 @@ def _has_tensor(content: dict[Any, Any]) -> bool:
     return any(isinstance(value, Tensor) for value in content.values())
 
 
-def state_dict_index(found: Foreign) -> RankIndex:
-    """Build the index of full state dicts: a torch file, or safetensors with the optimizer's file next to them."""
+def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
+    """Build the index of full state dicts: a torch file, or safetensors with the optimizer's file next to them.
+
+    The optimizer's file numbers the parameters. Their order is known from the model of `run`, or else of config.json.
+    """
     root = found.path if found.path.is_dir() else found.path.parent
     saved, notes = _StateDict(), []
     for file in state_dict_files(found):
@@ -252,8 +265,10 @@ def state_dict_index(found: Foreign) -> RankIndex:
     if not saved.states and beside:
         saved.states = _states_in({"optimizer": safe_load.load(beside)}, beside.name)
         saved.states["keys"] = saved.states.get("keys", [""])[1:]  # the file is the optimizer's state dict
-    order = _model_order(root) or list(saved.shapes)  # safetensors files sort the names
-    by_name = _by_name(saved.states, {name: saved.shapes[name] for name in order if name in saved.shapes}, notes)
+    shapes = {name: saved.shapes[name] for name in _model_order(root, run) if name in saved.shapes}
+    if len(shapes) < len(saved.shapes):  # a wrapper's prefix; its file has the model's order, but safetensors do not
+        shapes = saved.shapes
+    by_name = _by_name(saved.states, shapes, notes)
     parameters = [
         Shard(
             name=name,
@@ -266,16 +281,17 @@ def state_dict_index(found: Foreign) -> RankIndex:
         for name, where in saved.places.items()
     ]
     step = step_count(saved.states.get("base"))
-    counters = {"step": step, "global_steps": found.step or step or 0}
+    counters = {"step": step, "global_steps": found.step or step or 0, "loss_scaler": _grad_scaler(root)}
     return _index(parameters, counters, 1, saved.buffers, notes=notes, ties=saved.ties)
 
 
-def _model_order(folder: Path) -> list[str]:
-    """Return the names of the parameters in the order of the model in config.json; [] without one."""
-    if not (folder / "config.json").is_file():
+def _model_order(folder: Path, run: Run | None) -> list[str]:
+    """Return the names of the parameters in the model's order; [] if neither a run nor config.json describes it."""
+    if run is None and not (folder / "config.json").is_file():
         return []
+    source = source_of(run) if run else find(str(folder.absolute()))
     with torch.device("meta"):
-        model = build(replace(find(str(folder.absolute())), pretrained=None), None, {})
+        model = build(replace(source, pretrained=None, partial=None), None, dict(run.model_args) if run else {})
     return [name for name, _ in model.named_parameters()]
 
 
@@ -308,8 +324,7 @@ def _by_name(
     return {
         name: {
             kind: Location(file=states["file"], keys=[*states["keys"], "state", key, kind])
-            for kind, value in base["state"].get(key, {}).items()
-            if isinstance(value, Tensor) and value.dim()
+            for kind in weight_states(base["state"].get(key, {}), math.prod(shapes.get(name, ())))
         }
         for key, name in names.items()
     }
@@ -327,4 +342,7 @@ def universal_index(found: Foreign) -> RankIndex:
         shards.append(Shard(name=file.parent.name, shape=shape, cut=None, start=0, numel=math.prod(shape), where=where))
         if step is None and (file.parent / "step.pt").is_file():
             step = step_count({"step": safe_load.load(file.parent / "step.pt")})
-    return _index(shards, {"step": step, "global_steps": found.step or step or 0}, 1, [])
+    shared = found.files / "zero/optimizer_state.pt"
+    scaler = scaler_numbers(safe_load.load(shared).get("loss_scaler") or {}) if shared.is_file() else None
+    counters = {"step": step, "global_steps": found.step or step or 0, "loss_scaler": scaler}
+    return _index(shards, counters, 1, [])

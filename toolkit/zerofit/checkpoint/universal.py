@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
-from zerofit.checkpoint.conversion import ConvertResult, conversion_plan, forecast, progress
+from zerofit.checkpoint.conversion import ConvertResult, conversion_plan, forecast, loss_scaling, no_optimizer, progress
 from zerofit.checkpoint.foreign import foreign_at
 from zerofit.checkpoint.foreign_facts import facts_of
 from zerofit.checkpoint.full_state import GAN_ENGINES, ONE_ENGINE, FullState
-from zerofit.checkpoint.index import HINT, MASTER
+from zerofit.checkpoint.index import HINT
 from zerofit.checkpoint.model_folder import refuse_existing, refuse_small_disk, staged_folder
 from zerofit.checkpoint.store import STATE, Manifest, folder_name, is_own, manifest_of
 from zerofit.spec.errors import Problem, UserError
@@ -36,7 +36,7 @@ from zerofit.spec.files import atomic_write
 # the files with an engine's counters: for stages 0 to 2, and for stage 3
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
-GLOBALS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "zero_stage")
+GLOBALS = ("overflow", "clip_grad", "zero_stage")
 
 
 def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> ConvertResult:
@@ -51,6 +51,10 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> Conv
     tag = folder_name(step)
     tags = {engine: tag if engine == STATE else f"{tag}-{engine}" for engine in sources}
     states = {engine: FullState(checkpoint, {engine: ""}) for engine in sources}
+    for engine, state in states.items():
+        # plain SGD has no states, but DeepSpeed's files have its settings
+        if not state.has_states and (state.notes or sources[engine] is None):
+            raise no_optimizer(state, str(checkpoint))
     total = sum(4 * state.numel(name) * len(state.kinds(name)) for state in states.values() for name in state.names)
     refuse_small_disk(out, total)
     report.note(forecast(states[STATE], total, out))
@@ -65,7 +69,8 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> Conv
 
 
 def _sources(checkpoint: Path) -> tuple[dict[str, Path | None], int, int]:
-    """Return for each engine the folder of DeepSpeed's files (None: another program's), the step, and the ranks."""
+    """Return for each engine the folder of DeepSpeed's files (None: files of another program), the step, and the
+    ranks."""
     if not is_own(checkpoint) and (found := foreign_at(checkpoint)):
         facts = facts_of(found)
         return {STATE: found.files if found.format == "deepspeed" else None}, facts.step or 0, facts.ranks or 1
@@ -91,7 +96,7 @@ def _write_engine(source: Path | None, state: FullState, ranks: int, folder: Pat
     try:
         counters, optimizer = engine_facts(source, state)
     except (LookupError, TypeError, AttributeError) as error:
-        message = f"the files in {source} are not DeepSpeed's: {type(error).__name__}: {error}"
+        message = f"DeepSpeed did not write the files in {source}: {type(error).__name__}: {error}"
         raise UserError(Problem(kind="incomplete-checkpoint", message=message, hint=HINT, where="PATH")) from None
     for name in state.names:
         place = folder / "zero" / name
@@ -117,14 +122,17 @@ def engine_facts(source: Path | None, state: FullState) -> tuple[dict[str, Any],
 
     Without DeepSpeed's files (`source` is None), use the counters in the index. Raises UserError "no-optimizer".
     """
+    numbers = state.counters.get("loss_scaler")  # without them an engine keeps its own scaler
+    scaling = loss_scaling(numbers, fp16=True) if numbers else {}
     if source is not None:
-        return _counters(source), _optimizer_globals(source)
-    if state.counters["step"] is None or all(state.kinds(name) == [MASTER] for name in state.names):
-        raise _no_optimizer("it")
+        optimizer = _optimizer_globals(source)
+        if optimizer is None:
+            raise no_optimizer(state, str(source))
+        return _counters(source), optimizer | {"globals": optimizer["globals"] | scaling}
     counters = {key: state.counters[key] for key in COUNTERS} | {"ds_version": version("deepspeed")}
     groups = [group.settings for group in state.groups]
     step = torch.tensor(float(state.counters["step"]))
-    return counters, {"globals": {"dynamic_loss_scale": False, "overflow": False}, "groups": groups, "step": step}
+    return counters, {"globals": {"overflow": False, **scaling}, "groups": groups, "step": step}
 
 
 def _save(value: Any, path: Path) -> None:
@@ -136,17 +144,17 @@ def _counters(source: Path) -> dict[str, Any]:
     """Return the counters, which are the same in all ranks' model states files."""
     files = sorted(source.glob("*model_states.pt"))
     files = [file for file in files if "mp_rank" in file.name]  # a pipeline's layers have files too
-    saved = safe_load.load(files[0], for_engine=True)
+    saved = safe_load.load(files[0])
     return {"ds_version": saved["ds_version"]} | {key: saved[key] for key in COUNTERS if key in saved}
 
 
-def _optimizer_globals(source: Path) -> dict[str, Any]:
+def _optimizer_globals(source: Path) -> dict[str, Any] | None:
     """Return the optimizer's state that is not per parameter: ZeRO's globals, parameter groups, step count."""
     files = sorted(source.glob("*_optim_states.pt")) or sorted(source.glob("mp_rank_*_model_states.pt"))
-    saved = safe_load.load(files[0], for_engine=True)
+    saved = safe_load.load(files[0])
     own = _own_state(saved)
     if own is None:
-        raise _no_optimizer(str(files[0]))
+        return None
     zero = saved.get("optimizer_state_dict") or {}
     states = own["state"].values() if isinstance(own["state"], dict) else own["state"]
     step = next((entry["step"] for entry in (*states, *own["param_groups"]) if "step" in entry), None)
@@ -154,11 +162,6 @@ def _optimizer_globals(source: Path) -> dict[str, Any]:
         step = step.clone()  # without a copy, torch.save would write the tensor's full storage
     groups = [{key: value for key, value in g.items() if key != "params"} for g in own["param_groups"]]
     return {"globals": {key: zero[key] for key in GLOBALS if key in zero}, "groups": groups, "step": step}
-
-
-def _no_optimizer(what: str) -> UserError:
-    hint = "only checkpoints after at least one step, with the optimizer, can be converted (--to hf: weights only)"
-    return UserError(Problem(kind="no-optimizer", message=f"{what} has no optimizer state", hint=hint, where="PATH"))
 
 
 def _own_state(saved: Any) -> dict[str, Any] | None:

@@ -56,7 +56,7 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], inte
             # the function raises KeyboardInterrupt with the run folder, if there is one
             where = str(request)
             saved = where and any((Path(where) / "checkpoints").glob("step-*"))
-            hint = "the same command resumes from the newest checkpoint" if saved else interrupted
+            hint = "run the same command again to resume from the newest checkpoint" if saved else interrupted
             fail([Problem(kind="interrupted", message="stopped on request", hint=hint, where=where)], STOPPED, as_json)
     if as_json:
         print(json.dumps(result if isinstance(result, dict) else result.to_dict()), flush=True)
@@ -90,7 +90,7 @@ def _stoppable() -> Iterator[None]:
 
 
 def fail_internally(error: Exception, as_json: bool) -> NoReturn:
-    """Exit with code 70 for an error of zerofit itself, and name the file with the traceback.
+    """Exit with code 70 for a bug in zerofit, and name the file with the traceback.
 
     A missing package of an extra, or a path that the system refuses, is bad input (code 2).
     """

@@ -252,6 +252,6 @@ def _show_explained(report: CheckReport) -> None:
 def _show_difference(report: CheckReport) -> None:
     old, new = (text.splitlines(keepends=True) for text in (report.result.document.text, report.new_text or ""))
     for line in difflib.unified_diff(old, new, report.result.file, report.written or ""):
-        colour = {"+": "green", "-": "red", "@": "cyan"}.get(line[0])
-        click.echo(style(line.rstrip("\n"), fg=colour))
+        color = {"+": "green", "-": "red", "@": "cyan"}.get(line[0])
+        click.echo(style(line.rstrip("\n"), fg=color))
     click.echo(f"written: {report.written}", err=True)

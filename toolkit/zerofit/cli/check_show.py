@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SCREEN = 12  # maximum number of findings per file without --all
 LINES = 10  # maximum number of places shown for one finding
-STOPS, DIFFERS = "stops the run", "does something else than you think"  # headings
+STOPS, DIFFERS = "stops the run", "has a different effect than you expect"  # headings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,11 @@ def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
 
 def _show_group(console: Console, file: str, group: Sequence[Finding], show_all: bool) -> None:
     first, most = group[0], len(group) if show_all else LINES
-    colour = "red" if first.severity == "error" else "yellow"
+    color = "red" if first.severity == "error" else "yellow"
     head = f"{file}:{first.line}:{first.column}: {first.severity}: {first.message} [{first.code}]"
     places = {finding.fix: finding.path for finding in reversed(group[:most])}  # fix -> the first key that it is for
     fixes = [f"fix: {f'{path}: ' if len(places) > 1 and path else ''}{fix}" for fix, path in reversed(places.items())]
-    print_facts(console, [("", head)], indent=0, hang=4, style=colour)
+    print_facts(console, [("", head)], indent=0, hang=4, style=color)
     print_facts(console, [("", line) for line in (*_others(group, most), first.why, *fixes)], indent=4)
 
 

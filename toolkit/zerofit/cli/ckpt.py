@@ -16,7 +16,7 @@ from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, Group
 from zerofit.spec.events import OnEvent
 from zerofit.spec.model_facts import PRECISIONS
-from zerofit.spec.units import shown_bytes
+from zerofit.spec.units import counted, shown_bytes
 
 if TYPE_CHECKING:
     from zerofit.app.checkpoints import Checkpoint, CheckpointDescription, CheckpointList, VerifyResult
@@ -108,7 +108,7 @@ def verify(path: Path, as_json: bool) -> None:
 @click.option("--to", type=click.Choice(FORMATS), default="universal", help="format to write [universal]")
 @click.option("--ranks", type=int, help="data parallel ranks that load it (--to deepspeed)")
 @click.option("--stage", type=int, help="ZeRO stage that loads it (--to deepspeed)")
-@click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the weights [the training's]")
+@click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the weights [as in training]")
 @REPAIR
 @TRUST_PICKLE
 @AS_JSON
@@ -197,7 +197,7 @@ def show_list(result: CheckpointList) -> None:
         # a resume skips damaged checkpoints, so they are highlighted
         styles.append(None if row.whole else "red")
     console, damaged = out(), len([style for style in styles if style])
-    count = "1 checkpoint" if len(rows) == 1 else f"{len(rows)} checkpoints"
+    count = counted(len(rows), "checkpoint")
     words = f"{damaged} of {count} in" if damaged else f"{count} in"
     verdict = "DAMAGED" if damaged else "COMPLETE" if rows else "NONE"
     print_verdict(console, verdict, f"{words} {result.folder}", good=not damaged)
@@ -213,17 +213,17 @@ def show_list(result: CheckpointList) -> None:
 def show_description(result: CheckpointDescription) -> None:
     """Print the facts of one checkpoint."""
     console = out()
-    if result.batch is None:
+    if result.batch is None or result.world_size is None:
         _show_foreign(result)
         return
     console.print(f"STEP {result.step} of {result.steps}  {result.path}", style="bold", soft_wrap=True)
     layout = _layout(result.layout) if result.layout else "?"
     losses = {name: value for name, value in result.figures.items() if name == "loss" or name.startswith("valid")}
     lines = {
-        "saved": f"{_moment(result.created)}, {shown_bytes(result.bytes or 0)} in {len(result.files)} files",
+        "saved": f"{_moment(result.created)}, {shown_bytes(result.bytes or 0)} in {counted(len(result.files), 'file')}",
         "model": f"{result.model} ({result.parameters:,} parameters, {result.task})",
         "data": f"{result.data}, {result.samples:,} samples seen",
-        "layout": f"{layout}, {result.world_size} ranks",
+        "layout": f"{layout}, {counted(result.world_size, 'rank')}",
         "training": f"{result.precision}, {result.optimizer}, "
         f"micro batch {result.batch.micro} x {result.batch.accumulation} accumulation steps",
         "figures": ", ".join(f"{k} {v:.4g}" for k, v in losses.items() if isinstance(v, int | float)) or "-",
@@ -238,7 +238,7 @@ def _show_foreign(result: CheckpointDescription) -> None:
     console.print(f"STEP {result.step}  {result.path}", style="bold", soft_wrap=True)
     lines = {
         "what": result.name,
-        "saved": f"{_moment(result.created)}, {shown_bytes(result.bytes or 0)} in {len(result.files)} files",
+        "saved": f"{_moment(result.created)}, {shown_bytes(result.bytes or 0)} in {counted(len(result.files), 'file')}",
         "model": f"{result.model or 'without config.json'} ({result.parameters:,} parameters)",
         "training": ", ".join(filter(None, (result.precision, result.optimizer))) or None,
         "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()) or None,

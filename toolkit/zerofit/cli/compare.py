@@ -14,6 +14,7 @@ from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, Group, Number, add_options, given, run_options
 from zerofit.compare.job import WARM, CompareJob
 from zerofit.spec.run import load_run
+from zerofit.spec.units import counted
 
 if TYPE_CHECKING:
     from zerofit.app.comparing.laboratory import Laboratory
@@ -42,9 +43,9 @@ common_options = add_options(
     AS_JSON,
 )
 step_options = add_options(  # of comparisons that train for some steps
-    click.option("--global-batch", type=POSITIVE, **usual("global_batch", "samples of a step")),
+    click.option("--global-batch", type=POSITIVE, **usual("global_batch", "samples per step")),
     click.option("--steps", type=click.IntRange(min=WARM + 1), **usual("steps", "optimizer steps of each strategy")),
-    click.option("--eval-samples", type=POSITIVE, **usual("eval_samples", "validation samples of an evaluation")),
+    click.option("--eval-samples", type=POSITIVE, **usual("eval_samples", "validation samples per evaluation")),
 )
 
 
@@ -61,7 +62,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
     try:
         numbers = tuple(int(word) for word in value.split(","))
     except ValueError:
-        raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 16,32,64") from None
+        raise click.BadParameter(f"{value!r} is not a list of integers such as 16,32,64") from None
     if min(numbers) < 1 or len(set(numbers)) < len(numbers):
         raise click.BadParameter(f"{value!r}: numbers of 1 or more, each once")
     return numbers
@@ -118,7 +119,7 @@ def strategies(model: str, as_json: bool, **options: Any) -> None:
 
 @compare.command(name="batch-size")
 @click.argument("model")
-@click.option("--sizes", callback=_numbers, default="16,32,64,128,256,512", show_default=True, help="samples of a step")
+@click.option("--sizes", callback=_numbers, default="16,32,64,128,256,512", show_default=True, help="samples per step")
 @click.option("--target", type=Number(0, 1, min_open=True), default=0.95, show_default=True, help="accuracy")
 @click.option("--scale-lr", type=click.Choice(SCALES), default="none", show_default=True, help="growth of --lr by size")
 @click.option("--per-rank", type=POSITIVE, help="samples per step and DDP rank [train on one device]")
@@ -127,11 +128,11 @@ def strategies(model: str, as_json: bool, **options: Any) -> None:
 )
 @click.option("--seeds", type=POSITIVE, default=3, show_default=True, help="runs of each size")
 @click.option("--epochs", type=POSITIVE, default=5, show_default=True, help="epochs of every run")
-@click.option("--eval-samples", type=POSITIVE, help="validation samples of an evaluation [all]")
+@click.option("--eval-samples", type=POSITIVE, help="validation samples per evaluation [all]")
 @run_options(FIELDS)
 @common_options
 def batch_size(model: str, as_json: bool, **options: Any) -> None:
-    """Show which batch size reaches the target accuracy first, and from which size on larger sizes do not help.
+    """Show the batch size that reaches the target accuracy first, and the size above which training gets no faster.
 
     --lr is the learning rate of the smallest size; --scale-lr raises it for larger sizes.
     """
@@ -163,7 +164,7 @@ def scaling(model: str, as_json: bool, **options: Any) -> None:
 @step_options
 @common_options
 def all_experiments(model: str, as_json: bool, **options: Any) -> None:
-    """Do every experiment with MODEL, on 1, 2, 4, ... --ranks ranks, and write one page about all of them.
+    """Run every experiment with MODEL, on 1, 2, 4, ... --ranks ranks, and write one page about all of them.
 
     --lr is the learning rate for --global-batch. Repeat the command to resume.
     """
@@ -199,7 +200,7 @@ def show_strategies(result: Comparison[StrategyRow]) -> None:
     _print_rows(console, result)
     for row in result.rows:
         if row.agrees is False:
-            words = f"{row.strategy}: weights differ from the single device's by {row.max_weight_difference:.1e}"
+            words = f"{row.strategy}: weights differ by {row.max_weight_difference:.1e} from those of a single device"
             words += "; the cause is batch norm over each rank's own part of the batch" if row.batch_norm else ""
             console.print(words, style="yellow")
         if row.staleness:
@@ -214,7 +215,7 @@ def show_strategies(result: Comparison[StrategyRow]) -> None:
 
 
 def show_sizes(result: Comparison[SizeRow]) -> None:
-    """Print the first size, the size from which larger sizes do not help, all runs, and each size over its seeds."""
+    """Print the first size, the size above which training gets no faster, all runs, and each size over its seeds."""
     console, target = out(), f"{result.about['target']:.1%}"
     reached, words = _first(result.summary or (), target, result.about["epochs"])
     print_verdict(console, "FIRST" if reached else "NOT REACHED", words, good=reached)
@@ -223,17 +224,15 @@ def show_sizes(result: Comparison[SizeRow]) -> None:
     filled = [dict(zip(names, row, strict=True)) for row in rows]
     console.print(fitting_table(console, filled, (), names, names[0]))
     if result.critical_batch:
-        words = (
-            f"critical batch size: {result.critical_batch:,.0f} samples, which need twice the samples to reach {target}"
-        )
-        print_facts(console, [("", f"{words} that the smallest batches need")], 0)
+        words = f"critical batch size: {result.critical_batch:,.0f} samples; reaching {target} at this size needs twice"
+        print_facts(console, [("", f"{words} as many samples as with the smallest batches")], 0)
     _print_files(console, result)
 
 
 def show_laboratory(result: Laboratory) -> None:
     """Print the path of the page, and for each experiment its question and the number of rows that ran."""
     console = out()
-    print_verdict(console, "DONE", f"{len(result.experiments)} experiments in {result.written[0]}")
+    print_verdict(console, "DONE", f"{counted(len(result.experiments), 'experiment')} in {result.written[0]}")
     for done in result.experiments:
         rows = done.compared.rows
         ran = sum(row.status == "ok" for row in rows)
@@ -265,7 +264,7 @@ def _first(summary: Sequence[SizeSummary], target: str, epochs: int) -> tuple[bo
     best = min(medians, key=lambda size: medians[size])
     words = f"batch size {best} reached {target} after {medians[best]:.1f} s (median)"
     larger = [size.batch_size for size in summary if size.batch_size > best]
-    return True, words + (f"; sizes from {larger[0]} up do not help" if larger else "")
+    return True, words + (f"; sizes of {larger[0]} and more are no faster" if larger else "")
 
 
 def _print_rows(console: Console, result: Comparison[Any]) -> None:

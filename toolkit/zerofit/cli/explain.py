@@ -17,13 +17,13 @@ from zerofit.cli.simulate import HARDWARE_FIELDS, SCRIPT, CommandAfterDashes, co
 from zerofit.cli.simulate_show import CHANGES, KINDS, cost
 from zerofit.explain.result import Change, Explanation
 from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.units import shown_bytes
+from zerofit.spec.units import counted, shown_bytes
 
 if TYPE_CHECKING:
     from zerofit.spec.cluster import Cluster
 
 NOT_KNOWN = 1
-CANNOT_KNOW = "CANNOT KNOW"
+NO_CAUSE = "CAUSE UNKNOWN"
 
 
 @click.command(cls=CommandAfterDashes)
@@ -73,7 +73,7 @@ def show(result: Explanation) -> None:
     """Print the cause, then the evidence, the memory in use by kind, and the changes that would help."""
     console = out()
     console.print()
-    cause = result.cause.replace("-", " ").upper() if result.is_known else CANNOT_KNOW
+    cause = result.cause.replace("-", " ").upper() if result.is_known else NO_CAUSE
     print_verdict(console, cause, result.summary, good=False)
     print_facts(console, _facts(result))
     if result.run_next:
@@ -88,7 +88,7 @@ def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
         yield "your line", f"{result.at}{function}{f': {result.code}' if result.code else ''}"
     if result.asked_by:
         yield "requested by", result.asked_by
-    if when := [*filter(None, [result.phase, f"after {result.steps:,} steps" if result.steps else ""])]:
+    if when := [*filter(None, [result.phase, f"after {counted(result.steps, 'step')}" if result.steps else ""])]:
         yield "when", ", ".join(when)
     if len(result.ranks) > 1:
         yield "ranks", ", ".join(result.ranks[:8]) + (f" and {len(result.ranks) - 8} more" if result.ranks[8:] else "")

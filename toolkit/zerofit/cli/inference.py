@@ -17,7 +17,7 @@ from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, Number, add_opt
 from zerofit.cli.terminal import write_data
 from zerofit.spec.events import Event
 from zerofit.spec.model_facts import PRECISIONS
-from zerofit.spec.units import shown_bytes, shown_rate, shown_score
+from zerofit.spec.units import counted, shown_bytes, shown_rate, shown_score
 
 if TYPE_CHECKING:
     from zerofit.app.inference import ChatResult, Evaluation, Generation
@@ -31,8 +31,8 @@ HEAD_SCORES = ("macro_f1", "micro_f1", "rouge1", "rouge2", "rouge_l")
 OFFLOAD_HELP = "folder for weights on disk that have to be converted first [a temporary folder]"
 MEMORY_HELP = "use only these devices, like 0=20GiB,cpu=60GiB, and the disk (unless disk=0) [the free memory]"
 NEW_TOKENS_HELP = "maximum number of new tokens [128; with --chat: 512 per answer]"
-TEMPERATURE_HELP = "0 selects the likeliest token each time"
-TOP_P_HELP = "draw from the likeliest tokens whose probabilities add up to this"
+TEMPERATURE_HELP = "0 always selects the most likely token"
+TOP_P_HELP = "sample from the most likely tokens whose probabilities add up to this"
 placement_options = add_options(  # options for the placement of weights
     click.option("--max-memory", metavar="DEVICE=SIZE,...", help=MEMORY_HELP),
     click.option("--offload-folder", type=click.Path(path_type=Path, file_okay=False), help=OFFLOAD_HELP),
@@ -66,7 +66,7 @@ def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
 
 def _show_scores(result: Evaluation) -> None:
     console = out()
-    print_verdict(console, "EVALUATED", f"{result.samples:,} samples of {result.data}, {result.model}")
+    print_verdict(console, "EVALUATED", f"{counted(result.samples, 'sample')} of {result.data}, {result.model}")
     names = ("loss", "perplexity", "accuracy", "top5_accuracy", "mean_iou", *HEAD_SCORES)
     scores = {name.replace("_", " "): getattr(result, name) for name in names}
     facts = {name: shown_score(score) for name, score in scores.items() if score is not None}
@@ -89,12 +89,12 @@ def _show_scores(result: Evaluation) -> None:
 @click.option("--temperature", type=Number(0), default=0.7, show_default=True, help=TEMPERATURE_HELP)
 @click.option("--top-p", type=Number(0, 1, min_open=True), default=1.0, show_default=True, help=TOP_P_HELP)
 @click.option(
-    "--seed", type=click.IntRange(min=0, max=2**63 - 1), default=0, show_default=True, help="seed of the draws"
+    "--seed", type=click.IntRange(min=0, max=2**63 - 1), default=0, show_default=True, help="random seed for sampling"
 )
 @run_options(("tokenizer", "chat_template"))
 @placement_options
 def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **options: Any) -> None:
-    """Continue --prompt, or --chat, with CKPT: a run, a checkpoint, or any causal language model's folder.
+    """Continue --prompt, or chat (--chat), with the model of CKPT: a run, a checkpoint or a model folder.
 
     The text is printed as it is written, to standard output (with --json to standard error). A chat ends with /exit
     or Ctrl-D. Exit code 0: done, 1: the model does not fit into the memory that it may use, 2: bad input.

@@ -47,7 +47,7 @@ file_options = add_options(
         "--save-before-limit",
         "save_s",
         type=click.IntRange(min=1),
-        help="--slurm: seconds before --time [300]",
+        help="--slurm: save this many seconds before --time [300]",
     ),
     click.option("--partition", help="--slurm: partition"),
     click.option("--account", help="--slurm: account"),

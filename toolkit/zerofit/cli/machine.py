@@ -20,7 +20,7 @@ from zerofit.cli.options import AS_JSON, PATH, Number
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.launch.hostfile import Host, read_hostfile
 from zerofit.spec.events import Reporter
-from zerofit.spec.units import shown_rate
+from zerofit.spec.units import counted, shown_rate
 
 FINDING = 1
 VERSIONS = ("zerofit", "torch")
@@ -164,7 +164,7 @@ def _show_speeds(result: dict[str, Any]) -> None:
     for names, unit, scale in ((BANDWIDTHS, "GB/s", 1e-9), (LATENCIES, "us", 1e6)):
         known = ((words, result[name]) for name, words in names.items() if result[name] is not None)
         rows += [(words, f"{shown_rate(value * scale)} {unit}") for words, value in known]
-    ranks = "1 rank" if result["devices"] == 1 else f"{result['devices']} ranks"
+    ranks = counted(result["devices"], "rank")
     print_verdict(console, "MEASURED", f"{result['device_name']}, {ranks}")
     table = [{"": words, "one rank reaches": figure} for words, figure in rows]
     console.print(fitting_table(console, table, ("one rank reaches",), tuple(table[0]), ""))

@@ -26,7 +26,7 @@ COMMANDS = {
     "check": ("check", "Find all faults in a DeepSpeed JSON before a run starts."),
     "ckpt": ("ckpt", "List, verify, compare, convert and export checkpoints."),
     "compare": ("compare", "Compare ways to train by measuring them with the same model, data and weights."),
-    "data": ("data", "Show what a language model reads and learns from a data set."),
+    "data": ("data", "Show the tokens that a language model trains on."),
     "doctor": ("machine", "Check and measure this machine, or all hosts of a hostfile."),
     "eval": ("inference", "Evaluate a run, a checkpoint, an exported model or a Hugging Face folder."),
     "explain": ("explain", "Explain an out-of-memory error from a log, a memory snapshot or a run folder."),
@@ -93,7 +93,7 @@ class Commands(click.Group):
             return super().main(args, *arguments, **options)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command. click's errors exit with code 2, errors of zerofit itself with 70."""
+        """Run the command. click's errors exit with code 2, bugs in zerofit with 70."""
         try:
             return super().invoke(ctx)
         # click prints its own errors; only their JSON is missing
@@ -111,7 +111,7 @@ class Commands(click.Group):
 @click.option("--local_rank", "--local-rank", hidden=True, expose_value=False, type=int)  # the deepspeed launcher's
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine.
+    """Train CNNs and Transformers that do not fit on one GPU, with DeepSpeed.
 
     Without a GPU: plan (which layout?), simulate (does it fit?), check (is my JSON right?). Then train, launch on
     many hosts, and ckpt export.

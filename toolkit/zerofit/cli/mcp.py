@@ -38,7 +38,7 @@ LAYOUT = """Fixed values of the layout: global_batch, seq_len, precision, micro_
 activation_checkpointing, tensor_parallel, pipeline, sequence_parallel, lora, tokens, price. The rest is searched."""
 
 Model = Annotated[str, Field(description="a name (see `models`), a config.json, a folder, or hub:ORG/NAME")]
-Gpu = Annotated[str, Field(description="h100-80gb, a100-40gb, l4, ..., or a cloud's machine such as p5.48xlarge")]
+Gpu = Annotated[str, Field(description="h100-80gb, a100-40gb, l4, ..., or a cloud instance type such as p5.48xlarge")]
 Gpus = Annotated[int, Field(description="GPUs of a node")]
 Configuration = Annotated[str | dict[str, Any], Field(description="a file, or the configuration itself")]
 
@@ -64,7 +64,7 @@ async def simulate(
     nodes: int = 1,
     run: Annotated[dict[str, Any] | None, Field(description=RUN)] = None,
 ) -> dict[str, Any]:
-    """Forecast the memory of one training by zerofit to the byte, and simulate changes if it does not fit."""
+    """Forecast the memory of a zerofit training run to the byte, and simulate changes if it does not fit."""
 
     def work(report: OnEvent) -> Simulation:
         problems = Problems()

@@ -43,7 +43,7 @@ HARDWARE: dict[str, dict[str, Any]] = {
     "gpus": {"type": int, "help": "devices per node"},
     "nodes": {"type": int, "help": "number of equal nodes [1]"},
     "host_memory": {"metavar": "SIZE", "help": "host memory per node"},
-    "device_memory": {"metavar": "SIZE", "help": "memory per device, instead of the catalogue's"},
+    "device_memory": {"metavar": "SIZE", "help": "memory per device [as in the catalog]"},
     "nvme": {"metavar": "SIZE", "help": "local disk space per node that offloading may use"},
     "network": {"metavar": "SIZE", "help": "bytes per second and device to other nodes"},
 }
@@ -69,12 +69,17 @@ class JsonObject(click.ParamType):
         return parsed
 
 
-_PAIRS = re.compile(r"[A-Za-z_]\w*=[^,={}\[\]\"']+(,[A-Za-z_]\w*=[^,={}\[\]\"']+)*")
+_PAIRS = re.compile(r"[A-Za-z_][\w.]*=[^,={}\[\]\"']+(,[A-Za-z_][\w.]*=[^,={}\[\]\"']+)*")
 
 
 def _pair(word: str) -> tuple[str, Any]:
-    """Return the key and the value of `key=value`; numbers, true, false and null are JSON's."""
+    """Return the key and the value of `key=value`; numbers, true, false and null are parsed as JSON.
+
+    A release stays text: 0.10 is not 0.1.
+    """
     key, _, value = word.partition("=")
+    if key.endswith("release"):
+        return key, value
     try:
         return key, parse_json(value)
     except Unreadable:
@@ -82,7 +87,7 @@ def _pair(word: str) -> tuple[str, Any]:
 
 
 class CountOrAuto(click.ParamType):
-    """A whole number or "auto"; the run checks the number."""
+    """An integer or "auto"; the run checks the number."""
 
     name = "integer|auto"
 
@@ -91,7 +96,7 @@ class CountOrAuto(click.ParamType):
         if value == AUTO or isinstance(value, int):
             return value
         if not value.isdecimal():
-            self.fail(f"{value!r} is neither auto nor a whole number", param, ctx)
+            self.fail(f"{value!r} is neither auto nor an integer", param, ctx)
         return int(value)
 
 
@@ -186,7 +191,7 @@ host_options = add_options(
 
 
 def host_arguments(options: dict[str, Any]) -> list[str]:
-    """Return these options as command-line words, for a command to start."""
+    """Return these options as arguments of a command line."""
     words: list[str] = []
     for name in HOST_FIELDS:
         flag, value = HOST_FLAGS.get(name, "--" + name.replace("_", "-")), options[name]

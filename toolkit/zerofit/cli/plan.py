@@ -28,7 +28,7 @@ from zerofit.cli.options import (
 from zerofit.cli.plan_show import COLUMNS, show, show_end, show_methods
 from zerofit.cli.report import HTML, refuse_page, write_page
 from zerofit.cli.rollout_show import show_rollouts, show_serving
-from zerofit.features.engines import ENGINES, NOT_PLANNED
+from zerofit.features.engines import ENGINES
 from zerofit.plan.layout import OFFLOADS
 from zerofit.rollout.methods import METHODS
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -60,7 +60,7 @@ WORK = {
         "metavar": "USD",
         "help": "price per GPU hour: 2.5, or h100-80gb=2.5,l4=0.8 [the cloud node's list price]",
     },
-    "mtbf": {"metavar": "HOURS", "help": "time between failures of a GPU (50000) or a node (6000/node) [Llama 3's]"},
+    "mtbf": {"metavar": "HOURS", "help": "hours between failures of a GPU (50000) or a node (6000/node) [Llama 3's]"},
     "storage": {"metavar": "SIZE", "help": "bytes per second at which all ranks together write checkpoints"},
     "timed_by": {"type": PATH, "help": "use the measured times of saves and starts of this run folder"},
 }
@@ -75,15 +75,15 @@ ROLLOUT_HELP = "settings of vLLM for --serve (max_model_len=8192), or of TRL for
 FROM_TRACE_HELP = "use measured kernel times from RUN_FOLDER/traces/rank-0-step-3.json (`train --profile`)"
 COLUMNS_HELP = f"columns of the table after the layout: {', '.join(COLUMNS)} [as many as fit the terminal]"
 MEASURED_HELP = "scale all times to the speed of the layout given by flags: 5.33samples/s, 21000tokens/s or 0.52s"
-WRITE_HELP = "write ds_config.json and run.yaml (FSDP2: accelerate.yaml) of the simplest layout among the fastest"
+WRITE_HELP = "write the files of the simplest of the fastest layouts: run.yaml, accelerate.yaml or torchtitan.sh"
 METHODS_HELP = "compare full,lora,qlora in one table, with the longest sequence that fits"
 TRACE_HELP = "write the timeline of that layout's step, in Chrome trace format for Perfetto"
 PIN_HELP = "offload to page-locked host memory [the DeepSpeed JSON's pin_memory, else yes]"
 LIGER_HELP = "forecast Liger's fused norms, rotary embeddings, SwiGLU and cross-entropy"
 TENSOR_HELP = "assume that tensor parallel ranks also split norms, embedding, head and loss, as in Megatron"
 THREADS_HELP = "OMP_NUM_THREADS of each rank, for an offloaded optimizer; torchrun and accelerate set 1 [all cores]"
-ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate) [deepspeed]"
-PRECISION_HELP = f"{DEFAULT_PRECISION}; with --profile the profile's"
+ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate), torchtitan [deepspeed]"
+PRECISION_HELP = f"{DEFAULT_PRECISION}; with --profile the precision of the profile"
 
 
 def _columns(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
@@ -98,9 +98,9 @@ def _columns(context: click.Context, parameter: click.Parameter, value: str | No
 def _engines(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     """Return the named engines. Raises BadParameter with the existing engines."""
     names = tuple(dict.fromkeys(word.strip().lower() for word in value.split(",")))
-    if unknown := [name for name in names if name not in ENGINES]:
-        reason = NOT_PLANNED.get(unknown[0], f"no engine {unknown[0]!r}; there are: {', '.join(ENGINES)}")
-        raise click.BadParameter(reason)
+    known = [name for name, entry in ENGINES.items() if not entry.only_methods]
+    if unknown := [name for name in names if name not in known]:
+        raise click.BadParameter(f"no engine {unknown[0]!r}; there are: {', '.join(known)}")
     return names
 
 
@@ -181,36 +181,36 @@ def _compare(model: str | None, options: dict[str, Any], methods: str) -> Method
         return compare_methods(request, read_methods(methods), kinds[0], on_event=console)
 
 
-def _refuse_html(options: dict[str, Any], flag: str) -> None:
-    if options["html"]:
-        hint = "leave out --html, or save the output of --json"
-        raise UserError(Problem(kind="usage", message=f"--html does not support {flag}", hint=hint, where="--html"))
-
-
 def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:
     from zerofit.app.planning.serving import serve
 
-    _refuse_html(options, "--serve")
+    refuse_page(options["html"])
     kinds = clusters(**{name: options[name] for name in ("kinds", *HARDWARE)})
     if len(kinds) > 1:
         raise UserError(
-            Problem(kind="usage", message="--serve is for one kind of machine", hint="name one kind", where="--gpu")
+            Problem(
+                kind="usage", message="--serve supports only one kind of machine", hint="name one kind", where="--gpu"
+            )
         )
     pins = given({name: options[name] for name in (*RUN_FIELDS, *OWN_PINS, "precision")})
-    return serve(model, kinds[0], pins, options["rollout"] or {})
+    plan = serve(model, kinds[0], pins, options["rollout"] or {})
+    write_page(plan.to_dict(), options["html"])
+    return plan
 
 
 def _rollouts(model: str | None, options: dict[str, Any]) -> RolloutPlan:
     from zerofit.app.planning.rollouts import plan_rollouts
 
-    _refuse_html(options, "--method")
     request, kinds = _read_request(model, options)
     if len(kinds) > 1:
-        message = "--method is for one kind of machine"
+        message = "--method supports only one kind of machine"
         raise UserError(Problem(kind="usage", message=message, hint="name one kind", where="--gpu"))
     with EventConsole() as console:
         plan = plan_rollouts(options["method"], request, kinds[0], options["rollout"] or {}, on_event=console)
-    return replace(plan, written=plan.write(options["write"])) if options["write"] else plan
+    if options["write"]:
+        plan = replace(plan, written=plan.write(options["write"]))
+    write_page(plan.to_dict(), options["html"])
+    return plan
 
 
 def _plan(model: str | None, options: dict[str, Any], on_plan: Callable[[Plan], None] | None) -> Plan:

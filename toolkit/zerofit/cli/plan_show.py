@@ -16,7 +16,7 @@ from zerofit.plan.pipeline import planned_stages
 from zerofit.plan.result import PlanResult, RankedLayout
 from zerofit.spec.mesh import AXES, mesh_table
 from zerofit.spec.run_folder import Layout
-from zerofit.spec.units import shown_bytes, shown_count, shown_rate
+from zerofit.spec.units import counted, shown_bytes, shown_count, shown_rate
 
 if TYPE_CHECKING:
     from zerofit.app.planning.corrections import TunedLayouts
@@ -82,9 +82,9 @@ def _close(result: PlanResult) -> Iterator[tuple[str, str]]:
     """Yield the fastest layout that fits only without the margin."""
     for row in result.close[:1]:
         room = row.fit.device_available_bytes - row.memory.peak_bytes
-        yield "close", f"{row.layout} ({row.step_s:.3g} s a step) is {CLOSE}"
+        yield "close", f"{row.layout} ({row.step_s:.3g} s/step) is {CLOSE}"
         yield "", f"{shown_bytes(room)} free at its peak, less than the margin of {shown_bytes(row.fit.margin_bytes)}"
-        yield "", f"to simulate it: --confirm {len(result.close)}"
+        yield "", f"--confirm {len(result.close)} simulates it"
 
 
 def show_end(plan: Plan, details: bool) -> None:
@@ -101,7 +101,7 @@ def _title(result: PlanResult) -> str:
     cluster = result.cluster
     nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
     where = f"{nodes}{cluster.gpus} x {cluster.label} ({shown_bytes(cluster.device.memory_bytes)})"
-    return f"{result.fitting:,} of {result.considered:,} layouts on {where}"
+    return f"{result.fitting:,} of {counted(result.considered, 'layout')} on {where}"
 
 
 def _assumptions(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -119,11 +119,11 @@ def _tuned(tuned: TunedLayouts) -> str:
     """Return a sentence about the accuracy of the corrected step times."""
     report = tuned.to_dict()
     planned, learned = report["errors"]["planned"], report["errors"]["learned"]
-    words = f"step times corrected by {report['trials']} trials of {tuned.model}: the plan was off by "
-    words += f"{planned['median']:.0%} in the median and {planned['most']:.0%} at most"
+    words = f"step times corrected by {report['trials']} trials of {tuned.model}: the plan's median error was "
+    words += f"{planned['median']:.0%}, its largest {planned['most']:.0%}"
     if learned is None:
         return words
-    return f"{words}, corrected by the other trials by {learned['median']:.1%} and {learned['most']:.1%}"
+    return f"{words}; corrected by the other trials, {learned['median']:.1%} and {learned['most']:.1%}"
 
 
 def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
@@ -150,15 +150,17 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     yield "layout 1", f"peak memory in {memory.peak_phase}: {kinds}"
     yield "", f"step time: {shares}{span}"
     overlap = "with" if layout.overlap else "without"
-    buckets = f"buckets of {layout.bucket:,} elements, {overlap} overlap_comm"
-    yield "", f"{layout.optimizer}, {'float32 weights and moments' if layout.by_layer else buckets}"
+    what = f"buckets of {layout.bucket:,} elements, {overlap} overlap_comm"
+    if layout.by_layer:
+        what = f"{'bf16' if layout.weight_bytes == 2 else 'float32'} weights and moments"
+    yield "", f"{layout.optimizer}, {what}"
     yield from _outlook(best.outlook) if best.outlook else ()
     if result.plainest:
         slower = best.samples_per_s / result.layouts[result.plainest].samples_per_s - 1
         much = f"forecast {slower:.0%} slower" if slower >= 0.005 else "forecast less than 1% slower"
         yield "simplest", f"layout {result.plainest + 1}, about as fast ({much})"
     if details and len(result.layouts) < min(plan.request.top, result.fitting):
-        yield "table", f"the fastest bucket and overlap of each of {len(result.layouts)} layouts"
+        yield "table", f"{len(result.layouts)} layouts, each with its fastest bucket size and overlap_comm"
 
 
 def _print_mesh(console: Console, layout: PlannedLayout) -> None:
@@ -167,7 +169,7 @@ def _print_mesh(console: Console, layout: PlannedLayout) -> None:
     table = Table(*titles, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    console.print(f"\nlayout 1, {layout.world_size} ranks")
+    console.print(f"\nlayout 1, {counted(layout.world_size, 'rank')}")
     # a mesh has one column per data rank; if the console is too narrow, each stage gets its own lines
     if console.measure(table, options=console.options.update(width=ANY)).maximum <= console.width:
         console.print(table)
@@ -217,9 +219,12 @@ def _files(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     for path in plan.written:
         yield "written", str(path)
     if plan.written:
-        own = plan.layouts[plan.chosen or 0].layout.by_layer
-        started = f"accelerate launch --config_file {plan.written[-1]} SCRIPT"
-        words = started if own else "fill in `data` in run.yaml, as its comment explains"
+        started = {
+            "deepspeed": "fill in `data` in run.yaml, as its comment explains",
+            "fsdp2": f"accelerate launch --config_file {plan.written[-1]} SCRIPT",
+            "torchtitan": f"bash {plan.written[-1]} --hf_assets_path FOLDER",
+        }
+        words = started[plan.layouts[plan.chosen or 0].layout.engine]
         yield "", f"layout {(plan.chosen or 0) + 1}; {words}"
     if plan.traced:
         words = f"layout {plan.shown + 1}" if plan.layouts else "the first layout, which does not fit"
@@ -270,7 +275,7 @@ def _nearest(plan: Plan) -> Iterator[tuple[str, str]]:
     if near:
         yield "nearest", f"{near.layout}: {near.message}" + (f"; {near.hint}" if near.hint else "")
     for remedy in plan.remedies:
-        yield ("would fit" if "not even" not in remedy else ""), str(remedy)
+        yield ("would fit" if "are not enough" not in remedy else ""), str(remedy)
 
 
 def show_methods(comparison: MethodComparison) -> None:

@@ -23,7 +23,9 @@ SHOWN = 8  # samples
 @click.argument("run", metavar="RUN_FOLDER", type=PATH)
 @click.option("--step", type=click.IntRange(min=1), help="the step that went wrong (default: found in the logs)")
 @click.option(
-    "--precision", type=click.Choice(["fp32", "fp64"]), help="repeat on one CPU in this precision (default: the run's)"
+    "--precision",
+    type=click.Choice(["fp32", "fp64"]),
+    help="repeat on one CPU in this precision (default: as in the run)",
 )
 @TRUST_MODEL_CODE
 @HTML

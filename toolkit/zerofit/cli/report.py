@@ -20,7 +20,7 @@ ENDINGS = (".html", ".htm")
 @click.option("--out", type=PATH, default="report.html", show_default=True, help="page to write")
 @AS_JSON
 def report(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
-    """Write one page about run folders, and about saved output of plan, simulate, explain and check with --json.
+    """Write one page about run folders, and about saved output of plan, tune, simulate, explain and check with --json.
 
     Several results are shown side by side, with the settings that differ. The page needs no network.
     """

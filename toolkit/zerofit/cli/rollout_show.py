@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from zerofit.cli.console import fitting_table, out, print_facts, print_verdict
-from zerofit.spec.units import shown_bytes
+from zerofit.spec.units import counted, shown_bytes
 
 if TYPE_CHECKING:
     from zerofit.app.planning.rollouts import Arrangement, RolloutPlan
@@ -43,7 +43,11 @@ def _serving(plan: ServingPlan) -> Iterator[tuple[str, str]]:
     if engine.fits:
         low, high = engine.smallest_utilization, engine.largest_utilization
         yield "safe", f"gpu_memory_utilization {low:.2f} to {high:.2f}; max_model_len up to {engine.longest:,}"
-    batch = f"{s.max_num_batched_tokens:,} tokens a step (max_num_batched_tokens), {s.dtype}"
+    batch = f"{s.max_num_batched_tokens:,} tokens per step (max_num_batched_tokens), {s.dtype}"
+    if s.quantization:
+        batch += f", weights in {s.quantization}{' as published' if s.quantization == engine.model.published else ''}"
+    if engine.model.reads_images:
+        yield "note", "without the activations of the image encoder, as with --limit-mm-per-prompt image=0"
     yield "assumed", f"{batch}; other releases and settings: --rollout release=0.19,enforce_eager=true,..."
 
 
@@ -88,7 +92,7 @@ def _arrangement(row: Arrangement) -> dict[str, str]:
         return found
     return found | {
         "generate": f"{row.time.generate_s:.3g} s",
-        "utilisation": f"{row.engine.settings.gpu_memory_utilization:.2f}",
+        "utilization": f"{row.engine.settings.gpu_memory_utilization:.2f}",
         "tokens/s": f"{row.time.tokens_per_s:,.0f}",
     }
 
@@ -105,10 +109,22 @@ def _rollout_facts(plan: RolloutPlan) -> Iterator[tuple[str, str]]:
         engine = best.memory.engine
         largest, smallest = best.memory.largest_utilization, engine.smallest_utilization
         sequences = f"{min(engine.sequences, engine.settings.max_num_seqs or 0):,.0f} completions at once"
-        yield "safe", f"vllm_gpu_memory_utilization {smallest:.2f} to {largest:.2f}; {sequences}"
-    yield "host", f"{shown_bytes(best.memory.host_bytes)} per rank"
-    batch = f"{best.ranked.layout.global_batch} sequences of {plan.setup.profile.seq_len:,} tokens a step"
+        share = f"{settings.own_name('vllm_gpu_memory_utilization')} {engine.settings.gpu_memory_utilization:.2f}"
+        chosen = f"{share}: {sequences}"
+        yield "vLLM", f"{chosen}; {smallest:.2f} to {largest:.2f} are safe"
+    if best.memory.host_bytes:
+        yield "host", f"{shown_bytes(best.memory.host_bytes)} per rank"
+    batch = f"{counted(best.ranked.layout.global_batch, 'sequence')} of {plan.setup.profile.seq_len:,} tokens per step"
     lengths = f" (each with {settings.max_completion_length:,} generated tokens)" if best.engine else ""
-    yield "assumed", f"{batch}{lengths}; all have the full length"
+    trainer = {
+        "trl": "TRL 1.15 and later; others: --rollout trainer=verl or openrlhf",
+        "verl": f"verl {settings.trainer_release} with FSDP2",
+        "openrlhf": "OpenRLHF with --train.colocate_all and --ds.packing_samples",
+    }[settings.trainer]
+    phases = f"the phases are those of {trainer}"
+    yield "assumed", f"{batch}{lengths}; all have the full length; {phases}"
     for path in plan.written:
         yield "written", str(path)
+    if best.fits and plan.files:
+        names = {"trl": "TRL", "verl": "verl", "openrlhf": "OpenRLHF"}
+        yield "next", plan.command or f"--write DIR writes {plan.files} for {names[settings.trainer]}"

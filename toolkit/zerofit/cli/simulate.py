@@ -176,7 +176,7 @@ def _write_config(result: Simulation, path: Path) -> None:
     fitting = [row for row in result.tried if row.fits and (row.config or row.file)]
     best = min(fitting, key=lambda row: (row.config is None, row.cost_rank), default=None)
     if best is None:
-        click.echo("note: no file written, since no change that fits needs one", err=True)
+        click.echo("note: no file was written, because no change that fits needs a file", err=True)
         return
     if best.config:
         write_for_trainer(best.config, path)

@@ -18,24 +18,25 @@ from zerofit.spec.units import shown_bytes
 
 Rows = Iterator[Mapping[str, str]]
 FIGURES = ("at start", "peak", "at end", "bytes", "share", "calls")  # right-aligned columns
-COLOURS = {FITS: "bold green", NOT: "bold red"}
+COLORS = {FITS: "bold green", NOT: "bold red"}
 FEW = 8  # maximum number of collectives in a table
 KINDS = 3  # of memory at the peak in one line
 NOTES = 3  # on a script
 CHANGES = 5
+NOT_ENOUGH = "not enough"
 
 
 def show(result: Simulation, details: bool) -> None:
     """Print the verdict and its facts. Changes that need less memory follow when they are simulated (`show_knobs`)."""
     console = out()
-    verdict = Text(result.verdict.upper(), COLOURS.get(result.verdict, "bold yellow"))
+    verdict = Text(result.verdict.upper(), COLORS.get(result.verdict, "bold yellow"))
     console.print(Text.assemble("\n", verdict, "  ", _needs(result)))
     print_facts(console, _facts(result))
     if isinstance(result.run, SimulatedScript):
         print_facts(console, _script_facts(result.run, details))
     if result.against:
-        colour = "red" if result.against.exceeded else "green"
-        console.print(Text(f"{result.against.because} ({result.against.baseline})", colour))
+        color = "red" if result.against.exceeded else "green"
+        console.print(Text(f"{result.against.because} ({result.against.baseline})", color))
     if details:
         _details(console, result)
 
@@ -43,7 +44,7 @@ def show(result: Simulation, details: bool) -> None:
 def _needs(result: Simulation) -> str:
     """Return the line with needed and available memory: of the device, or of the host if that is too small."""
     needed, available = _needed(result), result.device_total_bytes
-    most = "" if result.verdict in COLOURS else f" to {shown_bytes(available - result.margin_bytes)}"
+    most = "" if result.verdict in COLORS else f" to {shown_bytes(available - result.margin_bytes)}"
     of = f"needs {shown_bytes(needed)}{most} of {shown_bytes(available)} on {result.device}"
     if result.margin_bytes >= 0 and result.verdict == NOT:
         host = f"{shown_bytes(result.host_node_bytes)} of {shown_bytes(result.host_total_bytes)}"
@@ -73,7 +74,7 @@ def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
     yield "run", f"{result.run.model}, {ranks}"
     yield "", seen
     step = f" of step {result.peak_step + 1}" if result.peak_step >= 0 else ""
-    module = f", {result.peak_at.module}" if result.peak_at.module else ""
+    module = f", module {result.peak_at.module}" if result.peak_at.module else ""
     yield "peak", f"{shown_bytes(result.peak_bytes)} in {result.peak_phase}{step}{module} ({result.peak_at.line})"
     if result.peak_at.own and not result.peak_at.line.endswith(result.peak_at.own):
         yield "your line", result.peak_at.own
@@ -209,10 +210,13 @@ def show_knobs(result: Simulation, details: bool) -> None:
         fitting = [row for row in fitting if row.reserved_bytes < result.reserved_bytes]
     lists = {"smaller with" if result.verdict == FITS else "fits with": fitting}
     if details or not fitting:
-        lists["too much with"] = [row for row in leaner if not row.fits]
+        lists[NOT_ENOUGH] = [row for row in leaner if not row.fits]
     for label, rows in lists.items():
         ranked = sorted(rows, key=lambda row: row.cost_rank)
-        ranked = ranked if details else ranked[:CHANGES]
+        if not details and len(ranked) > CHANGES:
+            # of changes that are not enough, the nearest one is shown even if it costs most speed
+            leanest = min(ranked[CHANGES - 1 :], key=lambda row: row.peak_bytes)
+            ranked = [*ranked[: CHANGES - 1], leanest if label == NOT_ENOUGH else ranked[CHANGES - 1]]
         width = max((len(cost(row.slowdown)) + 2 for row in ranked if row.slowdown is not None), default=0)
         sizes = [shown_bytes(row.reserved_bytes + row.outside_bytes) for row in ranked]
         facts = [

@@ -50,7 +50,7 @@ class SafeText(str):
 
 
 class SafeStream:
-    """A text stream that escapes control characters, except those of our own styles."""
+    """A text stream that escapes control characters, except in zerofit's own styles."""
 
     def __init__(self, stream: Any):
         self._stream = stream

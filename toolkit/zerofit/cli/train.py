@@ -26,7 +26,7 @@ from zerofit.report.run_history import FIGURES
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.run_folder import RunFolder
-from zerofit.spec.units import shown_bytes, shown_score
+from zerofit.spec.units import counted, shown_bytes, shown_score
 from zerofit.watch.follow import follow
 
 if TYPE_CHECKING:
@@ -129,9 +129,9 @@ def _follow() -> NoReturn:
 def show(result: TrainingResult) -> None:
     """Print the result of a run."""
     layout = ", ".join(f"{k} {v}" for k, v in result.layout.items() if v > 1 and k != "zero_stage")
-    ranks = "1 rank" if result.world_size == 1 else f"{result.world_size} ranks"
+    ranks = counted(result.world_size, "rank")
     zero = f"ZeRO-{result.layout['zero_stage']}"
-    click.echo(f"\nDONE  {result.steps} steps on {ranks}, {zero}{f', {layout}' if layout else ''}")
+    click.echo(f"\nDONE  {counted(result.steps, 'step')} on {ranks}, {zero}{f', {layout}' if layout else ''}")
     figures = {"training loss": shown_score(result.train_loss)}
     figures |= {f"validation {name}": shown_score(value) for name, value in result.eval.items()}
     if result.unigram_entropy_nats is not None:
@@ -193,7 +193,13 @@ def _show_models(result: dict[str, Any]) -> None:
 
 @click.command()
 @click.argument("runs", metavar="[RUN...]", nargs=-1, type=PATH)
-@click.option("--trace", "traces", type=PATH, multiple=True, help="instead of runs: a forecast and a measured trace")
+@click.option(
+    "--trace",
+    "traces",
+    type=PATH,
+    multiple=True,
+    help="compare a forecast with a measured trace (give the option twice, without RUN)",
+)
 @click.option("--out", type=PATH, help="picture to write [runs.png, or trace.png for traces]")
 @AS_JSON
 def plot(runs: tuple[Path, ...], traces: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
@@ -218,7 +224,7 @@ def plot(runs: tuple[Path, ...], traces: tuple[Path, ...], out: Path | None, as_
 
 def _show_traces(traces: TraceComparison) -> None:
     console, times = stdout(), traces.measured_step_s / traces.forecast_step_s
-    step = f"{traces.measured_step_s:.3g} s a step, {times:.3g} times the forecast"
+    step = f"{traces.measured_step_s:.3g} s per step, {times:.3g} times the forecast"
     print_verdict(console, "MEASURED", step)
     rows = [
         {

@@ -86,7 +86,7 @@ def show(result: TuneResult) -> None:
     """Print the trials, the best configuration, and the gain that untried configurations may offer."""
     console, tokens_per_s = out(), result.tokens_per_s
     rate = f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s else f"{result.samples_per_s:,.0f} samples/s"
-    print_verdict(console, "BEST", f"{_seconds(result.step_s)} a step, {rate}")
+    print_verdict(console, "BEST", f"{_seconds(result.step_s)} per step, {rate}")
     rows = [
         {"": str(number), "configuration": row.configuration, **_figures(row.trial)}
         for number, row in enumerate(result.trials, start=1)
@@ -120,7 +120,7 @@ def _regret(regret: Regret) -> str:
     untried = f"{regret.untried} configurations were not tried; the best of them should take"
     gain = f"{regret.gap:.1%} less than the best measured" if regret.gap else "no less than the best measured"
     chance = f"with a probability of 95% none saves more than {regret.at_most:.1%}"
-    return f"{untried} {_seconds(regret.untried_step_s)} a step, {gain}; {chance}"
+    return f"{untried} {_seconds(regret.untried_step_s)} per step, {gain}; {chance}"
 
 
 def _seconds(value: float) -> str:

@@ -87,7 +87,7 @@ class BenchmarkTask:
                 module.p = 0.0  # strategies would draw different numbers
         # a GAN has two networks and two losses. As one model with one loss it needs no change in the strategies
         if self.task == "gan":
-            assert isinstance(model, DCGAN) and isinstance(self._data.inputs, ImageInputs)  # the catalogue's only GAN
+            assert isinstance(model, DCGAN) and isinstance(self._data.inputs, ImageInputs)  # the catalog's only GAN
             model = GanPair(model, self._data.inputs.channels)
         return model.train()
 
@@ -291,7 +291,7 @@ class StrategyMeter:
         return {"timed_steps": max(0, timed), "seconds": seconds, **(self._found or self._memory() | none_sent)}
 
     def _memory(self) -> dict[str, int]:
-        """Return peaks: on GPUs torch's, over all devices of this process; on a CPU the growth of the process."""
+        """Return peaks: on GPUs torch's peak over all devices of this process; on a CPU the growth of the process."""
         host = resident_memory().peak
         if self._device.type != "cuda":
             return {"peak_bytes": max(0, host - self._before), "host_bytes": host}

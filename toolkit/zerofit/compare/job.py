@@ -114,17 +114,19 @@ def code_lines(source: str) -> int:
 # A new strategy is a file in strategies/ with `train(work)`, and an entry here.
 _ALL = (
     Strategy(name="single", title="one device", file="single", one=True, replicas=True),
-    Strategy(name="model-parallel", title="layers on different ranks, by hand", file="model_parallel", least_ranks=2),
+    Strategy(name="model-parallel", title="layers split by hand over ranks", file="model_parallel", least_ranks=2),
     Strategy(
         name="device-map", title="layers on different devices, by Accelerate's map", file="device_map", alone=True
     ),
     Strategy(name="data-parallel-threads", title="torch.nn.DataParallel", file="data_parallel_threads", alone=True),
-    Strategy(name="threads", title="data parallel in threads, by hand", file="threads", alone=True, replicas=True),
+    Strategy(
+        name="threads", title="data parallel in threads, written by hand", file="threads", alone=True, replicas=True
+    ),
     Strategy(name="data-parallel", title="data parallel from scratch", file="data_parallel", replicas=True),
     *(
         Strategy(
             name=f"all-reduce-{how}",
-            title=f"data parallel, all-reduce by hand: {title}",
+            title=f"data parallel, all-reduce written by hand: {title}",
             file=f"all_reduce_{how}",
             replicas=True,
         )
@@ -155,7 +157,7 @@ _ALL = (
     ),
     Strategy(
         name="backup-workers",
-        title="parameter server, synchronous, one worker more than it waits for",
+        title="parameter server, synchronous, one backup worker",
         file="backup_workers",
         options={"spare": 1},
         servers=1,

@@ -7,6 +7,7 @@ from typing import Any
 
 from zerofit.spec.errors import Problems
 from zerofit.spec.run_folder import Batch
+from zerofit.spec.units import counted
 
 MOST_NAMED = 4096  # largest micro batch that a hint suggests
 DEFAULT_MICRO = 8  # samples: fills a device with a small model; a large model needs fewer
@@ -66,7 +67,16 @@ def regroup(batch: Batch, inner: int, ranks: int) -> tuple[int, Batch] | None:
 
 
 def shown(batch: Batch) -> str:
-    """Describe a batch: "3 data parallel ranks x micro batch 4 x 2 accumulation steps = 24 samples a step"."""
-    sizes = ", ".join(map(str, batch.by_rank)) or str(batch.micro)
-    parts = f"{batch.dp} data parallel ranks x micro batch {sizes} x {batch.accumulation} accumulation steps"
-    return f"{parts} = {batch.total} samples a step"
+    """Describe a batch: "3 data parallel ranks x micro batch 4 x 2 accumulation steps = 24 samples per step"."""
+    parts = f"{counted(batch.dp, 'data parallel rank')} x micro batch {_sizes(batch)} x "
+    parts += counted(batch.accumulation, "accumulation step")
+    return f"{parts} = {batch.total} samples per step"
+
+
+def brief(batch: Batch) -> str:
+    """Describe a batch in the words of a plan: "micro batch 4 x 2, 24 samples per step"."""
+    return f"micro batch {_sizes(batch)} x {batch.accumulation}, {counted(batch.total, 'sample')} per step"
+
+
+def _sizes(batch: Batch) -> str:
+    return ", ".join(map(str, batch.by_rank)) or str(batch.micro)

@@ -13,11 +13,6 @@ from zerofit.spec.run import Run, flag
 from zerofit.spec.run_folder import Layout
 
 IMAGE_FIELDS = ("mixup", "cutmix", "random_erasing", "image_sizes", "sync_batch_norm")  # only for images
-# keys, besides features, with which master weights are not plain float32 tensors in memory
-_APART = (
-    "fp16.fp16_master_weights_and_grads",
-    "bf16.bf16_master_weights_and_grads",
-)
 
 
 def check_averages(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
@@ -30,7 +25,6 @@ def check_averages(run: Run, layout: Layout, config: Mapping[str, Any], problems
             message = f"--ema with {name} {degree}: averages only work with data parallelism, at ZeRO 0 to 3"
             problems.add("layout", message, f"leave {name} at 1, or --ema out", "--ema")
     apart = [feature.path for feature in features_on(config) if not feature.averaged]
-    apart += [path for path in _APART if get(config, path)]
     apart += ["offload_optimizer.device"] * (get(config, "zero_optimization.offload_optimizer.device") == "nvme")
     for path in apart:
         message = f"--ema with {path}: averages need float32 master weights in memory after each step"
@@ -52,7 +46,7 @@ def check_images(run: Run, layout: Layout, facts: ModelFacts, problems: Problems
         problems.add("conflict", message, "leave --image-size out: evaluation uses the last size", "--image-size")
     for name, why in {
         "image_sizes": "stages fix the shape of their messages at the first step",
-        "sync_batch_norm": "batch norm would have to be synchronized among the replicas of a stage only",
+        "sync_batch_norm": "each stage would have to synchronize batch norm among its own replicas",
     }.items():
         if layout.pp > 1 and getattr(run, name):
             problems.add("layout", f"{flag(name)} with --pipeline {layout.pp}: {why}", "leave one out", flag(name))

@@ -41,14 +41,15 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
         hint = "leave --tensor-parallel at 1; ZeRO-3 partitions frozen weights over all ranks"
         problems.add("layout", f"{asked} with --tensor-parallel {layout.tp}: {why} (auto_tp.py:1079)", hint, asked)
     if layout.ep > 1:
-        message = f"{asked} with --expert-parallel {layout.ep} was not compared with training on one device"
+        message = f"{asked} with --expert-parallel {layout.ep} is not supported: it was not verified against training "
+        message += "on one device"
         problems.add("layout", message, "leave --expert-parallel at 1", asked)
     if run.mlp_chunk and run.lora_dropout:
         message = f"--lora-dropout {run.lora_dropout} with --mlp-chunk: recomputation would use another dropout mask"
         problems.add("conflict", message, "leave one of them out", "--lora-dropout")
     apart = [feature.path for feature in features_on(config) if not feature.partial]
     for path in apart + ["expert_parallel.enabled"] * bool(get(config, "expert_parallel.enabled")):
-        message = f"{asked} with {path} was not compared with training on one device"
+        message = f"{asked} with {path} is not supported: it was not verified against training on one device"
         problems.add("layout", message, "remove the key", path)
 
 
@@ -78,5 +79,5 @@ def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], proble
         message = f"{asked} with --dora at ZeRO stage 3: peft needs the norm of full weights, but these are partitioned"
         problems.add("layout", message, "use --ds-config zero2, or leave --dora out", "--dora")
     if run.compile:
-        message = f"{asked} with --compile was not compared with training on one device"
+        message = f"{asked} with --compile is not supported: it was not verified against training on one device"
         problems.add("layout", message, "leave --compile out", "--compile")

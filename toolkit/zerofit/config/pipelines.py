@@ -38,7 +38,7 @@ def check_schedule(run: Run, layout: Layout, config: Mapping[str, Any], problems
         problems.add("layout", message, "use --pipeline 2 or more, or leave the schedule out", place)
         return
     if layout.zero_stage == 0:
-        message = f"{asked} at ZeRO stage 0: it was only compared with training on one device at stage 1"
+        message = f"{asked} at ZeRO stage 0 is not supported: only stage 1 was verified against training on one device"
         problems.add("layout", message, "use --ds-config pipeline (stage 1)", "zero_optimization.stage")
     least, steps = pipeline_parts(layout.pp, run.pipeline_schedule), run.gradient_accumulation_steps or 1
     if steps < least:
@@ -54,7 +54,7 @@ def check_schedule(run: Run, layout: Layout, config: Mapping[str, Any], problems
             message = f"pipeline.{key} with {asked}, since its stages send full activations"
             problems.add("layout", message, "remove the key", f"pipeline.{key}")
     if run.compile:
-        message = f"--compile with {asked} was not compared with training on one device"
+        message = f"--compile with {asked} is not supported: it was not verified against training on one device"
         problems.add("layout", message, "leave one of them out", "--compile")
 
 

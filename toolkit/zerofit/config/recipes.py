@@ -28,7 +28,7 @@ CNN_DECAY = 0.16
 def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
     """Return the default peak learning rate, to two digits.
 
-    For optimizers that normalise their step it grows with the square root of the batch (Malladi et al., 2022) between 4
+    For optimizers that normalize their step it grows with the square root of the batch (Malladi et al., 2022) between 4
     and 64 samples; above that, rates of language models hardly depend on the batch. For SGD it grows linearly above 256
     samples (Goyal et al., 2017). Adafactor's rate is relative to the weights and fixed. Models from scratch get a lower
     rate the larger they are; others have a fixed rate.

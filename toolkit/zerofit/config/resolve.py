@@ -63,7 +63,8 @@ REASONS = {
     "optimizer.params.momentum": "--momentum, else the optimizer's usual value",
     "optimizer.params.betas": "{params_why}",
     "optimizer.params.eps": "{params_why}",
-    "optimizer.params.torch_adam": "on the CPU torch's Adam is as fast as DeepSpeed's, which takes minutes to compile",
+    "optimizer.params.torch_adam": "on the CPU torch's Adam is as fast as DeepSpeed's Adam, which takes minutes to "
+    "compile",
     "zero_force_ds_cpu_optimizer": "allows torch's Adam in host memory",
     "zero_allow_untested_optimizer": "DeepSpeed's list of tested optimizers is short; zerofit tests this one",
     f"{ZERO}.reduce_scatter": f"{_FULL} needs full gradient matrices",
@@ -74,8 +75,8 @@ REASONS = {
     "tensor_parallel.autotp_size": "--tensor-parallel",
     "sequence_parallel_size": "--sequence-parallel",
     **{
-        f"pipeline.{key}": "each tensor parallel rank has and sends the full activation; a split one would have to be "
-        "gathered again"
+        f"pipeline.{key}": "every tensor parallel rank needs the full activation, so splitting it would only add a "
+        "gather"
         for key in PIPE_PARTITIONED
     },
     **{f"{ZERO}.{key}": why for key, (_, why) in SIZES.items()},

@@ -41,7 +41,7 @@ def check_combination(layout: Layout, config: Mapping[str, Any], problems: Probl
     used, instead = " and ".join(dimensions), "keep one of " if len(dimensions) > 1 else "leave out "
     for feature in features_on(config):
         if not feature.combined:
-            message = f"{feature.path} with {used} was not compared with training on one device"
+            message = f"{feature.path} with {used} is not supported: it was not verified against training on one device"
             problems.add("layout", message, f"remove the key, or {instead}{used}", feature.path)
     for block, degree in (("tensor_parallel", "autotp_size"), ("expert_parallel", "autoep_size")):
         for key in set(get(config, block) or {}) - {"enabled", degree}:
@@ -96,8 +96,8 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
     if run.compile and layout.combined:
         problems.add(
             "layout",
-            "--compile with --expert-parallel or more than one kind of parallelism was not compared with training on "
-            "one device",
+            "--compile with --expert-parallel or more than one kind of parallelism is not supported: it was not "
+            "verified against training on one device",
             "leave it out",
             "--compile",
         )
@@ -128,7 +128,7 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
         problems.add("loss", message, hint, "--loss-chunk")
     if run.mlp_chunk and (facts.own or facts.model_type not in TILED_MLP_TYPES):
         message = f"--mlp-chunk {run.mlp_chunk} needs MLPs that map each token by itself, without dropout; {run.model} "
-        message += f"({facts.model_type or facts.task}) has none that zerofit knows"
+        message += f"({facts.model_type or facts.task}) has none that zerofit supports"
         hint = f"leave it out; supported model types: {', '.join(TILED_MLP_TYPES)}"
         problems.add("layout", message, hint, "--mlp-chunk")
     if run.mlp_chunk and run.compile:
@@ -146,12 +146,12 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
 
 
 def _check_selective(run: Run, layout: Layout, problems: Problems) -> None:
-    """Refuse selective checkpointing where it was not compared: in-place collectives change what it keeps."""
+    """Refuse selective checkpointing where it was not verified: in-place collectives change what it keeps."""
     used = {"--tensor-parallel": layout.tp > 1, "--sequence-parallel": layout.sp > 1, "--compile": run.compile}
     used |= {"--expert-parallel": layout.ep > 1, "--quantize": run.quantize is not None}
     used["--activation-offload"] = run.activation_offload
     for name in (name for name, found in used.items() if found):
-        message = f"selective checkpointing with {name} was not compared with training without checkpointing"
+        message = f"selective checkpointing with {name} is not supported: it was not verified against plain training"
         problems.add("layout", message, "use --activation-checkpointing", f"activation_checkpointing, {name}")
 
 
@@ -164,8 +164,7 @@ def _check_pairs(run: Run, layout: Layout, facts: ModelFacts, problems: Problems
         if degree > 1 and has_head(facts.task):
             problems.add(
                 "layout",
-                f"{name} {degree}: {what} has a head and padded samples, which were not compared with training on one "
-                "device",
+                f"{name} {degree} is not supported for {what}: it was not verified with a head and padded samples",
                 f"leave {name} at 1; use ZeRO stages 1 to 3 and offload instead",
                 name,
             )
@@ -228,6 +227,10 @@ def _check_sequence_parallel(layout: Layout, run: Run, facts: ModelFacts, proble
         message = f"{name} {degree}: DeepSpeed's Ulysses attention does not support {facts.model_type or 'this model'}"
         problems.add("layout", message, f"supported model types: {', '.join(SEQUENCE_PARALLEL_TYPES)}", name)
         return
+    if run.model_args.get("attn_implementation") == "eager":
+        message = f"{name} {degree} with eager attention, which DeepSpeed's Ulysses does not support"
+        where = f"{name}, --attn-implementation"
+        problems.add("layout", message, "use --attn-implementation sdpa or a flash_attention", where)
     _check_heads(name, layout, facts, problems)
     if run.seq_len and run.seq_len % degree:
         message = f"{name} {degree} does not divide --seq-len {run.seq_len}"

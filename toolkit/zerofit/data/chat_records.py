@@ -1,7 +1,7 @@
 """The forms of conversations in files, and their messages in the form that chat templates accept.
 
     record:    {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}], ...}
-    ChatForm   recognises the record by its field "conversations" and reads its turns (`CHAT_FIELDS`)
+    ChatForm   recognizes the record by its field "conversations" and reads its turns (`CHAT_FIELDS`)
     messages:  [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
 Forms are OpenAI's messages, ShareGPT's turns, Alpaca's instructions, and TRL's prompts with completions.
@@ -159,7 +159,7 @@ def field_hint(row: Record, field: str) -> str:
         return f"set --text-field: {close}"
     first, second = (json.dumps(name) for name in texts[:2])
     command = f"jq -c '{{prompt: .[{first}], completion: .[{second}]}}' FILE > pairs.jsonl"
-    return f"--text-field NAME trains on that field alone; if one field answers another: {command}"
+    return f"--text-field NAME trains on that field alone; if one field is the answer to another, run {command}"
 
 
 def conversation_of(row: Record, form: ChatForm) -> ChatMessages | str:

@@ -40,8 +40,8 @@ NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
 SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 CHAT_TEMPLATE = "chat_template.jinja"  # in a model's folder, as in transformers
 COPY_IT = (
-    "--chat-template FILE: a copy that writes all messages and their tool_calls, "
-    "with {% generation %} ... {% endgeneration %} around what the assistant writes"
+    "use --chat-template FILE with a copy that writes all messages and tool_calls, and has "
+    "{% generation %} ... {% endgeneration %} around the assistant's text"
 )
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # file names of a tokenizer and a config
 _PROBE = "zerofit-probe"  # an answer, to find the text after it
@@ -167,10 +167,11 @@ def _bytes_with_places(text: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def open_chat_template(template: Path | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the given template (a file, or the name of a shipped template), else the tokenizer's. Raises UserError."""
+    """Return the given template (a file, or the name of a shipped template), else the tokenizer's template. Raises
+    UserError."""
     loaded = tokenizer.loaded
     if loaded is not None and not loaded.is_fast:
-        message = f"--tokenizer {tokenizer.name} does not return the characters of its tokens"
+        message = f"--tokenizer {tokenizer.name} does not return the character offsets of its tokens"
         hint = "use one with a tokenizer.json"
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
     if template is not None:
@@ -236,7 +237,7 @@ def missing_tokens(name: str, vocabulary: Collection[str]) -> list[str]:
 def tokenizer_files(tokenizer: str, chat_template: Path | None) -> Callable[[Path], None]:
     """Read a run's tokenizer and chat template; return a function that saves them to a model's folder.
 
-    The function also sets the model's special tokens to the tokenizer's. Raises UserError.
+    The function also gives the model the tokenizer's special tokens. Raises UserError.
     """
     loaded = open_tokenizer(tokenizer).loaded
     text = _read(template_file(chat_template)) if chat_template is not None else None

@@ -89,7 +89,7 @@ class ChatRows(Dataset):
         return {name: torch.from_numpy(array) for name, array in wanted.items()}
 
     def row(self, index: int) -> np.ndarray:
-        """Return the numbers of the conversations in a row."""
+        """Return the indices of the conversations in a row."""
         return self.documents[self.ends[index - 1] if index else 0 : self.ends[index]]
 
     def lengths(self, index: int) -> list[int]:
@@ -145,7 +145,7 @@ def make_rows(tokens: ChatTokens, seq_len: int, pad_id: int, packed: bool) -> tu
 # Rows are kept by their free space, and the sizes of free space in order. So each conversation finds the fullest row
 # into which it fits by bisection: n log n for n conversations, where a search over all rows would take n^2.
 def pack(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
-    """Return rows of conversations (by number) that have at most `size` tokens together.
+    """Return rows of conversations (indices) that have at most `size` tokens together.
 
     Best-fit decreasing: the longest conversation comes first, and each goes into the fullest row with enough space. It
     needs at most 11/9 of the smallest possible number of rows.
@@ -273,7 +273,7 @@ def _notes(
 ) -> list[str]:
     marks = "marks the assistant's turns" if template.marked else "does not mark the turns: zerofit finds them"
     positions = counts.rows * train.seq_len
-    fill = f"{counts.tokens / positions:.0%} full, {counts.targets / counts.tokens:.0%} of the tokens are learned"
+    fill = f"{counts.tokens / positions:.0%} full, {counts.targets / counts.tokens:.0%} of the tokens count in the loss"
     notes = [
         f"{source.name}: conversations in the {source.form.title} form, {counts.conversations:,} to train on and "
         f"{held_out.conversations:,} to validate",
@@ -287,7 +287,7 @@ def _notes(
     if counts.truncated:
         notes.append(f"{counts.truncated:,} conversations are longer than a sample and are cut off")
     if counts.dropped:
-        notes.append(f"{counts.dropped:,} conversations are left out: no assistant's answer within a sample's length")
+        notes.append(f"{counts.dropped:,} conversations are left out: no assistant message fits into a sample")
     if unused := train.tokens.unused:
         fields = ", ".join(f"{name} ({count:,} conversations)" for name, count in sorted(unused.items()))
         notes.append(f"fields of the records without effect on training: {fields}")

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """Mix uint64 into uint64 of the same shape (SplitMix64); vectorised, stateless."""
+    """Mix uint64 into uint64 of the same shape (SplitMix64); vectorized, stateless."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

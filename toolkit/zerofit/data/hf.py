@@ -207,7 +207,7 @@ class HfChats(HfSet, ChatSource):
 
 # Arrow has one schema for all rows: a message without tool calls gets "tool_calls": None, which templates would read.
 def _without_nulls(value: Any) -> Any:
-    """Return rows without null fields: Arrow gives each object in a list the fields of all others."""
+    """Return rows without null fields: Arrow gives each object in a list the fields of all objects in the list."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -91,13 +91,13 @@ def bad_images(what: str, root: Path, bad: dict[str, str]) -> Problem:
 
 
 def short_reason(error: Exception, path: Path | None = None) -> str:
-    """Return a decoder's error in one line, without the path."""
+    """Return a decoder's error on one line, without the path."""
     text = str(error) if path is None else str(error).replace(str(path), "the file")
     return " ".join(text.split())[:120] or type(error).__name__
 
 
 def as_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
-    """Return an opened image with 8 bits per colour. 16 bits become their upper 8, as Pillow does with 16-bit colours.
+    """Return an opened image with 8 bits per color. 16 bits become their upper 8, as Pillow does with 16-bit colors.
 
     `upright`: rotate by the EXIF tag, as image viewers do. Raises ValueError for pixel values without a known white
     level; Pillow itself would clip them at 255.

@@ -33,6 +33,7 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.files import atomic_write, cache_root, write_text
 from zerofit.spec.model_facts import Task
 from zerofit.spec.run import Run
+from zerofit.spec.units import counted
 
 IMAGENET = Scaling(mean=(255 * 0.485, 255 * 0.456, 255 * 0.406), std=(255 * 0.229, 255 * 0.224, 255 * 0.225))
 
@@ -65,7 +66,7 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
     files = [_image_files(root, folder, classes) for folder in folders]
     bad = _unreadable(root, [file for part in files for file in part], progress)
     if bad and not run.skip_bad:
-        raise UserError(bad_images(f"cannot decode {len(bad)} images in {root}", root, bad))
+        raise UserError(bad_images(f"cannot decode {counted(len(bad), 'image')} in {root}", root, bad))
     files = [[file for file in part if file.name not in bad] for part in files]
     train, valid = files if len(files) == 2 else split_by_name(files[0], lambda file: file.name)
     _refuse_empty(root, train, valid)
@@ -99,7 +100,7 @@ class FolderImages(LabelledDataset):
         return len(self.files)
 
     def of(self, files: list[ImageFile], style: str) -> FolderImages:
-        """Return the same images with other files and another style."""
+        """Return a copy with these files and this style."""
         labels = np.array([file.label for file in files], dtype=np.int64)
         return replace(self, files=tuple(file.name for file in files), labels=labels, style=style)
 

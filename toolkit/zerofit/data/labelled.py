@@ -23,6 +23,7 @@ from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import IGNORE_INDEX, Task
 from zerofit.spec.run import Run
+from zerofit.spec.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +106,7 @@ def _width(real: torch.Tensor) -> int:
 def open_labelled(name: str, run: Run, task: Task, seq_len: int, known: Sequence[str], progress: Reporter) -> Data:
     """Open labelled text as samples of at most `seq_len` tokens, and target texts of at most `run.target_len`.
 
-    `known`: the classes of an existing model, whose order is kept if they include the data's.
+    `known`: the classes of an existing model; their order is kept if they include all classes of the data.
 
     Raises UserError for bad rows (up to 20), and for too few or too many classes.
     """
@@ -171,7 +172,7 @@ def _class_order(name: str, names: list[str], known: Sequence[str]) -> list[str]
     numeric = all(class_name.isdigit() for class_name in names)
     classes = sorted(names, key=lambda class_name: (int(class_name) if numeric else 0, class_name))
     if not 2 <= len(classes) <= MOST_CLASSES:
-        message = f"--data {name} has {len(classes)} classes; 2 to {MOST_CLASSES:,} are supported"
+        message = f"--data {name} has {counted(len(classes), 'class')}; 2 to {MOST_CLASSES:,} are supported"
         hint = "set --label-field to another field; numbers like scores or prices are not classes"
         raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--label-field"))
     return classes
@@ -189,7 +190,7 @@ def refuse_unknown_classes(name: str, inputs: Inputs, known: Sequence[str]) -> N
 
 def _notes(name: str, meta: dict[str, Any], task: Task, classes: Sequence[str]) -> Iterator[str]:
     rows = meta["rows"]
-    what = f", {len(classes)} classes: {', '.join(classes[:SHOWN])}" if classes else ""
+    what = f", {counted(len(classes), 'class')}: {', '.join(classes[:SHOWN])}" if classes else ""
     yield f"{name}: {rows['train']:,} training rows and {rows['valid']:,} validation rows{what}"
     if meta["cut"]:
         yield f"{meta['cut']:,} texts are longer than a sample and were truncated"

@@ -70,7 +70,7 @@ def _read_words(words: Any, tags: Any, fields: LabelledFields, names: Sequence[s
     tag_names = [_class_name(tag, names) for tag in tags]
     wrong = next((tag for tag, name in zip(tags, tag_names, strict=True) if name is None), None)
     if None in tag_names:
-        return _wrong(fields.label, wrong, "tags: words or whole numbers")
+        return _wrong(fields.label, wrong, "tags: words or integers")
     return Labelled(words, None, [name for name in tag_names if name is not None])
 
 

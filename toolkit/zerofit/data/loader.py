@@ -144,7 +144,7 @@ class _MicroBatches:
     # Indexing takes about as long for one sample as for a hundred, so small micro batches are made together and cut.
     # Cuts must be aligned, since kernels may round differently at other addresses.
     def in_blocks(self, slices: Iterator[range]) -> Iterator[dict]:
-        """Yield the batches of these positions; make several small ones at a time once their size is known."""
+        """Yield the batches of these positions; once the size is known, make several small batches at a time."""
         count = 1
         while ranges := list(islice(slices, count)):
             batches = self._block(ranges)

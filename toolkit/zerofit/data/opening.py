@@ -175,10 +175,10 @@ def open_data(
 ) -> Data:
     """Open the data of a run; prepare and cache them as needed.
 
-    `seq_len` (tokens per sample) is the model's, as resolved; else run.seq_len, else DEFAULT_SEQ_LEN. Every process
+    `seq_len`: the resolved number of tokens per sample; default run.seq_len, else DEFAULT_SEQ_LEN. Every process
     gets the same data. The first process makes the cache. The other processes use it, or wait for it and report that to
-    `progress`. `known`: the classes of a trained model, in order; by default those of the run's model. Raises UserError
-    with all problems.
+    `progress`. `known`: the classes of a trained model, in order; default: the classes of the run's model. Raises
+    UserError with all problems.
     """
     name = run.data or default_data(task)
     check_data(name, task)
@@ -244,7 +244,7 @@ def _tokenizer_for(name: str, task: Task) -> Tokenizer:
     tokenizer = open_tokenizer(name)
     if task == "masked-lm" and tokenizer.mask_id is None:
         message = f"--tokenizer {name} has no mask token, which a masked language model needs"
-        hint = "use --tokenizer bytes, or one with a mask_token (like BERT's)"
+        hint = "use --tokenizer bytes, or a tokenizer with a mask_token, like BERT's tokenizer"
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
     return tokenizer
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # Each kind has a pattern to learn, so a falling loss shows that training works. Pure noise has none.
 STEPS = np.array([1, 1, 1, 1, 3, 3, 7, 12])  # distances to the next token, all equally likely
-ROWS, FEATURES, SPREAD = 10_000, 10, 1.5  # size of a synthetic table; SPREAD: noise around a class's centre
+ROWS, FEATURES, SPREAD = 10_000, 10, 1.5  # size of a synthetic table; SPREAD: noise around a class's center
 LARGE = 128  # pixels per side from which loader processes are useful (0.5 ms per image of 224)
 POOL = 1 << 21  # random values shared by images; 150,000 new normals per image would take longer than training
 
@@ -61,12 +61,12 @@ def _synthetic_masks(name: str, run: Run) -> Data:
 
 
 def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
-    """Open rows of 10 numbers around the centres of 10 classes (`synthetic:N`: N)."""
+    """Open rows of 10 numbers around the centers of 10 classes (`synthetic:N`: N)."""
     classes = _size(name, default=10, what="classes")
     generator = np.random.Generator(np.random.Philox(key=run.seed))
-    centres = generator.standard_normal((classes, FEATURES))
+    centers = generator.standard_normal((classes, FEATURES))
     labels = generator.integers(classes, size=ROWS)
-    rows = centres[labels] + SPREAD * generator.standard_normal((ROWS, FEATURES))
+    rows = centers[labels] + SPREAD * generator.standard_normal((ROWS, FEATURES))
     table, cut = TableRows(features=rows.astype(np.float32), labels=labels), ROWS // 5
     train, valid = (
         replace(table, features=table.features[part], labels=labels[part]) for part in (slice(cut, None), slice(0, cut))
@@ -96,7 +96,7 @@ def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
 
 
 def open_synthetic_labelled(name: str, run: Run, task: Task, seq_len: int) -> Data:
-    """Open tokens of 2 classes (`synthetic:N`: N): a text has its first token's class, a tag its own token's."""
+    """Open tokens of 2 classes (`synthetic:N`: N): a text's first token is its class, each token is its tag."""
     classes = tuple(str(n) for n in range(_size(name, default=2, what="classes")))
     vocab = max(256, len(classes))
     facts: dict[str, Any] = {"classes": classes, "pad_id": 0, "tags": task == "tag"}
@@ -171,13 +171,13 @@ class SyntheticImages(SyntheticPictures):
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticMasks(SyntheticPictures):
-    """Three rectangles in their classes' colours on background 0, with noise."""
+    """Three rectangles in their classes' colors on background 0, with noise."""
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch; there is no augmentation, so `keys` are unused."""
         import torch
 
-        colours = np.random.Generator(np.random.Philox(key=self.seed)).standard_normal((self.classes, 3))
+        colors = np.random.Generator(np.random.Philox(key=self.seed)).standard_normal((self.classes, 3))
         numbers, size = np.asarray(indices) + self.first, self.size
         labels = np.zeros((len(numbers), size, size), dtype=np.int64)
         images = np.empty((len(numbers), 3, size, size), dtype=np.float32)
@@ -188,7 +188,7 @@ class SyntheticMasks(SyntheticPictures):
                 high, wide = draw.integers(size // 4, size // 2 + 1, 2)
                 labels[image, top : top + high, left : left + wide] = draw.integers(1, self.classes)
             noise = 0.5 * draw.standard_normal((3, size, size))
-            images[image] = colours[labels[image]].transpose(2, 0, 1) + noise
+            images[image] = colors[labels[image]].transpose(2, 0, 1) + noise
         return {"inputs": torch.from_numpy(images), "labels": torch.from_numpy(labels)}
 
 

@@ -16,6 +16,7 @@ from zerofit.models.inputs import TableInputs
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
+from zerofit.spec.units import counted
 
 SHOWN = 5  # maximum number of broken rows and class names in a message
 MOST_CLASSES = 1000
@@ -54,7 +55,7 @@ class _Table:
 def open_table(name: str, run: Run, progress: Reporter) -> Data:
     """Open csv:FILE[:COLUMN] or npy:FILE[:COLUMN]; the label column is the named one, or the last.
 
-    A fixed fifth of each class is held out. Features are standardised by mean and deviation of the training rows.
+    A fixed fifth of each class is held out. Features are standardized by mean and deviation of the training rows.
     Raises UserError for broken rows (all of them, unless `skip_bad`) and labels that are not classes.
     """
     kind, _, argument = name.partition(":")
@@ -71,7 +72,7 @@ def open_table(name: str, run: Run, progress: Reporter) -> Data:
     held_out = stratified_fifth(labels)
     if held_out.all() or not held_out.any():
         raise _unusable("data-too-short", f"{path} has {len(labels)} rows, too few to hold out a fifth", "add rows")
-    table_rows = TableRows(features=_standardised(table.features, ~held_out), labels=labels)
+    table_rows = TableRows(features=_standardized(table.features, ~held_out), labels=labels)
     train, valid = (
         replace(table_rows, features=table_rows.features[part], labels=labels[part]) for part in (~held_out, held_out)
     )
@@ -162,7 +163,7 @@ def _refuse_words(path: Path, names: Sequence[str], label: int, rows: Sequence[S
     if words:
         shown = ", ".join(f"{names[n]!r} ({rows[0][n][:20]!r}, ...)" for n in words[:SHOWN])
         message = f"{path}: {len(words)} of {len(names)} columns have no numbers: {shown}"
-        hint = "replace words by numbers or remove the columns; FILE:COLUMN sets the column of the classes"
+        hint = "replace words with numbers or remove the columns; FILE:COLUMN sets the column of the classes"
         raise _unusable("data-columns", message, hint)
 
 
@@ -187,7 +188,7 @@ def _number(cell: str) -> float | None:
 
 
 def is_fraction(cell: str) -> bool:
-    """Return whether a cell is a number with a fraction, which is no class."""
+    """Return whether a cell is a number with a fraction, which is not a class."""
     value = _number(cell)
     return value is not None and value != int(value)
 
@@ -208,14 +209,14 @@ def _as_classes(path: Path, table: _Table) -> tuple[np.ndarray, list[str]]:
     keys = {word: f"{int(value or 0)}" if numeric else word for word, value in values.items()}  # "1" is "1.0"
     classes = sorted(set(keys.values()), key=lambda word: (int(word) if numeric else 0, word))
     if not 2 <= len(classes) <= MOST_CLASSES:
-        message = f"{path}: {table.label!r} has {len(classes)} classes; 2 to {MOST_CLASSES:,} are supported"
+        message = f"{path}: {table.label!r} has {counted(len(classes), 'class')}; 2 to {MOST_CLASSES:,} are supported"
         raise _unusable("data-classes", message, "set the column of the classes: FILE:COLUMN")
     numbers = {word: n for n, word in enumerate(classes)}
     return np.array([numbers[keys[word]] for word in table.classes], dtype=np.int64), classes
 
 
 # Mean and deviation are from training rows only, so that validation rows do not influence the model's inputs.
-def _standardised(features: np.ndarray, train: np.ndarray) -> np.ndarray:
+def _standardized(features: np.ndarray, train: np.ndarray) -> np.ndarray:
     """Return float32 (n, features) with mean 0 and deviation 1 over the training rows; constant columns become 0."""
     mean, std = features[train].mean(axis=0), features[train].std(axis=0)
     return ((features - mean) / np.where(std > 0, std, 1.0)).astype(np.float32)

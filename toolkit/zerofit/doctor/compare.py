@@ -86,7 +86,8 @@ def _strays(host: str, host_facts: dict[str, Any]) -> Check:
     count = Counter((stray["user"], stray["run"]) for stray in host_facts["strays"])
     shown = [f"{n} of {user}" + (f" (run {run[:HASH]})" if run else "") for (user, run), n in count.items()]
     pids = " ".join(str(stray["pid"]) for stray in host_facts["strays"][:PIDS])
-    hint = f"wait for that run, or end it on {host}: kill {pids}" + (" ..." if len(host_facts["strays"]) > PIDS else "")
+    more = " ..." if len(host_facts["strays"]) > PIDS else ""
+    hint = f"wait for that run, or stop it on {host}: kill {pids}{more}"
     expected = "no rank of another run"
     return check("processes", host, ", ".join(shown), "no other run", WARN, expected=expected, hint=hint)
 
@@ -128,12 +129,12 @@ def _memory(host: str, gpu: dict[str, Any]) -> Check:
         problem = f"GPU {gpu['index']}: {shown_bytes(used)} in use" + (f" by {by}" if by else "")
     status = FAIL if total and total - used < FREE_SHARE * total else WARN
     good = f"GPU {gpu['index']}: {gpu['name']}, free"
-    hint = "end the processes on it, or leave the device out with --exclude"
+    hint = "stop the processes on it, or leave the device out with --exclude"
     return check("gpu-memory", host, problem, good, status, expected="nothing else on it", hint=hint)
 
 
 def clock(host: str, difference_s: float, error_s: float) -> Check:
-    """Check a clock that differs from this machine's by `difference_s`, measured to within `error_s` seconds."""
+    """Check a clock that differs from this machine's clock by `difference_s`, measured to within `error_s` seconds."""
     sure = max(0.0, abs(difference_s) - error_s)
     words = f"{abs(difference_s):.3g} s {'ahead' if difference_s > 0 else 'behind'} (±{error_s:.1g} s)"
     problem = words if sure > WARN_S else ""
@@ -142,7 +143,7 @@ def clock(host: str, difference_s: float, error_s: float) -> Check:
 
 
 def disk(facts: Facts, checkpoint_bytes: int | None) -> list[Check]:
-    """Check the free space for checkpoints on the run folder's file system; None checks nothing."""
+    """Check the free space for checkpoints on the run folder's file system. None: no check."""
     if checkpoint_bytes is None:
         return []
     return [

@@ -24,11 +24,11 @@ NPROC = 4096
 MEMLOCK = 64 * 2**20  # NCCL over InfiniBand locks its buffers in memory; its manual recommends no limit
 NCCL_SOURCE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
 SHARED = GIB  # a container has 64 MiB by default; NCCL and loader workers pass tensors through it
-TOTAL_SHARE = 0.95  # share of the catalogue's memory; ECC and the driver use a part
+TOTAL_SHARE = 0.95  # share of the catalog's memory; ECC and the driver use a part
 MATMUL, MEMORY, COPY, LINK = 0.6, 0.7, 0.6, 0.5  # shares of the peak
 CPU_SHARE = 0.5
 NETWORK = 0.5  # share of an interface's speed that gloo, or NCCL over sockets, reaches
-BUS = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: bus bandwidth is compared with the link's"
+BUS = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: compare bus and link bandwidth"
 LATENCY_S = {"cuda": 100e-6, "cpu": 2e-3}  # seconds of a small all-reduce; a step has about 100 collectives
 DISK = 200e6  # bytes per second: a checkpoint of 10 GB in 50 s
 NVME_READ = 1.5e9  # PCIe 3 x4 has 3.9 GB/s (PCI-SIG); with offload, each layer's parameters are read from the disk
@@ -73,9 +73,9 @@ def _gpus(host: str, facts: Facts) -> Iterator[Check]:
         device = by_name(name, total)
         good, problem = f"{len(same)} x {name}, {shown_bytes(total)}", ""
         if device is None:
-            problem = f"{good}: not in the catalogue, so its speed is not known"
+            problem = f"{good}: not in the catalog, so its speed is not known"
         elif total and total < TOTAL_SHARE * device.memory_bytes:
-            problem = f"{good}: less memory than the catalogue's {shown_bytes(device.memory_bytes)}"
+            problem = f"{good}: less memory than the catalog's {shown_bytes(device.memory_bytes)}"
         hint = "plan with a similar GPU and this one's memory: --gpu KIND --device-memory SIZE"
         yield check("gpus", host, problem, good, WARN, hint=hint)
 
@@ -215,7 +215,7 @@ def nvme_speeds(host: str, found: dict[str, dict[str, float]]) -> Iterator[Check
 
 
 def speeds_across(host: str, facts: Facts, figures: dict[str, Any], interface: str | None) -> Iterator[Check]:
-    """Check the all-reduce over all hosts, whose speed is that of the slowest link.
+    """Check the all-reduce over all hosts, which is as fast as the slowest link.
 
     It is reported for the first host.
     """

@@ -117,7 +117,7 @@ class Stopwatch:
 
 
 def measure_kernels(device: torch.device, budget_s: float) -> dict[str, object]:
-    """Return the table of kernels, the host's seconds per op, and the bytes a second of optimizer steps."""
+    """Return the table of kernels, the host's seconds per op, and the bytes per second of optimizer steps."""
     watch = Stopwatch(device, budget_s / 10)
     found = [one for dtype in _dtypes(device) for one in _kernels(watch, dtype)]
     return {
@@ -309,7 +309,7 @@ def _launch_s(watch: Stopwatch) -> float:
 
 
 def _step_bandwidths(watch: Stopwatch) -> dict[str, float]:
-    """Return bytes a second of optimizer steps on the device, with the gradients' norm and scaling."""
+    """Return bytes per second of optimizer steps on the device, with the gradients' norm and scaling."""
     elements = CPU.stepped if watch.device.type == "cpu" else GPU.stepped
     parameter = nn.Parameter(torch.zeros(elements, device=watch.device))
     parameter.grad = torch.ones_like(parameter)

@@ -18,7 +18,7 @@ import psutil
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.files import cache_root
 
-LIMIT_S = 300
+LIMIT_S = 900
 POLL_S = 0.1
 Figures = dict[str, Any]
 BYTES = 128 * 2**20
@@ -85,11 +85,16 @@ def _watch(
         if time.monotonic() > end or any(process.poll() for process in processes):
             break
         time.sleep(POLL_S)
-    bad = [job.rank for job, process in zip(jobs, processes, strict=True) if process.poll() != 0]
-    if bad:
-        last = (folder / f"rank-{bad[0]}.log").read_text(errors="replace").strip().splitlines()[-1:]
-        message = f"rank {bad[0]} could not measure: {''.join(last) or 'it hangs'}"
+    codes = {job.rank: process.poll() for job, process in zip(jobs, processes, strict=True)}
+    failed = [rank for rank, code in codes.items() if code]  # the others wait for these
+    late = [rank for rank, code in codes.items() if code is None]
+    if failed:
+        last = (folder / f"rank-{failed[0]}.log").read_text(errors="replace").strip().splitlines()[-1:]
+        message = f"rank {failed[0]} could not measure: {''.join(last) or f'exit code {codes[failed[0]]}'}"
         raise RunFailed(Problem(kind="measurement", message=message))
+    if late:
+        message = f"rank {late[0]} did not finish measuring within {LIMIT_S // 60} minutes"
+        raise RunFailed(Problem(kind="measurement", message=message, hint="try again on an idle machine"))
 
 
 def together(ranks: Sequence[Figures]) -> Figures:

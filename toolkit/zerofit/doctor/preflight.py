@@ -195,7 +195,7 @@ def _interfaces(
 
 
 def _master_port(host: str, port: int, error: str | None) -> Check:
-    expected, hint = "a free port on the first host", "choose another one with --master-port, or end the process"
+    expected, hint = "a free port on the first host", "choose another one with --master-port, or stop the process"
     return check("master-port", host, error or "", f"port {port} is free", expected=expected, hint=hint)
 
 
@@ -217,7 +217,7 @@ def _callback(host: str, callback: tuple[str, int], error: str | None) -> Check:
 
 
 def interface_check(host: str, interface: str, facts: dict[str, Any], hosts: int) -> Check:
-    """Check the interface on a host's way to the others; a slow one is a warning."""
+    """Check the interface on a host's route to the other hosts; a slow interface is a warning."""
     rows = [one for one in facts["addresses"] if one["interface"] == interface]
     speed, mtu = (rows[0]["speed_mbit"], rows[0]["mtu"]) if rows else (None, None)
     slow = hosts > 1 and speed is not None and speed < SLOW_MBIT

@@ -25,7 +25,7 @@ from zerofit.launch.host import interface_of, run_id_of, unrelated_processes
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "sshd", "pdsh", "srun", "mpirun", "py-spy")
 BESIDE = (Path(sys.prefix) / "bin", Path("/usr/local/cuda/bin"), Path("/usr/sbin"), Path("/usr/local/sbin"))
-RANKS = ("zerofit.worker", "deepspeed.launcher.launch")
+RANKS = ("zerofit.worker", "zerofit.launch.local_ranks", "deepspeed.launcher.launch")
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "compute_cap", "driver_version")
 USERS = ("gpu_uuid", "pid", "used_memory", "process_name")  # the name is last, since it may have commas
 SMI_S = 8.0  # seconds for nvidia-smi; without persistence mode it first loads the driver
@@ -35,7 +35,7 @@ CONNECT_S = 4.0
 
 
 def limits() -> dict[str, int | None]:
-    """Return the soft limits of this process, which its children inherit; None is no limit."""
+    """Return the soft limits of this process, which its children inherit; None means no limit."""
     found = {name: resource.getrlimit(which)[0] for name, which in LIMITS.items()}
     return {name: None if value == resource.RLIM_INFINITY else value for name, value in found.items()}
 
@@ -56,7 +56,7 @@ def tools() -> dict[str, str | None]:
 
 
 def strays() -> list[dict[str, Any]]:
-    """Return the processes of zerofit runs and of DeepSpeed's launcher on this host, if this user may see them."""
+    """Return the processes of zerofit runs and of the launchers of ranks on this host, if this user may see them."""
     found = []
     for process in unrelated_processes():
         try:

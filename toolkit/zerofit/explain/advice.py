@@ -39,13 +39,14 @@ _DEVICES = {"HIP": r"\bHIP|ROCBLAS|rocblas", "XPU": r"\bXPU|level_zero|_RESULT_E
 
 
 def for_device(text: str, message: str) -> str:
-    """Return advice with the tools of the device that an error message names; CUDA's, if it names none."""
+    """Return advice with the tools of the device that an error message names (default: CUDA's tools)."""
     device = next((name for name in _TOOLS if re.search(_DEVICES.get(name, rf"\b{name}"), message)), "")
     if not device:
         return text
     tool, look = _TOOLS[device]
     text = text.replace(f"{NVIDIA_SMI} -l 1", tool)
     if device == "HIP":
+        text = text.replace("CUDA_LAUNCH_BLOCKING=1", "AMD_SERIALIZE_KERNEL=3")
         return text.replace(NVIDIA_SMI, tool).replace("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     text = text.replace(RECORD, f"{look} before the line that fails").replace(NVIDIA_SMI, tool)
     return text.replace("torch.cuda.", f"torch.{device.lower()}.")
@@ -62,8 +63,8 @@ def changes_for(cause: str, message: str) -> tuple[str, ...]:
 CHANGES: dict[str, tuple[str, ...]] = {
     "vllm-gpu-not-free": (
         "a lower gpu_memory_utilization (TRL's vllm_gpu_memory_utilization): it is a share of the whole GPU",
-        f"end other processes that use this GPU: {NVIDIA_SMI}",
-        "if a trainer uses the GPU too: start vLLM before the trainer's states exist, or on GPUs of its own",
+        f"stop other processes that use this GPU: {NVIDIA_SMI}",
+        "if a trainer uses the GPU too: start vLLM before the trainer's states exist, or on other GPUs",
     ),
     "vllm-no-cache": (
         _VLLM_SHARE,
@@ -82,23 +83,23 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "a higher --tp-size, or quantized weights",
     ),
     "vllm-warm-up": ("a smaller max_num_seqs", "a lower gpu_memory_utilization"),
-    "single-tensor": ("look at the shapes on that line: no layout makes room for a tensor larger than the device",),
+    "single-tensor": ("look at the shapes on that line: no layout can fit a tensor larger than the device",),
     "another-process": (
-        f"end the other process, or use another GPU (CUDA_VISIBLE_DEVICES); {NVIDIA_SMI} lists them",
-        "end ranks that a former run left behind",
+        f"stop the other process, or use another GPU (CUDA_VISIBLE_DEVICES); {NVIDIA_SMI} lists them",
+        "stop ranks of an earlier run",
         f"if they are ranks of this run, {_OWN_DEVICE}",
     ),
     "ranks-share-device": (
         _OWN_DEVICE,
         'load checkpoints with map_location="cpu": torch.load puts tensors on the GPU that saved them',
     ),
-    "not-from-torch": (f"find who uses it: {NVIDIA_SMI}", "end the other process, or use another GPU"),
+    "not-from-torch": (f"find the process that uses it: {NVIDIA_SMI}", "stop the other process, or use another GPU"),
     "outside-torch": (
         "create fewer process groups: each NCCL communicator keeps buffers (NCCL_BUFFSIZE sets their size)",
         "leave room: torch.cuda.set_per_process_memory_fraction(0.9), or a smaller micro batch",
     ),
     "metal-memory": (
-        "pad inputs to few shapes: Metal keeps a graph for each shape",
+        "pad inputs to a small set of shapes: Metal keeps a graph for each shape",
         "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 removes the limit: the Mac then swaps, and may stop responding",
     ),
     "memory-fraction": (
@@ -106,11 +107,11 @@ CHANGES: dict[str, tuple[str, ...]] = {
     ),
     "cuda-graphs": (
         'torch.compile without mode="reduce-overhead", or with dynamic=True: each shape keeps its own memory',
-        "pad inputs to few shapes",
+        "pad inputs to a small set of shapes",
     ),
     "fragmentation": (
         f"{EXPANDABLE} before the command (costs no speed)",
-        "pad batches to few lengths, so that blocks can be reused",
+        "pad batches to a small set of lengths, so that blocks can be reused",
         _SMALLER_BATCH,
     ),
     "weights": (
@@ -151,7 +152,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "prediction_loss_only=True if no metric needs them",
     ),
     "evaluation": (
-        "a smaller per_device_eval_batch_size (its default is 8, for any training batch)",
+        "a smaller per_device_eval_batch_size (its default is 8, whatever the training batch)",
         "keep the argmax of earlier batches, not their logits",
         "torch.no_grad() around your own evaluation loop",
     ),
@@ -165,7 +166,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     ),
     "data-on-device": ("keep the data set in host memory, and move one batch at a time", _SMALLER_BATCH),
     "leak": (
-        "add up loss.item() or loss.detach(): a loss that is kept keeps its graph",
+        "add up loss.item() or loss.detach(): a stored loss keeps its graph alive",
         "do not keep outputs from one step to the next, and do not use retain_graph=True",
     ),
     "pinned-memory": (
@@ -174,18 +175,18 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "fewer ranks on the host, or less offload",
     ),
     "device-full-at-start": (
-        f"see who holds the device: {NVIDIA_SMI}",
-        "end a former run's processes, or use another GPU",
+        f"find the process that uses the device: {NVIDIA_SMI}",
+        "stop the processes of an earlier run, or use another GPU",
     ),
     "cuda-in-dataloader": (
-        "keep CUDA out of the Dataset and collate_fn: each worker would create a context of its own",
+        "keep CUDA out of the Dataset and collate_fn: each worker would create its own CUDA context",
     ),
     "nccl-buffers": (
         "leave room for communicators: a smaller micro batch, or set_per_process_memory_fraction(0.9)",
         "NCCL_BUFFSIZE=1048576, or fewer channels (NCCL_MAX_NCHANNELS)",
     ),
     "library-workspace": (
-        f"see who holds the device: {NVIDIA_SMI}",
+        f"find the process that uses the device: {NVIDIA_SMI}",
         "leave room: a smaller micro batch, or set_per_process_memory_fraction(0.9)",
     ),
     "kernel-resources": (
@@ -199,7 +200,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "offloaded-states": (
         "keep the states on the GPUs if they fit (no offload_optimizer)",
         'offload_optimizer: {"device": "nvme"}',
-        "more hosts, or more memory for the job (--mem): 12 to 16 bytes a parameter, split over all ranks",
+        "more hosts, or more memory for the job (--mem): 12 to 16 bytes per parameter, split over all ranks",
     ),
     "data-in-host-memory": (
         "stream the data set (streaming=True), or fewer num_proc",
@@ -207,7 +208,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     ),
     "dataloader-workers": (
         "fewer num_workers, or a smaller prefetch_factor",
-        "no Python list with millions of items in the Dataset",
+        "avoid Python lists with millions of items in the Dataset",
     ),
     "shared-memory": (
         "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir of medium Memory at /dev/shm",

@@ -172,15 +172,15 @@ _IN_PHASE = {
     KEPT_LOGITS: ("evaluation-keeps-logits", "The evaluation keeps the logits of all its batches."),
     EVALUATION: (
         "evaluation",
-        "An evaluation's batch did not fit next to the training's states and the outputs of earlier batches.",
+        "An evaluation's batch did not fit next to the training states and the outputs of earlier batches.",
     ),
     GENERATION: ("generation", "Generation did not fit: its KV cache and logits grow with each token and sequence."),
-    SAVING: ("saving", "Saving gathers parameters, next to the training's weights and states."),
+    SAVING: ("saving", "Saving gathers parameters, in addition to the weights and states of training."),
     DATA: ("data-on-device", "Input data did not fit."),
-    LOSS: ("logits", "The logits or the loss did not fit: [tokens, vocabulary] values, often a second time in fp32."),
+    LOSS: ("logits", "The logits or the loss did not fit: [tokens, vocabulary] values, often also in fp32."),
     STEP: (
         "optimizer-state",
-        "The optimizer's states did not fit: Adam allocates two fp32 values a parameter in its first step.",
+        "The optimizer's states did not fit: Adam allocates two fp32 values per parameter in its first step.",
     ),
     FORWARD: ("activations", "A micro batch's activations did not fit next to the memory already in use."),
     BACKWARD: ("activations", "Backward did not fit: gradients are allocated while activations are alive."),
@@ -208,7 +208,7 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
     if phase in (FORWARD, BACKWARD, STEP) and progress.steps >= LATER:
         return Cause(
             name=UNKNOWN,
-            summary=f"{progress.steps} steps fitted. Then memory grew, or this batch was longer than "
+            summary=f"{progress.steps} steps fit into memory. Then memory grew, or this batch was longer than "
             "earlier ones. The log does not show which.",
             evidence=(f"memory ran out in {phase}", *shown),
             run_next=RECORD,
@@ -225,7 +225,7 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
         summary = "Tensors of this program fill the GPU. Without a traceback the log does not show which."
         return Cause(name=UNKNOWN, summary=summary, evidence=shown, run_next=RECORD)
     name, summary = _IN_PHASE[phase]
-    after = (f"{progress.steps} steps fitted before this one",) if progress.steps >= LATER else ()
+    after = (f"{progress.steps} steps fit into memory before this one",) if progress.steps >= LATER else ()
     return Cause(name=name, summary=summary, evidence=(*shown, *after))
 
 

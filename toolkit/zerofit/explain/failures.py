@@ -1,4 +1,4 @@
-"""Find a failure that is no shortage of memory: by failures.yaml, else the exception that ended the script.
+"""Find a failure other than a shortage of memory: by failures.yaml, else the exception that ended the script.
 
 A log often has several failures, since the other ranks fail after the first. Causes therefore come before exceptions,
 and exceptions before what follows from the failure of another rank.
@@ -35,7 +35,7 @@ _TIMEOUT = re.compile(r"OpType=(\w+).*?Timeout\(ms\)=(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A failure that is no shortage of memory."""
+    """A failure other than a shortage of memory."""
 
     cause: str
     summary: str
@@ -123,7 +123,7 @@ def _exception(lines: Sequence[LogLine]) -> Failure | None:
 
 
 def _exceptions(lines: Sequence[LogLine]) -> Iterator[int]:
-    """Yield the index of the last line of each traceback, without those of launchers and of handled exceptions."""
+    """Yield the index of the last line of each traceback, except tracebacks of launchers and of handled exceptions."""
     for start, line in enumerate(lines):
         if _START not in line.text:
             continue

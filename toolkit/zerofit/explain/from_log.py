@@ -29,7 +29,7 @@ def explain_log(lines: Sequence[LogLine], source: str = "log") -> Explanation | 
 
 
 def _is_earlier(shortage: Shortage, failure: Failure) -> bool:
-    """Return whether a process that was killed, or a library that failed, explains a log better than a failure."""
+    """Return whether a shortage of memory explains a log better than another failure in the log."""
     return failure.is_consequence or (failure.cause == EXCEPTION and shortage.line <= failure.line.number)
 
 
@@ -50,7 +50,7 @@ def _of_failure(lines: Sequence[LogLine], failure: Failure, source: str) -> Expl
         steps=progress.steps,
         ranks=failure.ranks,
         changes=tuple(Change(change=text) for text in changes_for(failure.cause, failure.message) or failure.changes),
-        run_next=failure.run_next,
+        run_next=for_device(failure.run_next, failure.message),
     )
 
 

@@ -33,7 +33,7 @@ class LogLine:
     """One line of a log."""
 
     number: int  # from 1
-    text: str  # without the launcher's prefix and colours
+    text: str  # without the launcher's prefix and colors
     rank: str  # "3", or the host's or worker's name; "" without a prefix
 
 

@@ -84,7 +84,7 @@ class Shortage:
     @property
     def is_certain(self) -> bool:
         """Whether only a shortage of memory writes this message."""
-        return self.kind not in ("killed", "dataloader-killed") and not _OTHERS_TOO.search(self.message)
+        return self.kind not in ("killed", "dataloader-killed", "notebook") and not _OTHERS_TOO.search(self.message)
 
 
 # kind -> (place, pattern). The first matching pattern gives a line its kind. The first kind in this order explains the
@@ -104,7 +104,7 @@ _SIGNS: dict[str, tuple[str, str]] = {
         r"oom[_-]kill event|OOM Killed|OOMKilled|task \d+: Out Of Memory|[Ee]xceeded (?:job|step) memory limit"
         r"|exceeded memory limit|TERM_MEMLIMIT|OUT_OF_ME|cgroup out-of-memory handler|node running low on memory"
         r"|killed due to memory pressure|low on resource: memory"
-        r"|PBS: job killed: mem",
+        r"|PBS: job killed: mem|systemd-oomd\b.*Killed|earlyoom\b.*sending SIG|after using all available RAM",
     ),
     "shared-memory": (
         SHARED,
@@ -141,16 +141,19 @@ _SIGNS: dict[str, tuple[str, str]] = {
     ),
     "killed": (
         HOST,
-        r"return code = -9\b|exitcode *: -9|Signal 9 \(SIGKILL\)|signals?\.SIGKILL: 9|exit(?:ed)?(?: with)?(?: exit)?"
+        r"return code = -9\b|exitcode *: -9|Signal 9 \(SIGKILL\)|[Ss]ignals?\.SIGKILL: 9|^zsh: killed\b"
+        r"|exit(?:ed)?(?: with)?(?: exit)?"
         r"(?: code|[Ss]tatus)?:? ?\(?137\b|exit[Cc]ode[\"']?[:=] ?137\b|^\S*:? ?(?:line \d+: *)?(?:\d+ )?Killed\b"
         r"|signal (?:9|KILL)\b|code -9\b|was killed \(SIGKILL\)",
     ),
+    "notebook": (HOST, r"[Kk]ernel \S+ died, restarting|kernel appears to have died|Kernel crashed while executing"),
+    "xla": (DEVICE, r"RESOURCE_EXHAUSTED|ResourceExhaustedError|OOM when allocating tensor"),
 }
 _SIGN_PATTERNS = {kind: (place, re.compile(pattern)) for kind, (place, pattern) in _SIGNS.items()}
 # a cheap test before the patterns; logs have millions of lines
 _MAYBE = re.compile(
     r"memory|Memory|Memlimit|MEMLIMIT|oom|OOM|OUT_OF_|[Aa]lloc|ALLOC|paging|fraction|HostReg|_STATUS_|[Kk]ill|KILL|137|-9|resource|/dev/shm"
-    r"|mmap|signal|max seq len"
+    r"|mmap|signal|max seq len|RAM\b|EXHAUSTED|Exhausted|died|crashed"
 )
 
 
@@ -192,7 +195,7 @@ def _shortage(kind: str, place: str, lines: Sequence[LogLine], at: int) -> Short
 
 
 def joined_message(lines: Sequence[LogLine], at: int) -> str:
-    """Return a message in one line: it may be wrapped, and lines of other ranks may be between its lines."""
+    """Return a message on one line: it may be wrapped, and lines of other ranks may be between its lines."""
     rank = lines[at].rank
     parts = [lines[at].text.strip()]
     for line in lines[at + 1 : at + MESSAGE_LINES]:

@@ -22,7 +22,7 @@ def _driver(evidence: LogEvidence) -> Cause | None:
     if evidence.in_worker:
         return Cause(
             name="cuda-in-dataloader",
-            summary="A DataLoader's worker used CUDA, so it needed a context of its own on the GPU.",
+            summary="A DataLoader worker used CUDA, so it created its own CUDA context on the GPU.",
             evidence=("the error was raised in a worker process",),
         )
     if (
@@ -113,7 +113,7 @@ def host(evidence: LogEvidence) -> Cause | None:
     if progress.readings and progress.readings[-1].host_share:
         last = progress.readings[-1]
         shown.append(f"{last.host_share:.0%} of the host's memory was used before ({shown_bytes(last.host_bytes)})")
-    work = _HOST_PHASES.get(evidence.phase) or ("" if progress.started else progress.activity)
+    work = _HOST_PHASES.get(evidence.phase) or progress.activity
     name, when = _HOST_WORK.get(work, ("host-memory", f"in {evidence.phase}" if evidence.phase else ""))
     return Cause(name=name, summary=f"The host ran out of memory {when}".rstrip() + ".", evidence=tuple(shown))
 
@@ -122,7 +122,7 @@ def _killed(evidence: LogEvidence) -> Cause | None:
     """Judge a SIGKILL without a kernel message: memory is the likely cause if the preceding work needed much of it."""
     progress = evidence.progress
     full = bool(progress.readings) and progress.readings[-1].host_share >= FULL_HOST
-    if full or (not progress.started and progress.activity in _HOST_WORK):
+    if full or progress.activity in _HOST_WORK:
         found = host(evidence)
         assert found is not None
         summary = found.summary.replace("The host ran", "Most likely the host ran")
@@ -137,8 +137,8 @@ def _killed(evidence: LogEvidence) -> Cause | None:
 
 def _workers(evidence: LogEvidence) -> Cause | None:
     if "Killed" not in evidence.shortage.message:
-        return Cause(name=UNKNOWN, summary="A DataLoader's worker ended without a message.", run_next=KERNEL_LOG)
-    summary = "A DataLoader's worker was killed (SIGKILL), most likely because the host ran out of memory."
+        return Cause(name=UNKNOWN, summary="A DataLoader worker ended without a message.", run_next=KERNEL_LOG)
+    summary = "A DataLoader worker was killed (SIGKILL), most likely because the host ran out of memory."
     return Cause(name="dataloader-workers", summary=summary, run_next=KERNEL_LOG)
 
 
@@ -154,12 +154,28 @@ def _kernel(evidence: LogEvidence) -> Cause | None:
     return Cause(name="kernel-resources", summary=summary, evidence=shown)
 
 
+def _notebook(evidence: LogEvidence) -> Cause | None:
+    summary = "The notebook's process ended without a Python error: the host killed it, or a library crashed."
+    return Cause(
+        name=UNKNOWN,
+        summary=summary,
+        run_next=f"{KERNEL_LOG}; or run the same code as a script, which prints the error",
+    )
+
+
+def _xla(evidence: LogEvidence) -> Cause | None:
+    summary = "JAX or TensorFlow ran out of device memory. zerofit explains the messages and the memory of torch."
+    return Cause(name=UNKNOWN, summary=summary, run_next='jax.profiler.save_device_memory_profile("memory.prof")')
+
+
 OTHER_RULES: dict[str, tuple[Rule, ...]] = {
     "vllm": (vllm,),
     "kernel-oom": (host,),
     "scheduler": (host,),
     "shared-memory": (_shared,),
     "kernel-resources": (_kernel,),
+    "notebook": (_notebook,),
+    "xla": (_xla,),
     "nccl": (_nccl,),
     "blas": (_blas,),
     "driver": (_driver,),

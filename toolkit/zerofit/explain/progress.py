@@ -82,9 +82,10 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
         if line.number >= error:
             break
         if (bar := _BAR.match(text.strip())) and not _NO_TRAINING.search(bar["about"]):
+            activity = "" if int(bar["done"]) > steps else activity  # the bar is also drawn between two steps
             started, steps = True, max(steps, int(bar["done"]))
         elif _LOSS.search(text):
-            started, losses = True, losses + 1
+            started, losses, activity = True, losses + 1, ""
             if step := _STEP.search(text):
                 steps = max(steps, int(step["step"]))
         activity = next((name for pattern, name in _ACTIVITY_PATTERNS if pattern.search(text)), activity)

@@ -62,7 +62,7 @@ class Explanation:
     ranks: tuple[str, ...] = ()  # ranks that ran out of memory; () if the log names none
     figures: MemoryFigures = field(default_factory=MemoryFigures)
     alive: dict[str, int] = field(default_factory=dict)  # kind -> bytes
-    lines: tuple[Line, ...] = ()  # the lines whose allocations hold the most memory
+    lines: tuple[Line, ...] = ()  # the lines whose allocations use the most memory
     changes: tuple[Change, ...] = ()
     run_next: str = ""  # the command or line to run for a certain answer
     forecast: ForecastAtMoment | None = None

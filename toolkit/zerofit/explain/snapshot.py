@@ -132,7 +132,7 @@ def read_snapshot(path: Path) -> MemorySnapshot:
     try:
         devices = _devices(content)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise Unreadable(f"it is no memory snapshot: {type(error).__name__} {error}") from None
+        raise Unreadable(f"it is not a memory snapshot: {type(error).__name__} {error}") from None
     if not devices:
         raise Unreadable("it has no memory of a device")
     return max(devices, key=lambda device: (device.ran_out is not None, device.reserved_bytes))
@@ -142,7 +142,7 @@ def _devices(content: Any) -> list[MemorySnapshot]:
     if isinstance(content, list):  # torch.cuda.memory_snapshot(), and torch before 2.0
         content = {"segments": content}
     if not isinstance(content, dict) or not isinstance(content.get("segments"), list):
-        raise Unreadable("it is no memory snapshot: it has no segments")
+        raise Unreadable("it is not a memory snapshot: it has no segments")
     traces = content.get("device_traces") or []
     settings = content.get("allocator_settings")
     numbers = {int(segment.get("device", 0)) for segment in content["segments"]}

@@ -23,6 +23,8 @@ _ENDS = re.compile(r"Traceback \(most recent call last\)")
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/|/lib/python3|<frozen |^<(?!ipython)|torch_extensions/|/tmp/torchinductor|zerofit/"
 )
+# a launcher's own traceback says nothing about the program
+_LAUNCHER = re.compile(r"torch/distributed/(?:run|launcher|elastic)\b|accelerate/commands/|deepspeed/launcher/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,10 @@ class CodeFrame:
 
 
 def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
-    """Return the calls of the traceback that ends at a line (its number), outermost first; [] without one."""
+    """Return the calls of the traceback that ends at a line (its number), outermost first; [] without one.
+
+    The traceback of a launcher is left out.
+    """
     at = next((index for index, line in enumerate(lines) if line.number >= error), len(lines))
     rank = lines[at].rank if at < len(lines) else ""
     found: list[CodeFrame] = []
@@ -67,7 +72,7 @@ def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
             arrow, number = marked["code"], int(marked["line"] or 0)
         elif line.text.strip(" ^~│|"):
             code = line.text.strip(" │|")
-    return found[::-1]
+    return [] if found and _LAUNCHER.match(found[0].place) else found[::-1]
 
 
 def own_frame(frames: Sequence[CodeFrame]) -> CodeFrame | None:

@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-Engine = Literal["deepspeed", "fsdp2"]
+Engine = Literal["deepspeed", "fsdp2", "torchtitan", "verl"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEntry:
-    """An engine, and how it handles gradients."""
+    """An engine, its models, and how it handles gradients."""
 
     title: str  # in a layout's words
     reduces_in_float32: bool = False  # type of the gradients of a 16-bit backward
     accumulates_full_gradients: bool = False  # micro batches before the last leave full gradients
+    builds_in_parts: bool = False  # no rank ever has a full parameter in float32
+    releases_head: bool = False  # after the forward; the loss is computed outside the model
+    single_thread: bool = False  # backward runs in the thread of forward
+    loss_in_chunks: bool = False  # the head runs forward and backward for each chunk of the sequence
+    only_methods: bool = False  # trains only by the methods of `plan --method`
+    own_models: tuple[str, ...] = ()  # the config's model types that it trains with its own code; (): transformers'
+    configurations: Mapping[int, tuple[str, str]] = field(default_factory=dict)  # its own: parameters -> module, name
 
 
 ENGINES: dict[Engine, EngineEntry] = {
     "deepspeed": EngineEntry(title="ZeRO"),
     # accelerate/utils/dataclasses.py, set_mixed_precision: one dtype for everything; accelerator.py, no_sync: gradients
-    # are scattered once a step
+    # are scattered once per step
     "fsdp2": EngineEntry(title="FSDP2", accumulates_full_gradients=True),
-}
-# other engines, and why plan does not rank their layouts
-NOT_PLANNED = {
-    "torchtitan": "torchtitan trains its own models with other kernels; plan has no profiles of them. Use fsdp2 "
-    "for the same sharding, or simulate it: zerofit simulate -- torchrun -m torchtitan.train ...",
+    # torchtitan/config/configs.py, mixed_precision_reduce; trainer.py, to_empty; distributed/utils.py:477;
+    # components/loss.py, ChunkedLossWrapper
+    "torchtitan": EngineEntry(
+        title="torchtitan",
+        reduces_in_float32=True,
+        builds_in_parts=True,
+        single_thread=True,
+        loss_in_chunks=True,
+        own_models=("llama", "qwen3"),
+        configurations={  # torchtitan/models/*/config_registry.py
+            6_163_712: ("llama3", "llama3_debugmodel"),
+            8_030_261_248: ("llama3", "llama3_8b"),
+            70_553_706_496: ("llama3", "llama3_70b"),
+            596_049_920: ("qwen3", "qwen3_0_6b"),
+            1_720_574_976: ("qwen3", "qwen3_1_7b"),
+            14_768_307_200: ("qwen3", "qwen3_14b"),
+            32_762_123_264: ("qwen3", "qwen3_32b"),
+        },
+    ),
+    # verl/workers/engine/fsdp/transformer_impl.py, _build_fsdp_module and _gradient_sync_context; utils/fsdp_utils.py,
+    # apply_fsdp2: the root gets an explicit reshard_after_forward, which torch obeys (_fsdp_state.py, _lazy_init)
+    "verl": EngineEntry(
+        title="FSDP2",
+        reduces_in_float32=True,
+        accumulates_full_gradients=True,
+        releases_head=True,
+        only_methods=True,
+    ),
 }

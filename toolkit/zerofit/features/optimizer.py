@@ -151,7 +151,7 @@ class OptimizerEntry:
     # defaults
     rates: LearningRates
     weight_decay: float = 0.01
-    coupled_decay: bool = False  # weight decay through the gradient, so long trainings of CNNs need less of it
+    coupled_decay: bool = False  # weight decay through the gradient, so long runs of CNNs need less of it
     momentum: float | None = None
     clipping: float = 1.0
     clipping_why: str = ""

@@ -1,8 +1,8 @@
 """The features of ZeRO, offload and compilation that a DeepSpeed JSON switches on: one entry each.
 
-The rooms read the entries. `config` refuses combinations. `check` reports stages at which a feature has no effect.
-`simulate` and `plan` refuse features that they cannot forecast, and `tune` refuses features that its trials cannot use.
-`checkpoint` names the states that a resume loses. `launch` compiles the op.
+All folders of the package read the entries. `config` refuses combinations. `check` reports stages at which a feature
+has no effect. `simulate` and `plan` refuse features that they cannot forecast, and `tune` refuses features that its
+trials cannot use. `checkpoint` names the states that a resume loses. `launch` compiles the op.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class ZeroFeature:
     op: str | None = None  # DeepSpeed's builder of its C++ op
     not_simulated: Unforecast | None = None
     not_planned: Unforecast | None = None
+    counted: bool = True  # plan's formulas include its memory and time; False: the answer says that they do not
     unsaved: str = ""  # states of the feature that DeepSpeed does not save
     instead: str = ""  # alternative if these states must be saved
 
@@ -55,7 +56,7 @@ _KERNELS_OF_QUANTIZER = Unforecast(
 )
 ZENFLOW = ZeroFeature(
     path=f"{ZERO}.zenflow",
-    docs="The device steps the columns with the largest gradients. The host steps the other columns, some steps later.",
+    docs="The device updates columns with the largest gradients. The host updates the other columns some steps later.",
     off=(None,),
     combined=False,
     partial=False,
@@ -89,6 +90,7 @@ TWIN_FLOW = ZeroFeature(
     off=(None, 1),
     unsaved="the optimizer states of the part on the device",
     instead="offload_optimizer.ratio 1.0",
+    counted=False,
 )
 QUANTIZED_WEIGHTS = ZeroFeature(
     path=f"{ZERO}.zero_quantized_weights",
@@ -97,12 +99,14 @@ QUANTIZED_WEIGHTS = ZeroFeature(
     combined=False,
     op="QuantizerBuilder",
     not_simulated=_KERNELS_OF_QUANTIZER,
+    counted=False,
 )
 QUANTIZED_FROZEN_WEIGHTS = ZeroFeature(
     path=f"{ZERO}.zero_quantized_nontrainable_weights",
     docs="ZeRO++: frozen parameters are kept in 8 bits.",
     ignored_below_3="weights are kept unquantized",
     not_simulated=_KERNELS_OF_QUANTIZER,
+    counted=False,
 )
 QUANTIZED_GRADIENTS = ZeroFeature(
     path=f"{ZERO}.zero_quantized_gradients",
@@ -111,6 +115,7 @@ QUANTIZED_GRADIENTS = ZeroFeature(
     combined=False,
     op="QuantizerBuilder",
     not_simulated=_KERNELS_OF_QUANTIZER,
+    counted=False,
 )
 SECONDARY_PARTITION = ZeroFeature(
     path=f"{ZERO}.zero_hpz_partition_size",
@@ -118,6 +123,7 @@ SECONDARY_PARTITION = ZeroFeature(
     off=(None, False, 0, 1),
     ignored_below_3="no secondary partition is kept",
     combined=False,
+    counted=False,
 )
 DEEPCOMPILE = ZeroFeature(
     path="compile.deepcompile",
@@ -125,6 +131,19 @@ DEEPCOMPILE = ZeroFeature(
     combined=False,
     partial=False,
     op="DeepCompileBuilder",
+    counted=False,
+)
+MICS = ZeroFeature(
+    path=f"{ZERO}.mics_shard_size",
+    docs="MiCS: parameters and states are divided among this number of ranks, and replicated across these groups.",
+    off=(None, 0, -1),
+    counted=False,
+)
+GRADIENTS_IN_FP32 = ZeroFeature(
+    path="data_types.grad_accum_dtype",
+    docs="Gradients are accumulated in this type.",
+    off=(None, "bf16", "bfloat16", "fp16", "float16"),
+    counted=False,
 )
 TORCH_AUTOCAST = ZeroFeature(
     path="torch_autocast.enabled",
@@ -133,6 +152,18 @@ TORCH_AUTOCAST = ZeroFeature(
         message="plan cannot forecast torch_autocast in the DeepSpeed JSON (float32 weights, activations of two types)",
         hint="use `zerofit simulate` with the same options",
     ),
+)
+NARROW_MASTERS = tuple(
+    ZeroFeature(
+        path=f"{half}.{half}_master_weights_and_grads",
+        docs=f"Master weights and their gradients are {half} (with bf16_optimizer_states the moments, too).",
+        averaged=False,
+        not_planned=Unforecast(
+            message=f"plan cannot forecast {half}_master_weights_and_grads in the DeepSpeed JSON",
+            hint="use `zerofit simulate` with the same options",
+        ),
+    )
+    for half in ("fp16", "bf16")
 )
 ZERO_FEATURES: tuple[ZeroFeature, ...] = (
     SECONDARY_PARTITION,
@@ -143,7 +174,10 @@ ZERO_FEATURES: tuple[ZeroFeature, ...] = (
     SUPER_OFFLOAD,
     TWIN_FLOW,
     DEEPCOMPILE,
+    MICS,
+    GRADIENTS_IN_FP32,
     TORCH_AUTOCAST,
+    *NARROW_MASTERS,
 )
 
 

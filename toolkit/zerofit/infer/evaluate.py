@@ -133,12 +133,12 @@ def check_data(saved: SavedModel, data: Data) -> None:
 def too_many_ids(inputs: TextInputs | LabelledTextInputs | NamedInputs, ids: int) -> Problem:
     """Return the problem of a tokenizer with more ids than the model has embeddings."""
     message = f"the model has a vocabulary of {inputs.vocab_size} ids, the tokenizer has {ids}"
-    hint = "set --tokenizer to the one that the model was trained with"
+    hint = "set --tokenizer to the tokenizer of the model's training"
     return Problem(kind="vocabulary", message=message, hint=hint, where="--tokenizer")
 
 
 def default_tokenizer(saved: SavedModel) -> str:
-    """Return the tokenizer in the model's folder, else the training's tokenizer. Raises UserError if neither exists."""
+    """Return the tokenizer in the model's folder, else the one used in training. Raises UserError if neither exists."""
     if has_tokenizer(saved.folder):
         return str(saved.folder)
     if saved.info:
@@ -162,7 +162,7 @@ class EvalScores:
 
     loss: float
     accuracy: float | None  # None if there are no right answers; for segmentation the accuracy of pixels
-    top5_accuracy: float | None  # of images
+    top5_accuracy: float | None  # of images with more than 5 classes
     mean_iou: float | None  # mean intersection over union, for segmentation
     perplexity: float | None  # of text
     macro_f1: float | None = None  # of classes
@@ -354,11 +354,12 @@ def _scores(
         scores |= class_scores(table, inputs.classes, inputs.tags)
     if answers:
         scores.setdefault("accuracy", right / max(targets, 1.0))
+    ranked = figures.task == "image" and isinstance(inputs, ImageInputs) and inputs.classes > TOP
     writes = are_tokenized(inputs) and not isinstance(inputs, LabelledTextInputs)
     return EvalScores(
         **{"accuracy": None, **scores},
         loss=loss,
-        top5_accuracy=near / max(targets, 1.0) if answers and figures.task == "image" else None,
+        top5_accuracy=near / max(targets, 1.0) if answers and ranked else None,
         mean_iou=mean_iou(table) if isinstance(inputs, SegmentationInputs) else None,
         perplexity=math.exp(min(loss, LONGEST_LOSS)) if writes else None,
         samples=samples,

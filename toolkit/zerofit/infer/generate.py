@@ -70,15 +70,16 @@ class GenerationRequest:
 
     prompt: Prompt
     max_new_tokens: int
-    temperature: float  # 0: take the likeliest token each time
-    top_p: float  # draw from the likeliest tokens whose probabilities add up to this
+    temperature: float  # 0: always use the most likely token
+    top_p: float  # sample from the most likely tokens whose probabilities add up to this
     seed: int
 
 
 def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max_new_tokens: int) -> Prompt:
     """Turn a prompt into token ids.
 
-    Raises UserError if the model cannot write text, the tokenizer is not the model's, or the prompt is too long.
+    Raises UserError if the model cannot write text, the tokenizer does not belong to the model, or the prompt is too
+    long.
     """
     tokenizer = writers_tokenizer(saved, tokenizer_name)
     translates = saved.task == "seq2seq-lm"
@@ -188,7 +189,7 @@ def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) 
 
 
 def _cached(fake: nn.Module, length: int, device: torch.device, written: int = 0) -> Iterable[Tensor]:
-    """Return the tensors of the cache after a forward of `tokens` tokens, and of `written` tokens of a decoder."""
+    """Return the tensors of the cache after a forward of `length` tokens; a decoder has `written` tokens."""
     last: dict[str, Any] = (
         {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(fake).forward).parameters else {}
     )

@@ -42,7 +42,7 @@ class _Guard(TorchDispatchMode):
     """Stop if a module uses weights of another module, which are loaded only while that module runs.
 
     Until then the weight is on the meta device. On the CPU, torch 2.14's matrix products and convolutions accept it and
-    return uninitialised memory.
+    return uninitialized memory.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -156,8 +156,8 @@ def open_model(
 ) -> tuple[SavedModel, torch.dtype]:
     """Return the model in a folder from `find_folder`, and the type of its weights.
 
-    A checkpoint is exported first, and adapters are merged into their model. Without `dtype` the type is that of the
-    saved weights. Call it before large tensors are created: otherwise later allocations would fill the gaps in the heap
+    A checkpoint is exported first, and adapters are merged into their model. Without `dtype` the weights keep their
+    saved type. Call it before large tensors are created: otherwise later allocations would fill the gaps in the heap
     that freed tensors leave.
     """
     return_freed_memory_at_once()
@@ -176,8 +176,8 @@ def load_model(
     """Return the model with its weights loaded, ready to run on `placement.execution_device`.
 
     Weights that the device map leaves on disk are read from the model's files, which safetensors maps into memory layer
-    by layer. Only tensors stored in another form (pickles, single experts) are written to `scratch`. `empty` must not
-    be used afterwards. Raises UserError if the files lack weights that the model needs.
+    by layer. Only tensors that are stored differently (pickles, single experts) are written to `scratch`. `empty` must
+    not be used afterwards. Raises UserError if the files lack weights that the model needs.
     """
     with quiet():
         if saved.source.family == "transformers":
@@ -209,7 +209,7 @@ def _transformers(saved: SavedModel, empty: Any, placement: Placement, dtype: to
         hint = "are config.json and the weights of one model?"
         problem = Problem(kind="model-weights", message=f"{saved.folder}: {reason_of(error)}", hint=hint, where="CKPT")
         raise UserError(problem) from error
-    _refuse(sorted(loaded["missing_keys"]), saved)  # transformers would have initialised them at random
+    _refuse(sorted(loaded["missing_keys"]), saved)  # transformers would have initialized them at random
     return model
 
 
@@ -273,7 +273,7 @@ def _refuse(missing: list[str], saved: SavedModel) -> None:
 # A forward that reads weights from the disk maps the model's files. This works only for safetensors in the model's type
 # with one tensor for each of the model's. Other files are rewritten once, tensor by tensor.
 class WeightRewrite:
-    """The changes, if any, to a saved model's files that allow each forward to read from them."""
+    """Rewrites a saved model's files, if necessary, so that each forward can read weights from them."""
 
     def __init__(self, saved: SavedModel, empty: nn.Module, dtype: torch.dtype):
         self._saved, self._empty, self._dtype = saved, empty, dtype

@@ -75,7 +75,8 @@ def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str
 def with_own_programs(path: str) -> str:
     """Return a PATH with the programs of this environment first.
 
-    Its ninja compiles and checks the ops. A system's ninja of another version would silently compile all of them again.
+    Its ninja compiles and checks the ops. If the system's ninja has a different version, it would silently compile all
+    of them again.
     """
     own = str(Path(sys.executable).parent)
     return path if path.split(os.pathsep)[0] == own else f"{own}{os.pathsep}{path}"

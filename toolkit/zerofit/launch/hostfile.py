@@ -67,8 +67,8 @@ def _host(content: str, place: str, before: dict[str, int], problems: Problems) 
         problems.add("hostfile", message, hint, f"{place}:{column}")
         return None
     if name in before:
-        message = f"{name} is listed twice, first in line {before[name]}"
-        problems.add("hostfile", message, "put all its slots in one line", f"{place}:{column}")
+        message = f"{name} is listed twice, first on line {before[name]}"
+        problems.add("hostfile", message, "put all its slots on one line", f"{place}:{column}")
         return None
     slots = SLOTS.fullmatch(rest)
     if not slots or not 0 < int(slots["count"][:9]) <= MOST_SLOTS:

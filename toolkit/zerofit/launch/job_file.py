@@ -79,7 +79,7 @@ def write_once(path: Path, text: str, mode: int = 0o666) -> bool:
     except FileExistsError:
         if path.is_file() and path.read_bytes() == data:
             return False
-        message, hint = f"{path} exists with other content", "remove it, or write to another file"
+        message, hint = f"{path} exists with different content", "remove it, or write to another file"
         raise UserError(Problem(kind="output-exists", message=message, hint=hint, where=str(path))) from None
     except OSError as error:
         message, hint = f"cannot write {path}: {error.strerror}", "use a file in an existing folder"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import random
 import signal
@@ -18,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 
 from zerofit.launch.host import environment
-from zerofit.launch.parent_death import LAUNCHER
 from zerofit.launch.world import NEVER_GIVEN
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.model_facts import Machine
@@ -51,14 +48,11 @@ class LaunchSite:
 
 
 def launcher(ranks: int, port: int) -> list[str]:
-    """Return the command of the deepspeed launcher for one node (`deepspeed.launcher.launch`), without its runner.
+    """Return the command that starts the program after it once per rank on this machine (`launch.local_ranks`).
 
-    The multi-node runner looks for the machine's hostfile and exits 0 when this launcher is killed; one node does not
-    need it. The launcher and its ranks end with this process.
+    The ranks end with this process.
     """
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
-    argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid()), LAUNCHER]
-    return [*argv, f"--world_info={world}", f"--master_port={port}", "--no_local_rank"]
+    return [sys.executable, "-m", "zerofit.launch.local_ranks", str(os.getpid()), str(ranks), str(port)]
 
 
 def local_site(job: Job, machine: Machine) -> LaunchSite:

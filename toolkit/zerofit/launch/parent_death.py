@@ -7,13 +7,11 @@ import os
 import runpy
 import signal
 import sys
-import time
 from functools import partial
 
 from zerofit.spec.process import run_and_exit
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LAUNCHER, LOOK_S = "deepspeed.launcher.launch", 0.1
 COMMAND = "zerofit.cli"
 
 
@@ -39,9 +37,6 @@ def main() -> None:
     module = sys.argv[2]
     if module == COMMAND:  # SIGINT stops a tuning trial, but background jobs of a shell ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if module == LAUNCHER:  # poll ranks more often than once a second, and exit sooner after the last rank
-        sleep = time.sleep
-        time.sleep = lambda seconds: sleep(min(float(seconds), LOOK_S))
     sys.argv = sys.argv[2:]
     run_and_exit(partial(runpy.run_module, module, run_name="__main__", alter_sys=True))
 

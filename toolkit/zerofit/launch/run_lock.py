@@ -73,7 +73,7 @@ def _locked(
                     hint = "wait for it, stop it (SIGTERM lets it save), or use another --output"
                     raise UserError(Problem(kind="run-busy", message=message, hint=hint, where="--output")) from None
                 if path == folder.ranks_lock:
-                    progress("waiting for ranks of an earlier start to end")
+                    progress("waiting for ranks of an earlier start to exit")
                 time.sleep(POLL_S)
             except OSError as error:
                 message = f"the file system of {folder.path} does not support locks: {error.strerror}"

@@ -44,7 +44,7 @@ PLAIN = AttentionRate(share=1.0, half=0.0, full_half=0.0, narrow=1.0, blocks=0.0
 
 @cache
 def attention_rate(kernel: AttentionKernel, device: str) -> AttentionRate:
-    """Return a kernel's rate on a device, by the name that torch reports."""
+    """Return a kernel's rate on a device. `device` is the name that torch reports."""
     rates = rate_catalog()["attention"]
     family = next((name for name, devices in rates["families"].items() if device in devices), "")
     entries, times = rates["kernels"][kernel], 1.0

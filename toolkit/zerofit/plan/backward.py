@@ -40,7 +40,7 @@ class LiveMemory(NamedTuple):
 
 
 def backward_moments(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> tuple[LiveMemory, ...]:
-    """Return the live memory at the moments that can be a backward's peak at some micro batch.
+    """Return the live memory at each moment that is a backward's peak for some size of the micro batch.
 
     Persistent memory is not included.
 
@@ -70,7 +70,7 @@ def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: in
 
 
 def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Return the moments that can be the peak at some micro batch; of equal moments only the first.
+    """Return the moments that are the peak for some size of the micro batch; of equal moments only the first.
 
     `line` returns a moment's bytes per sample and its fixed bytes.
     """

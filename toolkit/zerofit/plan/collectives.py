@@ -48,9 +48,9 @@ def collective_s(
 ) -> float:
     """Return the seconds for `size_bytes` in `calls` calls, with rings inside each node and rings across nodes.
 
-    `at_once`: calls are issued together, and ranks wait for each other once. Measured lines were fitted to calls
-    between kernels. Chunks move through node and network at the same time, so the slower one counts. Between nodes each
-    rank has its own share of the network: a node's ranks send different parts of the tensor to other nodes.
+    `at_once`: calls are issued together, and ranks wait for each other once. Measured times are of calls between
+    kernels. Chunks move through node and network at the same time, so the slower one counts. Between nodes each rank
+    has its own share of the network: a node's ranks send different parts of the tensor to other nodes.
     """
     if group.size == 1:
         return 0.0

@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 class Clock:
     """Real times of pieces that were laid out without contention.
 
-    While links and compute are both busy, both are slower. During a pause only the piece that pauses runs.
+    While links and compute are both busy, both are slower. During a pause, only the piece that causes it runs.
     """
 
     def __init__(self, exposed: float):

@@ -125,7 +125,8 @@ def _experts_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Pr
     """Check expert parallelism by the rules of config/validate.py."""
     name, ranks = f"--expert-parallel {degrees.ep}", cluster.ranks // degrees.product * degrees.sp
     if degrees.tp > 1:
-        message, hint = f"{name} with --tensor-parallel gives other results than one process", "use --tensor-parallel 1"
+        message = f"{name} with --tensor-parallel gives different results than one process"
+        hint = "use --tensor-parallel 1"
         return Problem(kind="expert-parallel-beside", message=message, hint=hint, where="--tensor-parallel")
     if profile.model_type not in EXPERT_TYPES or profile.experts is None or profile.trained < profile.parameters:
         what = "a part of" if profile.trained < profile.parameters else "experts of"

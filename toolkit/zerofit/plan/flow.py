@@ -38,9 +38,8 @@ class FlowEnds(NamedTuple):
 def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
     """Return when the parts end; fetches follow each other, and so do layers and reductions.
 
-    The critical path through a run of equal layers is fetches, then layers, then reductions. The path changes from
-    fetches to layers, or from layers to reductions, in the first or last layer or group of the run, since both times
-    are linear in between.
+    The critical path through a run of equal layers follows fetches, then layers, then reductions. It changes over in
+    the first or the last layer (or group) of the run, because times are linear between them.
     """
     fetched = computed = 0.0
     reduced = sum(groups * layers * fetch for groups, layers, fetch, _, _ in runs)

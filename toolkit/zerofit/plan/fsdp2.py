@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from zerofit.features.engines import ENGINES
 from zerofit.plan.backward import LiveMemory
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import host_state_bytes, states_of
-from zerofit.plan.persistent import MASTER_BYTES, PersistentMemory
-from zerofit.plan.timeline import FROZEN, NOTHING, Parameter, Point, StageTimeline, TimelineEvent
+from zerofit.plan.persistent import PersistentMemory
+from zerofit.plan.timeline import FROZEN, NOTHING, Parameter, Point, StageTimeline, TimelineEvent, add
 from zerofit.plan.transient import StepMemory
 from zerofit.spec.overhead import pinned_bytes
 
@@ -45,8 +46,8 @@ def _trained(parameters: Iterable[Parameter]) -> list[Parameter]:
 def shard(parameter: Parameter, ranks: int, width: int) -> int:
     """Return a rank's elements of a parameter, whose first dimension is divided and padded (_fsdp_param.py:337).
 
-    A profile has no shapes. One side of a matrix is assumed to be the model's width. The result is that of the side
-    that needs more padding.
+    A profile has no shapes. One side of a matrix is assumed to be the model's width. Of both sides, the one that needs
+    more padding counts.
     """
     numel = parameter.numel
     sides = {numel} if parameter.group == 1 or not width or numel % width or numel == width else {width, numel // width}
@@ -54,12 +55,12 @@ def shard(parameter: Parameter, ranks: int, width: int) -> int:
 
 
 def block_persistent(line: StageTimeline, layout: PlannedLayout) -> PersistentMemory:
-    """Return the memory that a rank keeps between steps: its part of the parameters and moments, in float32.
+    """Return the memory that a rank keeps between steps: its part of the parameters and moments.
 
     Offloaded parameters and their gradients are page-locked (_fsdp_param.py:345).
     """
     parts = [shard(p, layout.shard_ranks, line.width) for p in _trained(chain(*line.layers))]
-    sizes = [MASTER_BYTES * part for part in parts]
+    sizes = [layout.weight_bytes * part for part in parts]
     frozen = [layout.element_bytes * shard(p, layout.shard_ranks, line.width) for p in line.frozen]
     buffers = {"buffers of the model": line.buffers_bytes}
     if layout.offload_param == "none":
@@ -71,15 +72,19 @@ def block_persistent(line: StageTimeline, layout: PlannedLayout) -> PersistentMe
 
 
 def block_init(line: StageTimeline, layout: PlannedLayout) -> Iterator[dict[str, int]]:
-    """Yield the moment of start-up when the largest layer is full in float32 and the other layers are divided."""
+    """Yield the moment of start-up when the largest layer is full and the other layers are divided."""
     kept = block_persistent(line, layout).device.get("parameters", 0)
-    yield {"parameters": kept, "temporaries": MASTER_BYTES * max(sum(p.numel for p in layer) for layer in line.layers)}
+    if ENGINES[layout.engine].builds_in_parts:
+        yield {"parameters": kept}
+        return
+    largest = max(sum(p.numel for p in layer) for layer in line.layers)
+    yield {"parameters": kept, "temporaries": layout.weight_bytes * largest}
 
 
 def block_step(line: StageTimeline, layout: PlannedLayout) -> Iterator[StepMemory]:
     """Yield the moment of the step, with a rank's gradients. Adam is fused and allocates nothing."""
     parts = (shard(p, layout.shard_ranks, line.width) for p in _trained(chain(*line.layers)))
-    yield StepMemory(gradients=MASTER_BYTES * sum(parts) if layout.offload_param == "none" else 0)
+    yield StepMemory(gradients=layout.weight_bytes * sum(parts) if layout.offload_param == "none" else 0)
 
 
 def block_moments(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LiveMemory], list[LiveMemory]]:
@@ -110,7 +115,8 @@ class _LayerReplay:
 
     def __init__(self, line: StageTimeline, layout: PlannedLayout):
         self.line, self.layout, self.ranks, self.element = line, layout, layout.shard_ranks, layout.element_bytes
-        self.half, self.reduced = layout.element_bytes < MASTER_BYTES, layout.reduced_bytes
+        self.stored, self.reduced = layout.weight_bytes, layout.reduced_bytes
+        self.half = self.element < self.stored  # a gather converts the weights
         self.offloaded = layout.offload_param != "none"
         layers, self.last = line.layers, len(line.layers) - 1
         tied = max(layers[0], key=lambda p: p.numel)
@@ -126,6 +132,16 @@ class _LayerReplay:
         self.full = self.reduced * every if self.whole else 0
         self.scattered = next(block_step(line, layout)).gradients if self.adds_up else 0
         self.in_place = self.whole and self.reduced == self.element  # autograd adds to the gradient
+        self.trained = [sum(p.numel for p in _trained(layer)) for layer in layers]
+        self.in_chunks = ENGINES[layout.engine].loss_in_chunks
+        self.releases = layout.reshard and ENGINES[layout.engine].releases_head
+        if self.in_chunks and line.tied:  # torchtitan ties after it divides, so both places have a copy
+            head = self.groups[-1]
+            self.groups[-1] = head._replace(shard=head.shard + shard(tied, self.ranks, line.width))
+        self.late = self.groups[-1]
+        if self.in_chunks:  # the head's gradient is scattered before the norm's
+            self.late = _GatheredGroup.of(tail[:-1], self.ranks, line.width)._replace(shard=self.late.shard)
+            self.trained[-1] = self.late.numel
 
     def forward(self) -> Iterator[LiveMemory]:
         """Replay the forward."""
@@ -138,8 +154,9 @@ class _LayerReplay:
                 if before is not None:
                     yield self._live(before, gathered, n)
                 self.kept, self.flat = self.kept + self._gathered(opened), self._flat(opened)
-            for point in points:
-                yield self._live(point, self.kept + self.flat, n)
+            for place, point in enumerate(points):
+                released = self.releases and n == self.last and place  # all but the head's product
+                yield self._live(point, 0 if released else self.kept + self.flat, n)
             if self.layout.reshard and n < self.last:
                 self.kept -= self._gathered(group)
         self.flat = 0
@@ -151,8 +168,11 @@ class _LayerReplay:
             events.setdefault(event.layer, []).append(event)
         end: Point | None = None
         pending = 0  # bytes of gradients whose group is scattered after all layers
+        if self.in_chunks:
+            head, *events[self.last] = events[self.last]
+            yield from self._loss(head)
         for n in range(self.last, -1, -1):
-            layer, group = events.get(n, []), self.groups[n]
+            layer, group = events.get(n, []), self.groups[n] if n < self.last else self.late
             yield from self._gather(n, end, pending)
             for event in layer:
                 gradients = pending + (0 if self.in_place else self.element * (event.done - layer[0].done))
@@ -161,9 +181,10 @@ class _LayerReplay:
                     own = self.element * self.groups[n].last
                     began = n < self.last or event is not layer[0] or (own and point[0] >= own)
                     ahead = self.flat if began else 0
-                    yield self._live(point, self.kept + ahead, n, gradients)
+                    gathered = 0 if self.releases and not began else self.kept + ahead
+                    yield self._live(point, gathered, n, gradients)
             end = layer[-1].end if layer else None
-            own = 0 if self.whole else self.element * sum(p.numel for p in _trained(self.line.layers[n]))
+            own = 0 if self.whole else self.element * self.trained[n]
             if n and not (self.line.tied and n == self.last):
                 yield from self._scatter(group, end, pending + own, n)
             else:
@@ -171,6 +192,20 @@ class _LayerReplay:
         for group in (self.root, self.groups[-1] if self.line.tied else self.groups[0]):
             yield from self._scatter(group, NOTHING, pending, 0)
             pending -= 0 if self.whole else self.element * group.numel
+
+    def _loss(self, head: TimelineEvent) -> Iterator[LiveMemory]:
+        """Replay the head, whose chunks run forward and backward one by one (torchtitan/components/loss.py).
+
+        The gradients of all chunks are added up in float32, and scattered after the last chunk. The head stays
+        gathered for the backward of the norm: it is released in between, where less memory is in use.
+        """
+        group, added = self.groups[-1], self.stored * self.groups[-1].last
+        for point in (*head.live, head.end):
+            yield self._live(point, self.kept, self.last, added)
+        self.input = self.reduced * self.ranks * group.trained
+        rest = add(head.end, (-self.element * group.last, 0.0))
+        yield self._live(rest, self.kept, self.last, added, self.stored * group.trained)
+        self.scattered += 0 if self.offloaded or self.adds_up else self.stored * (group.trained - self.late.trained)
 
     def _opened(self, n: int) -> list[_GatheredGroup]:
         """Return the groups that are gathered before layer n."""
@@ -206,12 +241,12 @@ class _LayerReplay:
         if end is not None:
             # a loop variable keeps the last gradient (_fsdp_collectives.py, foreach_reduce)
             left = gradients - (0 if self.whole else size * group.numel) + (size * group.last if self.ranks > 1 else 0)
-            lowered = self.reduced * group.trained if self.reduced < MASTER_BYTES else 0
-            yield self._live(end, self.kept + self.flat, layer, left, lowered + MASTER_BYTES * group.trained)
+            lowered = self.reduced * group.trained if self.reduced < self.stored else 0
+            yield self._live(end, self.kept + self.flat, layer, left, lowered + self.stored * group.trained)
         if not (self.offloaded or self.adds_up):
-            self.scattered += MASTER_BYTES * group.trained
-        if self.layout.replicas > 1 and self.reduced < MASTER_BYTES:
-            # each group keeps what its replicas have reduced (_all_reduce_state)
+            self.scattered += self.stored * group.trained
+        if self.layout.replicas > 1 and (self.reduced < self.stored or self.adds_up):
+            # each group keeps what its replicas have reduced (_all_reduce_state), unless it is the gradient itself
             self.scattered += self.reduced * group.trained
 
     def _gathered(self, group: _GatheredGroup) -> int:
@@ -229,9 +264,9 @@ class _LayerReplay:
         if self.ranks == 1:
             return self.element * group.largest if self.half else 0
         if not self.half:
-            return MASTER_BYTES * group.shard if self.offloaded else 0
+            return self.stored * group.shard if self.offloaded else 0
         if self.offloaded:
-            return self.element * group.shard + MASTER_BYTES * group.largest
+            return self.element * group.shard + self.stored * group.largest
         return self.element * group.trained
 
     def _live(

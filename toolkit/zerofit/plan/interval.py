@@ -7,7 +7,7 @@ from typing import NamedTuple
 from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.model_facts import is_text
 
-LONG = 16_384  # tokens a sample
+LONG = 16_384  # tokens per sample
 
 
 class PublishedErrors(NamedTuple):
@@ -26,13 +26,16 @@ class PublishedErrors(NamedTuple):
 CLASSES = {
     "image": PublishedErrors("image models", 29, 0.83, 1.26, "zerofit calibrate"),
     "offload": PublishedErrors("an offloaded optimizer", 10, 0.89, 1.19, "zerofit calibrate"),
-    "pipeline": PublishedErrors("pipelines", 10, 0.8, 1.35),
-    "tensor": PublishedErrors("tensor parallelism", 20, 0.76, 1.21),
-    "long": PublishedErrors("sequences of 16K and more", 20, 0.91, 1.15, "zerofit calibrate"),
-    "fsdp2": PublishedErrors("FSDP", 95, 0.88, 1.12),
-    "nodes": PublishedErrors("DeepSpeed on several nodes", 31, 0.89, 1.18),
-    "text": PublishedErrors("DeepSpeed on one node", 34, 0.68, 1.56, "zerofit calibrate"),
+    "pipeline": PublishedErrors("pipelines", 10, 0.81, 1.35),
+    "tensor": PublishedErrors("tensor parallelism", 20, 0.76, 1.2),
+    "long": PublishedErrors("sequences of 16K and more", 20, 0.92, 1.15, "zerofit calibrate"),
+    "fsdp2": PublishedErrors("FSDP", 97, 0.9, 1.09),
+    "nodes": PublishedErrors("DeepSpeed on several nodes", 31, 0.9, 1.18),
+    "text": PublishedErrors("DeepSpeed on one node", 32, 0.65, 1.63, "zerofit calibrate"),
 }
+# Published step times of torchtitan's Llama 2 and 3 (2024 and 2025: 3 on A100, 4 on H100) were 0.98 to 1.28 times the
+# forecasts. These releases had norms of several kernels and a loss in one piece; there are no figures of newer ones.
+TITAN = PublishedErrors("torchtitan", 7, 0.98, 1.28)
 # "pairs_interval": for a layout's step time, if another layout of the same model and machine was measured
 PAIRS = PublishedErrors("two layouts of one model on one machine", 78, 0.89, 1.13)
 AS_MEASURED = PublishedErrors("measured", 1, 1.0, 1.0)
@@ -54,4 +57,5 @@ def class_of(layout: PlannedLayout, task: str, seq_len: int | None, nodes: int) 
 
 def errors_of(layout: PlannedLayout, task: str, seq_len: int | None, nodes: int) -> PublishedErrors:
     """Return the errors on published figures of forecasts in the layout's class."""
-    return CLASSES[class_of(layout, task, seq_len, nodes)]
+    own = layout.engine == "torchtitan"
+    return TITAN if own else CLASSES[class_of(layout, task, seq_len, nodes)]

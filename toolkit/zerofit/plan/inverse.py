@@ -21,8 +21,8 @@ def largest(
 
     Also returns the number of evaluations. `pressure` must grow. The result is None if the smallest value does not fit.
     The value after the result has been tried, unless the result is the last value. The share grows nearly linearly, so
-    the next guess is where the line through the bracket's ends reaches 1. If this guess does not halve the bracket, the
-    next guess is its middle. With `end_first` the last value, up to `most`, is tried early.
+    the next guess is the value at which a line through the bracket's ends reaches 1. If this guess does not halve the
+    bracket, the next guess is its middle. With `end_first` the last value, up to `most`, is tried early.
     """
     seen: dict[int, float] = {}
 
@@ -49,7 +49,7 @@ def largest(
 
 
 def _crossing(seen: dict[int, float], low: int, high: int) -> int:
-    """Return where the line through the shares of two values reaches 1, limited to 64 times the largest value tried."""
+    """Return the value at which a line through two evaluated values reaches a share of 1, at most 64 times `high`."""
     slope = (seen[high] - seen[low]) / (high - low)
     if not 0 < slope < math.inf:
         return (low + high) // 2 if slope > 0 else 2 * high

@@ -26,7 +26,12 @@ DEFAULTS = {"prefetch": 50_000_000, "persistence": 100_000, "live": LIVE, "reuse
 SIZES = ("bucket", "overlap", "prefetch", "persistence")
 UNSET = "unset"
 # names in --json of FSDP2's options, and the attributes of PlannedLayout
-OF_FSDP2 = {"reshard_after_forward": "reshard", "replicas": "replicas", "sync_each_batch": "sync_each_batch"}
+OF_FSDP2 = {
+    "reshard_after_forward": "reshard",
+    "replicas": "replicas",
+    "sync_each_batch": "sync_each_batch",
+    "weight_bytes": "weight_bytes",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,7 @@ class PlannedLayout:
     reshard: bool = True  # FSDP2: whether layers are gathered again for backward
     replicas: int = 1  # FSDP2: groups of ranks that each hold all parameters (HSDP)
     sync_each_batch: bool = False  # FSDP2: whether every micro batch ends with a reduction
+    weight_bytes: int = 4  # FSDP2: bytes of an element of trained weights, of their gradients and of each moment
 
     def __str__(self) -> str:
         degrees = [
@@ -72,6 +78,7 @@ class PlannedLayout:
         words += [f"{self.replicas} replicas"] if self.replicas > 1 else []
         words += [] if self.reshard else ["no reshard"]
         words += ["sync each batch"] if self.sync_each_batch else []
+        words += ["bf16 weights"] if self.weight_bytes == 2 else []
         words += [self.schedule] if self.schedule != "1f1b" else []
         words += [self.optimizer] if self.optimizer != "adamw" else []
         words += [f"by rank {', '.join(map(str, self.by_rank))}"] if self.by_rank else []
@@ -172,7 +179,7 @@ class PlannedLayout:
 
     @property
     def keeps_full_gradients(self) -> bool:
-        """Whether FSDP2 reduces gradients once a step, and accumulates full gradients until then."""
+        """Whether FSDP2 reduces gradients once per step, and accumulates full gradients until then."""
         return self.accumulation > 1 and not self.sync_each_batch and ENGINES[self.engine].accumulates_full_gradients
 
     @property

@@ -12,6 +12,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
+from zerofit.features.engines import ENGINES, Engine
 from zerofit.plan.backward import LiveMemory, backward_moments, replayed, upper
 from zerofit.plan.fsdp2 import block_init, block_moments, block_persistent, block_step
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
@@ -22,7 +23,7 @@ from zerofit.plan.transient import StepMemory, init_moments, step_moments
 from zerofit.plan.zero3_gather import gathered_at_once, gathered_in_forward
 from zerofit.spec.named_code import names_callable
 from zerofit.spec.overhead import CPU_PROCESS_BYTES, CPU_PROCESS_HIGH_BYTES, pinned_bytes
-from zerofit.spec.profile import Profile
+from zerofit.spec.profile import SINGLE, Profile
 
 # all attributes of a layout on which the moments of a step depend
 _WITHOUT_MICRO_BATCH = tuple(name for name in PlannedLayout.__dataclass_fields__ if name != "micro_batch")
@@ -52,7 +53,7 @@ class LayerMoment(NamedTuple):
 
 
 class _StageMoments(NamedTuple):
-    """The forecast of a pipeline stage, for any micro batch."""
+    """The forecast of a pipeline stage, for any size of the micro batch."""
 
     moments: tuple[_Moment, ...]
     static_bytes: int
@@ -63,7 +64,7 @@ class _StageMoments(NamedTuple):
     stepped: tuple[Point, ...]  # live bytes at moments of the step, plus the block that they allocate
 
     def host_at(self, samples: int) -> int:
-        """Return the bytes on the host at a micro batch."""
+        """Return the bytes on the host for a size of the micro batch."""
         return self.host_bytes + sum(pinned_bytes(round(a + b * samples)) for a, b in self.on_host)
 
     def large_at(self, samples: int, peak_bytes: int) -> int:
@@ -100,23 +101,28 @@ def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> L
 class Forecaster:
     """Forecasts of many layouts for one model on one kind of device, "cpu" or "cuda".
 
-    On "cpu" host and device are one, and the optimizer is torch's. On "cuda" the optimizer is DeepSpeed's FusedAdam, or
-    DeepSpeed's CPUAdam if the states are on the host. `workspace_bytes`: workspace of a thread's matmuls.
-    Forward and backward run in two threads, each with its own workspace (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    On "cpu" the host is the device, and the optimizer is from torch. On "cuda" the optimizer is DeepSpeed's FusedAdam,
+    or DeepSpeed's CPUAdam if the states are on the host. `workspace_bytes`: workspace of a thread's matmuls.
+    Forward and backward run in two threads, each with its own workspace (aten/src/ATen/cuda/CublasHandlePool.cpp),
+    unless the engine runs both in one. `engine`: whose code of the model the profile has.
     """
 
-    def __init__(self, profile: Profile, device: str = "cuda", workspace_bytes: int = 0):
+    def __init__(self, profile: Profile, device: str = "cuda", workspace_bytes: int = 0, engine: Engine = "deepspeed"):
         self.profile, self.device = profile, device
-        self._workspaces = {"workspaces": 2 * workspace_bytes}
+        self._workspaces = {"workspaces": (1 if ENGINES[engine].single_thread else 2) * workspace_bytes}
         self._stages: dict[tuple, tuple[_StageMoments, ...]] = {}
         matrices = {layer.name: max(layer.matrices + layer.frozen, default=0) for layer in profile.layers}
         self._tied = sum(matrices.get(layer.tied_to, 0) for layer in profile.layers if layer.tied_to)
         self._built_in_parts = profile.model_type is not None  # transformers divides it at once at stage 3
         self._cpu_process_bytes = _cpu_process_bytes(profile)
+        self._single = any(key.endswith(SINGLE) for key in profile.costs)
+        self._own = {of: Forecaster(own, device, workspace_bytes, of) for of, own in profile.own_models.items()}
 
     def memory(self, layout: PlannedLayout) -> LayoutMemory:
         """Return the memory of the pipeline stage that needs the most memory."""
-        key = _key_of(layout)
+        if layout.engine in self._own:
+            return self._own[layout.engine].memory(layout)
+        key = (*_key_of(layout), self._single and layout.micro_batch == 1)
         stages = self._stages.get(key)
         if stages is None:
             stages = self._stages[key] = tuple(self._all_stages(layout))
@@ -153,10 +159,12 @@ class Forecaster:
         return tied + whole
 
     def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:
-        """Return the peak of each layer of a pipeline stage and of its step; only a few of equal layers are included.
+        """Return the peaks of a pipeline stage's layers and of its step; equal layers are represented by a few.
 
         The result is for the micro batch with the most live bytes. Raises KeyError as `memory` does.
         """
+        if layout.engine in self._own:
+            return self._own[layout.engine].along(layout, stage)
         parts = stage_parts(self.profile, layout)[stage] if layout.pp > 1 else None
         lines, passes, between = self._passes(layout, parts, stage)
         persistent = self._persistent(lines[0], layout)
@@ -186,7 +194,8 @@ class Forecaster:
         self, layout: PlannedLayout, parts: tuple[tuple[int, int], ...] | None, stage: int
     ) -> tuple[list[StageTimeline], list[Pass], Point]:
         """Return a stage's layers for each part, its kinds of passes, and the memory kept between steps."""
-        key = self.profile.key_of(layout.setting, 0 if layout.by_layer else layout.zero_stage)
+        stage_of_costs = 0 if layout.by_layer else layout.zero_stage
+        key = self.profile.key_of(layout.setting, stage_of_costs, layout.micro_batch)
         lines = [timeline(self.profile, key, parts, part) for part in range(len(parts or "."))]
         if parts is not None:
             return lines, *in_flight(lines, layout, stage)
@@ -250,9 +259,9 @@ class Forecaster:
     def _live_in_passes(
         self, layout: PlannedLayout, passes: list[Pass], between: Point, *, every: bool
     ) -> Iterator[tuple[Direction, LiveMemory, Point]]:
-        """Yield the moments of forward and backward, and the live bytes besides their own micro batch.
+        """Yield the moments of forward and backward, and the live bytes of other micro batches.
 
-        Unless `every`, moments that cannot be the peak at any micro batch may be left out.
+        Unless `every`, moments that are not the peak for any size of the micro batch may be left out.
         """
         if layout.by_layer:
             for direction, found in zip(DIRECTIONS, block_moments(passes[0].line, layout), strict=True):

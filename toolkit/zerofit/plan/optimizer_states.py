@@ -16,13 +16,14 @@ from zerofit.plan.timeline import StageTimeline
 
 
 def host_state_bytes(layout: PlannedLayout) -> int:
-    """Return the bytes of an element's offloaded states."""
-    return OPTIMIZERS[layout.optimizer].states.element_bytes(on_host=True)
+    """Return the bytes of an element's offloaded states, which have the weights' type."""
+    return OPTIMIZERS[layout.optimizer].states.element_bytes(on_host=True) * layout.weight_bytes // FLOAT_BYTES
 
 
 def states_of(layout: PlannedLayout, numels: Iterable[int], device: str) -> StateBytes:
     """Return the states of tensors with these element counts. The tensors may be flat parts of many parameters."""
-    return OPTIMIZERS[layout.optimizer].states.of_tensors(numels, gpu=device == "cuda")
+    found = OPTIMIZERS[layout.optimizer].states.of_tensors(numels, gpu=device == "cuda")
+    return StateBytes(*(size * layout.weight_bytes // FLOAT_BYTES for size in found))
 
 
 def whole_states(line: StageTimeline, layout: PlannedLayout, device: str) -> StateBytes:
@@ -40,7 +41,7 @@ def step_bytes(layout: PlannedLayout, numel: int, device: str) -> int:
 def whole_step_bytes(line: StageTimeline, layout: PlannedLayout, device: str) -> int:
     """Return the bytes that the step allocates at its peak without ZeRO, parameter by parameter.
 
-    torch's loops free a parameter's last tensor only after allocating the next parameter's.
+    torch's loops free the last tensor of a parameter only after they have allocated a tensor for the next parameter.
     """
     step, gpu = OPTIMIZERS[layout.optimizer].step, device == "cuda"
     together = gpu and step.group_at_once

@@ -152,7 +152,7 @@ class Passes:
         copies = [cost.host_bytes.at(layout.micro_batch) / self._rates.pcie for cost in costs]
         packed = [tuple(-(-size // layout.element_bytes) for size in layer.packed) for layer in layers]
         whole = [(*own, layer.frozen + bits) for own, layer, bits in zip(tensors, layers, packed, strict=True)]
-        # FSDP2's hooks run once a layer
+        # FSDP2's hooks run once per layer
         hooks = [(1 if layout.by_layer else sum(map(len, kinds))) if layout.zero_stage == 3 else 0 for kinds in whole]
         gradients = [sum(map(len, own)) for own in tensors]
         handled = gradients if self._handles(layout) else [0] * len(gradients)

@@ -155,7 +155,7 @@ def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) 
 
 @lru_cache(maxsize=1024)
 def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return pairs of a rank's overlap (as `overlap_in_partition`) and its largest piece for the norm, in elements.
+    """Return for each rank `overlap_in_partition` and the largest tensor that its norm copies, in elements.
 
     A rank is left out if another rank has at least as large values of both.
     """
@@ -199,12 +199,12 @@ def reduction_bytes(layout: PlannedLayout) -> int:
 
 
 def _locking(device: str) -> Callable[[int], int]:
-    """Return the function that rounds a page-locked buffer to its host memory; on a CPU nothing is locked."""
+    """Return the function: bytes of a buffer -> host memory. Page-locked buffers are rounded up, except on a CPU."""
     return int if device == "cpu" else pinned_bytes
 
 
 def _unpartitioned(line: StageTimeline, layout: PlannedLayout, device: str) -> PersistentMemory:
-    """Return the memory of stage 0. Other precisions than fp32 have masters (fp16/unfused_optimizer.py:78)."""
+    """Return the memory of stage 0. Precisions other than fp32 need master weights (fp16/unfused_optimizer.py:78)."""
     element, whole = layout.element_bytes, line.parameters
     if in_bf16_optimizer(layout):  # divided masters, and permanent flat gradients (bf16_optimizer.py:178, :191)
         found = _partitioned_states(line, replace(layout, offload_optimizer="none"), device)
@@ -240,13 +240,13 @@ def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str)
         # :573, :652
         "communication buckets": sum(locked(element * size) for size in sizes) + locked(element * line.largest),
     }
-    if layout.accumulation > 1 and layout.zero_stage == 2:  # :1825; stage 1 reduces once a step
+    if layout.accumulation > 1 and layout.zero_stage == 2:  # :1825; stage 1 reduces once per step
         host["gradients"] += _locked_overlap(line, ranks, element, device)
     return PersistentMemory(parameters | {"communication buckets": element * line.largest}, host)  # :658
 
 
 def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: int) -> PersistentMemory:
-    """Return the memory of stage 3: shards of parameters (zero/stage3.py:972), masters (:1172) and gradients (:791)."""
+    """Return the memory of stage 3: parameters (zero/stage3.py:972), master weights (:1172) and gradients (:791)."""
     element, spread = layout.element_bytes, sharers(layout)
     part = sum(parameter_shards(line, spread))
     frozen = sum(map(spread.shard, line.frozen))
@@ -300,19 +300,19 @@ def add_kinds(sizes: dict[str, int], other: dict[str, int]) -> dict[str, int]:
 
 
 def held_bits(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of quantised weights and their scales that a rank has on its device from the start."""
+    """Return the bytes of quantized weights and their scales that a rank has on its device from the start."""
     on_device = layout.zero_stage == 3 and layout.offload_param == "none"
     return _whole_bits(line, layout) + (_divided_bits(line, layout) if on_device else 0)
 
 
 def _whole_bits(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of quantised weights and scales that each rank has in full (at stage 3 only the scales)."""
+    """Return the bytes of quantized weights and scales that each rank has in full (at stage 3 only the scales)."""
     divided = sum(p.numel for p in chain(*line.packed)) if layout.zero_stage == 3 else 0
     return line.quantized_bytes - divided
 
 
 def _divided_bits(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of a rank's parts of quantised weights. Stage 3 divides them like parameters."""
+    """Return the bytes of a rank's parts of quantized weights. Stage 3 divides them like parameters."""
     return sum(map(sharers(layout).shard, chain(*line.packed)))
 
 
@@ -342,7 +342,8 @@ def sub_groups(line: StageTimeline, shard: Shard) -> list[SubGroup]:
 def optimizer_offloaded(
     line: StageTimeline, layout: PlannedLayout, shard: Shard, element: int, device: str
 ) -> PersistentMemory:
-    """Return states, masters and gradients by place. Sub-groups below 1 MiB stay on the host (optimizer_utils.py)."""
+    """Return states, master weights and gradients by place. Sub-groups below 1 MiB stay on the host
+    (optimizer_utils.py)."""
     locked, sizes = _locking(device), [group.part for group in sub_groups(line, shard)]
     disk, moments = layout.offload_optimizer == "nvme", host_state_bytes(layout)
     swapped = [size for size in sizes if disk and 4 * size >= LEAST_SWAPPED_BYTES]

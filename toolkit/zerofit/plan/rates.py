@@ -1,4 +1,4 @@
-"""Estimate a cluster's rates: peaks of the catalogue times efficiencies, or measurements of `zerofit calibrate`."""
+"""Estimate a cluster's rates: peaks of the catalog times efficiencies, or measurements of `zerofit calibrate`."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def _host(cluster: Cluster, bandwidth: float, threads: int | None) -> SourcedRat
     every = _share_of(bandwidth, rate_of(kind))
     thread = rate_of("thread")
     few = (threads or 0) * cluster.gpus * thread.value
-    return SourcedRate(few, f"{threads} threads a rank; {thread.how}") if 0 < few < every.value else every
+    return SourcedRate(few, f"{threads} threads per rank; {thread.how}") if 0 < few < every.value else every
 
 
 def _fitted(value: float) -> SourcedRate:

@@ -127,8 +127,8 @@ class PlanResult:
     def plainest(self) -> int | None:
         """The index of the simplest layout that is about as fast as the first layout; None if no layout fits.
 
-        Of equally simple layouts it is the fastest. Speeds count as equal within the error of the order of two
-        published layouts of one model on one machine.
+        Of equally simple layouts it is the fastest. Two speeds count as equal if forecasts cannot tell which is faster;
+        this was measured on pairs of published layouts of one model on one machine.
         """
         speeds = [ranked.samples_per_s for ranked in self.layouts]
         apart = PAIRS.high if self.layouts and self.layouts[0].errors else 1 + SAME_SPEED

@@ -141,6 +141,7 @@ def timer_of(
 def _padding(profile: Profile, best: RankedLayout, rates: Rates) -> str:
     """Return a hint on sizes that slow matrix multiplications, and the gain of padding; "" if it is below 1 %."""
     layout, lengths, slow_s, padded_s = best.layout, set[int](), 0.0, 0.0
+    profile = profile.of_engine(layout.engine)
     for layer, cost in zip(profile.layers, profile.costs[layout.setting], strict=True):
         for kernel in (*cost.forward_kernels, *cost.backward_kernels):
             if found := unaligned_lengths(kernel):
@@ -196,6 +197,13 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
     problems = Problems()
     problem = degree_problem(request.degrees, profile, cluster, request.schedule or "1f1b")
     problems.extend([problem] if problem else [])
+    if (request.sp or 1) > 1 and request.software.attn_implementation == "eager":
+        problems.add(
+            "layout",
+            f"--sequence-parallel {request.sp} with eager attention, which DeepSpeed's Ulysses does not support",
+            "use --attn-implementation sdpa or a flash_attention",
+            "--sequence-parallel, --attn-implementation",
+        )
     if request.global_batch and request.micro_batch and request.global_batch % request.micro_batch:
         problems.add(
             "batch-size",
@@ -207,7 +215,7 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
 
 
 def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
-    """Forecast a layout with few micro batches: all in flight, and one that already has gradients.
+    """Forecast a layout with just enough micro batches: a full pipeline, and one more that starts with gradients.
 
     More micro batches would change nothing.
     """
@@ -219,7 +227,7 @@ def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -
 def _divide(
     families: list[list[PlannedLayout]], cluster: Cluster, forecast: Forecast
 ) -> tuple[list[tuple[PlannedLayout, int]], dict[str, Misfits], list[tuple[Fit, list[PlannedLayout]]]]:
-    """Return the layouts that fit, the misfits by reason, and the misfits' families with the fit of their first layout.
+    """Return the layouts that fit, the other layouts by reason, and the families of which no layout fits.
 
     Each layout that fits is paired with the peak of its family's first layout, in bytes.
 

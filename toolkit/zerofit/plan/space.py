@@ -17,6 +17,7 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
 from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.model_facts import (
+    ELEMENT_BYTES,
     bucket_elements,
     persistence_elements,
     prefetch_elements,
@@ -59,6 +60,7 @@ class PlanRequest:
     software: Software = USUAL
     every: bool = False  # rank each variant by itself, including larger stage-3 sizes
     engines: tuple[Engine, ...] = ("deepspeed",)
+    weight_bytes: int = 4  # of an element of the weights that FSDP2 trains; DeepSpeed trains float32 copies
     keep: Mapping[str, Any] = field(default_factory=dict)  # further fixed attributes of PlannedLayout
 
     @property
@@ -157,54 +159,66 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
 
 
 def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: PlanRequest, space: SearchSpace) -> None:
-    """Add FSDP2's layouts: each choice of replicas, offload, resharding, and reduction of gradients."""
+    """Add the layouts of FSDP2: each choice of replicas, offload, resharding, and reduction of gradients."""
     if problem := _by_layer_problem(engine, profile, cluster, request):
         space.leave_out(problem)
         return
-    checkpointings = (False, True) if request.checkpointing is None else (request.checkpointing,)
-    traced: list[Checkpointing] = [
-        c for c in checkpointings if Degrees().setting(request.precision, c) in profile.costs
-    ]
+    profile = profile.of_engine(engine)
+    usual: tuple[Checkpointing, ...] = tuple(WORDS) if ENGINES[engine].own_models else (False, True)
+    checkpointings = usual if request.checkpointing is None else (request.checkpointing,)
     offloads: tuple[Offload, ...] = ("none", "cpu")
-    groups = (1, cluster.nodes) if 1 < cluster.nodes < cluster.ranks else (1,)
-    reshards = (True, False) if cluster.ranks > 1 else (True,)
-    batches = list(_batches(Degrees(), profile, cluster, request, space))
-    places = product(groups, reshards, offloads, traced, batches, (False, True))
-    for replicas, reshard, offload, checkpointing, (micro, accumulation), each in places:
-        if each and accumulation == 1:
-            continue
-        layout = PlannedLayout(
-            engine=engine,
-            zero_stage=3,
-            micro_batch=micro,
-            accumulation=accumulation,
-            dp=cluster.ranks,
-            replicas=replicas,
-            reshard=reshard,
-            sync_each_batch=each,
-            precision=request.precision,
-            checkpointing=checkpointing,
-            offload_optimizer=offload,
-            offload_param=offload,
-            bucket=0,
-            overlap=True,
-        )
-        if all(getattr(layout, name) == value for name, value in request.keep.items() if name not in REPLACED):
-            space.families.append([layout])
+    reductions = (False, True) if ENGINES[engine].accumulates_full_gradients else (False,)
+    powers = [n for n in divisors(cluster.gpus) if ENGINES[engine].own_models or n == 1]
+    for tp in [request.tp] if request.tp else powers:
+        dp = cluster.ranks // tp
+        groups = (1, cluster.nodes) if 1 < cluster.nodes < dp else (1,)
+        batches = list(_batches(Degrees(tp=tp), profile, cluster, request, space))
+        places = product(groups, (True, False) if dp > 1 else (True,), offloads, checkpointings, batches, reductions)
+        for replicas, reshard, offload, checkpointing, (micro, accumulation), each in places:
+            layout = PlannedLayout(
+                engine=engine,
+                zero_stage=3,
+                micro_batch=micro,
+                accumulation=accumulation,
+                dp=dp,
+                tp=tp,
+                replicas=replicas,
+                reshard=reshard,
+                sync_each_batch=each,
+                precision=request.precision,
+                checkpointing=checkpointing,
+                offload_optimizer=offload,
+                offload_param=offload,
+                weight_bytes=request.weight_bytes,
+                bucket=0,
+                overlap=True,
+            )
+            same = () if accumulation > 1 else ("sync_each_batch",)  # with one micro batch, both are equal
+            fixed = ((name, value) for name, value in request.keep.items() if name not in (*REPLACED, *same))
+            kept = all(getattr(layout, name) == value for name, value in fixed)
+            if kept and layout.setting in profile.costs and (accumulation > 1 or not each):
+                space.families.append([layout])
 
 
 def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, request: PlanRequest) -> Problem | None:
     """Return why FSDP2's layouts of this model are not forecast; None if they are."""
     degrees = request.degrees
-    optimizer = request.keep.get("optimizer", "adamw")
+    optimizer, own = request.keep.get("optimizer", "adamw"), ENGINES[engine].own_models
     refused = {
         "on CPUs": cluster.on_cpu,
         f"for {profile.model}, which is not a decoder of transformers": profile.task != "causal-lm"
         or not profile.model_type,
         "with experts": profile.experts is not None,
+        f"for {profile.model}, which is not a dense {' or '.join(own)} with all weights trained": (
+            bool(own) and engine not in profile.own_models
+        ),
         "with quantized weights": any(layer.quantized for layer in profile.layers),
         "with fp16": request.precision == "fp16",
-        "with tensor, pipeline, sequence or expert parallelism": degrees.product * degrees.ep > 1,
+        f"with bf16 weights in {request.precision}": request.weight_bytes < ELEMENT_BYTES[request.precision],
+        "with bf16 weights": bool(own) and request.weight_bytes == 2,
+        f"with {'' if own else 'tensor, '}pipeline, sequence or expert parallelism": (
+            degrees.product * degrees.ep > (degrees.tp if own else 1)
+        ),
         f"with {optimizer}": optimizer != "adamw",
         "with averaged weights": "ema" in request.keep,
         "with a micro batch for each rank": bool(request.by_rank),
@@ -213,6 +227,7 @@ def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, reques
         if found:
             message = f"{ENGINES[engine].title} layouts are not forecast {what}"
             hint = f"leave {engine} out of --engine, or simulate your script: zerofit simulate -- COMMAND"
+            hint = "plan TRL: leave out trainer=verl" if ENGINES[engine].only_methods else hint
             return Problem(kind="engine", message=message, hint=hint, where="--engine")
     return None
 
@@ -232,7 +247,8 @@ def _degrees(cluster: Cluster, profile: Profile, request: PlanRequest) -> Iterat
     for degree in divisors(cluster.ranks)[1:]:
         if degree <= cluster.gpus:
             yield Degrees(tp=degree)
-            yield Degrees(sp=degree)
+            if request.software.attn_implementation != "eager":  # Ulysses does not support it (ulysses_sp.py:468)
+                yield Degrees(sp=degree)
         if request.pipelines and profile.pipelines and degree <= layers:
             yield Degrees(pp=degree)
 

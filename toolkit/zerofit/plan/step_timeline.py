@@ -285,7 +285,7 @@ class _KindTime(NamedTuple):
 
 
 def _elements_after(groups: Iterable[ReduceGroup]) -> dict[int, int]:
-    """Return the number of gradient elements that are reduced after each number of layers of backward."""
+    """Return the gradient elements that are reduced after each layer of backward: number of layers done -> elements."""
     found, done = {}, 0
     for group in groups:
         for _ in range(group.groups):

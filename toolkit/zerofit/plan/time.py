@@ -195,6 +195,7 @@ class Timer:
         self._profile, self._cluster, self.rates = profile, cluster, rates
         self._passes = Passes(profile, cluster, rates)
         self._groups: dict[tuple[RankPass, int], Sequence[ReduceGroup]] = {}
+        self._own = {engine: Timer(own, cluster, rates) for engine, own in profile.own_models.items()}
 
     def step(self, layout: PlannedLayout) -> StepTime:
         """Return the time of one optimizer step. Raises KeyError if the layout's setting is not in the profile."""
@@ -230,10 +231,12 @@ class Timer:
 
     def parts(self, layout: PlannedLayout) -> StepParts:
         """Return the parts of a step. Raises KeyError if the layout's setting is not in the profile."""
+        if layout.engine in self._own:
+            return self._own[layout.engine].parts(layout)
         rank_pass, gpus = self._passes.of(layout), self._cluster.gpus
         shards = group_of(layout.shard_ranks, layout.tp, gpus)
         # consecutive pipeline stages: pipe is the outermost axis of DeepSpeed's topology
-        neighbours = group_of(2 if layout.pp > 1 else 1, layout.world_size // layout.pp, gpus)
+        neighbors = group_of(2 if layout.pp > 1 else 1, layout.world_size // layout.pp, gpus)
         first, later = self._accumulate(layout, rank_pass)
         # gradients are reduced during backward only with overlap_comm; otherwise on backward's stream
         # (stage3.py:341, stage_1_and_2.py, average_tensor), and at stage 0 after it
@@ -246,7 +249,7 @@ class Timer:
             reduce_s=self._reduce_s(layout, rank_pass),
             groups=self._reduce_groups(rank_pass, layout.bucket) if overlapped or layout.zero_stage == 3 else (),
             overlapped=overlapped,
-            send_s=collective_s("send", rank_pass.output_bytes, 1, neighbours, self.rates),
+            send_s=collective_s("send", rank_pass.output_bytes, 1, neighbors, self.rates),
             first=first,
             later=later,
             step=tuple(self._step_tasks(layout, rank_pass)),
@@ -292,8 +295,8 @@ class Timer:
             copy_s = share / self.rates.host_copy(layout.pin_param)
         elif layout.offload_param == "nvme":
             copy_s = share * self._cluster.gpus / self.rates.nvme_read
-        if layout.by_layer:  # the host has the shards in float32
-            copy_s *= MASTER_BYTES / layout.element_bytes
+        if layout.by_layer:  # the host has the weights
+            copy_s *= layout.weight_bytes / layout.element_bytes
             forward, backward = block_fetches(rank_pass.elements, layout)
         else:
             forward, backward = (tuple(self._means(found)) for found in fetches(self._line(layout), layout))
@@ -337,7 +340,7 @@ class Timer:
         """Return the engine's work on gradients after the first micro batch, and after each later micro batch.
 
         Stages 2 and 3 reduce gradients each time. At stages 0 and 1 autograd adds them to the gradients of earlier
-        micro batches. Offloaded gradients are accumulated on the host. At stage 3 each rank has its share there
+        micro batches. Offloaded gradients are accumulated on the host. At stage 3 a rank accumulates its share
         (stage3.py:2015), at stage 2 the gradients of all parameters (stage_1_and_2.py:1809).
         """
         if layout.zero_stage < 2:
@@ -374,7 +377,8 @@ class Timer:
         part = self._share(layout, rank_pass) if layout.zero_stage else 1
         share = part * rank_pass.trained_parameters
         entry = OPTIMIZERS[layout.optimizer]
-        moved = entry.step.moved_bytes * share
+        floats = share * layout.weight_bytes / MASTER_BYTES  # float32 elements of the same bytes
+        moved = entry.step.moved_bytes * floats
         if layout.zero_stage < 2:
             yield self._handled(layout, rank_pass, later=False)
         launches = part * work.looped * rank_pass.trained_tensors + work.begun
@@ -384,14 +388,15 @@ class Timer:
             launched_s = max(0.0, launched_s - layout.accumulation * (rank_pass.sums.layer_s - rank_pass.sums.host_s))
         yield StepTask("host", "launches of the step", 0.0, launched_s)
         if layout.offload_optimizer == "none":
-            passed = (work.step - UNSTEPPED_BYTES) * share
+            passed = (work.step - UNSTEPPED_BYTES) * floats
             yield StepTask("compute", "passes of the step", passed, passed / rates.streaming)
             yield StepTask("compute", "optimizer", moved, moved / getattr(rates, entry.step.like))
         else:
-            states = (MASTER_BYTES + host_state_bytes(layout)) * share
-            passed = moved + (HOST_BYTES - UNSTEPPED_BYTES) * share
+            states = MASTER_BYTES * floats + host_state_bytes(layout) * share
+            passed = moved + (HOST_BYTES - UNSTEPPED_BYTES) * floats
             copied = rates.host_copy(layout.pin_optimizer)
-            yield StepTask("device to host", "gradients in float32", 4 * share, 4 * share / copied)
+            graded = MASTER_BYTES * floats
+            yield StepTask("device to host", "gradients of a step", graded, graded / copied)
             if layout.offload_optimizer == "nvme":
                 yield StepTask("NVMe", "read optimizer states", states, states * gpus / rates.nvme_read)
             stepped = StepTask("host", "optimizer", passed, passed * gpus / rates.host)

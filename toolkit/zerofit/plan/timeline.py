@@ -40,7 +40,7 @@ class Parameter(NamedTuple):
     group: int  # 0: matrices, 1: vectors, FROZEN: not in the optimizer, EXPERTS and above: experts
     start: int  # elements before it in its group
     split: bool = False  # whether tensor parallelism splits it
-    packed: bool = False  # quantised: its elements are bytes, whatever the precision
+    packed: bool = False  # quantized: its elements are bytes, whatever the precision
     copied: bool = False  # a copy of another pipeline stage's parameter, which is counted in the norm there
 
     @property
@@ -79,7 +79,7 @@ class StageTimeline:
     saved: Point  # of one micro batch, after its forward through the part
     graded: int  # elements with complete gradients after its backward through the part
     buffers_bytes: int  # including quantized_bytes
-    packed: tuple[tuple[Parameter, ...], ...]  # quantised weights of each layer, which only stage 3 divides
+    packed: tuple[tuple[Parameter, ...], ...]  # quantized weights of each layer, which only stage 3 divides
     quantized_bytes: int = 0  # including scales
     on_host: tuple[Point, ...] = ()  # of one micro batch, for each layer that saves activations to host memory
     received: Point = NOTHING  # activation from the part before
@@ -92,6 +92,7 @@ class StageTimeline:
     calls: tuple[tuple[ModuleCall, ...], ...] = ()  # of each layer's forward; places are in `layers`, then in `packed`
     recomputed: tuple[bool, ...] = ()  # whether each layer's backward begins with a recomputed forward
     tied: bool = False  # whether the head uses the embedding's matrix
+    scored_first: bool = False  # as in the profile
     width: int = 0  # of the model; 0: unknown
 
     @cached_property
@@ -170,6 +171,7 @@ def timeline(
         calls=tuple(_calls(placed, starts) for placed in mine),
         recomputed=tuple(placed.cost.recomputed for placed in mine),
         tied=mine[-1].layer.tied_to is not None,
+        scored_first=profile.scored_first,
         width=profile.hidden_size or 0,
         sent=_point(expanded[last - 1].cost.output_bytes) if last < len(expanded) else NOTHING,
         logits=_point(expanded[last - 1].cost.output_bytes) if last == len(expanded) else NOTHING,
@@ -254,7 +256,7 @@ def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_
 
 
 def _without_sums(cost: LayerCost, added: int) -> LayerCost:
-    """Return the costs without backward moments at which `added` bytes of gradients are being summed."""
+    """Return the costs without the moments of backward in which gradients of `added` bytes are summed."""
     moments = (
         replace(moment, live=tuple(line for line in moment.live if line.fixed < added)) for moment in cost.backward
     )
@@ -262,7 +264,7 @@ def _without_sums(cost: LayerCost, added: int) -> LayerCost:
 
 
 def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
-    """Place each layer's parameters in the optimizer's groups, which follow the model's order, not forward's."""
+    """Place each layer's parameters in the optimizer's groups: in the order of the model, not of the forward."""
     layers: list[list[Parameter]] = [[] for _ in mine]
     ends: Counter[int] = Counter()
     experts = EXPERTS  # the group that is being filled

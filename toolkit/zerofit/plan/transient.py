@@ -73,7 +73,8 @@ def _init_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: st
 
 
 def _init_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[dict[str, int]]:
-    """Convert and then clone masters (zero/stage3.py:1170), and keep a group's zero gradient (:1306)."""
+    """Yield the conversion and the copy of master weights (zero/stage3.py:1170), with a group's zero gradient
+    (:1306)."""
     if layout.offload_optimizer != "none" and device == "cuda":
         return
     spread = sharers(layout)
@@ -136,7 +137,7 @@ def _step_whole(line: StageTimeline, layout: PlannedLayout, device: str) -> Iter
 
 
 def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
-    """Step group by group (zero/stage_1_and_2.py:3107); gradients are freed when the last group's are flattened."""
+    """Step group by group (zero/stage_1_and_2.py:3107); gradients are freed after the last group is flattened."""
     element, sizes = layout.element_bytes, partitions(line, layout.zero_ranks)
     kept = element * overlap_in_partition(line, layout.zero_ranks)
     for overlap, piece in overlaps_and_pieces(line, layout.zero_ranks):

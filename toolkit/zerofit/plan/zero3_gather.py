@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.layout import DEFAULTS, PlannedLayout
 from zerofit.plan.persistent import ParameterSharers, sharers
 from zerofit.plan.timeline import StageTimeline
 from zerofit.spec.profile import ModuleCall
@@ -65,6 +66,21 @@ def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) ->
     return found
 
 
+def gathered_to_score(line: StageTimeline, layout: PlannedLayout, copies: bool) -> int:
+    """Return the peak of gathered bytes in forwards without gradients: of the trained model, then of a frozen copy.
+
+    `copies`: whether there is a copy. It has DeepSpeed's default sizes: the names by which TRL sets others have no
+    effect (trl/models/utils.py, prepare_deepspeed).
+    """
+    trained = _gathering(line, layout)
+    peak = max(moment.bytes for moment in chain(*trained.forward))
+    if not copies:
+        return peak
+    left = trained.backward[-1][0].bytes  # prefetched for a backward that does not come
+    copy = _gathering(line, replace(layout, **DEFAULTS), forward_only=True)
+    return max(peak, left + max(moment.bytes for moment in chain(*copy.forward)))
+
+
 def _passed(line: StageTimeline, layout: PlannedLayout) -> list[list[_Fetch]]:
     moments, chosen = _gathering(line, layout).forward, [n for n, *_ in line.forward]
     return [list(chain(*moments[before + 1 : n + 1])) for before, n in zip([-1, *chosen], chosen, strict=False)]
@@ -101,10 +117,10 @@ def left_by_backward(line: StageTimeline, layout: PlannedLayout) -> int:
     return _gathering(line, layout).whole
 
 
-def _gathering(line: StageTimeline, layout: PlannedLayout) -> _Gathering:
+def _gathering(line: StageTimeline, layout: PlannedLayout, forward_only: bool = False) -> _Gathering:
     # a parameter on the host is copied to the device even with one rank; results are equal for two or more ranks
     few = (2 if layout.offload_param != "none" else min(2, ranks) for ranks in sharers(layout))
-    still = 0 if layout.checkpointing else line.still
+    still = len(line.layers) if forward_only else 0 if layout.checkpointing else line.still
     sizes = _Sizes(layout.persistence, layout.prefetch, layout.live, layout.reuse)
     return _cached(line, layout.element_bytes, sizes, ParameterSharers(*few), still)
 
@@ -144,7 +160,9 @@ class _Gathering:
         for n, _, modules in reversed(passes[still:]):
             passes.append((n, True, _backward(modules, line.recomputed[n])))
         calls = [call for _, _, modules in passes for call in modules]
-        self.coordinator = _Coordinator(calls, [p.numel for p in every], sizes)
+        scored = sum(call.begins for _, backward, modules in passes for call in modules if not backward)
+        numels = [p.numel for p in every]
+        self.coordinator = _Coordinator(calls, numels, sizes, forgetful=scored if line.scored_first else 0)
         self.of_step = [(n, backward) for n, backward, modules in passes for call in modules if call.begins]
         self.fetched = {backward: [LayerFetches(0, 0) for _ in layers] for backward in (False, True)}
         self.forward: list[list[_Fetch]] = [[] for _ in layers]
@@ -162,6 +180,8 @@ class _Gathering:
 
     def _moments(self, modules: Sequence[ModuleCall]) -> Iterator[_Fetch]:
         for call in modules:
+            if call.others:
+                self.coordinator.held = set(call.places) if call.begins else set()
             if not call.begins:
                 self._release(call.places)
                 continue
@@ -206,10 +226,12 @@ class _Coordinator:
     A module fetches its own parameters, then the step's next parameters up to the prefetch size (:447), within the
     limit of live elements. Modules without parameters prefetch, too, so fetching gets far ahead of releasing. A
     module's parameters stay gathered if they are used again within the reuse distance, or if fetching has passed their
-    next use (:649).
+    next use (:649). DeepSpeed caches the releases of each step of the trace (:638). In the first `forgetful` steps it
+    uses the releases of an earlier forward without gradients, in which no parameter is used again. Parameters in
+    `held` are not released.
     """
 
-    def __init__(self, calls: Sequence[ModuleCall], numels: Sequence[int], sizes: _Sizes):
+    def __init__(self, calls: Sequence[ModuleCall], numels: Sequence[int], sizes: _Sizes, forgetful: int):
         fetched = [call.places for call in calls if call.begins]
         self.numels, self.sizes = numels, sizes
         self.queue = [(n, step) for step, members in enumerate(fetched) for n in members]
@@ -219,7 +241,9 @@ class _Coordinator:
             self.uses.setdefault(n, []).append(step)
         self.step = self.place = self.live = 0
         self.passed = [-1] * len(numels)  # step of the last use that fetching has reached
+        self.forgetful = forgetful
         self.here: set[int] = set()
+        self.held: set[int] = set()  # of a running module, and also of another module
         self.coming: dict[int, list[int]] = {}  # what was prefetched together with each parameter, itself included
 
     def fetch(self, members: Sequence[int]) -> tuple[list[int], list[list[int]], dict[int, int]]:
@@ -272,6 +296,8 @@ class _Coordinator:
         return n, step
 
     def _is_wanted(self, n: int) -> bool:
+        if n in self.held or self.step <= self.forgetful:
+            return n in self.held
         if self.passed[n] > self.step:
             return True
         uses = self.uses[n]

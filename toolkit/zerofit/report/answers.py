@@ -13,7 +13,7 @@ from zerofit.spec.foreign import MAX_BYTES, Unreadable, bounded, of_kind, parse_
 
 Settings = dict[str, object]
 Sizes = dict[str, NonNegativeInt]
-NO_RESULT = "it contains no result of zerofit --json (plan, simulate, explain, replay, check or train)"
+NO_RESULT = "it contains no result of zerofit --json (plan, tune, simulate, explain, replay, check or train)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +209,109 @@ class PlanAnswer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServingAnswer:
+    """`zerofit plan --serve --json`."""
+
+    model: str
+    gpu: str
+    gpus: int
+    release: str
+    settings: Settings
+    device_total_bytes: NonNegativeInt
+    requested_bytes: NonNegativeInt
+    breakdown: Sizes
+    cache_tokens: NonNegativeInt
+    sequences: FiniteFloat
+    largest_utilization: FiniteFloat
+    smallest_utilization: FiniteFloat
+    longest: int
+    fits: bool
+    problem: str | None = None
+    remedies: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """Model, engine and hardware."""
+        return f"{self.model} in vLLM {self.release} on {self.gpus} x {self.gpu}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownArrangement:
+    """An arrangement of training and generation on the GPUs."""
+
+    name: str
+    fits: bool
+    layout: Settings
+    phases: dict[str, Sizes]
+    highest: str
+    highest_bytes: NonNegativeInt
+    device_total_bytes: NonNegativeInt
+    time: dict[str, FiniteFloat | None]
+
+    @property
+    def training(self) -> str:
+        """The trainer's layout, in words."""
+        return f"ZeRO-{self.layout.get('zero_stage')}, micro batch {self.layout.get('micro_batch')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutAnswer:
+    """`zerofit plan --method --json`."""
+
+    method: str
+    model: str
+    gpu: str
+    ranks: int
+    seq_len: int
+    fits: bool
+    arrangements: list[ShownArrangement]  # the best first
+    findings: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """Method, model and hardware."""
+        return f"{self.method} of {self.model} on {self.ranks} x {self.gpu}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownTrial:
+    """A configuration that tune measured, or that failed."""
+
+    configuration: str
+    status: str
+    forecast_step_s: FiniteFloat
+    measured_step_s: FiniteFloat | None = None
+    spread: FiniteFloat | None = None
+    peak_bytes: NonNegativeInt | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownRegret:
+    """The gain that untried configurations may offer."""
+
+    best_step_s: FiniteFloat
+    untried: int
+    gap: FiniteFloat
+    at_most: FiniteFloat
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneAnswer:
+    """`zerofit tune --json`."""
+
+    trials: list[ShownTrial]
+    regret: ShownRegret
+    considered: int
+    written: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """The number of trials and of all configurations."""
+        return f"tune: {len(self.trials)} of {self.considered} configurations measured"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShownLine:
     """A line of code and what it allocated."""
 
@@ -320,11 +423,15 @@ class CheckAnswer:
         return self.file
 
 
-Result = SimulationAnswer | PlanAnswer | ExplanationAnswer | ReplayAnswer | CheckAnswer
+Forecast = SimulationAnswer | PlanAnswer | ServingAnswer | RolloutAnswer
+Result = Forecast | TuneAnswer | ExplanationAnswer | ReplayAnswer | CheckAnswer
 # keys that identify a JSON -> its form
 FORMS: tuple[tuple[set[str], type[Result]], ...] = (
     ({"peak_bytes", "breakdown", "world_size"}, SimulationAnswer),
     ({"layouts", "considered", "cluster"}, PlanAnswer),
+    ({"release", "cache_tokens", "breakdown"}, ServingAnswer),
+    ({"method", "arrangements"}, RolloutAnswer),
+    ({"trials", "regret"}, TuneAnswer),
     ({"cause", "summary", "source"}, ExplanationAnswer),
     ({"cause", "summary", "start_step"}, ReplayAnswer),
     ({"file", "problems"}, CheckAnswer),

@@ -143,9 +143,9 @@ def _strategies(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
     ]
     if counted:
         columns.append(("sent per step, all ranks (MiB)", [row["comm_bytes_per_step"] / MIB for row in rows], RED))
-    for column, (label, values, colour) in enumerate(columns):
+    for column, (label, values, color) in enumerate(columns):
         axes = figure.add_subplot(grid[0, column])
-        bars = axes.barh(places, values, color=colour)
+        bars = axes.barh(places, values, color=color)
         axes.bar_label(bars, labels=[FORMATS["rate"](value) for value in values], padding=2, fontsize=7)
         axes.set_yticks(places, names if column == 0 else [""] * len(names), fontsize=8)
         axes.set_xlabel(label)
@@ -153,9 +153,9 @@ def _strategies(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
         _plain(axes)
     if stale:
         axes = figure.add_subplot(grid[1, :])
-        for row, colour in zip(stale, (SAND, RED), strict=False):
+        for row, color in zip(stale, (SAND, RED), strict=False):
             updates = range(1, len(row["staleness"]) + 1)
-            axes.step(updates, row["staleness"], where="mid", color=colour, label=row["strategy"])
+            axes.step(updates, row["staleness"], where="mid", color=color, label=row["strategy"])
         axes.set(xlabel="update of the server", ylabel="staleness\n(updates between)")
         axes.legend(frameon=False, fontsize=8)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -187,25 +187,23 @@ def _epoch_curves(axes: Axes, sizes: Sequence[int], rows: Rows) -> None:
 
     for place, size in enumerate(sizes):
         curve = next(row["curve"] for row in rows if row["batch_size"] == size)
-        colour = colormaps["viridis"](0.9 * place / max(1, len(sizes) - 1))
-        axes.plot([p["epoch"] for p in curve], [p["accuracy"] for p in curve], "-", color=colour, label=str(size))
+        color = colormaps["viridis"](0.9 * place / max(1, len(sizes) - 1))
+        axes.plot([p["epoch"] for p in curve], [p["accuracy"] for p in curve], "-", color=color, label=str(size))
     axes.set(xlabel="epoch", ylabel="accuracy")
     axes.legend(fontsize=8, title="batch size", title_fontsize=8)
     _plain(axes)
 
 
-def _spread(
-    axes: Axes, sizes: Sequence[int], rows: Rows, key: str, label: str, colour: str, scale: str = "log"
-) -> None:
+def _spread(axes: Axes, sizes: Sequence[int], rows: Rows, key: str, label: str, color: str, scale: str = "log") -> None:
     """Draw each measurement as a dot, and join the medians by a line."""
     from matplotlib.ticker import LogFormatter
 
     points = [(row["batch_size"], row[key]) for row in rows if row.get(key) is not None]
     if points:
-        axes.plot(*zip(*points, strict=True), "o", color=colour, alpha=0.5, markersize=5)
+        axes.plot(*zip(*points, strict=True), "o", color=color, alpha=0.5, markersize=5)
         axes.set_yscale(scale)
     measured = [size for size in sizes if any(size == point_size for point_size, _ in points)]
-    axes.plot(measured, [statistics.median(v for s, v in points if s == size) for size in measured], "-", color=colour)
+    axes.plot(measured, [statistics.median(v for s, v in points if s == size) for size in measured], "-", color=color)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes], rotation=45)  # the last two may be close together
     axes.xaxis.minorticks_off()
@@ -221,11 +219,11 @@ def _scaling(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
     speed, efficiency = figure.subplots(1, 2)
     counts = sorted({row["ranks"] for row in rows})
     speed.plot(counts, counts, ":", color=GRAY, label="ideal")
-    for mode, colour in (("weak", BLUE), ("strong", RED)):
+    for mode, color in (("weak", BLUE), ("strong", RED)):
         measured = [row for row in rows if row["mode"] == mode and row.get("speedup")]
         for axes, name in ((speed, "speedup"), (efficiency, "efficiency")):
             ranks, values = [row["ranks"] for row in measured], [row[name] for row in measured]
-            axes.plot(ranks, values, "o-", color=colour, label=mode)
+            axes.plot(ranks, values, "o-", color=color, label=mode)
     speed.set(xlabel="ranks", ylabel="speed-up", xticks=counts)
     efficiency.set(xlabel="ranks", ylabel="efficiency", xticks=counts, ylim=(0, 1.1))
     for axes in (speed, efficiency):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from zerofit.report.answers import CheckAnswer, ExplanationAnswer, ReplayAnswer
 from zerofit.report.forecasts import cost, kind_blocks
-from zerofit.report.page import Answer, Block, Code, Section, Tone, named, table_of
+from zerofit.report.page import Answer, Code, Section, Tone, named, table_of
 from zerofit.spec.files import number_in
 from zerofit.spec.units import shown_bytes
 
@@ -35,7 +35,7 @@ def explanation_answer(name: str, found: ExplanationAnswer) -> Answer:
         verdict=verdict,
         tone="warn" if found.cause == UNKNOWN else "bad",
         summary=found.summary,
-        facts=[(label, text) for label, text in facts if text],
+        facts=facts,
     )
 
 
@@ -50,7 +50,7 @@ def explanation_sections(found: ExplanationAnswer) -> Iterator[Section]:
     lines = (
         {"line": r.place, "function": r.function, "kind": r.kind, "bytes": shown_bytes(r.bytes)} for r in found.lines
     )
-    yield Section(title="Lines that hold the most memory", blocks=table_of(lines, words=("function", "kind")))
+    yield Section(title="Lines that use the most memory", blocks=table_of(lines, words=("function", "kind")))
     simulated = any(row.fits is not None for row in found.changes)
     changes = (
         {
@@ -82,7 +82,7 @@ def replay_answer(name: str, found: ReplayAnswer) -> Answer:
         verdict=found.cause.replace("-", " ").capitalize() if known else "Nothing found",
         tone="bad" if known else "warn",
         summary=found.summary,
-        facts=[(label, text) for label, text in facts if text],
+        facts=facts,
     )
 
 
@@ -91,14 +91,14 @@ def check_answer(name: str, found: CheckAnswer) -> Answer:
     errors = sum(problem.severity == "error" for problem in found.problems)
     warnings = len(found.problems) - errors
     counts = [f"{n} {word}{'s' if n > 1 else ''}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
-    facts = [(label, text) for label, text in (("read by", found.reader), ("note", found.note)) if text]
+    facts = [("read by", found.reader), ("note", found.note)]
     tone: Tone = "bad" if errors else "warn" if warnings else "good"
     verdict = ", ".join(counts).capitalize() or "No findings"
     label = found.file if name == found.file else named(name, found.file)
     return Answer(name=name and label, verdict=verdict, tone=tone, facts=facts)
 
 
-def check_blocks(found: CheckAnswer) -> list[Block]:
+def check_sections(found: CheckAnswer) -> list[Section]:
     """Return the findings as a table, errors first."""
     listed = sorted(found.problems, key=lambda problem: problem.severity != "error")
     tones: list[Tone] = ["bad" if problem.severity == "error" else "warn" for problem in listed]
@@ -112,4 +112,5 @@ def check_blocks(found: CheckAnswer) -> list[Block]:
         }
         for problem in listed
     )
-    return table_of(rows, words=("what is wrong", "effect", "fix"), tones=tones)
+    blocks = table_of(rows, words=("what is wrong", "effect", "fix"), tones=tones)
+    return [Section(title="Findings", blocks=blocks)]

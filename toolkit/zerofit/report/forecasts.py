@@ -7,7 +7,7 @@ from itertools import groupby
 
 from zerofit.report.answers import PlanAnswer, ShownLayout, ShownMoment, SimulationAnswer
 from zerofit.report.page import (
-    COLOURS,
+    COLORS,
     Answer,
     Bar,
     Bars,
@@ -20,7 +20,7 @@ from zerofit.report.page import (
     named,
     table_of,
 )
-from zerofit.spec.units import shown_bytes, shown_count
+from zerofit.spec.units import counted, shown_bytes, shown_count
 
 MOMENTS = 1500  # of each timeline, if a page has at most three
 PARTS = {  # of a step's time
@@ -72,7 +72,7 @@ def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
         summary=f"needs {_part(needed, found.device_total_bytes)}, {room}"
         if needed and found.device_total_bytes
         else "",
-        facts=[(label, text) for label, text in facts if text],
+        facts=facts,
     )
 
 
@@ -87,7 +87,7 @@ def _span(low: int, high: int) -> str:
 def simulation_sections(found: Simulations) -> Iterator[Section]:
     """Yield memory over time, at the peak and by phase, ranks, changes, faults of the script and traffic."""
     timed = {name: simulation for name, simulation in found.items() if simulation.timeline}
-    note = "Device memory by kind. Point at a moment for the module and the line that allocates."
+    note = "Device memory by kind. Hover over a moment to see the module and the line that allocates."
     most = min(MOMENTS, 3 * MOMENTS // max(1, len(timed)))
     yield Section(title="Memory over time", blocks=[memory_chart(*item, most) for item in timed.items()], note=note)
     yield Section(
@@ -134,7 +134,7 @@ def memory_chart(name: str, found: SimulationAnswer, most: int) -> Chart:
     """Return the chart of memory over time, stacked by kind, at `most` moments."""
     moments = _thinned(found.timeline, most)
     seen = {kind for moment in moments for kind, size in moment.bytes.items() if size}
-    kinds = [*(kind for kind in COLOURS if kind in seen), *sorted(seen - {*COLOURS})]
+    kinds = [*(kind for kind in COLORS if kind in seen), *sorted(seen - {*COLORS})]
     starts = [(float(next(group).t), phase) for (phase, _), group in groupby(moments, key=lambda m: (m.phase, m.step))]
     return Chart(
         title=named(name, f"memory of {found.title} ({shown_bytes(found.device_total_bytes)})"),
@@ -254,10 +254,10 @@ def plan_answer(name: str, found: PlanAnswer) -> Answer:
     else:
         facts += [("instead", remedy) for remedy in found.remedies]
     facts += [("assumed", note) for note in found.cluster.assumed]
-    facts += [("note", found.padding)] if found.padding else []
-    number = f"{found.fitting:,} of {found.considered:,} layouts"
+    facts += [("note", found.padding)]
+    number = f"{found.fitting:,} of {counted(found.considered, 'layout')}"
     verdict, tone = (
-        (f"Fits: {number}", "good") if found.layouts else (f"Nothing fits of {found.considered:,} layouts", "bad")
+        (f"Fits: {number}", "good") if found.layouts else (f"None of {found.considered:,} layouts fits", "bad")
     )
     return Answer(name=name and named(name, found.title), verdict=verdict, tone=tone, facts=facts)
 
@@ -342,9 +342,9 @@ def _map(name: str, plan: PlanAnswer) -> Chart:
             label=group,
             values=[speed if group == of else None for _, speed, of, _ in places],
             style="dashed" if group == "frontier" else "dots",
-            colour=f"var(--{colour})",
+            color=f"var(--{color})",
         )
-        for group, colour in (
+        for group, color in (
             ("frontier", "soft"),
             ("fits", "good"),
             ("close to the limit", "warn"),

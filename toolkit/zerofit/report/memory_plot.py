@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
-from zerofit.report.page import COLOURS
+from zerofit.report.page import COLORS
 from zerofit.report.plot import check_picture, save
 from zerofit.spec.errors import Problems
 from zerofit.spec.units import shown_bytes
@@ -96,7 +96,7 @@ def _figure(timeline: MemoryTimeline) -> Figure:
 def _bytes_of(point: Point, kind: str) -> int:
     if kind != "other":
         return point["bytes"].get(kind, 0)
-    return sum(size for name, size in point["bytes"].items() if name == "other" or name not in COLOURS)
+    return sum(size for name, size in point["bytes"].items() if name == "other" or name not in COLORS)
 
 
 def _span(timeline: MemoryTimeline) -> tuple[int, int]:
@@ -109,13 +109,13 @@ def _stack(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> Non
     points = sorted(timeline["points"], key=lambda point: point["t"])
     moments = [point["t"] for point in points] + [_span(timeline)[1]]
     points = [*points, points[-1]]  # the last point is valid to the end
-    seen = {kind if kind in COLOURS else "other" for point in points for kind in point["bytes"]}
-    kinds = [kind for kind in COLOURS if kind in seen]
+    seen = {kind if kind in COLORS else "other" for point in points for kind in point["bytes"]}
+    kinds = [kind for kind in COLORS if kind in seen]
     heights = [[_bytes_of(point, kind) / unit for point in points] for kind in kinds]
     labels = [f"{kind}  {shown_bytes(_bytes_of(peak, kind))}" for kind in kinds]
-    colours = [COLOURS[kind] for kind in kinds]
+    colors = [COLORS[kind] for kind in kinds]
     if kinds:
-        areas.stackplot(moments, heights, labels=labels, colors=colours, step="post", linewidth=0)
+        areas.stackplot(moments, heights, labels=labels, colors=colors, step="post", linewidth=0)
 
 
 def _capacity(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> float:

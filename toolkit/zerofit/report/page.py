@@ -19,9 +19,9 @@ Style = Literal["area", "line", "dashed", "dots"]
 LEAST = 1e-4  # of the scale; shorter parts of bars cannot be seen
 ASSETS = Path(__file__).with_name("assets")
 
-# From the bottom of a stack up: what stays through the run comes first. Colours are Paul Tol's "muted" scheme, which
-# suits all kinds of colour vision (https://personal.sron.nl/~pault/), with light next to dark.
-COLOURS = {
+# From the bottom of a stack up: what stays through the run comes first. Colors are Paul Tol's "muted" scheme, which
+# suits all kinds of color vision (https://personal.sron.nl/~pault/), with light next to dark.
+COLORS = {
     "parameters": "#332288",
     "master weights": "#88CCEE",
     "optimizer state": "#117733",
@@ -34,15 +34,19 @@ COLOURS = {
     "workspaces": "#661100",
     "other": "#BBBBBB",
 }
-# The darkest colours are lighter on a dark page.
+# The darkest colors are lighter on a dark page.
 ON_DARK = {"#332288": "#7B6BD6", "#117733": "#3FA35E", "#882255": "#C2588C", "#661100": "#B5533C"}
-SERIES = ("#332288", "#CC6677", "#117733", "#AA4499", "#44AA99", "#999933", "#88CCEE", "#882255")
+SERIES = ("#332288", "#CC6677", "#117733", "#AA4499", "#44AA99", "#999933", "#88CCEE", "#882255", "#DDCC77", "#661100")
 
 
-def colour_of(name: str, number: int) -> str:
-    """Return the colour of a kind of memory, else of the `number`-th series, for light and dark pages."""
-    light = COLOURS.get(name) or SERIES[number % len(SERIES)]
-    return f"light-dark({light}, {ON_DARK.get(light, light)})"
+def shades(color: str) -> str:
+    """Return the CSS for a color and its counterpart on dark pages."""
+    return f"light-dark({color}, {ON_DARK.get(color, color)})"
+
+
+def color_of(name: str, number: int) -> str:
+    """Return the color of a kind of memory, else of the `number`-th series, for light and dark pages."""
+    return shades(COLORS.get(name) or SERIES[number % len(SERIES)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +58,12 @@ class Answer:
     verdict: str
     tone: Tone = ""
     summary: str = ""
-    facts: Sequence[tuple[str, str]] = ()
+    facts: Sequence[tuple[str, str]] = ()  # those without a text are not shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table; the first column names the row. The columns named in `words` hold text, the others figures."""
+    """A table; the first column names the row. The columns named in `words` contain text, all other columns figures."""
 
     block: ClassVar = "table"
     most: ClassVar = 300  # rows on a page
@@ -98,13 +102,16 @@ class Bars:
     def names(self) -> list[str]:
         """The names of the parts, from the left."""
         found = {name for bar in self.bars for name, size in bar.parts.items() if size > self.scale * LEAST}
-        order = [*COLOURS, *(name for bar in self.bars for name in bar.parts)]
+        order = [*COLORS, *(name for bar in self.bars for name in bar.parts)]
         return [name for name in dict.fromkeys(order) if name in found]
 
     @cached_property
-    def colours(self) -> dict[str, str]:
-        """The colour of each part."""
-        return {name: colour_of(name, number) for number, name in enumerate(self.names)}
+    def colors(self) -> dict[str, str]:
+        """The color of each part."""
+        taken = {COLORS.get(name) for name in self.names}
+        free = [color for color in SERIES if color not in taken] or SERIES
+        others = [name for name in self.names if name not in COLORS]
+        return {n: shades(COLORS.get(n) or free[others.index(n) % len(free)]) for n in self.names}
 
     @cached_property
     def scale(self) -> float:
@@ -125,7 +132,7 @@ class ChartLine:
     label: str
     values: Sequence[float | None]
     style: Style = "line"
-    colour: str = ""  # if empty, the colour of the label
+    color: str = ""  # if empty, the color of the label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +154,7 @@ class Chart:
     def to_json(self) -> str:
         """Return the data for page.js. No text in it can close the HTML element around it."""
         lines = [
-            {**asdict(line), "colour": line.colour or colour_of(line.label, number)}
+            {**asdict(line), "color": line.color or color_of(line.label, number)}
             for number, line in enumerate(self.lines)
         ]
         text = json.dumps(asdict(self) | {"lines": lines}, allow_nan=False, separators=(",", ":"))

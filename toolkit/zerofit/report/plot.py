@@ -109,7 +109,7 @@ def _figure(histories: dict[str, list[Record]], validated: dict[str, list[Record
 
 
 def _draw_memory(axes: Axes, steps: list[Record], label: str) -> None:
-    """Draw torch's reserved memory (on CPUs resident memory), and its forecast as a dashed line of the same colour."""
+    """Draw torch's reserved memory (on CPUs resident memory), and its forecast as a dashed line of the same color."""
 
     def gib(*keys: str) -> Callable[[Record], float | None]:
         return lambda record: next((size / 2**30 for key in keys if (size := number_in(record, key))), None)

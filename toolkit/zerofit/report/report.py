@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -15,14 +15,31 @@ from zerofit.report.answers import (
     PlanAnswer,
     ReplayAnswer,
     Result,
+    RolloutAnswer,
+    ServingAnswer,
     SimulationAnswer,
+    TuneAnswer,
     read_saved,
     results_of,
 )
-from zerofit.report.diagnoses import check_answer, check_blocks, explanation_answer, explanation_sections, replay_answer
+from zerofit.report.diagnoses import (
+    check_answer,
+    check_sections,
+    explanation_answer,
+    explanation_sections,
+    replay_answer,
+)
 from zerofit.report.forecasts import plan_answer, plan_sections, simulation_answer, simulation_sections
 from zerofit.report.page import Answer, Block, Code, Page, Section, Table, named
 from zerofit.report.run_history import RunHistory, read_run, run_answer, run_sections
+from zerofit.report.searches import (
+    rollout_answer,
+    rollout_sections,
+    serving_answer,
+    serving_sections,
+    tune_answer,
+    tune_sections,
+)
 from zerofit.spec.errors import Problems
 from zerofit.spec.foreign import refused
 
@@ -37,9 +54,31 @@ KINDS: dict[type, str] = {  # in `zerofit report --json`
     RunHistory: "run",
     SimulationAnswer: "simulation",
     PlanAnswer: "plan",
+    ServingAnswer: "serving",
+    RolloutAnswer: "rollout",
+    TuneAnswer: "tune",
     ExplanationAnswer: "explanation",
     ReplayAnswer: "replay",
     CheckAnswer: "check",
+}
+ANSWERS: dict[type, Callable[..., Answer]] = {
+    RunHistory: run_answer,
+    SimulationAnswer: simulation_answer,
+    PlanAnswer: plan_answer,
+    ServingAnswer: serving_answer,
+    RolloutAnswer: rollout_answer,
+    TuneAnswer: tune_answer,
+    ExplanationAnswer: explanation_answer,
+    ReplayAnswer: replay_answer,
+    CheckAnswer: check_answer,
+}
+# each result of these kinds has its own sections; the others share tables and scales
+ALONE: dict[type, Callable[..., Iterable[Section]]] = {
+    ServingAnswer: serving_sections,
+    RolloutAnswer: rollout_sections,
+    TuneAnswer: tune_sections,
+    ExplanationAnswer: explanation_sections,
+    CheckAnswer: check_sections,
 }
 
 
@@ -78,7 +117,7 @@ def _read_file(path: Path, problems: Problems) -> Sequence[RunHistory | Result]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that differ from each other."""
+    """Return the last parts of each path, as many as make all paths differ."""
     for length in range(1, 5):
         names = ["/".join(path.resolve().parts[-length:]) for path in paths]
         if len(set(names)) == len(names):
@@ -89,20 +128,8 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def make_page(sources: Sources) -> Page:
     """Return the page: all answers, the settings that differ, and each kind's sections with sources side by side."""
     title = next(iter(sources.values())).title if len(sources) == 1 else f"{len(sources)} results side by side"
-    answers = [_answer(name, content) for name, content in sources.items()]
+    answers = [ANSWERS[type(content)](name, content) for name, content in sources.items()]
     return Page(title=title, answers=answers, sections=[_differences(sources), *_sections(sources)])
-
-
-def _answer(name: str, content: Reported) -> Answer:
-    if isinstance(content, RunHistory):
-        return run_answer(name, content)
-    if isinstance(content, SimulationAnswer):
-        return simulation_answer(name, content)
-    if isinstance(content, PlanAnswer):
-        return plan_answer(name, content)
-    if isinstance(content, ReplayAnswer):
-        return replay_answer(name, content)
-    return explanation_answer(name, content) if isinstance(content, ExplanationAnswer) else check_answer(name, content)
 
 
 def _sections(sources: Sources) -> Iterator[Section]:
@@ -112,11 +139,9 @@ def _sections(sources: Sources) -> Iterator[Section]:
         yield from simulation_sections(simulations)
     if plans := _of(sources, PlanAnswer):
         yield from plan_sections(plans)
-    for name, explained in _of(sources, ExplanationAnswer).items():
-        for section in explanation_sections(explained):
-            yield replace(section, title=named(name, section.title))
-    for name, checked in _of(sources, CheckAnswer).items():
-        yield Section(title=named(name, "Findings"), blocks=check_blocks(checked))
+    for form, sections in ALONE.items():
+        for name, content in _of(sources, form).items():
+            yield from (replace(section, title=named(name, section.title)) for section in sections(content))
     settings = [block for source in sources.items() for block in _settings_blocks(*source)]
     yield Section(title="Settings", blocks=settings)
 

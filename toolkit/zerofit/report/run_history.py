@@ -18,7 +18,7 @@ from zerofit.report.page import (
     Table,
     Tone,
     Unit,
-    colour_of,
+    color_of,
     named,
     table_of,
 )
@@ -122,7 +122,7 @@ def run_answer(name: str, run: RunHistory) -> Answer:
         verdict=verdict,
         tone=tone,
         summary=summary,
-        facts=[(label, text) for label, text in facts if text],
+        facts=facts,
     )
 
 
@@ -131,7 +131,7 @@ def _ending(run: RunHistory, done: str) -> tuple[str, Tone, str]:
     if run.files["result"]:
         return f"Done: {done}", "good", ""
     if run.files["stopped"]:
-        return f"Stopped on request: {done}", "warn", "A checkpoint is saved. The same command resumes."
+        return f"Stopped on request: {done}", "warn", "A checkpoint is saved. Run the same command again to resume."
     if run.errors:
         rank, message = next(iter(run.errors.items()))
         return f"Failed: {done}", "bad", f"rank {rank}: {message}"
@@ -204,7 +204,7 @@ def _chart(title: str, runs: Mapping[str, Curves]) -> Chart:
         ChartLine(
             label=" ".join(filter(None, (name or (title if not label else ""), label))),
             values=[values.get(step) for step in steps],
-            colour=colour_of("", number),
+            color=color_of("", number),
             style="dashed" if label else "line",
         )
         for number, (name, curves) in enumerate(runs.items())

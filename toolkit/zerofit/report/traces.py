@@ -50,7 +50,7 @@ FORECAST_KINDS = {  # kind in the timeline -> kind in a profiler's trace
     "gradients added up": "elementwise",
     "all-gather of stepped parameters": "all-gather",
     **dict.fromkeys(("copy to the host", "copy from the host"), "copy"),
-    **dict.fromkeys(("fetch", "accumulated gradients", "gradients in float32", "stepped parameters"), "copy"),
+    **dict.fromkeys(("fetch", "accumulated gradients", "gradients of a step", "stepped parameters"), "copy"),
 }
 
 
@@ -98,7 +98,7 @@ def read_events(path: Path) -> tuple[list[Event], dict[str, Any]]:
 
 
 def _read_forecast(events: list[Event], about: Mapping[str, Any]) -> ReadTrace:
-    """Sum a forecast; for a pipeline only the first rank's. Raises Unreadable."""
+    """Sum the spans of a forecast; for a pipeline only the spans of the first rank. Raises Unreadable."""
     parts: defaultdict[Part, float] = defaultdict(float)
     first = min((str(event.get("pid")) for event in events), key=lambda pid: (len(pid), pid), default="")
     for event in events:
@@ -154,7 +154,7 @@ def _part(module: str, kind: str) -> Part:
 def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
     """Yield kind, start and microseconds of collectives, then of the training thread.
 
-    Of nested ops the inner ops count. The time between ops counts as Python's, except while Python waits for a
+    Of nested ops the inner ops count. The time between ops counts as time of Python, except while Python waits for a
     collective.
     """
     sent = [e for e in events if e["name"].startswith("gloo:")]

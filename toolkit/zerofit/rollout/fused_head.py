@@ -5,17 +5,21 @@ Since 1.15, TRL computes logits in tiles, and adds up the head's gradient in fp3
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 
-from zerofit.spec.profile import BackwardMoment, LayerCost, Linear, Profile
+from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, Profile
 
 TILE_TOKENS, TILE_WORDS = 4096, 32768  # fewer tokens have a smaller tile
 
 
-def with_fused_head(profile: Profile, scored: int, element_bytes: int, micro_batch: int | None = None) -> Profile:
+def with_fused_head(
+    profile: Profile, scored: int, element_bytes: int, micro_batch: int | None = None, *, scored_first: bool
+) -> Profile:
     """Return a profile with TRL's head instead of a loss of all logits.
 
-    `scored`: tokens of a sample with log-probs. `micro_batch`: its samples; None stands for many.
+    `scored`: number of tokens per sample with log-probs. `micro_batch`: number of samples; None: any large number.
+    `scored_first`: as in the profile.
     """
     head, hidden = profile.layers[-1], profile.hidden_size or 0
     owner = next((layer for layer in profile.layers if layer.name == head.tied_to), head)
@@ -43,7 +47,45 @@ def with_fused_head(profile: Profile, scored: int, element_bytes: int, micro_bat
             largest_bytes=Linear(fixed=tile),
         )
 
-    def with_head(settings: dict[str, tuple[LayerCost, ...]]) -> dict[str, tuple[LayerCost, ...]]:
-        return {key: (*costs[:-1], fused(costs[-1])) for key, costs in settings.items()}
+    return with_head(profile, fused, lambda costs: _read_by_model(head, costs), scored_first)
 
-    return replace(profile, costs=with_head(profile.costs), zero3=with_head(profile.zero3))
+
+def with_head(
+    profile: Profile,
+    changed: Callable[[LayerCost], LayerCost],
+    read: Callable[[tuple[LayerCost, ...]], tuple[LayerCost, ...]],
+    scored_first: bool,
+) -> Profile:
+    """Return a profile whose head has other costs. `read` changes which modules read the head's weight."""
+
+    def of(settings: dict[str, tuple[LayerCost, ...]]) -> dict[str, tuple[LayerCost, ...]]:
+        return {key: read((*costs[:-1], changed(costs[-1]))) for key, costs in settings.items()}
+
+    values = {field.name: getattr(profile, field.name) for field in fields(profile)}
+    values |= {"costs": of(profile.costs), "zero3": of(profile.zero3)}
+    return (_ScoredProfile if scored_first else Profile)(**values)
+
+
+class _ScoredProfile(Profile):
+    scored_first = True
+
+
+def _read_by_model(head: LayerRun, costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:
+    """Return costs in which the model's own module reads the head's weight, since TRL does not call the head.
+
+    `head`: the last layer. DeepSpeed gathers an external parameter with its reader (zero/parameter_offload.py:88).
+    """
+    first, last = costs[0].calls, costs[-1].calls
+    if not (first and last):
+        return costs
+    if head.tied_to:
+        others = next((call.others for call in last if call.others), ())
+        kept = tuple(call for call in last if not call.others)
+    else:
+        mine = head.matrices + head.vectors + head.frozen
+        weight = mine.index(max(mine))
+        others = ((len(costs) - 1, weight),)
+        kept = tuple(call for call in last if weight not in call.places)
+    begin, end = first[0]._replace(others=others), kept[-1]._replace(others=others)
+    changed = replace(costs[0], calls=(begin, *first[1:])), replace(costs[-1], calls=(*kept[:-1], end))
+    return changed[0], *costs[1:-1], changed[1]

@@ -1,4 +1,4 @@
-"""Methods of reinforcement learning and distillation: the models that a step needs, and TRL's settings."""
+"""Methods of reinforcement learning and distillation: the models that a step needs, and a trainer's settings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,41 @@ from typing import Any, Literal, get_args
 from zerofit.spec.errors import Problems
 
 Mode = Literal["colocate", "server"]
+Trainer = Literal["trl", "verl", "openrlhf"]
+# a trainer's own names of the settings
+OWN_NAMES: dict[str, dict[str, str]] = {
+    # verl/trainer/config/actor/actor.yaml, rollout/rollout.yaml, engine/fsdp.yaml
+    "verl": {
+        "num_generations": "n",
+        "max_completion_length": "response_length",
+        "beta": "kl_loss_coef",
+        "vllm_gpu_memory_utilization": "gpu_memory_utilization",
+        "vllm_tensor_parallel_size": "tensor_model_parallel_size",
+        "vllm_enable_sleep_mode": "free_cache_engine",
+    },
+    # openrlhf/cli/train_ppo_ray.py
+    "openrlhf": {
+        "num_generations": "rollout.n_samples_per_prompt",
+        "max_completion_length": "rollout.max_new_tokens",
+        "beta": "algo.kl.init_coef",
+        "vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization",
+        "vllm_tensor_parallel_size": "vllm.tensor_parallel_size",
+        "vllm_enable_sleep_mode": "vllm.enable_sleep",
+        "optimizer_offload": "ds.enable_sleep",
+        "reference_offload": "ref.offload",
+        "log_prob_micro_batch_size_per_gpu": "rollout.micro_batch_size",
+    },
+}
+# settings that only these trainers have
+ONLY: dict[str, tuple[Trainer, ...]] = {
+    **dict.fromkeys(("vllm_mode", "server_gpus", "sleep_level"), ("trl",)),
+    **dict.fromkeys(("param_offload", "use_fused_kernels", "use_no_sync_for_gradient_accumulation"), ("verl",)),
+    "trainer_release": ("verl",),
+    "reference_offload": ("openrlhf",),
+    **dict.fromkeys(("optimizer_offload", "log_prob_micro_batch_size_per_gpu"), ("verl", "openrlhf")),
+}
+WITH_PROCESSES = ("grpo", "rloo")  # methods of verl and OpenRLHF
+COPIES: tuple[int, int] = (0, 9)  # verl's first release that copies the logits to divide them by the temperature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +69,9 @@ METHODS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """TRL's arguments that decide the rollout's memory and time. The names are those of GRPOConfig."""
+    """A trainer's arguments that decide the rollout's memory and time. The names are those of TRL's GRPOConfig."""
 
+    trainer: Trainer = "trl"
     num_generations: int = 8
     max_completion_length: int = 256
     beta: float | None = None  # weight of the reference; None: the method's default
@@ -45,31 +81,77 @@ class RolloutSettings:
     vllm_enable_sleep_mode: bool | None = None  # None: the faster choice
     sleep_level: int = 2  # 1 keeps the weights in host memory; TRL uses 2
     server_gpus: int | None = None  # GPUs for vLLM with vllm_mode=server; None: the fastest split
-    release: str = "0.27"
+    release: str = "0.27"  # of vLLM
+    # of verl and OpenRLHF, with verl's names
+    param_offload: bool | None = None  # weights on the host while another model uses the GPU; None: the faster choice
+    optimizer_offload: bool | None = None  # moments on the host except in training; None: the faster choice
+    use_fused_kernels: bool = False
+    reference_offload: bool = False
+    log_prob_micro_batch_size_per_gpu: int | None = None  # None: as in training
+    use_no_sync_for_gradient_accumulation: bool = False
+    trainer_release: str = "0.9"
 
     @classmethod
     def read(cls, values: dict[str, Any], where: str) -> RolloutSettings:
-        """Return the settings of `name=value` pairs. Raises UserError with all problems."""
-        problems, known = Problems(), {field.name: field for field in fields(cls)}
-        found: dict[str, Any] = {n: str(value) if n == "release" else value for n, value in values.items()}
-        for name in found.keys() - known.keys():
-            problems.add("usage", f"{where}: no setting {name!r}", f"settings: {', '.join(sorted(known))}", where)
-        sizes = ("num_generations", "max_completion_length", "vllm_tensor_parallel_size", "server_gpus", "sleep_level")
-        for name in (name for name in sizes if name in found):
-            size, most = found[name], 2 if name == "sleep_level" else 2**20
-            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most:
-                problems.add("bad-value", f"{name}={size}", f"use a whole number from 1 to {most}", where)
-        for name, least in (("vllm_gpu_memory_utilization", 0.01), ("beta", 0.0)):
-            share = found.get(name, 0.5)
-            if isinstance(share, bool) or not isinstance(share, int | float) or not least <= share <= 1:
-                problems.add("bad-value", f"{name}={share}", f"use a number from {least:g} to 1", where)
-        if found.get("vllm_mode", "server") not in get_args(Mode):
-            problems.add("bad-value", f"vllm_mode={found['vllm_mode']}", f"use {' or '.join(get_args(Mode))}", where)
-        if not isinstance(found.get("vllm_enable_sleep_mode", True), bool):
-            problems.add("bad-value", "vllm_enable_sleep_mode is not true or false", "use true or false", where)
+        """Return the settings of pairs, also in the trainer's own names. Raises UserError with all problems."""
+        trainer = str(values.get("trainer", "trl"))
+        problems, own = Problems(), OWN_NAMES.get(trainer, {})
+        known = [field.name for field in fields(cls) if trainer in ONLY.get(field.name, (trainer,))]
+        ours = {word: name for name, word in own.items()}
+        texts = ("release", "trainer_release")
+        found: dict[str, Any] = {ours.get(n, n): str(v) if n in texts else v for n, v in values.items()}
+        for word in ours.keys() & values.keys():
+            if ours[word] != word and ours[word] in values:
+                problems.add("usage", f"{where}: {word} and {ours[word]} are one setting", "use one of them", where)
+        for name in found.keys() - set(known):
+            words = ", ".join(sorted(own.get(other, other) for other in known))
+            problems.add("usage", f"{where}: no setting {name!r}", f"settings: {words}", where)
+        for name, value in found.items():
+            if wrong := _wrong(name, value):
+                problems.add("bad-value", f"{own.get(name, name)}={value}", wrong, where)
         problems.raise_if_any()
         return cls(**found)
 
+    def own_name(self, name: str) -> str:
+        """Return the trainer's name of a setting."""
+        return OWN_NAMES.get(self.trainer, {}).get(name, name)
+
     def needs_reference(self, method: RolloutMethod) -> bool:
-        """Return whether a frozen copy of the model is kept."""
-        return method.reference if self.beta is None else self.beta > 0
+        """Return whether a frozen copy of the model is kept. OpenRLHF's default weight is 0.01."""
+        return method.reference or self.trainer == "openrlhf" if self.beta is None else self.beta > 0
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the release of verl divides logits in place, and returns the actor to the GPU to send its weights."""
+        major, minor = map(int, self.trainer_release.split(".")[:2])
+        return (major, minor) < COPIES
+
+    @property
+    def defers(self) -> bool:
+        """Whether gradients are reduced once per step; 0.9.0 always does so (verl#7458)."""
+        return self.use_no_sync_for_gradient_accumulation or self.trainer_release == "0.9.0"
+
+
+def _wrong(name: str, value: Any) -> str:
+    """Return which values a setting can have; "" if it can have `value`."""
+    choices = {"vllm_mode": get_args(Mode), "trainer": get_args(Trainer)}
+    switches = ("vllm_enable_sleep_mode", "param_offload", "optimizer_offload", "use_fused_kernels")
+    switches += ("use_no_sync_for_gradient_accumulation", "reference_offload")
+    shares = {"vllm_gpu_memory_utilization": 0.01, "beta": 0.0}
+    sizes = ("num_generations", "max_completion_length", "vllm_tensor_parallel_size", "server_gpus", "sleep_level")
+    if name in choices:
+        return "" if value in choices[name] else f"use {' or '.join(choices[name])}"
+    if name in switches:
+        return "" if isinstance(value, bool) else "use true or false"
+    if name in shares:
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and shares[name] <= value <= 1
+        return "" if fits else f"use a number from {shares[name]:g} to 1"
+    if name in (*sizes, "log_prob_micro_batch_size_per_gpu"):
+        most = 2 if name == "sleep_level" else 2**20
+        fits = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+        return "" if fits else f"use an integer from 1 to {most}"
+    if name == "trainer_release":
+        parts = value.split(".")
+        fits = len(parts) > 1 and all(part.isdecimal() for part in parts[:2])
+        return "" if fits else "use a release of verl, like 0.8"
+    return ""

@@ -10,7 +10,7 @@ from functools import cached_property
 from zerofit.plan.fit import Fit
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.timeline import timeline
-from zerofit.plan.zero3_gather import gathered_in_forward
+from zerofit.plan.zero3_gather import gathered_to_score
 from zerofit.rollout.fused_head import TILE_TOKENS, TILE_WORDS
 from zerofit.rollout.methods import RolloutMethod, RolloutSettings
 from zerofit.rollout.vllm import GRAPHS_COUNTED, STEP, EngineMemory
@@ -18,6 +18,7 @@ from zerofit.spec.profile import Profile, setting
 
 GENERATE, REWARD, LOGPROBS, TRAIN, SYNC, SAVE = "generate", "reward", "log-probs", "train", "sync weights", "checkpoint"
 SENT_BYTES, SENT_BUFFERS = 2**30, 2  # of weights for a server (vllm/distributed/weight_transfer/packed_tensor.py)
+MERGED = "merged adapter"
 ENGINE = "vLLM"  # names of parts that the engine allocates begin with this
 
 
@@ -45,6 +46,7 @@ class RolloutMemory:
     memory: LayoutMemory  # of the training
     fit: Fit  # of the training
     engine: EngineMemory | None  # None: vLLM runs on other GPUs, or nothing is generated
+    context_bytes: int = 0  # of vLLM's own process; TRL's runs it in the trainer's
 
     @cached_property
     def resident(self) -> dict[str, int]:
@@ -64,7 +66,7 @@ class RolloutMemory:
     @property
     def _reference(self) -> bool:
         """Whether a frozen copy is kept. Adapters need no copy: the base model is the reference."""
-        return self.settings.needs_reference(self.method) and self.profile.trained == self.profile.parameters
+        return self.settings.needs_reference(self.method) and not self._adapts
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
@@ -102,8 +104,8 @@ class RolloutMemory:
     def largest_utilization(self) -> float:
         """The largest `gpu_memory_utilization`, in hundredths, that is safe in every phase; at least 0."""
         assert self.engine
-        total, own = self.fit.device_available_bytes, self.engine.requested
-        fixed = [phase.bytes - own for phase in self.phases if self._holds_budget(phase)]
+        total, own = self.fit.device_available_bytes, max(self.engine.requested, self.engine.counted)
+        fixed = [phase.bytes - own for phase in self.phases if f"{ENGINE} KV cache" in phase.parts]
         return max(0.0, math.floor(STEP * (total - max(fixed)) / total) / STEP)
 
     @property
@@ -112,17 +114,14 @@ class RolloutMemory:
         sleeping = self.engine and self.settings.vllm_enable_sleep_mode and self.settings.sleep_level == 1
         return self.memory.host_bytes + (self.engine.weights if self.engine and sleeping else 0)
 
-    def _holds_budget(self, phase: Phase) -> bool:
-        return f"{ENGINE} KV cache" in phase.parts
-
     def _awake(self) -> dict[str, int]:
         """Return the engine's memory: its budget by kind, and the CUDA graphs if the budget does not include them."""
         assert self.engine
         engine = self.engine
         graphs = 0 if engine.settings.release >= GRAPHS_COUNTED else engine.graphs
         inside = {f"{ENGINE} weights": engine.weights, f"{ENGINE} activations": engine.counted - engine.weights}
-        cache = {f"{ENGINE} KV cache": engine.requested - engine.counted}
-        return inside | cache | ({f"{ENGINE} graphs": graphs} if graphs else {})
+        cache = {f"{ENGINE} KV cache": max(0, engine.cache_bytes)}
+        return inside | cache | ({f"{ENGINE} graphs": graphs} if graphs else {}) | self._context
 
     @cached_property
     def _asleep(self) -> dict[str, int]:
@@ -131,30 +130,39 @@ class RolloutMemory:
             return {}
         if not self.settings.vllm_enable_sleep_mode:
             return self._awake()
-        return {f"{ENGINE} asleep": self.engine.graphs + self.engine.outside}
+        return {f"{ENGINE} asleep": self.engine.graphs + self.engine.outside} | self._context
 
-    def _forward(self, scores: bool = False) -> dict[str, int]:
-        """Return the memory of a forward without gradients: in a block, or later for logits and their log-softmax."""
+    @property
+    def _context(self) -> dict[str, int]:
+        return {f"{ENGINE} context": self.context_bytes} if self.context_bytes else {}
+
+    @property
+    def _key(self) -> str:
+        """The setting of a forward without gradients: a checkpointed block frees its activations, too."""
         layout = self.layout
         keys = [setting(layout.precision, kept, layout.tp, layout.sp, layout.ep) for kept in (True, False)]
-        key = next(key for key in keys if key in self.profile.costs)  # a checkpointed block frees its activations, too
-        costs = zip(self.profile.layers, self.profile.costs_of(key), strict=True)
-        layers = [cost.forward_peak_bytes.at(layout.micro_batch) for layer, cost in costs if layer.count > 1]
+        return next(key for key in keys if key in self.profile.costs)
+
+    def _forward(self, scores: bool = False) -> dict[str, int]:
+        """Return the memory of a forward without gradients: in a block, or later for logits and their log-softmax.
+
+        Beside a block's activations, the model keeps the embeddings and the block's input.
+        """
+        layout, key = self.layout, self._key
+        costs = self.profile.costs_of(key)
+        inputs = 2 * costs[0].output_bytes.at(layout.micro_batch)
+        blocks = [cost for layer, cost in zip(self.profile.layers, costs, strict=True) if layer.count > 1]
+        layers = [inputs + cost.forward_peak_bytes.at(layout.micro_batch) for cost in blocks]
         gathered = 0
         if layout.zero_stage == 3:
-            gathered = max(gathered_in_forward(timeline(self.profile, key), layout))
-            gathered += self._largest if self._reference else 0  # the actor's forward leaves its embedding gathered
+            gathered = gathered_to_score(timeline(self.profile, key), layout, copies=self._reference)
         tokens = layout.micro_batch * (1 if scores else self.settings.max_completion_length + 1)
-        logits = 2 * tokens * self._vocabulary * layout.element_bytes
+        logits = 2 * tokens * self._largest // (self.profile.hidden_size or 1)  # the vocabulary's width in bytes
         if self.method.trainer:
             logits = layout.element_bytes * min(tokens, TILE_TOKENS) * TILE_WORDS
         size = round(max((logits, *layers)))
         found = {"logits" if size == logits else "activations": size, "gathered parameters": gathered}
         return {kind: size for kind, size in found.items() if size}
-
-    @property
-    def _vocabulary(self) -> int:
-        return self._largest // (self.layout.element_bytes * (self.profile.hidden_size or 1))
 
     @property
     def _largest(self) -> int:
@@ -166,14 +174,27 @@ class RolloutMemory:
         """Return rank 0's buffers that send weights to a server. At stage 3, it gathers a buffer's weights at once."""
         weights = round(self.layout.element_bytes * self.profile.parameters)
         gathered = self._gathered()
-        if gathered:
-            gathered["gathered parameters"] = max(min(SENT_BYTES, weights), *gathered.values())
+        if size := gathered.get("gathered parameters"):
+            gathered["gathered parameters"] = max(min(SENT_BYTES, weights), size)
         return {"weight buffers": min(SENT_BUFFERS * SENT_BYTES, weights), **gathered}
 
     def _gathered(self) -> dict[str, int]:
-        """Return the memory of parameters gathered at once to synchronise weights: one, or all to merge adapters."""
-        if self.layout.zero_stage < 3:
-            return {}
-        merged = self.profile.trained < self.profile.parameters
-        size = self.layout.element_bytes * self.profile.parameters if merged else self._largest
-        return {"gathered parameters": size}
+        """Return the memory for reading weights for vLLM: one gathered parameter.
+
+        With adapters, all parameters are gathered, and the largest product of an adapter is added.
+        """
+        found = {MERGED: self._merged} if self._adapts else {}
+        if self.layout.zero_stage == 3:
+            size = self.layout.element_bytes * self.profile.parameters if self._adapts else self._largest
+            found["gathered parameters"] = size
+        return found
+
+    @property
+    def _adapts(self) -> bool:
+        return self.profile.trained < self.profile.parameters
+
+    @property
+    def _merged(self) -> int:
+        """Bytes of an adapter's product for the largest matrix of a block, before and after it is scaled."""
+        blocks = [layer.frozen + layer.quantized for layer in self.profile.layers if layer.count > 1]
+        return 2 * self.layout.element_bytes * max((size for sizes in blocks for size in sizes), default=0)

@@ -1,4 +1,4 @@
-"""The time of a step of reinforcement learning: generation, log-probs, training and synchronisation."""
+"""The time of a step of reinforcement learning: generation, log-probs, training and synchronization."""
 
 from __future__ import annotations
 

@@ -15,10 +15,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from zerofit.rollout.cache import BLOCK, CachePlan, Need, plan_cache
-from zerofit.rollout.served import BITS, ServedModel
+from zerofit.rollout.served import BITS, MARLIN_MULTIPLE, TRITON_MULTIPLE, ServedModel
 from zerofit.spec.device import GIB, Device
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import ELEMENT_BYTES, PRECISIONS
+from zerofit.spec.overhead import context_figure
 
 Release = tuple[int, int]
 RELEASE: Release = (0, 27)
@@ -28,14 +29,20 @@ GRAPHS_COUNTED: Release = (0, 21)
 # values, indices, probabilities and sums; 0.17 replaced it with a kernel. These and the following constants are fitted
 # to start-up logs (benchmarks/serving_memory.py).
 SORTED, KERNEL, KERNEL_FROM = 9.5, 3.73, (0, 17)
-# Alive next to an MLP's activations, in rows of the hidden size: residual, input, output of attention, and its buffer
-HIDDEN_ROWS = 4.2
+# Alive next to an MLP's activations, in rows of the hidden size: residual and input, and output of attention and its
+# buffer, which tensor parallelism divides
+HIDDEN_ROWS, DIVIDED_ROWS = 2.0, 2.2
 GRAPH_BYTES = 0.0075 * GIB  # of the CUDA graph of one batch size
 # Outside torch's allocator: GiB of context, kernels and cuBLAS by release; bytes of tensor parallel communicators
 OUTSIDE = {(0, 0): 0.07, (0, 15): 0.13, (0, 18): 0.25, (0, 25): 0.35}
-NVLINK_BYTES, PCIE_BYTES = 1.85 * GIB, 0.15 * GIB
+NVLINK_BYTES, PCIE_BYTES = 0.35 * GIB, 0.15 * GIB
+# NCCL's buffers for reductions in the switch, from Hopper on (nvls.cc: not for two GPUs)
+HOPPER = (9, 0)
+SWITCH_BYTES, SWITCH_RANKS = 1.5 * GIB, 3
+TRITON_FROM: Release = (0, 12)  # on Hopper; before, only where triton_kernels is installed
 UNSEEN_BYTES = 0.3 * GIB  # fragmentation and kernels loaded after the profile run
-STEP = 100  # utilisations are in hundredths
+STEP = 100  # utilizations are in hundredths
+FULL = "none"  # `quantization` of weights in `dtype`, also if the published ones are quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +82,9 @@ class EngineSettings:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "block_size"):
             size = found.get(name, 1)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                problems.add("bad-value", f"{name}={size}", "use a whole number from 1", where)
+                problems.add("bad-value", f"{name}={size}", "use an integer of at least 1", where)
         choices = {
-            "quantization": (None, *BITS),
+            "quantization": (None, FULL, *BITS),
             "kv_cache_dtype": ("auto", "fp8", "bf16", "fp16"),
             "dtype": PRECISIONS,
         }
@@ -95,6 +102,7 @@ class EngineSettings:
         batched = (8192 if large else 2048) if self.is_v1 else 2048 if length > 32768 else max(length, 2048)
         return replace(
             self,
+            quantization=None if self.quantization == FULL else self.quantization or model.published,
             max_model_len=length,
             max_num_batched_tokens=self.max_num_batched_tokens or batched,
             max_num_seqs=self.max_num_seqs or (1024 if large and self.is_v1 else 256),
@@ -104,6 +112,11 @@ class EngineSettings:
     def is_v1(self) -> bool:
         """Whether the engine is V1."""
         return self.release >= V1 if self.v1 is None else self.v1
+
+    @property
+    def is_early_v1(self) -> bool:
+        """Whether the engine is V1 in a release in which it was experimental."""
+        return self.is_v1 and self.release < V1
 
 
 class EnginePart(NamedTuple):
@@ -124,10 +137,10 @@ class EngineMemory:
     @property
     def weights(self) -> int:
         """Bytes of the weights."""
-        settings = self.settings
-        return self.model.weight_bytes(
-            ELEMENT_BYTES[settings.dtype], settings.tensor_parallel_size, settings.quantization
-        )
+        s = self.settings
+        with_triton = s.release >= TRITON_FROM and self.device.compute_capability == HOPPER
+        multiple = TRITON_MULTIPLE if with_triton else MARLIN_MULTIPLE
+        return self.model.weight_bytes(ELEMENT_BYTES[s.dtype], s.tensor_parallel_size, s.quantization, multiple)
 
     @cached_property
     def activations(self) -> int:
@@ -144,7 +157,9 @@ class EngineMemory:
         factor = SORTED if s.release < KERNEL_FROM else KERNEL
         chunked_v0 = not s.is_v1 and s.release < V1 and (s.max_model_len or 0) > 32768  # then nothing is sampled
         sampled = 0 if chunked_v0 else round(factor * rows) + hidden
-        return round(max(mlp + HIDDEN_ROWS * hidden, sampled) + kept)
+        if s.is_early_v1:  # logits of all tokens in 16 bits, and nothing is sampled (v1/worker/gpu_model_runner.py)
+            sampled = tokens * model.vocabulary * element + hidden
+        return round(max(mlp + (HIDDEN_ROWS + DIVIDED_ROWS / rank) * hidden, sampled) + kept)
 
     @property
     def graphs(self) -> int:
@@ -161,13 +176,19 @@ class EngineMemory:
     def outside(self) -> int:
         """Bytes outside torch's allocator."""
         own = OUTSIDE[max(release for release in OUTSIDE if release <= self.settings.release)] * GIB
-        if self.settings.tensor_parallel_size == 1:
+        if self.settings.is_early_v1:  # it counts all memory in use, with the context (v1/worker/gpu_worker.py)
+            own += context_figure(self.device).low_bytes
+        ranks = self.settings.tensor_parallel_size
+        if ranks == 1:
             return round(own)
-        return round(own + (PCIE_BYTES if "PCIe" in self.device.link_name else NVLINK_BYTES))
+        if "PCIe" in self.device.link_name:
+            return round(own + PCIE_BYTES)
+        switched = ranks >= SWITCH_RANKS and self.device.compute_capability >= HOPPER
+        return round(own + NVLINK_BYTES + (SWITCH_BYTES if switched else 0))
 
     @property
     def requested(self) -> int:
-        """Bytes that the utilisation allows."""
+        """Bytes that the utilization allows."""
         return math.ceil(self.settings.gpu_memory_utilization * self.device.memory_bytes)
 
     @property
@@ -212,13 +233,13 @@ class EngineMemory:
 
     @property
     def largest_utilization(self) -> float:
-        """The largest utilisation, in hundredths, that leaves room for memory that vLLM does not count."""
+        """The largest utilization, in hundredths, that leaves room for memory that vLLM does not count."""
         uncounted = UNSEEN_BYTES + (self.graphs if self.settings.release < GRAPHS_COUNTED else 0)
         return math.floor(STEP * (1 - uncounted / self.device.memory_bytes)) / STEP
 
     @property
     def smallest_utilization(self) -> float:
-        """The smallest utilisation, in hundredths, at which one request of `max_model_len` fits."""
+        """The smallest utilization, in hundredths, at which one request of `max_model_len` fits."""
         needed = self.counted + self.cache.blocks_of_request(self.need) * self.cache.block_bytes
         return math.ceil(STEP * needed / self.device.memory_bytes) / STEP
 

@@ -9,7 +9,7 @@ from typing import Literal
 from zerofit.spec.devices import DEVICES, Device, by_name, cpu_device, find_device
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.local_machine import amd_gpus, cpu_ranks, memory_bytes, nvidia_gpus, usable_cores
-from zerofit.spec.units import MOST_RANKS, parse_bytes, shown_bytes
+from zerofit.spec.units import MOST_RANKS, counted, parse_bytes, shown_bytes
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Cluster:
     zerofit.spec.errors.UserError: no GPU kind 'h100' (did you mean h100-80gb or h100-pcie-80gb?)
     """
 
-    # a name in the catalogue, a cloud's instance type, a YAML file, "cpu" (this machine's CPU), or a Device
+    # a name in the catalog, a cloud's instance type, a YAML file, "cpu" (this machine's CPU), or a Device
     kind: str | Device
     gpus: int  # devices per node; default: those of the kind's usual node, or the ranks that suit this CPU
     nodes: int
     host_memory: int | None  # bytes per node; None: the devices' share of their usual node, or this machine's
-    device_memory: int | None  # bytes per device, instead of the catalogue's
+    device_memory: int | None  # bytes per device, instead of the catalog's
     nvme: int | None  # bytes per node's disks that offloading may use
     network: int | None  # bytes per second and device to other nodes, instead of the usual node's
     origin: str  # the machine that the figures were read from, if any
@@ -54,7 +54,7 @@ class Cluster:
         problems = Problems()
         for name, count in (("gpus", gpus), ("nodes", nodes)):
             if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-                message = f"{name} is {count!r}; allowed: a whole number from 1"
+                message = f"{name} is {count!r}; allowed: an integer of at least 1"
                 problems.add("bad-value", message, "use 1 or more", f"--{name}")
         sizes = {"host_memory": host_memory, "device_memory": device_memory, "nvme": nvme, "network": network}
         parsed = dict.fromkeys(sizes)
@@ -82,7 +82,7 @@ class Cluster:
     def here(cls) -> Cluster:
         """Return this machine's GPUs, or its CPU if it has none. Does not import torch for NVIDIA's GPUs.
 
-        Raises UserError for a GPU that is not in the catalogue.
+        Raises UserError for a GPU that is not in the catalog.
 
         >>> Cluster.here().nodes
         1
@@ -94,7 +94,7 @@ class Cluster:
         device = by_name(name, total_bytes)
         if device is None:
             hint = "give the nearest kind with --gpu KIND and the memory with --device-memory"
-            raise UserError(Problem(kind="unknown-gpu", message=f"GPU {name!r} is not in the catalogue", hint=hint))
+            raise UserError(Problem(kind="unknown-gpu", message=f"GPU {name!r} is not in the catalog", hint=hint))
         origin = f"this machine: {len(names)} x {name}"
         return cls(device.kind, gpus=len(names), host_memory=memory_bytes(), origin=origin)
 
@@ -121,7 +121,7 @@ class Cluster:
 
     @cached_property
     def device(self) -> Device:
-        """The device. A given device memory or network replaces the catalogue's figure."""
+        """The device. A given device memory or network replaces the catalog's figure."""
         on_cpu = self.kind == "cpu"
         device = cpu_device(usable_cores(), self.host_bytes, self.gpus) if on_cpu else _device_of(self.kind)
         if self.network:
@@ -146,7 +146,8 @@ class Cluster:
     def _notes(self, gpus_given: bool) -> tuple[str, ...]:
         if self.kind == "cpu":
             memory = shown_bytes(self.host_bytes)
-            return (self.origin or f"this machine's CPU: {usable_cores()} cores, {memory}, {self.gpus} ranks",)
+            ranks = counted(self.gpus, "rank")
+            return (self.origin or f"this machine's CPU: {usable_cores()} cores, {memory}, {ranks}",)
         notes, node = [self.origin] if self.origin else [], self.device.node
         if not gpus_given:
             notes.append(f"--gpus: {self.gpus} per node, as in {node.name}")

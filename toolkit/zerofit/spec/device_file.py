@@ -107,7 +107,7 @@ def read_gpu(kind: str) -> Device:
 
 @cache
 def read_node(name: str) -> Node:
-    """Return a node of the catalog, or that of an instance type."""
+    """Return a node of the catalog, or the node of an instance type."""
     folder = "nodes" if name in entry_names("nodes") else "instances"
     path = CATALOG / folder / f"{name}.yaml"
     return _node(path, _read(path, required=REQUIRED[folder]))

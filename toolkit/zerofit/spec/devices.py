@@ -58,7 +58,11 @@ def find_device(kind: str, where: str = "--gpu") -> Device:
     if kind.endswith(SUFFIXES):
         return read_device(Path(kind), where)
     word = kind.lower().replace("-", "").replace("_", "")
-    begins = [known for known in (*DEVICES, "cpu") if known.replace("-", "").startswith(word)]
+    begins = [
+        known
+        for known in (*DEVICES, "cpu")
+        if known.replace("-", "").startswith(word) or kind.lower().startswith(f"{known}-")  # h100, h200-141gb
+    ]
     known = (*DEVICES, "cpu", *INSTANCES)
     if begins and word:
         hint = f"did you mean {' or '.join(begins)}?"

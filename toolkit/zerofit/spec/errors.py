@@ -137,7 +137,7 @@ class Problems:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the message of a library's error in one line, or its class if it has no message.
+    """Return the message of a library's error on one line, or its class if it has no message.
 
     >>> reason_of(ValueError("Validation error for field 'a':\\n  TypeError: expected int, got str"))
     "Validation error for field 'a': TypeError: expected int, got str"

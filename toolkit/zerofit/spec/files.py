@@ -31,8 +31,8 @@ def stays_inside(name: str) -> bool:
 def atomic_write(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends, or is removed if the block fails.
 
-    The permissions are `mode`, else the permissions of the replaced file, else the umask's. File and folder are flushed
-    to disk. Raises OSError that names `path`.
+    The permissions are `mode`, else the permissions of the replaced file, else the default of the umask. File and
+    folder are flushed to disk. Raises OSError that names `path`.
     """
     if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe must not be replaced
         with path.open("wb") as file:
@@ -108,7 +108,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def number_in(record: Mapping[str, Any], key: str) -> float | None:
-    """Return a number of a record, or None if it has none."""
+    """Return the value of a record's numeric field; None if it has no number there."""
     value = record.get(key)
     return value if isinstance(value, int | float) else None
 

@@ -217,5 +217,5 @@ def _repeated(mapping: yaml.MappingNode) -> Iterator[Unreadable]:
         line, column = key.start_mark.line + 1, key.start_mark.column + 1
         if (key.tag, key.value) in seen:
             first = seen[key.tag, key.value]
-            yield Unreadable(f"duplicate key {key.value!r}, first in line {first}", line, column)
+            yield Unreadable(f"duplicate key {key.value!r}, first on line {first}", line, column)
         seen.setdefault((key.tag, key.value), line)

@@ -14,7 +14,7 @@ from zerofit.spec.run_folder import Batch, Layout
 #
 #   rank = ((stage * dp + data) * sp + sequence) * tp + tensor
 #
-# Tensor parallel ranks communicate most, so they are neighbours within a node; stages exchange least and are farthest
+# Tensor parallel ranks communicate most, so they are neighbors within a node; stages exchange least and are farthest
 # apart. Experts are spread over the data x sequence ranks, which have different tokens. DeepSpeed's pipeline has the
 # same order (`PipeModelDataParallelTopology`: pipe, data, model), and so do its own groups for tensor or sequence
 # parallelism alone (utils/groups.py `_init_tp_mesh_device`, sequence parallel state). The trainers check this when they
@@ -54,7 +54,7 @@ def ranks_along(layout: Layout, *axes: str) -> list[list[int]]:
 def expert_ranks(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
     """Return the groups of ranks that split the experts, and the groups that have the same experts.
 
-    Neighbours along data x sequence split the experts, as in DeepSpeed (utils/groups.py,
+    Neighboring ranks of the data and sequence axes split the experts, as in DeepSpeed (utils/groups.py,
     `_create_expert_and_data_parallel`).
     """
     data = ranks_along(layout, "dp", "sp")

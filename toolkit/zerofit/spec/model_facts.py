@@ -107,13 +107,14 @@ class ModelFacts:
     attention_heads: int | None = None
     kv_heads: int | None = None
     experts: int | None = None  # per layer; None without a mixture of experts
+    expert_lists: tuple[str, ...] = ()  # classes with a list of experts, each with weights of its own
     model_type: str | None = None  # transformers' model_type
     layers: int | None = None  # number of layers that a pipeline splits; None if it cannot
     stack: tuple[LayerFacts, ...] = ()  # these layers
     own: bool = False  # the user's own model
     trained: int | None = None  # trained parameters, if some are frozen; None: all
     packed: bool = False  # a sample has several documents, which must not attend to each other
-    quantized: int = 0  # quantised parameters
+    quantized: int = 0  # quantized parameters
     quantized_bytes: int = 0  # their bytes, with scales
 
     @property

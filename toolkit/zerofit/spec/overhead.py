@@ -92,7 +92,7 @@ _HOPPER = ByteRange(
 _OLDER = ByteRange(
     low_bytes=287_047_680 - 20 * MIB,
     high_bytes=666_632_192 - 20 * MIB,
-    source="free memory before and after one op, with its kernels or all kernels, less torch's segment (pytorch#86509)",
+    source="memory that the first op takes, without torch's segment; kernels loaded lazily or at once (pytorch#86509)",
 )
 _AMD = ByteRange(
     low_bytes=200 * 10**6,

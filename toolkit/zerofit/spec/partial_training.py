@@ -29,10 +29,10 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """How bitsandbytes quantises the linear layers of a frozen model."""
+    """How bitsandbytes quantizes the linear layers of a frozen model."""
 
     kind: Bits
-    double: bool = False  # with nf4: also quantise the scales of blocks
+    double: bool = False  # with nf4: also quantize the scales of blocks
 
 
 @dataclass(frozen=True, kw_only=True)

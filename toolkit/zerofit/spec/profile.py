@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
 from zerofit.features.checkpointing import Checkpointing
+from zerofit.features.engines import Engine
 from zerofit.spec.foreign import shaped
 from zerofit.spec.model_facts import TILED_MLP_TYPES, Task, gives_loss, has_head, is_text
 
@@ -152,10 +153,10 @@ class LayerRun:
     vectors: tuple[int, ...]  # numels of trained biases and norms
     place: int = 0  # index of the first layer's first parameter in model.parameters()
     factors: int = 0  # Adafactor's numbers: one per row and column of matrices
-    frozen: tuple[int, ...] = ()  # numels of frozen parameters that are not quantised
-    quantized: tuple[int, ...] = ()  # numels of quantised weights
-    packed: tuple[int, ...] = ()  # bytes of the quantised weights, without scales
-    quantized_bytes: int = 0  # total bytes of the quantised weights, with scales
+    frozen: tuple[int, ...] = ()  # numels of frozen parameters that are not quantized
+    quantized: tuple[int, ...] = ()  # numels of quantized weights
+    packed: tuple[int, ...] = ()  # bytes of the quantized weights, without scales
+    quantized_bytes: int = 0  # total bytes of the quantized weights, with scales
     buffers_bytes: int = 0  # includes quantized_bytes
     tied_to: str | None = None  # name of the layer whose matrix it shares (not in its own numels)
     tp_sharded: float = 0.0  # share of its parameters that tensor parallelism splits
@@ -184,6 +185,12 @@ class Profile:
     cnn: bool = False  # a convolutional network trained without adapters
     pipelines: bool = True  # whether a pipeline can split it
     versions: dict[str, str] = field(default_factory=dict)
+    own_models: dict[Engine, Profile] = field(default_factory=dict)  # by engine, for those that have their own code
+    scored_first: ClassVar[bool] = False  # whether the model runs without gradients before it trains on a batch
+
+    def of_engine(self, engine: Engine) -> Profile:
+        """Return the profile of the code with which an engine trains this model."""
+        return self.own_models.get(engine, self)
 
     @property
     def parameters(self) -> int:
@@ -195,12 +202,14 @@ class Profile:
         """Number of parameters with gradients and optimizer states."""
         return sum(layer.count * (sum(layer.matrices) + sum(layer.vectors)) for layer in self.layers)
 
-    def key_of(self, key: str, zero_stage: int) -> str:
-        """Return the key of the costs at a ZeRO stage.
+    def key_of(self, key: str, zero_stage: int, samples: int = 0) -> str:
+        """Return the key of the costs at a ZeRO stage and a micro batch.
 
         Stage 3 has its own costs, since it builds buffers in 16 bits, and linear layers with frozen weights keep their
-        input.
+        input. A single sample can have its own costs, too.
         """
+        if samples == 1 and f"{key}{SINGLE}" in self.costs:
+            return f"{key}{SINGLE}"
         return f"{key}{ZERO3}" if zero_stage == 3 and f"{key}{ZERO3}" in self.zero3 else key
 
     def costs_of(self, key: str) -> tuple[LayerCost, ...]:
@@ -218,6 +227,7 @@ class Profile:
 
 
 ZERO3 = "/stage=3"  # suffix of a setting
+SINGLE = "/samples=1"  # suffix of a setting: costs that no line in the micro batch gives, since parts are not copied
 
 
 def setting(precision: str, checkpointing: Checkpointing, tp: int, sp: int, ep: int = 1) -> str:

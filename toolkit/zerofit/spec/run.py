@@ -71,7 +71,7 @@ def micro_batches_of(text: str) -> tuple[int, ...]:
         return ()
     words = text.split(",")
     if not all(word.strip().isdecimal() and 0 < int(word) <= LARGEST for word in words):
-        raise ValueError("neither auto nor a whole number above 0 for each rank, like 4,2")
+        raise ValueError("neither auto nor a positive integer for each rank, like 4,2")
     return tuple(map(int, words))
 
 
@@ -80,13 +80,13 @@ def _listed(value: Any) -> str:
 
 
 def _stages(value: Any) -> Any:
-    """Return "auto" or a whole number above 0. Raises ValueError."""
+    """Return "auto" or a positive integer. Raises ValueError."""
     number: Any = float(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
     if number == AUTO:
         return number
     if type(number) in (int, float) and 0 < number <= LARGEST and number == int(number):
         return int(number)
-    raise ValueError("neither auto nor a whole number above 0")
+    raise ValueError("neither auto nor a positive integer")
 
 
 Stages = Annotated[int | Literal["auto"], BeforeValidator(_stages)]
@@ -113,6 +113,12 @@ def switch(field: str, value: bool | str) -> str:
     """Return the flag that switches a field on or off, or to a word."""
     name = field.replace("_", "-")
     return f"--{name}" if value is True else f"--{value or 'no'}-{name}"
+
+
+def is_switch(field: str) -> bool:
+    """Return whether a field's flags have no value: the field is on, off, or one of a few words."""
+    kind = plain_type(Run.model_fields[field].annotation)
+    return kind is bool or bool in get_args(kind)
 
 
 class Run(BaseModel):
@@ -260,7 +266,7 @@ class Run(BaseModel):
     ranks: PositiveInt | None = _option(None, "ranks to start (default: all local devices)", le=MOST_RANKS)
     tensor_parallel: PositiveInt = _option(1, "tensor parallel degree")
     pipeline: Stages = _option(
-        1, "pipeline parallel degree; auto: use all ranks that other degrees leave (--fit: the fastest)"
+        1, "pipeline parallel degree; auto: all ranks that other degrees leave, with --fit the fastest degree"
     )
     pipeline_balance: Literal["parameters", "time"] = _option("parameters", "quantity that is balanced between stages")
     pipeline_schedule: PipelineSchedule = _option(
@@ -282,7 +288,7 @@ class Run(BaseModel):
     eval_every: NonNegativeInt = _option(0, "steps between evaluations; 0: only at the end")
     eval_samples: PositiveInt | None = _option(None, "validation samples per evaluation (default: all)")
     check_loss: bool = _option(
-        False, "stop before an optimizer step if its loss or gradient norm is not finite, so that weights stay good"
+        False, "stop before an optimizer step if its loss or gradient norm is not finite, to protect the weights"
     )
     record_memory: bool = _option(
         False, "record the last allocations of GPU ranks; if one runs out of memory, `zerofit explain RUN` reads them"

@@ -72,7 +72,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     sp: int = 1
-    ep: int = 1  # number of neighbours among the data x sequence ranks that split the experts
+    ep: int = 1  # number of neighbors among the data x sequence ranks that split the experts
     zero_stage: int = 0
 
     @property

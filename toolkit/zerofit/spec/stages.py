@@ -51,7 +51,7 @@ def stage_layers(
 
 
 def cut_layers(weights: Sequence[float], trained: Sequence[int], parts: int) -> Bounds:
-    """Return the bounds of parts of similar weight. If a part would have no trained parameters, balance these.
+    """Return the bounds of parts of similar weight, or else of similar numbers of trained parameters.
 
     DeepSpeed fails in a stage without trained parameters (runtime/engine.py:2493).
     """

@@ -45,6 +45,16 @@ def shown_count(value: float) -> str:
     return f"{value:.3g} {_COUNTS[power]}".rstrip()
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun in the right form.
+
+    >>> counted(1, "rank"), counted(4096, "step"), counted(0, "process")
+    ('1 rank', '4,096 steps', '0 processes')
+    """
+    ending = "es" if noun.endswith(("s", "x", "ch")) else "s"
+    return f"{number:,} {noun}{ending if number != 1 else ''}"
+
+
 def shown_score(value: float) -> str:
     """Format a loss, a perplexity or an accuracy with three digits: "1.84", "0.0971", "128,000"."""
     return f"{float(f'{value:.3g}'):,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"

@@ -102,7 +102,7 @@ def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any], inpu
         yield False  # ZenFlow transposes only weights that are not partitioned
         return
     if _is_quantized(source):
-        yield False  # bitsandbytes quantises full weights, which are partitioned afterwards
+        yield False  # bitsandbytes quantizes full weights, which are partitioned afterwards
         return
     if drawn_head(source, inputs):
         yield False  # transformers cannot load a folder into partitions of another shape (integrations/deepspeed.py)

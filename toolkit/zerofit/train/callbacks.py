@@ -56,7 +56,7 @@ class StepRecord(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint that has become visible."""
+    """A complete checkpoint, under its final name."""
 
     step: int  # optimizer steps done
     path: Path

@@ -164,7 +164,7 @@ def _count_slices() -> None:
 
 @cache
 def _scale_losses() -> None:
-    """Make backward multiply losses by the scale that the fp16 step without ZeRO divides gradients by (DeepSpeed#8393).
+    """Make backward multiply losses by the scale; fp16 without ZeRO only divides gradients by it (DeepSpeed#8393).
 
     DeepSpeed scales only for ZeRO's optimizers (runtime/engine.py:3417). A version whose backward checks for fp16 has
     the fix and is left unchanged.
@@ -226,13 +226,13 @@ def _sequence_parallel_excess(job: Job) -> int:
     return 1 if averages else job.layout.sp
 
 
-def _register_sequence_parallel(job: Job, model: nn.Module) -> Any:
+def _register_sequence_parallel(job: Job, model: Any) -> Any:
     """Register DeepSpeed's sequence parallel attention with transformers; return its groups as the engine's `mpu`."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     return UlyssesSPAttentionHF.register_with_transformers(
         model,
-        core_attn_implementation="sdpa",
+        core_attn_implementation=model.config._attn_implementation,
         sequence_parallel_size=job.layout.sp,
         micro_batch_size=job.batch.micro,
         seq_length=job.run.seq_len,

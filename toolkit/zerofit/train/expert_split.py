@@ -154,7 +154,7 @@ def _own_weights(block: Any) -> dict[str, nn.Parameter]:
 
 
 def convert(model: nn.Module, degree: int, rank: int) -> None:
-    """Replace transformers' expert layers by AutoEP's in a model on the meta device."""
+    """Replace transformers' expert layers with AutoEP's expert layers in a model on the meta device."""
     _mend_registry()
     auto = AutoEP(model, AutoEPConfig(enabled=True, autoep_size=degree))
     specs = auto.ep_parser()

@@ -272,7 +272,7 @@ def _wide(func: Callable[..., Any], args: Any, kwargs: Any, output: Tensor) -> f
 
 
 def model_line() -> str:
-    """Return file:line of the innermost frame of a model or loss, outside of torch and DeepSpeed; "" for none."""
+    """Return file:line of the innermost frame of a model or loss outside of torch and DeepSpeed, or ""."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

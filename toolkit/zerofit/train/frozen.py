@@ -29,7 +29,7 @@ def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:
     for tag, engine in trainer.engines().items():
         for indexed in indexed_frozen(trainer, engine, tag):
             source = source_of_bits(indexed.shard.parameter)
-            if source is not None:  # checksum of the numbers before quantisation, counted with the first stretch
+            if source is not None:  # checksum of the numbers before quantization, counted with the first stretch
                 counted = indexed.first and indexed.shard.start == 0 and indexed.shard.numel > 0
                 total += (source.checksum or 0) * counted
                 parameters += source.elements * counted
@@ -84,7 +84,7 @@ def leave_out_frozen(engine: Any) -> None:
 
 
 def _of_bits(name: str, layers: set[str]) -> bool:
-    """Return whether a name belongs to the data that bitsandbytes saves with quantised weights of these layers."""
+    """Return whether a name belongs to the data that bitsandbytes saves with quantized weights of these layers."""
     layer, separator, _ = name.partition("weight.")
     return (bool(separator) and layer in layers) or (name.endswith(_EXTRAS) and f"{name.rpartition('.')[0]}." in layers)
 

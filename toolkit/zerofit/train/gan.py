@@ -87,7 +87,7 @@ class GanTrainer(EngineTrainer):
         return {"state": self.engine, "generator": self.generator}
 
     def generators(self) -> dict[str, torch.Generator]:
-        """Return the source of the noise from which drawings are made."""
+        """Return the generator of the noise for sample images."""
         return {"noise": self._noise}
 
     def extra_metrics(self) -> dict[str, Any]:
@@ -95,14 +95,14 @@ class GanTrainer(EngineTrainer):
         return {"loss_d": self.last_losses[0], "loss_g": self.last_losses[1], **super().extra_metrics()}
 
     def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
-        """Save a grid of drawings on rank 0."""
+        """Save a grid of generated images on rank 0."""
         if dist.get_rank() == 0:
             self.save_drawings(folder.path / "drawings.png", self._noise)
         return {}
 
     @torch.no_grad()
     def save_drawings(self, file: Path, noise: torch.Generator) -> None:
-        """Save a grid of drawings as a PNG."""
+        """Save a grid of generated images as a PNG."""
         from torchvision.utils import save_image
 
         self.generator.eval()
@@ -113,7 +113,7 @@ class GanTrainer(EngineTrainer):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return float64 (3,): discriminator loss on images and drawings, number of images, half its right answers."""
+        """Return float64 (3,): discriminator loss, number of real images, half the number of correct answers."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.engine.eval()
         self.generator.eval()
@@ -139,9 +139,9 @@ class GanTrainer(EngineTrainer):
 
 
 class EpochDrawings(Callback):
-    """Saves a grid of drawings after every epoch (drawings/epoch-N.png), always from the same noise.
+    """Saves a grid of generated images after every epoch (drawings/epoch-N.png), always from the same noise.
 
-    Batch norm uses rank 0's running statistics. The drawings do not consume random numbers of the training.
+    Batch norm uses rank 0's running statistics. Sampling does not consume random numbers of the training.
     """
 
     def __init__(self, trainer: GanTrainer, folder: RunFolder, samples: int):
@@ -151,7 +151,7 @@ class EpochDrawings(Callback):
         self._folder.mkdir(exist_ok=True)
 
     def on_step_begin(self, step: int) -> None:
-        """Save drawings if the previous step completed an epoch."""
+        """Save generated images if the previous step completed an epoch."""
         job = self._trainer.job
         before, now = (job.samples_after(n) // self._samples for n in (step - 1, step))
         if step and now > before:

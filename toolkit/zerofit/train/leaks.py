@@ -68,7 +68,7 @@ class LeakWatch:
         lines, self._watched = self._watched.alive(), None
         if sum(lines.values()) >= LEAST_BYTES // GROWING:
             largest = [(line, n) for line, n in lines.most_common(SHOWN) if n > SHARE * sum(lines.values())]
-            places = [f"{line or 'an unknown line'} ({shown_bytes(n)} a step)" for line, n in largest]
+            places = [f"{line or 'an unknown line'} ({shown_bytes(n)} per step)" for line, n in largest]
             grown = shown_bytes((self._sizes[-1] - self._sizes[0]) // (len(self._sizes) - 1))
             self._warn(f"memory grows by {grown} in every step; tensors made here are not freed: {', '.join(places)}")
             self._done = True

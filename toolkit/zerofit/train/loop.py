@@ -252,7 +252,7 @@ class Loop:
 def average_batch_statistics(model: nn.Module, group: Any) -> None:
     """Give all ranks of a data parallel group the mean of batch norm's running means and variances.
 
-    Each rank's statistics come from its own micro batches, and DeepSpeed does not synchronise them. Evaluation and the
+    Each rank's statistics come from its own micro batches, and DeepSpeed does not synchronize them. Evaluation and the
     saved model use the mean over ranks; training does not read it.
     """
     statistics = [

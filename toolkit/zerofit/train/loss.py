@@ -140,7 +140,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def counts(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return float64 (3,): sum of cross entropies, number of targets, number of targets predicted right."""
+    """Return float64 (3,): sum of cross entropies, number of targets, number of correct predictions."""
     if are_dense(logits, labels):
         return counts(logits.movedim(1, -1).flatten(0, 2), labels.flatten())
     flat, labels = logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)

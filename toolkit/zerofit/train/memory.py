@@ -31,7 +31,8 @@ class RankMemory:
         forget_resident_peak()
 
     def slots(self) -> list[float]:
-        """Return a slot per rank. All slots are zero except this rank's, so a sum over ranks fills them."""
+        """Return a slot per rank. A rank fills only its own slots, the others are zero, so a sum over ranks fills all
+        of them."""
         figures = self._look()
         before = FIGURES * dist.get_rank()
         return [0.0] * before + figures + [0.0] * (FIGURES * (dist.get_world_size() - 1) - before)

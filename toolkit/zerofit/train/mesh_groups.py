@@ -83,16 +83,16 @@ class MeshGroups:
 def exchange_heads(config: Any, job: Job, group: Any) -> None:
     """Make transformers' attention exchange sequences for heads over the group.
 
-    `UlyssesSPAttentionHF.register_with_transformers` creates its own groups of neighbouring ranks and exchanges all
+    `UlyssesSPAttentionHF.register_with_transformers` creates its own groups of neighboring ranks and exchanges all
     heads of the config. It cannot be used, since tensor ranks have only a part of the heads (ulysses_sp.py:401).
     """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    seq_len, heads = job.run.seq_len, config.num_attention_heads
+    seq_len, heads, kernel = job.run.seq_len, config.num_attention_heads, config._attn_implementation
     assert seq_len  # a job's run on text is resolved
     ulysses: Any = UlyssesSPAttentionHF(
-        attn=ALL_ATTENTION_FUNCTIONS["sdpa"],
+        attn=ALL_ATTENTION_FUNCTIONS[kernel],
         batch_size=job.batch.micro,
         attn_head_count=heads // job.layout.tp,
         attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -102,7 +102,7 @@ def exchange_heads(config: Any, job: Job, group: Any) -> None:
         local_seq_length=seq_len // dist.get_world_size(group),
         global_seq_length=seq_len,
     )
-    ulysses.core_attn_implementation = "sdpa"
+    ulysses.core_attn_implementation = kernel
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
@@ -110,4 +110,4 @@ def exchange_heads(config: Any, job: Job, group: Any) -> None:
         # the mask covers only this rank's tokens; attention over the full sequence is causal without it
         return ulysses(module, query, key, value, None, *args, **kwargs)
 
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    ALL_ATTENTION_FUNCTIONS[kernel] = attend

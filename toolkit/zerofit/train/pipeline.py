@@ -114,8 +114,8 @@ class PipelineTrainer(EngineTrainer):
 
         Micro batches without targets pad the last round.
 
-        DualPipeV's engine chooses its backward buffers by the number of micro batches in training, also if it gets
-        another number (runtime/pipe/dualpipev.py, `_phase1_buffer`).
+        DualPipeV's engine chooses its backward buffers by the number of micro batches in training, even if it gets a
+        different number (runtime/pipe/dualpipev.py, `_phase1_buffer`).
         """
         each = self.job.batch.accumulation
         rounds = -(-count // each)
@@ -276,7 +276,7 @@ class _StagedV(DualPipeVModule, _Staged):
 
 
 def _parts_of(stage: int, job: Job, bounds: list[int]) -> list[range]:
-    """Return the layer numbers of each model part that a stage holds."""
+    """Return the indices of the layers in each model part of a stage."""
     parts = parts_of_stage(stage, job.layout.pp, job.run.pipeline_schedule)
     return [range(bounds[part], bounds[part + 1]) for part in parts]
 
@@ -308,7 +308,8 @@ class _Tied(TiedLayerSpec):
 def _build_stage(
     job: Job, coords: RankCoords, inputs: Inputs
 ) -> tuple[list[Layer], list[int], tuple[PipelineStage, ...], HeadLoss | None, RouterLoss | None]:
-    """Return all layers (of other stages on meta), bounds of the parts, stages, the head's and the router's loss."""
+    """Return all layers (of other stages on meta), bounds of the parts, stages, the loss of the head and of the
+    routers."""
     run, layout, shape = job.run, job.layout, build_on_meta(job, inputs)
     layers = as_layers(shape)
     stack = layer_facts(layers)

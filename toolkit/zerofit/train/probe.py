@@ -37,12 +37,12 @@ def probe(
 ) -> ModelFacts:
     """Return the facts of a model for these inputs. Without inputs FLOPs are not counted.
 
-    `args`: the run's `model_args`. `pipelined`: whether the list of layers is needed. `model`: an existing model to use
-    instead of the source's. Raises UserError if model and data do not match.
+    `args`: the run's `model_args`. `pipelined`: whether the list of layers is needed. `model`: an existing model to
+    use instead of building it from the source. Raises UserError if model and data do not match.
     """
     with models_say("MODEL"), without_dynamo():
         if model is None:
-            # bitsandbytes cannot quantise on meta, so the model is built without bits, and again only to count them
+            # bitsandbytes cannot quantize on meta, so the model is built without bits, and again only to count them
             with torch.device("meta"):
                 model = build(without_bits(source), inputs, args)
                 bits = quantized_share(build(source, inputs, args)) if source != without_bits(source) else (0, 0)
@@ -66,6 +66,7 @@ def probe(
         attention_heads=heads,
         kv_heads=of_all_layers(config, "num_key_value_heads") or heads,
         experts=expert_count(config),
+        expert_lists=expert_lists(model),
         model_type=getattr(config, "model_type", None),
         layers=None if stack is None else len(stack),
         stack=stack if stack and pipelined else (),
@@ -91,6 +92,17 @@ def check_sizes(source: ModelSource, inputs: ImageInputs, run: Run) -> None:
 def expert_count(config: Any) -> int | None:
     """Return the number of experts in each layer of a transformers model; None without a mixture."""
     return next((n for name in EXPERTS if isinstance(n := of_all_layers(config, name), int)), None)
+
+
+def are_experts(name: str, child: nn.Module) -> bool:
+    """Return whether a module's child is a list of experts with weights of their own."""
+    return "expert" in name.lower() and isinstance(child, nn.ModuleList | nn.ModuleDict) and len(child) > 1
+
+
+def expert_lists(model: nn.Module) -> tuple[str, ...]:
+    """Return the classes that have a list of experts, named like DeepSpeed's leaf modules."""
+    owners = (m for m in model.modules() if any(are_experts(*child) for child in m.named_children()))
+    return tuple({f"{type(m).__module__}.{type(m).__qualname__}": None for m in owners})
 
 
 def trained_count(model: nn.Module) -> int | None:

@@ -154,7 +154,7 @@ def _tensors(trainer: EngineTrainer, states: bool) -> Iterator[tuple[str, str, T
 
 
 def _bad_samples(batches: Sequence[Mapping[str, Any]], classes: int | None) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a step whose inputs or labels are not finite, or whose label is no class of the data."""
+    """Yield the samples of a step whose inputs or labels are not finite, or whose label is not a class of the data."""
     for batch in batches:
         for name, tensor in batch.items():
             if not isinstance(tensor, Tensor) or not tensor.dim():

@@ -16,10 +16,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.compatible import piece_by_piece
 from zerofit.checkpoint.full_state import FullState
-from zerofit.checkpoint.index import MASTER
+from zerofit.checkpoint.index import MASTER, SCALER
 from zerofit.checkpoint.store import is_own, read_manifest
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run_folder import Start
+from zerofit.spec.units import counted
 from zerofit.train.checkpoint_engine import SyncedCheckpointEngine
 from zerofit.train.frozen import refuse_other_frozen
 from zerofit.train.shard_index import IndexedShard, indexed_shards
@@ -57,7 +58,7 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
             assert path is not None, f"DeepSpeed finds no checkpoint in {checkpoint}, although zerofit verified it"
     else:
         for tag, engine in trainer.engines().items():
-            _restore_shards(trainer, engine, tag, FullState(checkpoint, {tag: ""}), progress)
+            _restore_shards(trainer, engine, tag, FullState(checkpoint, {tag: ""}, run=trainer.job.run), progress)
     if start.same_layout:
         trainer.restore_rank_state(safe_load.load(checkpoint / "ranks" / f"rank-{dist.get_rank():05}.pt", mmap=False))
     if trainer.averaged:
@@ -123,7 +124,7 @@ def _refuse_other_model(shards: list[IndexedShard], saved: FullState) -> None:
     missing = sorted({p.name for p in shards} - known)
     reshaped = sorted({p.name for p in shards if p.name in known and saved.shape(p.name) != p.shape})
     if missing:
-        message = f"the checkpoint lacks {len(missing)} parameters of the model, {missing[0]} first"
+        message = f"the checkpoint lacks {counted(len(missing), 'parameter')} of the model, {missing[0]} first"
         raise _error("other-model", message)
     if reshaped:
         shape = next(p.shape for p in shards if p.name == reshaped[0])
@@ -181,11 +182,14 @@ def _fill_shard(indexed: IndexedShard, states: dict[str, Any], saved: FullState)
     for kind, slot in indexed.shard.slots(states).items():
         if kind not in kinds:
             continue
+        live = slot.live
+        if indexed.cut is None and live.is_cpu and live.is_contiguous():
+            saved.fill(indexed.name, kind, live.view(-1), slot.start)
+            continue
         if indexed.cut is None:
             stretch = saved.read_flat(indexed.name, kind, slot.start, slot.numel)
         else:
             stretch = indexed.cut.take(saved.read(indexed.name, kind)).reshape(-1)[slot.start : slot.start + slot.numel]
-        live = slot.live
         live.copy_(stretch.view(live.shape))
 
 
@@ -194,9 +198,10 @@ def _set_counters(engine: Any, counters: dict[str, Any]) -> None:
     engine.skipped_steps = counters["skipped_steps"]
     engine.global_samples = counters["global_samples"]
     scaler = loss_scaler(engine)
-    for key, value in (counters["loss_scaler"] or {}).items():
-        if scaler is not None and hasattr(scaler, key):
-            setattr(scaler, key, value)
+    saved = counters["loss_scaler"] or {}  # its settings are those of this run
+    for key in SCALER:
+        if scaler is not None and key in saved and hasattr(scaler, key):
+            setattr(scaler, key, saved[key])
     if engine.lr_scheduler is not None:
         schedule = counters["lr_scheduler"]  # DeepSpeed's own schedulers count from -1
         done = schedule.get("last_batch_iteration", schedule.get("last_epoch", 0) - 1) + 1

@@ -64,7 +64,7 @@ def train(
     progress: RankProgress | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Train the job on this rank of an initialised process group; return the run's result (the same on all ranks).
+    """Train the job on this rank of an initialized process group; return the run's result (the same on all ranks).
 
     If a signal or the file `folder.stop_request` stops the run, write `folder.stopped` and return {}.
     """
@@ -254,7 +254,7 @@ def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, s
     """Write the trained model into a folder, in transformers' format or (other models) as a safetensors file.
 
     For a model with adapters only the adapters are written, in peft's format. All ranks call this and rank 0 writes.
-    Rank 0 needs host memory for one module of a transformers model at a time, but for the full model of any other kind.
+    Rank 0 needs host memory for one module at a time (transformers models) or for the full model (all others).
     `scratch`: see `EngineTrainer.weights`.
     """
     source, weights = source_of(job.run), trainer.weights(scratch)

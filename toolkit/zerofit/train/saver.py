@@ -109,7 +109,7 @@ class Saver:
         return None
 
     def wait(self) -> None:
-        """Wait until the background save has become visible or failed."""
+        """Wait until the background save is complete or has failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

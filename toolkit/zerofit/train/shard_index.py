@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from torch import nn
 
-from zerofit.checkpoint.index import TensorSlice
+from zerofit.checkpoint.index import TensorSlice, scaler_numbers
 from zerofit.spec.mesh import RankCoords, expert_rank
 from zerofit.spec.run_folder import Layout
 from zerofit.train.expert_split import share_of
@@ -34,7 +34,6 @@ from zerofit.train.zero_layouts import (
 #     cut            this rank's slice of it, for tensor and expert parallelism; null: the full tensor
 #     start, numel   of the stretch in the flattened slice
 #     where          for each kind ("fp32", "exp_avg", ...) the file, the keys into it, and the offset there
-SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # state of a dynamic loss scaler
 
 
 @dataclass(frozen=True)
@@ -162,5 +161,5 @@ def _counters(engine: Any) -> dict[str, Any]:
         "skipped_steps": engine.skipped_steps,
         "global_samples": engine.global_samples,
         "lr_scheduler": {k: v for k, v in schedule.items() if type(v) in (int, float)},
-        "loss_scaler": scaler and {k: getattr(scaler, k) for k in SCALER if hasattr(scaler, k)},
+        "loss_scaler": scaler and scaler_numbers(scaler),
     }

@@ -86,7 +86,7 @@ def _split(model: nn.Module, degree: int, group: Any) -> AutoTP:
 def fill(shape: nn.Module, weights: nn.Module, renamed: Mapping[str, nn.Parameter]) -> None:
     """Move the parameters and buffers of `weights` into a split model on the meta device, keeping marks on parameters.
 
-    `renamed`: parameters that have other names in `weights`.
+    `renamed`: parameters that have different names in `weights`.
     """
     have = {**dict(weights.named_parameters(remove_duplicate=False)), **renamed}
     others = dict(weights.named_modules(remove_duplicate=False))

@@ -38,7 +38,7 @@ class StateNames:
     buffers: dict[int, str] = field(default_factory=dict)  # by id
 
     def only(self, wanted: set[int]) -> StateNames:
-        """Return the names without parameters of other ids."""
+        """Return the names without parameters whose id is not in `wanted`."""
         parameters = {key: name for key, name in self.parameters.items() if key in wanted}
         ties = {name: first for name, first in self.ties.items() if first in parameters.values()}
         return StateNames(parameters=parameters, ties=ties, buffers=self.buffers)

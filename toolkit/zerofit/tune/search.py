@@ -50,7 +50,7 @@ class Regret:
     at_most: float  # largest relative saving by any untried configuration, with 5 % risk
 
 
-# Bayesian optimisation over a list of configurations. A trial costs a minute, a forecast a millisecond.
+# Bayesian optimization over a list of configurations. A trial costs a minute, a forecast a millisecond.
 #
 #     1. The first trial is the simplest of those with the best forecasts.
 #     2. Each trial corrects the forecasts of all configurations (`StepTimeModel`): mean and deviation
@@ -131,7 +131,8 @@ class Search:
         return {candidate.key: candidate for candidate in self.candidates}
 
     def _open(self) -> list[Candidate]:
-        """Return untried candidates, except failing families and candidates larger than one that did not fit."""
+        """Return untried candidates, except families that failed and candidates larger than a candidate that did not
+        fit."""
         tried, by_key = {trial.key for trial in self.trials}, self._by_key()
         failed = [(by_key[t.key], t.status) for t in self.trials if t.key in by_key and t.status != "ok"]
         too_large = min((c.peak_bytes for c, status in failed if status in NO_ROOM), default=math.inf)

@@ -206,9 +206,10 @@ class RankGuard:
 
 
 def main() -> None:
-    """Guard the rank of `rank_guard.py [--joined] SPEC`: the launch spec's path, encoded by `as_argument`.
+    """Start and guard a rank: `rank_guard.py [--joined] SPEC`.
 
-    --joined: the user's launcher started this process, which then waited for the spec (`app.training.from_launcher`).
+    SPEC: the path of the launch spec, encoded by `as_argument`. --joined: the user's launcher started this process,
+    which then waited for the spec (`app.training.from_launcher`).
     """
     joined = JOINED in sys.argv
     if not joined:  # a joined guard already ends with its parent, which may be process 1 of a container

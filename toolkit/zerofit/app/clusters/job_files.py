@@ -18,7 +18,7 @@ from zerofit.launch.sbatch import SlurmJob, env_file_text, sbatch_text
 from zerofit.models.catalog import names_callable
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import Machine
-from zerofit.spec.run import Run, switch
+from zerofit.spec.run import Run, is_switch, switch
 from zerofit.spec.units import MOST_RANKS
 
 NEEDED = {"slurm": ("nodes", "slots", "time"), "kubernetes": ("nodes", "slots", "image", "claim")}
@@ -198,7 +198,7 @@ def _words(options: JobFileRequest) -> list[str]:
         name = field.replace("_", "-")
         if field == "output" or value is None:
             continue
-        if isinstance(value, bool) or field == "activation_checkpointing":
+        if is_switch(field):
             words.append(switch(field, value))
         elif isinstance(value, tuple):
             words += [f"--{name}={item}" for item in value]

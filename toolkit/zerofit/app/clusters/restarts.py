@@ -259,7 +259,8 @@ def _stop_after(problem: Problem, folder: RunFolder) -> None:
 
 
 def _check_libaio(found: Preflight | None, ds_config: Mapping[str, Any]) -> None:
-    """Check that NVMe offload can be compiled on every examined host, else on this one. Raises UserError."""
+    """Check that NVMe offload can be compiled on every examined host or, without examined hosts, on this machine.
+    Raises UserError."""
     problems = Problems()
     for name, facts in found.facts.items() if found else ():
         for problem in libaio_problems(ds_config, facts["libaio"]):

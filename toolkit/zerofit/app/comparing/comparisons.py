@@ -204,7 +204,7 @@ class _RowRunner:
     """Measures the rows of one comparison. Rows that are already in its folder are not measured again."""
 
     def __init__(self, setup: ComparisonSetup, kind: Kind, job: CompareJob, question: Mapping[str, Any], anyway: bool):
-        """`question`: the inputs of the rows besides the job. Raises UserError for a folder with other content."""
+        """`question`: the inputs of the rows besides the job. Raises UserError for a folder with different content."""
         code = model_code(job.model)  # rows from before and after a change of a user's model must not mix
         identity = {"job": vars(job), **question, "code": code_hash(code) if code else None}
         self.store, self._report = RowStore(setup.request.run.output, kind, identity), setup.report

@@ -42,7 +42,7 @@ class ComparisonSetup:
         """Return the epochs of the run; a fraction is a problem."""
         epochs = self.request.run.epochs or default
         if epochs != int(epochs):
-            message, where = f"epochs: {epochs} is not a whole number", self.request.place("epochs")
+            message, where = f"epochs: {epochs} is not an integer", self.request.place("epochs")
             self.problems.add("bad-value", message, "use 1 or more", where)
         return int(epochs)
 
@@ -106,7 +106,7 @@ class ComparisonSetup:
             problems.add("ranks", f"{job.ranks} ranks, but {machine.devices} GPUs", f"use {machine.devices}", "--ranks")
 
     def check_counts(self, job: CompareJob) -> None:
-        """Raise UserError if a power of two of ranks, up to the job's, cannot split the batch evenly."""
+        """Raise UserError if 1, 2, 4, ... ranks, up to the job's number, cannot split the batch evenly."""
         for count in rank_counts(job.ranks):
             if job.global_batch % count:
                 message = f"--global-batch {job.global_batch} cannot be split evenly over {count} of the ranks"
@@ -126,7 +126,7 @@ def _check_paces(job: CompareJob, problems: Problems) -> None:
             message, hint = f"--slow {rank}={times:g}: the run has {job.ranks} ranks", f"use ranks 0 to {job.ranks - 1}"
             problems.add("ranks", message, hint, "--slow")
         if not 1 <= times <= 1000:
-            message = f"--slow {rank}={times:g}: bad factor for the time of its steps"
+            message = f"--slow {rank}={times:g}: not a valid factor for step times"
             problems.add("bad-value", message, "use 1 to 1000", "--slow")
     if not 0 <= job.straggle <= 1:
         problems.add("bad-value", f"--straggle {job.straggle:g} is not a probability", "use 0 to 1", "--straggle")
@@ -138,7 +138,7 @@ def _refuse_task(model: str, task: Task, has_accuracy: bool) -> None:
         message = f"{model} ({task}) computes its own loss; comparisons need logits"
         hint = "use a classifier or a language model; `zerofit tune` compares layouts of this model"
     elif has_head(task):
-        message = f"{model} ({task}) labels padded texts, which comparisons do not support"
+        message = f"{model} ({task}) trains on padded texts, which comparisons do not support"
         hint = "leave --task out, or use a language model"
     elif has_accuracy and task == "gan":
         message, hint = f"{model} has no accuracy", "use a classifier or a language model"

@@ -81,7 +81,7 @@ _SERVER: ContextVar[RankServer | None] = ContextVar("server", default=None)
 
 @contextmanager
 def one_server() -> Iterator[None]:
-    """Fork all ranks of this block from one server process, which ends with the outermost such block."""
+    """Fork all ranks that start in this block from one server process; nested blocks share it."""
     if _SERVER.get() is not None:
         yield
         return

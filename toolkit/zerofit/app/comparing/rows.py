@@ -316,7 +316,7 @@ def _shown_spread(figures: Sequence[float] | None, form: str) -> str:
 
 
 def status_of(reports: Sequence[RankReport]) -> tuple[Status, str | None]:
-    """Return status and reason. The process that reports the cause comes before processes that it made fail."""
+    """Return status and reason. The process that failed first decides, not the processes that failed because of it."""
     # One rank's failure makes all others fail in their next collective, so the cause is the report that names a
     # reason.
     order: tuple[tuple[str, Status], ...] = (

@@ -20,7 +20,7 @@ PICKLED = "pytorch_model*"  # downloaded only if there are no other weights
 
 
 def with_local_model(request: RunRequest, report: Reporter) -> RunRequest:
-    """Return the request with hub:ORG/NAME[@REVISION] replaced by its snapshot folder, downloaded if missing.
+    """Return the request with hub:ORG/NAME[@REVISION] replaced with its snapshot folder, downloaded if missing.
 
     Another spelling of a preset's name ("llama3-8b") becomes that name, with a note. An interrupted download resumes.
     Raises UserError if the hub has no such model, or it is neither reachable nor in the cache.

@@ -51,7 +51,7 @@ def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunReques
     info = read_model_info(folder)
     assert info is not None  # the file exists
     if (folder / ADAPTERS).is_file():
-        return request  # the catalogue refuses it with a hint
+        return request  # the catalog refuses it with a hint
     refuse_foreign_code(folder / CARD, trust_model_code, model=info.model, model_args=info.model_args)
     model_args = {**info.model_args, **request.run.model_args}
     return request.updated(model=info.model, pretrained=folder, model_args=model_args)

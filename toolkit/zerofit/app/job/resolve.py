@@ -38,6 +38,7 @@ from zerofit.spec.named_code import unrelated_modules
 from zerofit.spec.profiling import Numbers
 from zerofit.spec.run import AUTO, LARGEST, Run, RunRequest
 from zerofit.spec.run_folder import Job
+from zerofit.spec.units import counted
 from zerofit.train.optimizer import missing_kernels
 from zerofit.train.probe import check_sizes, fed_with, models_say, task_of
 
@@ -355,8 +356,8 @@ def _check_profiled(request: RunRequest, ranks: int, steps: int, problems: Probl
         return
     last_step, last_rank = Numbers.parse(request.run.profile).last, Numbers.parse(request.run.profile_ranks).last
     if last_step > steps:
-        message = f"cannot profile step {last_step}: the run has {steps} steps"
+        message = f"cannot profile step {last_step}: the run has {counted(steps, 'step')}"
         problems.add("bad-value", message, f"use steps from 1 to {steps}", request.place("profile"))
     if last_rank >= ranks:
-        message = f"cannot profile rank {last_rank}: the run has {ranks} ranks"
+        message = f"cannot profile rank {last_rank}: the run has {counted(ranks, 'rank')}"
         problems.add("bad-value", message, f"use ranks from 0 to {ranks - 1}", request.place("profile_ranks"))

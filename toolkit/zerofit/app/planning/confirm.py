@@ -61,7 +61,7 @@ def confirm_written(plan: Plan, report: Reporter) -> Plan:
 #
 # The guess is scaled by the memory that the last simulation lacked. Once a value fits, the guess is the middle.
 def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], report: Reporter) -> Plan:
-    """Return the plan for the largest value at which the smallest layout also fits in simulation.
+    """Return the plan for the largest size (see `LargestFit`) that fits when its smallest layout is simulated.
 
     Starts at the forecast's value, scales down by the memory that the simulation lacks, then bisects between the last
     two values.

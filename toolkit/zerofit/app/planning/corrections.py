@@ -292,7 +292,7 @@ def _refused(message: str, hint: str) -> UserError:
 def _with_kernels(
     base: Calibration | None, found: tuple[MeasuredKernel, ...], cluster: Cluster, path: Path
 ) -> Calibration:
-    """Return a calibration with a trace's kernels replacing those of the same kind and dtype."""
+    """Return a calibration in which a trace's kernels replace kernels of the same kind and dtype."""
     kept = base or Calibration(kind=cluster.device.kind, device_name="", devices=cluster.gpus, date="")
     known = {(kernel.kind, kernel.dtype) for kernel in found}
     others = tuple(kernel for kernel in kept.kernels if (kernel.kind, kernel.dtype) not in known)

@@ -59,7 +59,7 @@ def forecast_step_s(resolved: ResolvedJob) -> float | None:
     job = resolved.job
     try:
         cluster = replace(Cluster.here(), gpus=job.layout.world_size)
-    except UserError:  # a GPU that is not in the catalogue
+    except UserError:  # a GPU that is not in the catalog
         return None
     profile = _stored_profile(resolved, cluster.accelerator)
     return step_s_of(job, profile, cluster) if profile else None

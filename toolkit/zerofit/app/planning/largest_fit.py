@@ -95,7 +95,7 @@ class FewestDevices:
 
     def __str__(self) -> str:
         if self.cluster is None:
-            return f"not even {self.looked_up_to} devices suffice"
+            return f"even {self.looked_up_to} devices are not enough"
         return f"fewest devices: {self.cluster.ranks} ({self.cluster.gpus} per node)"
 
 
@@ -138,7 +138,7 @@ def remedies_of(setup: SearchSetup, cluster: Cluster) -> list[str]:
         found.append(f"{more.ranks} x {cluster.device.kind} ({more.gpus} per node)")
     elif more is None:
         size = shown_bytes(cluster.device.memory_bytes)
-        found.append(f"not even {MOST_GPUS} x {cluster.device.kind} of {size} suffice")
+        found.append(f"even {MOST_GPUS} x {cluster.device.kind} of {size} are not enough")
     forecast = forecast_of(setup.profile, cluster)
     if cluster.on_cpu:
         return found

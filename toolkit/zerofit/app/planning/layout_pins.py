@@ -11,7 +11,7 @@ from zerofit.config.decide import precision_of
 from zerofit.config.ds_json import read_for_run
 from zerofit.features.checkpointing import Checkpointing
 from zerofit.features.optimizers import OPTIMIZERS, PLANNED, Optimizer, run_name
-from zerofit.features.zero import features_on
+from zerofit.features.zero import GRADIENTS_IN_FP32, features_on
 from zerofit.plan.layout import OFFLOADS, SIZES, UNSET, Offload, steps_early
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import AttentionKernel
@@ -171,6 +171,17 @@ def batch_and_precision(pins: Mapping[str, Any], config: Mapping[str, Any]) -> d
     return found | {name: pins[name] for name in ("global_batch", "precision") if pins.get(name) is not None}
 
 
+def uncounted(pins: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a DeepSpeed JSON that the forecasts leave out; not those that change nothing in this run."""
+    stage, precision = knobs_of(pins, config).get("zero_stage", 3), batch_and_precision(pins, config).get("precision")
+    return [
+        feature.path
+        for feature in features_on(config)
+        if not (feature.counted or (feature.ignored_below_3 and stage < 3))
+        and not (feature is GRADIENTS_IN_FP32 and precision == "fp32")
+    ]
+
+
 def refuse_impossible(
     pins: Mapping[str, Any], knobs: Mapping[str, Any], config: Mapping[str, Any], problems: Problems
 ) -> None:
@@ -198,7 +209,7 @@ def refuse_impossible(
         message = f"offloading the optimizer needs ZeRO stage 2 or 3, but this is stage {stage}"
         problems.add("combination", message, "use --zero-stage 2 or 3, or --offload none", "--zero-stage, --offload")
     if pins.get("activation_checkpointing") == "selective" and savings_of(pins, config).activation_offload:
-        message, where = "selective checkpointing with --activation-offload was not compared", "--activation-offload"
+        message, where = "selective checkpointing with --activation-offload is not supported", "--activation-offload"
         problems.add("combination", message, "remove one of them", where)
     entry = OPTIMIZERS.get(knobs.get("optimizer", ""))
     if entry and entry.states.factored and stage:

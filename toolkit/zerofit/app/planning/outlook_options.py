@@ -51,7 +51,7 @@ def read_work(options: Mapping[str, Any]) -> Work | None:
     for name, value in given.items():
         found[name] = problems.attempt(lambda name=name, value=value: readers[name](value))
     if "tokens" in given and "samples" in given:
-        problems.add("usage", "--tokens and --samples exclude each other", "use one of them", "--tokens, --samples")
+        problems.add("usage", "--tokens and --samples cannot be combined", "use one of them", "--tokens, --samples")
     if "epochs" in given and not {"tokens", "samples"} & given.keys():
         hint = "add --samples or --tokens of one pass"
         problems.add("usage", "--epochs needs the size of the data", hint, "--epochs")
@@ -119,6 +119,6 @@ def measured_times(folder: Path) -> tuple[float, float]:
         elif kind == "saved" and stalled is not None:
             stalls.append(stalled)
     if not stalls or not starts:
-        message, hint = f"{folder} has no saved checkpoints", "use a run folder that has, or remove --timed-by"
+        message, hint = f"{folder} has no saved checkpoints", "use a run folder with checkpoints, or remove --timed-by"
         raise UserError(Problem(kind="no-saves", message=message, hint=hint, where="--timed-by"))
     return statistics.median(stalls), statistics.median(starts)

@@ -1,4 +1,4 @@
-"""The files that a plan writes: a layout's ds_config.json and run.yaml, or accelerate.yaml, and a step's trace."""
+"""The files that a plan writes: a layout's configuration for its engine, and a step's trace."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import Any
 import yaml
 
 from zerofit.config.ds_json import read_for_run
+from zerofit.features.checkpointing import Checkpointing
+from zerofit.features.engines import ENGINES
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster
+from zerofit.plan.persistent import MASTER_BYTES
 from zerofit.plan.rates import Rates
 from zerofit.plan.space import stage3_sizes
 from zerofit.plan.step_timeline import step_timeline
@@ -25,7 +28,8 @@ from zerofit.spec.model_facts import bucket_elements, gives_loss, has_head
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import Profile
 
-NAMES = ("ds_config.json", "run.yaml", "accelerate.yaml")
+NAMES = ("ds_config.json", "run.yaml", "accelerate.yaml", "torchtitan.sh", "verl.sh", "openrlhf.sh")
+TITAN_KINDS: dict[Checkpointing, str] = {False: "none", "selective": "selective", True: "full"}
 TRACE_FLAG, SNAPSHOT_FLAG = "--trace", "--snapshot"
 
 
@@ -55,7 +59,8 @@ def write_accelerate(folder: Path, layout: PlannedLayout, cluster: Cluster) -> t
     batch = f"per_device_train_batch_size {layout.micro_batch}, gradient_accumulation_steps {layout.accumulation}"
     more = "" if cluster.nodes == 1 else "; give --machine_rank, --main_process_ip and --main_process_port on each node"
     each = "gradient_accumulation_kwargs {sync_each_batch: true}, " if layout.sync_each_batch else ""
-    text = f"# with {each}{batch} in your script{more}\n" + yaml.safe_dump(
+    model = ", a model that is loaded with dtype=torch.bfloat16" if layout.weight_bytes == 2 else ""
+    text = f"# with {each}{batch}{model} in your script{more}\n" + yaml.safe_dump(
         accelerate_config(layout, cluster), sort_keys=False
     )
     return _write(folder, {NAMES[2]: text})
@@ -67,7 +72,7 @@ def accelerate_config(layout: PlannedLayout, cluster: Cluster) -> dict[str, Any]
     return {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
-        "mixed_precision": layout.precision if layout.element_bytes == 2 else "no",
+        "mixed_precision": layout.precision if layout.element_bytes < layout.weight_bytes else "no",
         "num_machines": cluster.nodes,
         "num_processes": layout.world_size,
         "machine_rank": 0,
@@ -89,9 +94,51 @@ def accelerate_config(layout: PlannedLayout, cluster: Cluster) -> dict[str, Any]
     }
 
 
-def write_files(folder: Path, texts: Mapping[str, str], config: Mapping[str, Any]) -> tuple[Path, ...]:
-    """Write a DeepSpeed JSON and other files; return their paths. Raises UserError."""
-    return _write(folder, {NAMES[0]: json.dumps(config, indent=2) + "\n", **texts})
+def write_torchtitan(folder: Path, layout: PlannedLayout, profile: Profile, cluster: Cluster) -> tuple[Path, ...]:
+    """Write a script that starts torchtitan in this layout; return its path. Raises UserError."""
+    known = ENGINES["torchtitan"].configurations
+    if profile.parameters not in known:
+        message = f"torchtitan has no configuration of {profile.model}"
+        hint = f"plan for one of {', '.join(name for _, name in known.values())}, or leave out --write"
+        raise UserError(Problem(kind="combination", message=message, hint=hint, where="--write"))
+    module, name = known[profile.parameters]
+    nodes = [f"--nnodes {cluster.nodes} --rdzv_backend c10d --rdzv_endpoint $FIRST_HOST:29500"]
+    lines = [
+        f"torchrun --nproc_per_node {cluster.gpus}",
+        *(nodes if cluster.nodes > 1 else []),
+        f"-m torchtitan.train --module {module} --config {name}",
+        *(f"--{flag} {value}".rstrip() for flag, value in torchtitan_flags(layout, profile).items()),
+        '"$@"',
+        f"activation-checkpoint:{TITAN_KINDS[layout.checkpointing]}",
+    ]
+    start = "#!/usr/bin/env bash\n# for torchtitan 0.3; add --hf_assets_path and the data set's options\nset -eu\n"
+    if cluster.nodes > 1:
+        start += "# run it on each node; FIRST_HOST is the address of one of them\n"
+    return _write(folder, {NAMES[3]: start + " \\\n  ".join(lines) + "\n"})
+
+
+def torchtitan_flags(layout: PlannedLayout, profile: Profile) -> dict[str, str | int]:
+    """Return torchtitan's options and their values; "" for switches (torchtitan/config/configs.py).
+
+    CUDA graphs would keep the memory of a step, which plan does not forecast.
+    """
+    return {
+        "training.local_batch_size": layout.micro_batch,
+        "training.global_batch_size": layout.global_batch,
+        "training.seq_len": profile.seq_len or 0,
+        "training.mixed_precision_param": "float32" if layout.element_bytes == MASTER_BYTES else "bfloat16",
+        "training.disable_cuda_graphs": "",
+        **({"training.enable_cpu_offload": ""} if layout.offload_param == "cpu" else {}),
+        "parallelism.data_parallel_replicate_degree": layout.replicas,
+        "parallelism.data_parallel_shard_degree": layout.shard_ranks,
+        "parallelism.tensor_parallel_degree": layout.tp,
+        "parallelism.fsdp_reshard_after_forward": "default" if layout.reshard else "never",
+    }
+
+
+def write_files(folder: Path, texts: Mapping[str, str], config: Mapping[str, Any] | None = None) -> tuple[Path, ...]:
+    """Write a DeepSpeed JSON, if there is one, and other files; return their paths. Raises UserError."""
+    return _write(folder, {**({NAMES[0]: json.dumps(config, indent=2) + "\n"} if config else {}), **texts})
 
 
 def _write(folder: Path, texts: Mapping[str, str]) -> tuple[Path, ...]:

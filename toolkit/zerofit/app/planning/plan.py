@@ -17,6 +17,7 @@ from zerofit.app.planning.output_files import (
     trace_of_layout,
     write_accelerate,
     write_plan,
+    write_torchtitan,
     write_trace,
 )
 from zerofit.app.planning.request import PlanningRequest
@@ -51,7 +52,7 @@ class Confirmation:
         return self.described(details=True)
 
     def described(self, details: bool) -> str:
-        """Return the verdict in a line; `details` adds how the memory is used."""
+        """Return the verdict on one line; `details` adds how the memory is used."""
         layout = f"layout {self.layout + 1}"
         if self.problem:
             return f"{layout} cannot be simulated, so only plan's forecast is known: {self.problem}"
@@ -118,7 +119,11 @@ class PlannedRun:
         """Return the run without its data (`run.model_copy(update={"data": ...})`). Raises UserError for FSDP2."""
         if self.layout.by_layer:
             message = "zerofit trains with DeepSpeed alone, and simulates FSDP2 through your script"
-            hint = "zerofit simulate -- accelerate launch --config_file FOLDER/accelerate.yaml SCRIPT"
+            started = {
+                "fsdp2": "accelerate launch --config_file FOLDER/accelerate.yaml SCRIPT",
+                "torchtitan": "torchrun ..., the command in FOLDER/torchtitan.sh",
+            }
+            hint = f"zerofit simulate -- {started[self.layout.engine]}"
             raise UserError(Problem(kind="engine", message=message, hint=hint))
         return Run(**self.fields, ds_config=self.ds_config)
 
@@ -196,7 +201,7 @@ class Plan:
     def write(self, folder: Path | str) -> tuple[Path, ...]:
         """Write ds_config.json and run.yaml of the best layout, or of a simpler layout that is nearly as fast.
 
-        For a layout of FSDP2, write accelerate.yaml.
+        For a layout of FSDP2, write accelerate.yaml; for one of torchtitan, torchtitan.sh, which starts it.
 
         Layouts that a simulation refused (`confirmed`) are not written. Raises UserError if nothing fits, a file
         exists, or the folder is not writable.
@@ -206,6 +211,8 @@ class Plan:
             message = "no layout fits, so there is nothing to write"
             raise UserError(Problem(kind="nothing-fits", message=message, hint="; ".join(map(str, self.confirmed))))
         planned = self.layouts[number]
+        if planned.layout.engine == "torchtitan":
+            return write_torchtitan(Path(folder), planned.layout, self.profile, self.cluster)
         if planned.layout.by_layer:
             return write_accelerate(Path(folder), planned.layout, self.cluster)
         return write_plan(Path(folder), planned.fields, planned.ds_config, data_line(self.profile, self.request.image))

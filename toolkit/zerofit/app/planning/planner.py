@@ -64,7 +64,7 @@ def plan(
         tuned: folder of `zerofit tune`; its trials correct step times.
         measured: "5.33samples/s", "21000tokens/s" or "0.52s" per step of the layout that `options` describe; it scales
             the step times of all layouts, which are then searched freely.
-        from_trace: a trace of `zerofit train --profile`, whose kernel times replace the catalogue's.
+        from_trace: a trace of `zerofit train --profile`, whose kernel times replace the catalog's.
         top: number of layouts to return.
         nvme_path: folder for layouts that offload to disk.
         confirm: also simulate this many of the best layouts (`Plan.confirmed`); `Plan.write` skips refused ones.
@@ -132,7 +132,9 @@ def answer_request(
         for cluster in clusters:
             problems.attempt(partial(refuse_other_device, corrections, cluster.device.kind))
     if request.measured and len(clusters) > 1:
-        problems.add("usage", "--measured is for one kind of machine", "name one kind with --gpu", "--measured, --gpu")
+        problems.add(
+            "usage", "--measured supports only one kind of machine", "name one kind with --gpu", "--measured, --gpu"
+        )
     problems.raise_if_any()
     plans = [plan_for(cluster, request, report) for cluster in clusters]
     plans.sort(key=lambda plan: -plan.result.layouts[0].samples_per_s if plan.result.layouts else 0.0)

@@ -9,7 +9,8 @@ from typing import Any
 
 from zerofit.app.job.requests import assumed_inputs
 from zerofit.app.job.result_cache import result_file
-from zerofit.features.checkpointing import Checkpointing, alternatives
+from zerofit.features.checkpointing import WORDS, Checkpointing, alternatives
+from zerofit.features.engines import ENGINES, Engine
 from zerofit.models.catalog import ModelError, ModelSource, find, read_config, with_task
 from zerofit.models.depth import of_all_layers
 from zerofit.models.hf_config import notes_of_config, traced_args
@@ -51,6 +52,8 @@ class ProfileRequest:
     task: str | None = None  # Run.task: the training task, if it differs from the config's
     liger_kernel: bool = False  # with the memory of Liger's kernels
     split_sequence: bool = False  # whether tensor parallel ranks split the sequence between matrix multiplications
+    engines: tuple[Engine, ...] = ()  # engines that have their own models: trace these, too
+    engine: Engine = "deepspeed"  # whose code of the model is traced
 
     @classmethod
     def of_run(
@@ -96,17 +99,32 @@ def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, profile.as_dict())
-    return _as_split(profile, wanted), path
+    return _with_own_models(_as_split(profile, wanted), wanted, report), path
 
 
 def _as_split(profile: Profile, wanted: ProfileRequest) -> Profile:
     return with_split_sequence(profile) if wanted.split_sequence else profile
 
 
+def _with_own_models(profile: Profile, wanted: ProfileRequest, report: Reporter) -> Profile:
+    """Add the profiles of the engines that train this model with their own code.
+
+    An engine may lack a variant of the model that transformers has. Variants have different numbers of parameters, so
+    these are compared.
+    """
+    found: dict[Engine, Profile] = {}
+    for engine in wanted.engines:
+        if profile.model_type in ENGINES[engine].own_models and profile.task == "causal-lm" and not wanted.partial:
+            asked = replace(wanted, engine=engine, engines=(), checkpointings=tuple(WORDS), split_sequence=False)
+            own = get_profile(asked, report)[0]
+            found |= {engine: own} if own.parameters == profile.parameters else {}
+    return replace(profile, own_models=found) if found else profile
+
+
 def _shipped(wanted: ProfileRequest) -> Profile | None:
-    """Return the shipped profile for a request; None if it was made by another version than the installed version."""
+    """Return the shipped profile for a request; None if it was made by a different version of the code."""
     own = (wanted.image, wanted.model_args, wanted.partial, wanted.task, wanted.liger_kernel)
-    if any(own) or wanted.savings != NOTHING_SAVED:
+    if any(own) or wanted.engine != "deepspeed" or wanted.savings != NOTHING_SAVED:
         return None
     found = shipped_profile(wanted.model, wanted.device, wanted.precision, wanted.seq_len)
     if found is None or any(installed_version(name) not in (None, made) for name, made in found.versions.items()):
@@ -168,7 +186,7 @@ def kept_profile(wanted: ProfileRequest) -> Profile | None:
 
 def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
     """Trace the model on fake tensors, and report unsupported degrees. Raises UserError and ModelError."""
-    return _as_split(_trace(wanted, report), wanted)
+    return _with_own_models(_as_split(_trace(wanted, report), wanted), wanted, report)
 
 
 def _trace(wanted: ProfileRequest, report: Reporter) -> Profile:
@@ -189,9 +207,10 @@ def _trace(wanted: ProfileRequest, report: Reporter) -> Profile:
             # largest first: a degree that does not divide every layer fails at once
             ordered = sorted(degrees, reverse=True)
             pairs: list[tuple[Degrees, Checkpointing]] = [(degree, c) for degree in ordered for c in checkpointings]
-            liger = wanted.liger_kernel
+            liger, titan = wanted.liger_kernel, wanted.engine == "torchtitan"
             settings = [
-                TraceSetting(wanted.precision, c, d.tp, d.sp, d.ep, wanted.savings, liger=liger) for d, c in pairs
+                TraceSetting(wanted.precision, c, d.tp, d.sp, d.ep, wanted.savings, liger=liger, titan=titan)
+                for d, c in pairs
             ]
             try:
                 found = profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
@@ -223,6 +242,7 @@ def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task)
     found = wanted.degrees or settings_of(heads, model_type, TRACED_RANKS, experts)
     found = [degrees for degrees in found if degrees.tp * degrees.ep == 1 or source.partial is None]
     found = [d for d in found if d.ep == 1 or (model_type in EXPERT_TYPES and (experts or 1) % d.ep == 0)]
+    found = [d for d in found if wanted.engine == "deepspeed" or d == Degrees(tp=d.tp)] or [Degrees()]
     found = [Degrees()] if has_head(task) else found
     fitting = [d for d in found if heads_take(d, heads, model_type) and length % d.sp == 0]
     return inputs, [d for d in fitting if d.sp == 1 or not are_packed(inputs)]  # Ulysses would mix packed documents
@@ -244,6 +264,8 @@ def _place(wanted: ProfileRequest) -> Path | None:
         key["task"] = wanted.task
     if wanted.liger_kernel:
         key["liger"] = True
+    if wanted.engine != "deepspeed":
+        key["engine"] = wanted.engine
     if wanted.partial:
         key["partial"] = asdict(wanted.partial)
     stem = "".join(c if c.isalnum() or c in ".-" else "-" for c in Path(wanted.model).name)

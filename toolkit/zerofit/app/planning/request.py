@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from zerofit.app.job.requests import PACKED, parse_input
 from zerofit.app.planning.corrections import MeasuredSpeed, TunedLayouts, read_tuned
-from zerofit.app.planning.layout_pins import LayoutPins, knobs_of, read_config, refuse_impossible
+from zerofit.app.planning.layout_pins import LayoutPins, knobs_of, read_config, refuse_impossible, uncounted
 from zerofit.config.part import check_part
 from zerofit.features.engines import Engine
 from zerofit.features.optimizers import PLANNED
@@ -43,11 +43,11 @@ class PlanningRequest:
     top: int = 10  # layouts to return
     nvme_path: str = "/local_nvme"  # for layouts that offload to disk
     measured: MeasuredSpeed | None = None  # speed of the pinned layout; the search then ignores the pins
-    from_trace: Path | None = None  # a trace of real steps, whose kernel times replace the catalogue's
+    from_trace: Path | None = None  # a trace of real steps, whose kernel times replace the catalog's
     work: Work | None = None  # length and cost of the training
     confirm: int = 0  # number of layouts to simulate
     trust_model_code: bool = False  # import code named in a stored profile or in the run folder of `from_trace`
-    notes: tuple[str, ...] = field(init=False, default=())  # notes on how the model's name was interpreted
+    notes: tuple[str, ...] = field(init=False, default=())  # on the model's name, and on what the forecasts leave out
     write: bool = False  # a layout will be written; it is simulated first, except with a stored profile
     engines: tuple[Engine, ...] = ("deepspeed",)
 
@@ -67,6 +67,9 @@ class PlanningRequest:
         given = {n: v for n, v in self.pins.items() if v is not None and n in Run.model_fields and n != "ds_config"}
         problems.attempt(lambda: load_run(None, given))  # refuses --micro-batch 0 and the like
         if (config := problems.attempt(lambda: self.ds_config)) is not None:
+            if keys := uncounted(self.pins, config):
+                note = f"the forecasts leave out {', '.join(keys)} of the DeepSpeed JSON"
+                object.__setattr__(self, "notes", (note,))
             refuse_impossible(self.pins, knobs_of(self.pins, config), config, problems)
             partly = problems.attempt(lambda: Run(**self.part))
             if partly:
@@ -76,7 +79,7 @@ class PlanningRequest:
         if isinstance(self.model, str):
             shape = shape_named(self.model)
             object.__setattr__(self, "model", shape.name)
-            object.__setattr__(self, "notes", tuple(filter(None, (shape.note, left_out(shape.name)))))
+            object.__setattr__(self, "notes", (*self.notes, *filter(None, (shape.note, left_out(shape.name)))))
             self._check_model(self.model, problems)
         batch = self.pins.get("global_batch") or 0
         for name in ("micro_batch", "gradient_accumulation_steps") if batch > 0 else ():
@@ -88,7 +91,7 @@ class PlanningRequest:
             for flag in (f"--{name.replace('_', '-')}" for name in PLANNED_ONLY if self.pins.get(name)):
                 problems.add("usage", f"`zerofit train` does not support {flag} ({place})", f"remove {flag}", flag)
         if self.maximum and self.minimum:
-            problems.add("usage", "--max and --min exclude each other", "use one of them", "--max, --min")
+            problems.add("usage", "--max and --min cannot be combined", "use one of them", "--max, --min")
         if self.tuned and self.measured:
             problems.add("usage", "--from and --measured both correct step times", "use one", "--from, --measured")
         if self.from_trace and (self.tuned or self.measured):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +15,38 @@ import yaml
 from zerofit.app.planning.output_files import for_trainer, write_files
 from zerofit.app.planning.plan import PlannedRun
 from zerofit.app.planning.request import PlanningRequest
+from zerofit.app.planning.rollout_files import Chosen, openrlhf_script, trl_config, verl_script
+from zerofit.app.planning.rollout_findings import findings
 from zerofit.app.planning.search_setup import SearchSetup, forecast_of, setup_of
 from zerofit.app.planning.serving import SETTINGS, served_model
-from zerofit.models.presets import NAMED
-from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.fit import margin_bytes
 from zerofit.plan.result import RankedLayout
 from zerofit.plan.search import search, timer_of
 from zerofit.plan.time import Timer
 from zerofit.rollout.fused_head import with_fused_head
-from zerofit.rollout.methods import METHODS, RolloutSettings
+from zerofit.rollout.methods import METHODS, WITH_PROCESSES, RolloutSettings
+from zerofit.rollout.openrlhf import OpenRlhfMemory
 from zerofit.rollout.phases import RolloutMemory
+from zerofit.rollout.processes import ProcessMemory
 from zerofit.rollout.served import ServedModel
 from zerofit.rollout.speed import RolloutTime, generation_s
+from zerofit.rollout.verl import VerlMemory
 from zerofit.rollout.vllm import STEP, EngineMemory, EngineSettings
+from zerofit.rollout.whole_head import EARLY_VERL, OPENRLHF, VERL, with_whole_head
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.model_facts import ELEMENT_BYTES
+from zerofit.spec.overhead import HOST_PROCESS_BYTES, context_figure
 from zerofit.spec.run import switch
-from zerofit.spec.units import shown_bytes
+from zerofit.spec.units import counted
 
 TRIED = 60  # training layouts that are combined with an engine
 COLOCATED_TOKENS = 4096  # max_num_batched_tokens of TRL's engine
 SERVER_UTILIZATION = 0.9
+VERL_TOKENS, VERL_SEQUENCES = 8192, 256  # max_num_batched_tokens, max_num_seqs (trainer/config/rollout/rollout.yaml)
+OFFLOADS = ("param_offload", "optimizer_offload")
 SAMPLES_OF_RANK = 16  # completions per rank and step, if no batch is given
-LARGE = 0.08  # a part that needs more than this share of the GPU is a finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +105,23 @@ class RolloutPlan:
     @cached_property
     def findings(self) -> tuple[tuple[str, str], ...]:
         """Problems and wasted memory in the best arrangement: a stable slug and a message that names the setting."""
-        return tuple(_findings(self.best))
+        return tuple(findings(self.best.memory))
+
+    @property
+    def files(self) -> str:
+        """The names of the files that `write` writes; "" if the trainer has no command for the method."""
+        if self.settings.trainer != "trl":
+            return f"{self.settings.trainer}.sh"
+        return f"{self.name}.yaml and ds_config.json" if METHODS[self.name].trainer else ""
+
+    @property
+    def command(self) -> str | None:
+        """The trainer's command for the written config; None if nothing is written."""
+        config = next((path for path in self.written if path.suffix in (".yaml", ".sh")), None)
+        if config and self.settings.trainer != "trl":
+            data = "TRAIN_FILES=... VAL_FILES=..." if self.settings.trainer == "verl" else "DATASET=..."
+            return f"{data} bash {config}"
+        return f"trl {self.name} --config {config} --dataset_name DATA" if config else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the data that `zerofit plan --method --json` prints."""
@@ -116,7 +140,7 @@ class RolloutPlan:
         }
 
     def write(self, folder: Path) -> tuple[Path, ...]:
-        """Write TRL's config and the DeepSpeed JSON of the best arrangement. Raises UserError."""
+        """Write the trainer's config of the best arrangement. Raises UserError."""
         method, best = METHODS[self.name], self.best
         if not method.trainer or not best.fits:
             message = (
@@ -125,46 +149,16 @@ class RolloutPlan:
             named = ", ".join(name for name, other in METHODS.items() if other.trainer)
             raise UserError(Problem(kind="usage", message=message, hint=f"TRL's configs: {named}", where="--write"))
         planned = PlannedRun(ranked=best.ranked, profile=self.setup.profile, request=self.request)
-        text = yaml.safe_dump(self._trl(best, str(folder / "ds_config.json")), sort_keys=False)
+        chosen = Chosen(method=self.name, planned=planned, settings=best.memory.settings, engine=best.engine)
+        if self.settings.trainer == "verl":
+            return write_files(folder, {"verl.sh": verl_script(chosen, self.cluster)})
+        if self.settings.trainer == "openrlhf":
+            return write_files(folder, {"openrlhf.sh": openrlhf_script(chosen, self.cluster)})
+        colocated = best.memory.engine is not None
+        text = yaml.safe_dump(trl_config(chosen, str(folder / "ds_config.json"), colocated), sort_keys=False)
         comment = f"# trl {self.name} --config {folder / self.name}.yaml --dataset_name DATA"
         config = for_trainer(planned.ds_config, planned.layout, self.setup.profile)
         return write_files(folder, {f"{self.name}.yaml": f"{comment}\n{text}"}, config)
-
-    def _trl(self, best: Arrangement, ds_config: str) -> dict[str, Any]:
-        layout, settings, engine = best.ranked.layout, self.settings, best.engine
-        method, profile = METHODS[self.name], self.setup.profile
-        named = NAMED.get(profile.model)
-        found: dict[str, Any] = {
-            "model_name_or_path": named.hub[0] if named and named.hub else profile.model,
-            "dtype": "bfloat16" if layout.precision == "bf16" else "float16",
-            "output_dir": "out",
-            "per_device_train_batch_size": layout.micro_batch // (2 if method.pairs else 1),
-            "gradient_accumulation_steps": layout.accumulation,
-            "gradient_checkpointing": layout.checkpointing,
-            layout.precision: True,
-            "deepspeed": ds_config,
-        }
-        if settings.beta is not None:
-            found["beta"] = settings.beta
-        if rank := self.request.pins.get("lora"):
-            targets = self.request.pins.get("lora_targets") or "all-linear"
-            found |= {"use_peft": True, "lora_r": rank, "lora_target_modules": targets.split(",")}
-        if engine is None:
-            return found | {"max_length": profile.seq_len}
-        colocated = best.memory.engine is not None
-        found |= {
-            "num_generations": settings.num_generations,
-            "max_completion_length": settings.max_completion_length,
-            "use_vllm": True,
-            "vllm_mode": "colocate" if colocated else "server",
-        }
-        own = {
-            "vllm_gpu_memory_utilization": engine.settings.gpu_memory_utilization,
-            "vllm_tensor_parallel_size": engine.settings.tensor_parallel_size,
-            "vllm_enable_sleep_mode": best.memory.settings.vllm_enable_sleep_mode,
-            "vllm_max_model_length": engine.settings.max_model_len,
-        }
-        return found | own if colocated else found
 
 
 def plan_rollouts(
@@ -181,26 +175,43 @@ def plan_rollouts(
             problems.add("usage", f"--method with {flag}", "use one of them", f"--method, {flag}")
     if (kind := request.pins.get("activation_checkpointing")) == "selective":
         flag = switch("activation_checkpointing", kind)
-        problems.add("usage", f"--method with {flag}, which TRL's configs lack", f"remove {flag}", f"--method, {flag}")
+        problems.add("usage", f"--method with {flag}, which these trainers lack", f"remove {flag}", f"--method, {flag}")
+    if request.engines != ("deepspeed",):
+        message = f"--method with --engine {','.join(request.engines)}; the trainer decides the engine"
+        hint = f"remove --engine; {SETTINGS} trainer=verl plans FSDP2"
+        problems.add("usage", message, hint, "--method, --engine")
+    if settings and settings.trainer != "trl" and name not in WITH_PROCESSES:
+        message = f"--method {name} with trainer={settings.trainer}, whose critic or other models are not forecast"
+        problems.add("usage", message, f"use {' or '.join(WITH_PROCESSES)}, or trainer=trl", f"--method, {SETTINGS}")
+    if settings and settings.trainer == "openrlhf" and request.pins.get("lora"):
+        problems.add(
+            "usage", "--lora with trainer=openrlhf is not forecast", "remove one of them", f"--lora, {SETTINGS}"
+        )
+    if settings and cluster.gpus % settings.vllm_tensor_parallel_size:
+        own = settings.own_name("vllm_tensor_parallel_size")
+        message = f"{own}={settings.vllm_tensor_parallel_size} does not divide the {cluster.gpus} GPUs of a node"
+        problems.add("usage", message, "use a divisor", SETTINGS)
     if cluster.on_cpu:
         problems.add("usage", "--method is for GPUs", "name a kind with --gpu", "--gpu")
     problems.raise_if_any()
     assert settings and isinstance(request.model, str)
     group = 2 if method.pairs else settings.num_generations
+    verl = settings.trainer == "verl"
     request = _data_parallel(request, cluster, group)
+    request = replace(request, engines=("verl",)) if verl else request
     for note in request.notes:
         report.note(note)
     setup = replace(setup_of(cluster, request, report)[0], top=TRIED)
     length = setup.profile.seq_len or 0
-    if method.trainer:
-        scored = settings.max_completion_length if method.generates else length
-        element = ELEMENT_BYTES[setup.request.precision]
-        profile = with_fused_head(setup.profile, scored, element, request.pins.get("micro_batch"))
-        setup = replace(setup, profile=profile)
+    setup = _with_log_probs(setup, settings, name)
     if method.generates and settings.max_completion_length >= length:
-        message = f"max_completion_length={settings.max_completion_length} leaves no prompt in --seq-len {length}"
+        message = (
+            f"{settings.own_name('max_completion_length')}={settings.max_completion_length} leaves no prompt tokens "
+            f"in --seq-len {length}"
+        )
         raise UserError(Problem(kind="seq-len", message=message, hint="raise --seq-len", where=SETTINGS))
-    model = served_model(str(request.model), request.pins.get("model_args") or {})
+    # the trainer sends its weights to the engine in 16 bits
+    model = replace(served_model(str(request.model), request.pins.get("model_args") or {}), published=None)
     planner = _Planner(name=name, setup=setup, settings=settings, model=model, cluster=cluster)
     rows = sorted(planner.rows(), key=_order)
     if not rows:
@@ -212,8 +223,26 @@ def plan_rollouts(
     )
 
 
+def _with_log_probs(setup: SearchSetup, settings: RolloutSettings, name: str) -> SearchSetup:
+    """Return a setup with the trainer's head, and with what its layouts have in common."""
+    profile, element, method = setup.profile, ELEMENT_BYTES[setup.request.precision], METHODS[name]
+    if settings.trainer == "verl":
+        each = None if settings.use_fused_kernels else EARLY_VERL if settings.is_early else VERL
+        # without resharding, the log-probs of verl leave actor and reference gathered (EngineEvalModeCtx.__exit__)
+        keep = {**setup.request.keep, "sync_each_batch": not settings.defers, "reshard": True}
+        return replace(
+            setup, profile=with_whole_head(profile, each, element), request=replace(setup.request, keep=keep)
+        )
+    if settings.trainer == "openrlhf":
+        return replace(setup, profile=with_whole_head(profile, OPENRLHF, element))
+    if method.trainer:
+        scored = settings.max_completion_length if method.generates else profile.seq_len or 0
+        profile = with_fused_head(profile, scored, element, setup.request.micro_batch, scored_first=method.generates)
+    return replace(setup, profile=profile)
+
+
 def _data_parallel(request: PlanningRequest, cluster: Cluster, group: int) -> PlanningRequest:
-    """Return the request for TRL: only data parallelism, and a batch that is a multiple of `group` completions."""
+    """Return the request with data parallelism only, and a batch that is a multiple of `group` completions."""
     pins, ranks = request.pins, cluster.ranks
     sizes = pins.get("micro_batch"), pins.get("gradient_accumulation_steps")
     batch = pins.get("global_batch") or (ranks * sizes[0] * sizes[1] if sizes[0] and sizes[1] else None)
@@ -245,6 +274,12 @@ class _Planner:
         if not METHODS[self.name].generates:
             yield from self._best("training", self.cluster, None)
             return
+        if self.settings.trainer != "trl":
+            first = "hybrid engine" if self.settings.trainer == "verl" else "colocate all"
+            for settings in self._shared():
+                places = [settings.own_name(name) for name in OFFLOADS if getattr(settings, name)]
+                yield from self._best(", ".join(places) or first, self.cluster, settings)
+            return
         if self.settings.vllm_mode != "server":
             chosen = self.settings.vllm_enable_sleep_mode
             for sleeps in (True, False) if chosen is None else (chosen,):
@@ -253,6 +288,18 @@ class _Planner:
         if self.settings.vllm_mode != "colocate" and self.cluster.nodes == 1 and self.cluster.gpus > 1:
             splits = [self._apart(gpus) for gpus in self._splits()]
             yield from sorted((row for row in splits if row), key=_order)[:1]
+
+    def _shared(self) -> Iterator[RolloutSettings]:
+        """Yield the settings of verl and OpenRLHF for each choice of what the actor offloads between its phases."""
+        sleeps, verl = self.settings.vllm_enable_sleep_mode in (None, True), self.settings.trainer == "verl"
+        level = 2 if verl and self.setup.profile.trained == self.setup.profile.parameters else 1
+        settings = replace(self.settings, vllm_enable_sleep_mode=sleeps, sleep_level=level)
+        settings = settings if verl else replace(settings, param_offload=False)
+        choices = [(False, True) if (own := getattr(settings, name)) is None else (own,) for name in OFFLOADS]
+        any_given = any(len(choice) == 1 for choice in choices)
+        for param, optimizer in product(*choices):
+            if optimizer or not param or any_given:  # weights alone save less, and are moved twice
+                yield replace(settings, param_offload=param, optimizer_offload=optimizer)
 
     def _splits(self) -> list[int]:
         """Return the numbers of GPUs that a server can have."""
@@ -264,7 +311,12 @@ class _Planner:
     def _best(self, name: str, cluster: Cluster, settings: RolloutSettings | None) -> list[Arrangement]:
         """Return the fastest colocated arrangement that fits; if none fits, the one that lacks the least memory."""
         timer = timer_of(self.setup.profile, cluster, self.setup.request, self.setup.calibration)
-        found = [self._colocated(name, ranked, timer, settings) for ranked in self._layouts(cluster)]
+        layouts = self._layouts(cluster)
+        sleeps = settings and (settings.param_offload or settings.optimizer_offload)
+        # FSDP's offload policy replaces both; OpenRLHF has only Adam's
+        if sleeps or self.settings.trainer == "openrlhf":
+            layouts = tuple(ranked for ranked in layouts if ranked.layout.offload_param == "none")
+        found = [self._colocated(name, ranked, timer, settings) for ranked in layouts]
         return sorted(found, key=_order)[:1]
 
     def _layouts(self, cluster: Cluster) -> tuple[RankedLayout, ...]:
@@ -279,36 +331,52 @@ class _Planner:
     ) -> Arrangement:
         """Return an arrangement with the engine on the training's GPUs, or without an engine if `settings` is None."""
         layout = ranked.layout
-        memory = RolloutMemory(
-            method=METHODS[self.name],
-            settings=settings or self.settings,
-            profile=self.setup.profile,
-            layout=layout,
-            memory=ranked.memory,
-            fit=ranked.fit,
-            engine=None,
-        )
+        memory = self._memory(ranked, settings or self.settings)
         if settings is None:
             return Arrangement(
-                name=name, ranked=ranked, memory=memory, engine=None, time=self._time(layout, timer, None, 1)
+                name=name, ranked=ranked, memory=memory, engine=None, time=self._time(memory, timer, None, 1)
             )
         degree = settings.vllm_tensor_parallel_size
         sequences = layout.micro_batch * layout.accumulation * degree
-        engine = self._engine(0.3, sequences, COLOCATED_TOKENS)
+        tokens = COLOCATED_TOKENS
+        if settings.trainer == "verl":
+            sequences, tokens = min(sequences, VERL_SEQUENCES), VERL_TOKENS
+        limits = (None, None) if settings.trainer == "openrlhf" else (sequences, tokens)  # None: vLLM's own
+        engine = self._engine(0.3, *limits)
         share = settings.vllm_gpu_memory_utilization
         if share is None:
             safe = replace(memory, engine=engine).largest_utilization
             blocks = sequences * engine.cache.blocks_of_request(engine.need)
             wanted = (engine.counted + blocks * engine.cache.block_bytes) / self.cluster.device.memory_bytes
             share = max(min(safe, math.ceil(STEP * wanted) / STEP), 1 / STEP)
-        engine = self._engine(share, sequences, COLOCATED_TOKENS)
+        engine = self._engine(share, *limits)
         return Arrangement(
             name=name,
             ranked=ranked,
             memory=replace(memory, engine=engine),
             engine=engine,
-            time=self._time(layout, timer, engine, layout.world_size // degree),
+            time=self._time(memory, timer, engine, layout.world_size // degree),
         )
+
+    def _memory(self, ranked: RankedLayout, settings: RolloutSettings) -> RolloutMemory:
+        """Return the memory of a step without its engine."""
+        layout, cluster = ranked.layout, self.cluster
+        fields: dict[str, Any] = {
+            "method": METHODS[self.name],
+            "settings": settings,
+            "profile": self.setup.profile,
+            "layout": layout,
+            "memory": ranked.memory,
+            "fit": ranked.fit,
+            "engine": None,
+        }
+        if settings.trainer == "trl":
+            return RolloutMemory(**fields)
+        process = round(margin_bytes(0, layout, cluster, more_communicators=ranked.memory.more_communicators))
+        context = context_figure(cluster.device).high_bytes
+        room = (ranked.fit.host_available_bytes - cluster.gpus * 2 * HOST_PROCESS_BYTES) / cluster.gpus
+        kind = VerlMemory if settings.trainer == "verl" else OpenRlhfMemory
+        return kind(**fields, context_bytes=context, process_bytes=process, host_room=room)
 
     def _apart(self, gpus: int) -> Arrangement | None:
         """Return the fastest arrangement with `gpus` GPUs for vLLM alone; None if nothing trains on the others."""
@@ -325,8 +393,10 @@ class _Planner:
         rows = [self._colocated("", ranked, timer, None) for ranked in layouts[:10]]
         ranked = min(rows, key=lambda row: (not row.memory.fits, row.ranked.step_s))
         engines = gpus // engine.settings.tensor_parallel_size
-        time = self._time(ranked.ranked.layout, timer, engine, engines)
-        return replace(ranked, name=f"server, {gpus} GPUs for vLLM", engine=engine, time=time, server_gpus=gpus)
+        time = self._time(ranked.memory, timer, engine, engines)
+        return replace(
+            ranked, name=f"server, {counted(gpus, 'GPU')} for vLLM", engine=engine, time=time, server_gpus=gpus
+        )
 
     def _engine(self, share: float, sequences: int | None, tokens: int | None) -> EngineMemory:
         values = {
@@ -342,13 +412,17 @@ class _Planner:
         device = self.cluster.device
         return EngineMemory(model=self.model, settings=settings.settled(self.model, device), device=device)
 
-    def _time(self, layout: PlannedLayout, timer: Timer, engine: EngineMemory | None, engines: int) -> RolloutTime:
+    def _time(self, memory: RolloutMemory, timer: Timer, engine: EngineMemory | None, engines: int) -> RolloutTime:
         """Return the time of a step, whose completions are divided among `engines`."""
-        settings, method, rates = self.settings, METHODS[self.name], timer.rates
+        settings, method, rates, layout = memory.settings, METHODS[self.name], timer.rates, memory.layout
         completion = settings.max_completion_length
         forwards = settings.needs_reference(method) + method.scorer + method.generates  # log-probs of the actor
         moved = layout.element_bytes * self.setup.profile.parameters
         sleeping = settings.sleep_level == 1 and engine is not None
+        carried = 0.0
+        if isinstance(memory, ProcessMemory):
+            carried = memory.carried_bytes / rates.pcie
+            moved *= layout.weight_bytes // layout.element_bytes if layout.by_layer else 1
         prompt = (self.setup.profile.seq_len or 0) - completion
         generate_s = 0.0
         if engine:
@@ -358,7 +432,7 @@ class _Planner:
             logprobs_s=forwards * layout.accumulation * timer.parts(layout).forward_s,
             train_s=timer.step(layout).step_s * (2 if method.critic else 1),
             sync_s=moved / (rates.link if layout.zero_stage == 3 else rates.streaming) if engine else 0.0,
-            sleep_s=2 * engine.weights / rates.pcie if engine and sleeping else 0.0,  # to the host and back
+            sleep_s=carried + (2 * engine.weights / rates.pcie if engine and sleeping else 0.0),  # to the host and back
             generated_tokens=layout.global_batch * completion if engine else 0,
         )
 
@@ -366,41 +440,3 @@ class _Planner:
 def _order(row: Arrangement) -> tuple[bool, float]:
     """Sort arrangements that fit by time, and the others by the memory that they lack."""
     return not row.fits, row.time.step_s if row.fits else -row.memory.room
-
-
-def _findings(row: Arrangement) -> Iterator[tuple[str, str]]:
-    """Yield slug and message of each problem of an arrangement, most urgent first."""
-    memory, engine = row.memory, row.memory.engine
-    total, highest = memory.fit.device_available_bytes, memory.highest
-    if memory.room < 0:
-        kind, size = max(highest.parts.items(), key=lambda part: part[1])
-        lacks = shown_bytes(-memory.room)
-        yield "phase", f"{highest.name} lacks {lacks} on each GPU; its largest part is {kind}, {shown_bytes(size)}"
-    if engine and engine.sequences < 1:
-        yield (
-            "no-cache",
-            f"vLLM needs gpu_memory_utilization {engine.smallest_utilization:.2f} or more, but only "
-            f"{memory.largest_utilization:.2f} is safe",
-        )
-    if engine and not memory.settings.vllm_enable_sleep_mode:
-        size = shown_bytes(engine.requested)
-        yield "cache-awake", f"weights and KV cache of vLLM stay on the GPU during training: sleep mode frees {size}"
-    if engine and engine.requested > total - sum(memory.resident.values()):
-        yield (
-            "budget-of-total",
-            "gpu_memory_utilization is a share of the whole GPU: vLLM does not start if the training leaves less free",
-        )
-    logits = max((phase.parts.get("logits", 0) for phase in memory.phases), default=0)
-    if logits > LARGE * total:
-        size = shown_bytes(logits)
-        yield "logits", f"logits of the log-probs need {size} (twice that in float32): lower the micro batch"
-    if frozen := memory.resident.get("reference", 0):
-        size = shown_bytes(frozen)
-        yield (
-            "reference",
-            f"the reference needs {size} in 16 bits (twice that if dtype is float32); beta=0 or LoRA avoids it",
-        )
-    if any(phase.parts.get("gathered parameters", 0) > LARGE * total for phase in memory.phases):
-        yield "weights-twice", "to merge adapters, ZeRO-3 gathers all weights next to vLLM's copy: use ZeRO-2"
-    if engine and 0 <= memory.room < 0.03 * total:
-        yield "fragmentation", f"only {shown_bytes(memory.room)} are left for fragmentation after vLLM wakes up"

@@ -13,7 +13,8 @@ from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_prof
 from zerofit.app.planning.request import PlanningRequest
 from zerofit.config.shares import solve_by_rank
 from zerofit.features.checkpointing import alternatives
-from zerofit.models.hf_config import traced_args
+from zerofit.features.engines import ENGINES
+from zerofit.models.hf_config import traced_args, weight_bytes
 from zerofit.plan.fit import Forecast
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.search import Correct
@@ -88,6 +89,7 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
         task=pins.get("task"),
         liger_kernel=wanted.software.liger_kernel,
         split_sequence=wanted.software.tensor_sequence_parallel,
+        engines=tuple(engine for engine in request.engines if ENGINES[engine].own_models),
     )
     profile, file = get_profile(traced, report)
     request.refuse_meaningless(profile)
@@ -126,6 +128,7 @@ def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) 
         keep=knobs,
         software=Software.of(request.pins),
         engines=request.engines,
+        weight_bytes=weight_bytes(request.pins.get("model_args") or {}),
         **own,
     )
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from zerofit.models.catalog import find, shape_named
-from zerofit.rollout.served import ServedModel
+from zerofit.models.catalog import QUANTIZED, ModelSource, find, shape_named, source_config
+from zerofit.models.presets import NAMED
+from zerofit.rollout.served import (
+    BITS,
+    EXPERTS_ONLY,
+    ServedModel,
+    matches,
+    published_format,
+    refuse_unless,
+    unquantized_modules,
+)
 from zerofit.rollout.vllm import EngineMemory, EngineSettings
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.model_facts import is_text
 from zerofit.spec.run import Run
 from zerofit.spec.units import shown_bytes
 
 SETTINGS = "--rollout"
+GENERATING = ("causal-lm", "image-text")  # tasks of models that generate text without an encoder of text
 # options of a run that are settings of vLLM, too
 SAME = {
     "seq_len": "max_model_len",
@@ -102,12 +111,34 @@ def served_model(name: str, model_args: Mapping[str, Any]) -> ServedModel:
 
     with models_say("MODEL"):
         source = find(shape_named(name).name)
-        if source.family != "transformers" or not is_text(source.task):
-            message = f"{name} is not a decoder that generates text"
-            raise UserError(Problem(kind="usage", message=message, hint="name a language model", where="MODEL"))
+        refuse_unless(source.family == "transformers" and source.task in GENERATING, name)
         args, run = dict(model_args), Run(model=source.name, model_args=dict(model_args))
         facts = facts_of(source, task_of(source, run), None, run)
-        return ServedModel.of(source.name, make_config(source, None, args), facts.parameters)
+        published = NAMED[source.name].quantized if source.name in NAMED else None
+        quantization = source_config(source).get(QUANTIZED)
+        published = published or published_format(quantization)
+        served = ServedModel.of(source.name, make_config(source, None, args), facts.parameters, published)
+        patterns = () if published == EXPERTS_ONLY else unquantized_modules(quantization)
+        return replace(served, unquantized=_unquantized(source, args, patterns))
+
+
+def _unquantized(source: ModelSource, args: dict[str, Any], patterns: tuple[str, ...]) -> int:
+    """Return the parameters of matrices in the modules that match one of the patterns, without embedding and head."""
+    import torch
+
+    from zerofit.models.build import build
+
+    if not patterns:
+        return 0
+    with torch.device("meta"):
+        model: Any = build(source, None, args)
+    tables = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
+    found = 0
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        if parameter.dim() > 1 and id(parameter) not in tables and any(matches(owner, p) for p in patterns):
+            found += parameter.numel()
+    return found
 
 
 def settings_of(pins: Mapping[str, Any], values: Mapping[str, Any]) -> EngineSettings:
@@ -138,6 +169,10 @@ def serve(model: str | None, cluster: Cluster, pins: Mapping[str, Any], values: 
     problems.raise_if_any()
     assert model and settings
     served = served_model(model, pins.get("model_args") or {})
+    if served.published not in (None, *BITS) and not settings.quantization:
+        message = f"the weights of {served.name} are quantized with {served.published}; their bytes are unknown"
+        hint = f"{SETTINGS} quantization=NAME of the nearest format: {', '.join(BITS)}"
+        raise UserError(Problem(kind="model-config", message=message, hint=hint, where="MODEL"))
     length = settings.max_model_len
     if length and served.positions and length > served.positions:
         message = f"max_model_len={length} is more than the {served.positions} positions of {served.name}"

@@ -1,4 +1,5 @@
-"""Other releases of DeepSpeed and transformers: rerun a command in an environment with them, on top of this one."""
+"""Other releases of DeepSpeed and transformers: run a command again in an environment with these releases, which
+extends the current environment."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ HAS = "import sys; from importlib.metadata import version; print(*map(version, s
 
 
 def rerun_with(releases: Mapping[str, str], places: Mapping[str, str], report: Reporter, *, own: bool) -> None:
-    """Replace this process by the same command with these releases; return if they are installed here.
+    """Replace this process with the same command with these releases; return if they are installed here.
 
     Args:
         releases: package -> version ("0.19.5"); other packages keep the installed version.

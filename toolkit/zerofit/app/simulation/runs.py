@@ -5,6 +5,8 @@ The run is checked as for training, without data.
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +24,7 @@ from zerofit.models.inputs import Inputs
 from zerofit.simulate.endings import MAY_FIT, note_failed, optional
 from zerofit.simulate.forecast.assess import assess, decided
 from zerofit.simulate.forecast.knobs import Knob, knobs
-from zerofit.simulate.forecast.result import KnobResult, Simulation, StagePeak, in_order, severity
+from zerofit.simulate.forecast.result import KnobResult, Simulation, StagePeak, first_that_fits, in_order, severity
 from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of
 from zerofit.simulate.forecast.run import simulate as simulate_ranks
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
@@ -36,6 +38,7 @@ from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job
 from zerofit.spec.stages import stages_of
+from zerofit.spec.units import counted
 
 # How a run is simulated. The ranks of a pipeline stage differ only in their partitions, so few of them are enough:
 #
@@ -96,12 +99,46 @@ class PreparedSimulation:
     def changed(self, knob: Knob) -> PreparedSimulation | None:
         """Return the run with one change; None if zerofit or DeepSpeed would refuse the changed run."""
         places = {**self.request.places, **{field: field for field in knob.fields}}
-        run = self.request.run.model_copy(update={**knob.fields, "ds_config": knob.config})
+        config = {} if knob.config == self.ds_source else {"ds_config": knob.config}
+        run = self.request.run.model_copy(update={**knob.fields, **config})
         try:
             request = RunRequest(run=run, places=places)
             return prepare_simulation(request, self.cluster, image=self.image, alloc_conf=self.alloc_conf)
         except UserError:
             return None
+
+
+@dataclass(frozen=True)
+class _ChangedRun:
+    """A run after some changes."""
+
+    prepared: PreparedSimulation
+    changes: tuple[str, ...] = ()
+    config: str | None = None  # the bundled DeepSpeed JSON, if one of the changes is another JSON
+
+    @property
+    def change(self) -> str:
+        """All changes, as on the command line."""
+        return (" " if all(change.startswith("--") for change in self.changes) else " + ").join(self.changes)
+
+    def offered(self) -> list[Knob]:
+        """Return changes that would need less memory than this run; some may be refused."""
+        run = self.prepared
+        return knobs(run.job, run.ds_source, ds_name(run.request.run))
+
+    def after(self, wanted: Knob) -> _ChangedRun | None:
+        """Return the run after one more change; None if it is no longer offered, or zerofit or DeepSpeed refuses it.
+
+        A micro batch can be halved until it is 1.
+        """
+        for knob in self.offered():
+            if knob.change == wanted.change or (knob.halves and wanted.halves):
+                prepared = self.prepared.changed(knob)
+                option = knob.change.split()[0]  # a later value of the same option replaces the earlier one
+                earlier = [change for change in self.changes if change.split()[0] != option]
+                config = knob.config if isinstance(knob.config, str) else self.config
+                return _ChangedRun(prepared, (*earlier, knob.change), config) if prepared else None
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,36 +153,71 @@ class KnobSimulations:
     times: bool = True  # returns the forecast slowdown of each change; may trace the model
 
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
-        """Return the result of each change, least memory first."""
-        report, cluster = Reporter(on_event), self.prepared.cluster
-        job, written, named = self.prepared.job, self.prepared.ds_source, ds_name(self.prepared.request.run)
-        candidates = [(knob, self.prepared.changed(knob)) for knob in knobs(job, written, named)]
-        changed = [(knob, run) for knob, run in candidates if run is not None and self.is_worth(run.job)]
+        """Return the result of each change, least memory first. If none fits, the shortest combination is added."""
+        report, start = Reporter(on_event), _ChangedRun(self.prepared)
+        offered = [(knob, run) for knob in start.offered() if (run := start.after(knob))]
+        changed = [run for _, run in offered if self.is_worth(run.prepared.job)]
+        tried = self._simulated(changed, report)
+        rows = [row for row in tried if row]
+        if not any(row.fits for row in rows):
+            speed = {row.change: row.slowdown for row in rows if row.slowdown is not None}
+            cheapest = sorted((knob for knob, _ in offered), key=lambda knob: speed.get(knob.change, math.inf))
+            rows += self._combined([knob for knob in cheapest if knob.combines], report)
+        return in_order(rows)
+
+    def _combined(self, order: Sequence[Knob], report: Reporter) -> list[KnobResult]:
+        """Return the fastest combination of these changes that fits, with as few of them as fit.
+
+        If no combination fits, return the combination that needs the least memory. Offloading and small micro batches
+        cost most speed. Each is therefore left out if the run fits without it.
+        """
+        misfits: list[KnobResult] = []
+        for offloads, halves in itertools.product((False, True), repeat=2):
+            chain = [_ChangedRun(self.prepared)]
+            once = [knob for knob in order if (offloads or not knob.offloads) and (halves or not knob.halves)]
+            halving = next((knob for knob in once if knob.halves), None)
+            for knob in once:
+                if changed := chain[-1].after(knob):
+                    chain.append(changed)
+            while halving and (changed := chain[-1].after(halving)):
+                chain.append(changed)
+            chain = chain[2:]  # more than one change
+            tried = any(chain and row.change == chain[-1].change for row in misfits)
+            if not chain or tried or not self.is_worth(chain[-1].prepared.job):
+                continue
+            best = self._simulated(chain[-1:], report)[0]
+            if best and best.fits:
+                return [first_that_fits(chain, best, partial(self._simulated, report=report))]
+            misfits += [best] if best else []
+        return sorted(misfits, key=lambda row: row.peak_bytes)[:1]
+
+    def _simulated(self, changed: Sequence[_ChangedRun], report: Reporter) -> list[KnobResult | None]:
+        """Return the result of each changed run; None if it cannot be simulated."""
+        cluster = self.prepared.cluster
 
         def simulate_all(targets: Sequence[SimulationTarget], *, exact: bool = True) -> list[SimulatedRank | Problem]:
             return simulate_ranks(targets, lambda text: report.status(f"{MAY_FIT}: {text}"), exact=exact)
 
-        targets = [run.target(self.rank) for _, run in changed]
+        targets = [run.prepared.target(self.rank) for run in changed]
         simulated = decided(simulate_all(targets, exact=self.exact), cluster, simulate_all)
         if self.heaviest:
             simulated = heaviest_of(simulated, simulate_all)
         note_failed(simulated, MAY_FIT, report)
         slowdowns: dict[int, float] = {}
         if self.times:
-            runs = [run for _, run in changed]
+            runs = [run.prepared for run in changed]
             slowdowns = optional(lambda: self._slowdowns(runs, report), {}, "step times", report)
-        rows = []
-        for number, ((knob, _), rank) in enumerate(zip(changed, simulated, strict=True)):
-            if isinstance(rank, SimulatedRank):
-                config = knob.config if isinstance(knob.config, str) else None
-                row = KnobResult.of(assess(rank, cluster), knob.change, config)
-                rows.append(replace(row, slowdown=slowdowns.get(number)))
-        return in_order(rows)
+        return [
+            replace(KnobResult.of(assess(rank, cluster), run.change, run.config), slowdown=slowdowns.get(number))
+            if isinstance(rank, SimulatedRank)
+            else None
+            for number, (run, rank) in enumerate(zip(changed, simulated, strict=True))
+        ]
 
     def _slowdowns(self, changed: Sequence[PreparedSimulation], report: Reporter) -> dict[int, float]:
         """Return the slowdown of a step for each change (by its number) that formulas can forecast.
 
-        A change of the sequence length is left out, since steps with another length do different work.
+        A change of the sequence length is left out, since it changes the work of a step.
         """
         progress = Reporter(lambda event: report.status(f"{MAY_FIT}: {event.text}"))
 
@@ -279,7 +351,7 @@ def _on_all(request: RunRequest, cluster: Cluster, problems: Problems) -> RunReq
     """Return the run with one rank per device of the cluster, unless the run sets another number."""
     ranks = request.run.ranks
     if ranks and ranks > cluster.ranks:
-        message = f"{ranks} ranks, but {cluster.ranks} devices ({cluster.nodes} x {cluster.gpus})"
+        message = f"{counted(ranks, 'rank')}, but {counted(cluster.ranks, 'device')} ({cluster.nodes} x {cluster.gpus})"
         problems.add("ranks", message, "raise --gpus or --nodes, or remove --ranks", request.place("ranks"))
     return RunRequest(run=request.run.model_copy(update={"ranks": ranks or cluster.ranks}), places=request.places)
 
@@ -290,6 +362,6 @@ def _ranks(job: Job, rank: int | None) -> list[int]:
     if rank is None:
         return heaviest_of_stages(job.layout, job.batch)
     if not 0 <= rank < ranks:
-        message, hint = f"no rank {rank}: the run has {ranks} ranks", f"use 0 to {ranks - 1}"
+        message, hint = f"no rank {rank}: the run has {counted(ranks, 'rank')}", f"use 0 to {ranks - 1}"
         raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--rank"))
     return [rank]

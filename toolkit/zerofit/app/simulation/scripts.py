@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from zerofit.app.planning.output_files import SNAPSHOT_FLAG, refuse_place, write_trace
@@ -22,6 +23,7 @@ from zerofit.simulate.forecast.result import (
     SimulatedScript,
     Simulation,
     WorstCase,
+    first_that_fits,
     in_order,
     severity,
 )
@@ -184,23 +186,66 @@ class ScriptKnobSimulations:
     cluster: Cluster
 
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
-        """Return the result of each change, least memory first, without those that cannot be simulated."""
+        """Return the result of each change, least memory first, without those that cannot be simulated.
+
+        If none fits, the shortest combination that fits is added, or the one that comes nearest.
+        """
         assert isinstance(self.simulation.run, SimulatedScript)
-        report, rows = Reporter(on_event), []
+        report = Reporter(on_event)
         with tempfile.TemporaryDirectory() as folder:
             knobs = script_knobs(self.target.command, self.simulation.run.facts, self.target, Path(folder))
-            targets = [self._changed(knob, Path(folder)) for knob in knobs]
-            records = _simulate(targets, lambda text: report.status(f"{MAY_FIT}: {text}"))
+            simulate = partial(self._simulated, folder=Path(folder), report=report)
+            found = [(knob, row) for knob, row in zip(knobs, simulate(knobs), strict=True) if row]
+            rows = [row for _, row in found]
+            if not any(row.fits for row in rows):
+                rows += self._combined(found, simulate)
+        return in_order(rows)
+
+    def _simulated(self, knobs: Sequence[ScriptKnob], *, folder: Path, report: Reporter) -> list[KnobResult | None]:
+        """Return the result of each change; None if it cannot be simulated or has no effect."""
+        targets = [self._changed(knob, folder) for knob in knobs]
+        records = _simulate(targets, lambda text: report.status(f"{MAY_FIT}: {text}"))
         note_failed(records, MAY_FIT, report)
-        before = self._step_s(self.record, report)
+        before, rows = self._step_s(self.record, report), list[KnobResult | None]()
         for knob, target, record in zip(knobs, targets, records, strict=True):
             # an edit has no effect if the script does not create the replaced object in the usual way
             if isinstance(record, Problem) or (knob.edits and record.needs == self.record.needs):
+                rows.append(None)
                 continue
             after = self._step_s(record, report) if before else None
             row = KnobResult.of(_assessed(target, record, self.cluster), knob.change, knob.config)
             rows.append(replace(row, slowdown=after / before - 1 if after and before else None, file=knob.file))
-        return in_order(rows)
+        return rows
+
+    def _combined(
+        self,
+        found: Sequence[tuple[ScriptKnob, KnobResult]],
+        simulate: Callable[[Sequence[ScriptKnob]], list[KnobResult | None]],
+    ) -> list[KnobResult]:
+        """Return the combination that fits with the fewest changes, the cheapest first, without offloading if possible.
+
+        If no combination fits, return the one that needs least.
+        """
+        command, misfits = self.target.command, list[KnobResult]()
+        for offloads in (False, True):
+            order = [entry for entry in found if offloads or "offload" not in entry[0].change]
+            order.sort(key=lambda entry: math.inf if entry[1].slowdown is None else entry[1].slowdown)
+            sharding = [entry for entry in order if entry[0].shards(command)]
+            least = min(sharding, key=lambda entry: entry[1].peak_bytes)[0] if sharding else None
+            chain = list[ScriptKnob]()
+            for knob in [knob for knob, _ in order if knob is least or not knob.shards(command)]:
+                if merged := chain[-1].with_(knob, command) if chain else knob:
+                    chain.append(merged)
+            while chain and (halved := chain[-1].halved()):
+                chain.append(halved)
+            chain = chain[1:]  # more than one change
+            if not chain or any(row.change == chain[-1].change for row in misfits):
+                continue
+            best = simulate(chain[-1:])[0]
+            if best and best.fits:
+                return [first_that_fits(chain, best, simulate)]
+            misfits += [best] if best else []
+        return sorted(misfits, key=lambda row: row.peak_bytes)[:1]
 
     def _step_s(self, record: RankRecord, report: Reporter) -> float | None:
         return optional(lambda: script_step_s(record, self.cluster), None, "step times", report)

@@ -13,6 +13,7 @@ from zerofit.app.job.result_cache import result_file
 from zerofit.app.simulation.runs import PreparedSimulation
 from zerofit.check.dotted import get
 from zerofit.features.optimizers import of_json
+from zerofit.features.zero import NARROW_MASTERS
 from zerofit.models.catalog import find
 from zerofit.simulate.forecast.assess import assess, decided
 from zerofit.simulate.forecast.result import Simulation
@@ -29,8 +30,6 @@ from zerofit.spec.mesh import heaviest_of_stages
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, REPLAYED
 from zerofit.spec.run_folder import Job, MemoryForecast
 
-# keys of a DeepSpeed JSON that keep master weights (with bf16 also moments) in 16 bits
-NARROW_STATES = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads")
 SAVE = "save"  # the phase in which the trained model is written
 # fields of a run that do not affect memory; runs that differ only in these fields share one simulation
 _INDIFFERENT = {"output", "resume", "seed", "lr", "min_lr", "steps", "epochs", "data", "data_root", "text_field"}
@@ -94,7 +93,7 @@ def least_bytes(job: Job) -> int:
     activations come on top.
     """
     parameters, stage, copies = job.facts.trained_parameters, job.layout.zero_stage, job.layout.dp * job.layout.sp
-    narrow = any(get(job.ds_config, key) for key in NARROW_STATES)
+    narrow = any(feature.on(job.ds_config) for feature in NARROW_MASTERS)
     masters = 0 if narrow or job.precision == "fp32" else 4
     entry = of_json(get(job.ds_config, "optimizer.type"))
     moments = entry.states.least_bytes if entry and not narrow else 0

@@ -170,7 +170,7 @@ class MemoryGate:
         device = by_name(gpus[0]["name"], gpus[0]["total_bytes"]) if gpus else None
         try:
             return Cluster(device.kind, gpus=ranks) if device else replace(Cluster.here(), gpus=ranks)
-        except UserError as error:  # a GPU that is not in the catalogue
+        except UserError as error:  # a GPU that is not in the catalog
             self._report.note(f"{UNKNOWN}: {error}")
             return None
 

@@ -125,7 +125,7 @@ def find_folder(run: Run) -> RunFolder:
 
 
 def resuming(request: RunRequest, folder: RunFolder) -> RunRequest:
-    """Return the request for a start after a failed start in this folder: from its newest checkpoint, if any."""
+    """Return the request for the next start in this folder; it resumes from the newest checkpoint, if there is one."""
     request = request.updated(output=folder.path)
     if request.run.resume == "never" or Store(folder.checkpoints).entries():
         return request.updated(resume="auto")
@@ -251,7 +251,7 @@ def _foreign_start(found: Foreign, job: Job, report: Reporter) -> Start:
         message = f"{found.path} is damaged: {damage[0].file}: {damage[0].kind} {damage[0].message}".rstrip()
         hint = "`zerofit ckpt verify` lists all damage; use an older checkpoint"
         raise UserError(Problem(kind="checkpoint-damaged", message=message, hint=hint, where="--resume"))
-    facts, state = facts_of(found), FullState(found.path)
+    facts, state = facts_of(found), FullState(found.path, run=job.run)
     step, problems = state.counters["global_steps"], Problems()
     if step > job.steps:
         message = f"{found.path} is at step {step}, past --steps {job.steps}"

@@ -8,11 +8,12 @@ import time
 from typing import Any
 
 from zerofit.app.training.result import outcome
+from zerofit.config.batch import brief
 from zerofit.launch.host import RUN_ID, end_all
 from zerofit.launch.local import LaunchSite, started
 from zerofit.spec.events import Event, Reporter, stages_event
 from zerofit.spec.files import JsonlTail
-from zerofit.spec.run_folder import RunFolder
+from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.launch_spec import LaunchSpec, as_argument
 from zerofit.watch.supervise import Watch, supervise
 
@@ -136,7 +137,7 @@ def run_ranks(
     spec.write(folder.launch_spec)
     watch.expect(spec)
     events = RunEvents(folder, report)
-    events.phase("starting the ranks")
+    events.phase(f"starting the ranks: {brief(Job.read(folder).batch)}")
     env = {**site.env(spec.run_id), RUN_ID: spec.run_id}
     ranks = started(folder, site.argv(as_argument(folder.launch_spec)), env, site.cwd, handle_signals=handle_signals)
     try:

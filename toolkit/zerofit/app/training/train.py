@@ -54,7 +54,7 @@ def train(
     handle_signals: bool = False,
     anyway: bool = False,
 ) -> TrainingResult | TrainingRun:
-    """Train on the devices of this machine, in separate processes started through DeepSpeed's launcher.
+    """Train on the devices of this machine, in a separate process for each rank.
 
     Works in any thread of a script, notebook or server.
 

@@ -78,7 +78,7 @@ def _parse(path: Path) -> dict[Any, Any]:
 def _check(key: str, value: Any, place: str, problems: Problems) -> None:
     kinds = KNOBS[key]
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != FLAG):
-        words = {int: "a whole number", bool: "true or false", str: "a word"}[kinds[0]]
+        words = {int: "an integer", bool: "true or false", str: "a word"}[kinds[0]]
         problems.add("space", f"{key}: {value!r} is not {words}", f"write {key}: [value, value]", place)
     elif key == "global_batch" and value < 1:
         problems.add("space", f"global_batch: {value}", "use 1 or more samples", place)

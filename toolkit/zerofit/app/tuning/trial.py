@@ -88,7 +88,7 @@ def _watch(
     deadline: float,
     show: Callable[[str], None],
 ) -> tuple[Timing | None, bool]:
-    """Return the timing once it is precise enough, with False, or certainly worse than the best, with True.
+    """Return (timing, False) once it is precise enough, or (timing, True) once it is surely worse than the best.
 
     Returns None if the run or its time ends first. Adds the steps that it reads to `records`.
     """

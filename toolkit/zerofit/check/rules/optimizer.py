@@ -100,7 +100,7 @@ def _number(c: CheckSubject, key: str, value: Any) -> Iterator[Finding]:
         yield Finding(
             code="optimizer-value",
             path=path,
-            message=f"{key} is {value!r}; allowed: a number {'above' if key == 'lr' else 'from'} 0",
-            why="DeepSpeed's own optimizers do not check it and train nothing or diverge; torch's stop",
+            message=f"{key} is {value!r}; allowed: a number {'above' if key == 'lr' else 'of at least'} 0",
+            why="DeepSpeed's optimizers do not check it, and then train nothing or diverge. torch's optimizers stop",
             fix="correct it, or remove it for the default",
         )

@@ -75,7 +75,7 @@ def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
             yield Finding(
                 code="scheduler-value",
                 path=path,
-                message=f"{key} is {number}; allowed: a number from {0 if key in LEARNING_RATES else 1}",
+                message=f"{key} is {number}; allowed: a number of at least {0 if key in LEARNING_RATES else 1}",
                 why="DeepSpeed does not check this and trains with a negative learning rate or none",
                 fix='correct it, or write "auto" if zerofit or Hugging Face fills it in',
             )

@@ -15,12 +15,15 @@ import psutil
 from zerofit.check.subject import ZERO, CheckSubject
 from zerofit.features.optimizers import ENTRIES, of_json
 from zerofit.spec.mesh import pipeline_parts
+from zerofit.spec.overhead import HOST_RESERVE
+from zerofit.spec.units import shown_bytes
 
 ACCUMULATION = "data_types.grad_accum_dtype"
 _DTYPES = {"fp32": ("float32", "float"), "bf16": ("bfloat16",), "fp16": ("float16", "half")}
 DTYPES = {f"{torch}{word}": name for name, words in _DTYPES.items() for word in words for torch in ("", "torch.")}
 DTYPES |= {name: name for name in _DTYPES}
 TENSOR = "tensor_parallel"
+MASTER_BYTES = 4  # per element of float32 master weights
 
 
 def precision(c: CheckSubject) -> str:
@@ -40,7 +43,7 @@ def has_other_parameter_type(c: CheckSubject) -> bool:
 
 
 def accumulates_in_another_type(c: CheckSubject) -> bool:
-    """Return whether gradients are summed in another type than the model's, without ZeRO."""
+    """Return whether gradients are summed in a different type than the model has, without ZeRO."""
     dtype = DTYPES.get(c.word(ACCUMULATION) or "")
     return c.stage == 0 and precision_is_known(c) and dtype not in (None, precision(c))
 
@@ -107,7 +110,7 @@ def zero_section_of_2020(c: CheckSubject) -> dict[str, int]:
 
 
 def scheduler_is_deepspeeds(c: CheckSubject) -> bool:
-    """Return whether the scheduler is one of DeepSpeed's own, not torch's."""
+    """Return whether the scheduler is from DeepSpeed, not from torch."""
     return bool(c.schedulers.get(c.word("scheduler.type") or "", {}).get("own"))
 
 
@@ -136,6 +139,75 @@ def compile_passes(c: CheckSubject) -> list[str]:
     """Return the compiler passes of the compile section."""
     passes = c.get("compile.passes")
     return [str(name) for name in passes] if isinstance(passes, list) else []
+
+
+def uses_lora(c: CheckSubject) -> bool:
+    """Return whether the arguments of TRL, axolotl or LLaMA-Factory ask for adapters: the weights stay frozen."""
+    adapters = (c.argument("adapter"), c.argument("finetuning_type"))
+    return c.argument("use_peft") is True or any(name in ("lora", "qlora") for name in adapters)
+
+
+def reference_argument(c: CheckSubject) -> str | None:
+    """Return the argument for which axolotl (`rl`) or LLaMA-Factory (`stage`) loads a reference model, or None.
+
+    axolotl src/axolotl/train.py, setup_reference_model; LLaMA-Factory hparams/finetuning_args.py, use_ref_model. With
+    adapters, both compute the reference with the trained model, whose adapters they switch off.
+    """
+    if uses_lora(c) or c.argument("precompute_ref_log_probs") is True:
+        return None
+    if c.argument("rl") in ("dpo", "ipo", "kto"):
+        return "rl"
+    kept = c.argument("pref_loss") not in ("orpo", "simpo")
+    return "stage" if c.argument("stage") == "kto" or (c.argument("stage") == "dpo" and kept) else None
+
+
+def pads_to_maximum(c: CheckSubject) -> str | None:
+    """Return the argument that pads each row to the maximum length; None without one, or if shapes are fixed."""
+    if c.argument("sample_packing") is True or c.argument("torch_compile") is True or c.deepcompile:
+        return None
+    return next((n for n in ("pad_to_max_length", "pad_to_sequence_len") if c.argument(n) is True), None)
+
+
+def lost_below(c: CheckSubject) -> float:
+    """Return the size of weights below which 16-bit master weights keep Adam's updates; 0 without these.
+
+    Adam's update is about the learning rate. bf16 has 8 significant bits, so a weight w is rounded to multiples of at
+    least w/256, and an update below half of this is lost.
+    """
+    lr = c.number("optimizer.params.lr")
+    in_16_bits = c.on("bf16.bf16_master_weights_and_grads") and c.on("bf16.bf16_optimizer_states")
+    return 512 * lr if c.bf16 and in_16_bits and lr and c.optimizer in ("adam", "adamw") else 0.0
+
+
+def gathered_experts(c: CheckSubject) -> str:
+    """Return the classes whose experts ZeRO-3 gathers one by one; "" if there are none, or the model is unknown."""
+    leaf = f"{ZERO}.leaf_module"
+    classes = c.get(f"{leaf}.classes") or ()
+    leaves = {classes} if isinstance(classes, str) else set(classes)
+    if c.facts is None or c.get(f"{leaf}.names") or c.get(f"{leaf}.name_suffixes"):
+        return ""
+    return ", ".join(n for n in c.facts.expert_lists if not leaves & {n, n.rpartition(".")[2]})
+
+
+def offloaded_bytes(c: CheckSubject) -> int:
+    """Return the least host memory of offloaded states and weights, in bytes over all nodes; 0 if it is unknown.
+
+    The offloaded optimizer has float32 master weights and its states. At stage 3, offloaded weights add their own size.
+    """
+    if c.facts is None or masters_in_16_bits(c) or not precision_is_known(c):
+        return 0
+    entry, share = of_json(c.optimizer), c.number(f"{ZERO}.offload_optimizer.ratio")
+    states = weights = 0
+    if entry is not None and c.stage > 0 and c.offload("optimizer") == "cpu":
+        states = c.facts.trained_parameters * (MASTER_BYTES + entry.states.least_bytes)
+    if c.stage == 3 and c.offload("param") == "cpu":
+        weights = c.facts.weight_bytes(precision(c))
+    return int(states * (1 if share is None else share)) + weights
+
+
+def exceeds_host(c: CheckSubject) -> bool:
+    """Return whether the offloaded states and weights need more host memory than the nodes have."""
+    return c.host_bytes is not None and offloaded_bytes(c) > c.host_bytes * (1 - HOST_RESERVE)
 
 
 def is_installed(package: str) -> bool:
@@ -180,9 +252,11 @@ TERMS: dict[str, Callable[[CheckSubject], Any]] = {
         *(uses_bf16_optimizer, reduces_by_scatter, clips, stage_is_set, zero_section_of_2020),
         *(scheduler_is_deepspeeds, optimizer_is_wrapped, nested_tensor_parallel, dualpipev_parts),
         *(refused_with_split_experts, compile_passes, steps_in_one_copy, needs_full_gradients),
-        *(full_gradient_optimizers, has_betas),
+        *(full_gradient_optimizers, has_betas, uses_lora, reference_argument, pads_to_maximum, lost_below),
+        *(gathered_experts, offloaded_bytes, exceeds_host),
     )
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (is_installed, is_folder, device_of, is_nvme, format, int, len, min)
+    function.__name__: function
+    for function in (is_installed, is_folder, device_of, is_nvme, shown_bytes, format, int, len, min)
 }

@@ -13,9 +13,9 @@ def train(work: BenchmarkTask):
 
 
 def halving(vector: Tensor, rank: int, ranks: int) -> None:
-    """Exchange halves with a partner, quarters with the next one, then reassemble: 2 log2 N rounds."""
+    """Exchange halves with a partner, quarters with the next partner, and so on, then reassemble: 2 log2 N rounds."""
     if ranks & (ranks - 1):
-        raise NotHereError(f"halving needs a power of two of ranks, not {ranks}")
+        raise NotHereError(f"halving needs 2, 4, 8, ... ranks (a power of two), not {ranks}")
     own, exchanges = vector, []
     # With 8 ranks the partners are 4, 2 and 1 apart. Each round halves the part that a rank still adds up, so in total
     # it sends as little as in a ring, in log2 N instead of N - 1 rounds.

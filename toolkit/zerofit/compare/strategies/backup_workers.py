@@ -22,7 +22,7 @@ def train(work: BenchmarkTask, spare: int):
 
 
 def serve(work: BenchmarkTask, workers: int, needed: int):
-    """Step on the first gradients of the present weights; a worker with older weights gets new weights at once."""
+    """Take a step as soon as `needed` workers have sent gradients of the current weights."""
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
     pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)

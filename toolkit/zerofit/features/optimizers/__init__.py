@@ -1,4 +1,4 @@
-"""The optimizers that zerofit trains, one file each. A new one needs a file and two lines here."""
+"""The optimizers that zerofit trains, one file each. A new optimizer needs a file and two lines here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_name(json_type: str) -> str:
 
 
 def refusals(optimizer: str | None, setting: TrainingSetting) -> Iterator[Refusal]:
-    """Yield the reasons why an optimizer would give other results than on one device; nothing if there are none."""
+    """Yield the reasons why an optimizer would give different results than on one device; nothing if there are none."""
     entry = OPTIMIZERS.get(optimizer or "")
     if entry is None:
         return

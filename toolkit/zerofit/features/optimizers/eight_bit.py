@@ -84,7 +84,8 @@ _WHY = "another layout would split the blocks of 8-bit moments elsewhere and rou
 ADAMW8BIT = OptimizerEntry(
     name="adamw8bit",
     json_type="AdamW8bit",
-    docs="2 bytes a parameter, and 8 for each 256; tensors below 4,096 numbers keep 8 bytes each. ZeRO 0 to 3.",
+    docs="2 bytes per parameter, plus 8 bytes for each 256 parameters; small tensors (below 4,096 elements) 8 bytes "
+    "per parameter. ZeRO 0 to 3.",
     cpu_class="bitsandbytes.optim:AdamW8bit",
     gpu_class="bitsandbytes.optim:AdamW8bit",
     library="bitsandbytes",
@@ -98,7 +99,7 @@ PAGED_ADAMW8BIT = replace(
     ADAMW8BIT,
     name="paged-adamw8bit",
     json_type="PagedAdamW8bit",
-    docs="As adamw8bit; tensors from 100,000 numbers are in memory that CUDA pages to the host. ZeRO 0 to 3.",
+    docs="Like adamw8bit; tensors of 100,000 elements or more are in memory that CUDA pages to the host. ZeRO 0 to 3.",
     cpu_class="bitsandbytes.optim:PagedAdamW8bit",
     gpu_class="bitsandbytes.optim:PagedAdamW8bit",
     states=BlockStates(by_weight=False, unconvertible=_WHY, paged=True),

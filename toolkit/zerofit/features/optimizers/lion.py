@@ -21,7 +21,7 @@ BETAS = {"betas": [0.9, 0.99]}
 def _refuses(setting: TrainingSetting) -> Iterator[Refusal]:
     if setting.ep > 1:
         yield Refusal(
-            "lion with --expert-parallel was not compared with training on one device",
+            "lion with --expert-parallel is not supported: it was not verified against training on one device",
             "use another optimizer, or leave --expert-parallel at 1",
         )
 
@@ -30,7 +30,7 @@ LION = OptimizerEntry(
     name="lion",
     json_type="Lion",
     # the ops take the sign of 0 as +1 (cpu_lion_impl.cpp:51) or -1 (multi_tensor_lion.cu:84), not as 0
-    docs="4 bytes a parameter; on CPUs and offloaded 8, but DeepSpeed uses only 4. ZeRO 0 to 3. Weights without a "
+    docs="4 bytes per parameter; on CPUs and offloaded 8, but DeepSpeed uses only 4. ZeRO 0 to 3. Weights without a "
     "gradient, such as tokens that never occur, move by the learning rate in each step.",
     # DeepSpeed chooses FusedLion, which has no op for CPUs
     cpu_class="deepspeed.ops.lion:DeepSpeedCPULion",

@@ -53,7 +53,7 @@ def _refuses(setting: TrainingSetting) -> Iterator[Refusal]:
         )
     if setting.ep > 1:
         yield Refusal(
-            "muon with --expert-parallel was not compared with training on one device",
+            "muon with --expert-parallel is not supported: it was not verified against training on one device",
             "use another optimizer, or leave --expert-parallel at 1",
         )
     if setting.pp > 1:
@@ -62,7 +62,7 @@ def _refuses(setting: TrainingSetting) -> Iterator[Refusal]:
             "use another optimizer, or leave --pipeline at 1",
         )
     if setting.part:
-        why = "Muon with frozen weights was not compared with training on one device"
+        why = "Muon with frozen weights is not supported: it was not verified against training on one device"
         if setting.part == "--lora":
             why = "Muon orthogonalizes full matrices, but an adapter has two factors of a matrix"
         yield Refusal(f"{setting.part}: {why}", "use --optimizer adamw", kind="conflict")

@@ -8,7 +8,7 @@ SGD = OptimizerEntry(
     name="sgd",
     json_type="SGD",
     trainer_names=("sgd",),
-    docs="4 bytes a parameter: the momentum. ZeRO 0 to 3.",
+    docs="4 bytes per parameter: the momentum. ZeRO 0 to 3.",
     # a rate for 256 samples, which grows linearly (Goyal et al., 2017)
     rates=LearningRates(scratch=0.1, pretrained=0.01, adapters=0.1, by_batch="linear"),
     coupled_decay=True,

@@ -15,10 +15,10 @@ const UNITS = {
 // Ticks of bytes are whole powers of two, so that labels stay short.
 const POWERS = Array.from({ length: 50 }, (_, power) => 2 ** power);
 
-/** The colour that a CSS value has on this page: a canvas supports neither variables nor light-dark(). */
-function resolved(colour) {
+/** The color that a CSS value has on this page: a canvas supports neither variables nor light-dark(). */
+function resolved(color) {
   const probe = document.body.appendChild(document.createElement("i"));
-  probe.style.color = colour;
+  probe.style.color = color;
   const found = getComputedStyle(probe).color;
   probe.remove();
   return found;
@@ -35,17 +35,17 @@ function stacked(lines) {
 }
 
 function seriesOf(line, unit) {
-  const colour = resolved(line.colour);
+  const color = resolved(line.color);
   const area = line.style === "area", dots = line.style === "dots";
   const few = line.values.filter((value) => value != null).length < 40;
   return {
     label: line.label,
-    stroke: dots ? undefined : colour,
+    stroke: dots ? undefined : color,
     width: area ? 1 : 2, // without a line, a peak narrower than a pixel would vanish
     dash: line.style === "dashed" ? [6, 4] : undefined,
-    fill: area ? colour : undefined,
+    fill: area ? color : undefined,
     paths: area ? uPlot.paths.stepped({ align: 1 }) : dots ? () => null : undefined,
-    points: { show: dots || (few && !area), size: dots ? 9 : 5, fill: colour, stroke: colour },
+    points: { show: dots || (few && !area), size: dots ? 9 : 5, fill: color, stroke: color },
     spanGaps: !dots,
     value: (_, value) => (value == null ? "" : UNITS[unit](value)),
   };
@@ -127,7 +127,7 @@ function chart(figure, data) {
   for (const line of data.lines) {
     const item = legend.appendChild(document.createElement("li"));
     const mark = item.appendChild(document.createElement("i"));
-    mark.style.background = mark.style.borderColor = line.colour;
+    mark.style.background = mark.style.borderColor = line.color;
     mark.className = line.style;
     item.append(line.label);
   }

@@ -103,7 +103,7 @@ def _moved_bytes(kind: KernelKind, name: str, inputs: Sequence[Tensor], outputs:
     """Count the bytes that an op reads and writes: each tensor once, and expanded tensors as stored.
 
     There are two exceptions. An embedding reads only the rows that it writes. Batch norm reads activations twice in
-    forward and in backward, first for the statistics and then to normalise them (ATen/native/cuda/Normalization.cuh).
+    forward and in backward, first for the statistics and then to normalize them (ATen/native/cuda/Normalization.cuh).
     """
     written = sum(map(_stored_bytes, outputs))
     if name == "embedding":

@@ -83,6 +83,10 @@ class ProfileRecorder(TorchDispatchMode):
         self.before.setdefault(key, self.live_bytes)  # a shared module can begin twice
         self._calls = self.calls.setdefault(key, [])
 
+    def begin_backward(self) -> None:
+        """Start the backward section of the unit that is in its forward."""
+        self.mark("backward", self.segments[-1].key[1])
+
     def mark_later(self, phase: str, unit: int) -> None:
         """Start the forward section of a unit at the next op."""
         self._later = (phase, unit)
@@ -248,7 +252,7 @@ def _parameters_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> li
 
 
 def _frozen_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> tuple[list[int], list[int]]:
-    """Return the indices in model.parameters() of a unit's frozen and quantised parameters."""
+    """Return the indices in model.parameters() of a unit's frozen and quantized parameters."""
     every = list(model.parameters())
     still = [n for n, p in enumerate(every) if not p.requires_grad and recorder.readers.get(n, 0) == unit]
     plain, bits = ([n for n in still if (source_of_bits(every[n]) is None) is plain] for plain in (True, False))
@@ -313,7 +317,7 @@ def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecor
 
 
 def envelope(lines: Iterable[Linear]) -> tuple[Linear, ...]:
-    """Return the lines that are the maximum at some micro batch from 1 on."""
+    """Return the lines that are the maximum for some size of the micro batch."""
     # Upper envelope of lines by ascending slope: a new line replaces the last line in two cases. It is higher
     # already at b = 1, or it crosses the second-to-last line at a smaller b than the last line does.
     best: list[Linear] = []
@@ -325,7 +329,7 @@ def envelope(lines: Iterable[Linear]) -> tuple[Linear, ...]:
 
 
 def _hidden(left: Linear, middle: Linear, right: Linear) -> bool:
-    """Return whether `middle` is nowhere above both other lines; the three slopes ascend."""
+    """Return whether `middle` is never the highest of the three lines, whose slopes ascend."""
     crossing = (left.fixed - right.fixed) * (middle.per_sample - left.per_sample)
     return crossing <= (left.fixed - middle.fixed) * (right.per_sample - left.per_sample)
 

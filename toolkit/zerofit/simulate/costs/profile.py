@@ -25,6 +25,7 @@ from zerofit.models.layer_drop import EveryLayer
 from zerofit.models.layers import as_layers
 from zerofit.models.liger import fused_linear_loss, fused_loss
 from zerofit.models.sections import ModelSection, watched
+from zerofit.models.titan import TitanModel
 from zerofit.simulate.costs.layers import MICRO_BATCHES, ProfileRecorder, cost_of, layer_of
 from zerofit.simulate.costs.traced_experts import without_ranks
 from zerofit.simulate.costs.traced_model import TracedModel, TraceSetting, cast_by_zero3, make_subject
@@ -33,7 +34,7 @@ from zerofit.simulate.fakes.quantized import traced_bits
 from zerofit.simulate.ops.costs import scratch_on
 from zerofit.spec.errors import reason_of
 from zerofit.spec.model_facts import LIGER_TYPES, Task
-from zerofit.spec.profile import ZERO3, LayerCost, LayerRun, Linear, Profile, setting
+from zerofit.spec.profile import SINGLE, ZERO3, LayerCost, LayerRun, Linear, Profile, setting
 from zerofit.train import loss as train_loss
 from zerofit.train.loss import head_loss, weighted_cross_entropy
 from zerofit.train.probe import expert_count
@@ -65,6 +66,9 @@ def profile_model(
     traced = {one: _traced(source, task, inputs, args, one, device) for one in wanted}
     subject, layers, _ = next(traced[one] for one in reversed(wanted) if one.tp * one.ep == 1)
     costs = {_key(one): here for one, (_, _, here) in traced.items()}
+    for one in wanted:
+        if one.titan:
+            costs[f"{_key(one)}{SINGLE}"] = _traced(source, task, inputs, args, one, device, (1, 1))[2]
     others = [one._replace(zero3=True) for one in wanted if _differs_at_zero3(subject.model, one)]
     zero3 = {f"{_key(one)}{ZERO3}": _traced(source, task, inputs, args, one, device)[2] for one in others}
     config = subject.config
@@ -97,9 +101,15 @@ def _key(one: TraceSetting) -> str:
 
 
 def _traced(
-    source: ModelSource, task: Task, inputs: Inputs, args: dict[str, object], one: TraceSetting, device: str
+    source: ModelSource,
+    task: Task,
+    inputs: Inputs,
+    args: dict[str, object],
+    one: TraceSetting,
+    device: str,
+    samples: tuple[int, int] = MICRO_BATCHES,
 ) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
-    """Return the model, its layers and their costs in one setting."""
+    """Return the model, its layers and their costs in one setting. Two equal `samples` give costs without a slope."""
     subject = make_subject(source, inputs, args, one)
     if one.zero3:
         for module, name in cast_by_zero3(subject.model):
@@ -107,11 +117,11 @@ def _traced(
     bits = traced_bits(device) if source.partial and source.partial.quantization else nullcontext()
     linear = patch.object(nn.functional, "linear", zero3_linear_wrap) if one.zero3 else nullcontext()
     with as_on(device, one.sp, are_packed(inputs), are_padded(inputs)), bits, linear:
-        few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
+        few, more = (_run(subject, task, inputs, count, one, device) for count in samples)
         if not all(("forward", unit) in few.before for unit in range(len(subject.units))):
             # e.g. SqueezeBERT calls its blocks' forward directly, so no hook runs: the model becomes one layer
             subject = replace(subject, units=[ModelSection(name="model", start=None)])
-            few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
+            few, more = (_run(subject, task, inputs, count, one, device) for count in samples)
     units = [n for n, unit in enumerate(subject.units) if unit.count]
     layers = tuple(layer_of(subject, few, unit) for unit in units)
     costs = _whole([cost_of(subject, (few, more), unit) for unit in range(len(subject.units))], subject)
@@ -163,7 +173,8 @@ def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSettin
     if one.tp * one.ep > 1:
         cost = replace(cost, matrices=layer.matrices, vectors=layer.vectors)
     if one.tp > 1 and layer.name == "block":  # the outputs of attention and of the MLP are all-reduced
-        sent = Linear(fixed=2 * out.fixed, per_sample=2 * out.per_sample)
+        times = 2 * one.tp if one.titan else 2  # gathered and scattered: a block's output is a part of the tokens
+        sent = Linear(fixed=times * out.fixed, per_sample=times * out.per_sample)
         cost = replace(cost, tp_allreduce_bytes=sent)
     if one.sp > 1 and layer.name == "block":
         # queries and the output have all heads, keys and values have the kv heads; a tensor rank has its share of them
@@ -252,13 +263,13 @@ def _batch(inputs: Inputs, count: int, one: TraceSetting, device: str) -> tuple[
     """Return the batch, and other tensors that are alive during the entire step (train/engines.py, to_device).
 
     Images arrive in float32. On the CPU, where host and device are one, both the images and their cast copies stay
-    alive.
+    alive. torchtitan's step keeps its tokens and labels.
     """
     if isinstance(inputs, TextInputs):
         inputs = replace(inputs, seq_len=inputs.seq_len // one.sp)
     made = empty_batch(inputs, count, torch.empty)
     cast = {key: t.to(one.dtype) if t.is_floating_point() else t for key, t in made.items()}
-    return cast, [t for t in made.values() if t.is_floating_point()] if device == "cpu" else []
+    return cast, [t for t in made.values() if one.titan or (device == "cpu" and t.is_floating_point())]
 
 
 def _loss(
@@ -267,6 +278,8 @@ def _loss(
     if isinstance(inputs, NamedInputs):
         return forward_loss(model, inputs, batch)
     x, labels, extra = batch["inputs"], batch["labels"], extra_inputs(inputs, batch)
+    if isinstance(model, TitanModel):
+        return model.loss(x, labels, recorder.few_chunks, recorder.begin_backward)
     if one.sp > 1:
         extra["position_ids"] = torch.arange(x.shape[1]).expand(len(x), -1)
     if not hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters:  # computes its loss

@@ -29,7 +29,7 @@ STAND_INS = {
 
 
 def spread(model: nn.Module, degree: int) -> None:
-    """Replace all experts of a model on the meta device by the first rank's share, in place.
+    """Replace all experts of a model on the meta device with the first rank's share, in place.
 
     Raises ModelError if AutoEP finds no experts, or if the degree does not divide them.
     """

@@ -22,11 +22,12 @@ from zerofit.models.depth import with_depths
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.equal_layers import equal_layers, few_layers
 from zerofit.models.hf_config import make_config
-from zerofit.models.inputs import Inputs
+from zerofit.models.inputs import Inputs, TextInputs
 from zerofit.models.liger import use_liger
 from zerofit.models.quantized import compute_in
 from zerofit.models.sections import ModelSection, block_lists, block_sections, stage_sections
 from zerofit.models.tiled_mlp import tile_mlps
+from zerofit.models.titan import TitanModel
 from zerofit.simulate.costs.traced_experts import spread
 from zerofit.spec.model_facts import Precision
 from zerofit.spec.profile import NOTHING_SAVED, Savings
@@ -48,6 +49,7 @@ class TraceSetting(NamedTuple):
     zero3: bool = False  # trace as ZeRO-3 does, which partitions the model while it is built
     whole: bool = False  # trace every layer, even equal ones
     liger: bool = False  # with the memory of Liger's kernels
+    titan: bool = False  # torchtitan's model
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,9 +81,14 @@ def make_subject(
     equal = {} if setting.whole else equal_layers(source, inputs, args)
     small = with_depths(args, {path: few_layers(config, path) for path in equal})
     with torch.device("meta"):
-        model = build(source, inputs, small, checkpointing=setting.checkpointing)
+        if setting.titan:
+            assert isinstance(inputs, TextInputs)
+            few = make_config(source, inputs, small)
+            model = TitanModel(few, setting.checkpointing, inputs.seq_len, setting.tp)
+        else:
+            model = build(source, inputs, small, checkpointing=setting.checkpointing)
     found = block_lists(model, inputs) if config is not None else []
-    if setting.tp > 1:
+    if setting.tp > 1 and not setting.titan:
         if len(found) != 1:
             raise ModelError("profile-tp", f"{source.name} has no blocks that tensor parallelism splits")
         _shard(model, found[0][0], setting.tp)

@@ -51,7 +51,7 @@ class GradientLog:
             setattr(DeepSpeedZeroOptimizer, name, self._noting(name, getattr(DeepSpeedZeroOptimizer, name)))
 
     def heavier_rank(self, engines: Sequence[object], among: Sequence[int] = ()) -> int | None:
-        """Return the rank with the highest peak, or None if no peak exceeds this rank's.
+        """Return the rank with the highest peak; None if that is this rank.
 
         `among`: the ranks to consider, which do the same work as this rank; (): all ranks that share the first engine's
         parameters.
@@ -88,7 +88,8 @@ class GradientLog:
 
 
 def _in_buckets(optimizer: Any) -> list[int]:
-    """Return the numbers of parameters whose gradients wait in buckets; DeepSpeed up to 0.16 has a single bucket."""
+    """Return the indices of the parameters whose gradients wait in buckets; DeepSpeed up to 0.16 has a single
+    bucket."""
     if not hasattr(optimizer, "ipg_buckets"):
         return [entry[-1] for entry in optimizer.params_in_ipg_bucket]
     return [entry[-1] for bucket in optimizer.ipg_buckets.values() for entry in bucket.params]

@@ -49,7 +49,7 @@ from zerofit.train.trainer import own_tokens
 def simulate(
     target: SimulationTarget, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
 ) -> RankRecord:
-    """Build, initialise and train on fake tensors; return the record.
+    """Build, initialize and train on fake tensors; return the record.
 
     Patches torch and DeepSpeed for the rest of this process. `scratch` replaces the device's table.
     """
@@ -171,7 +171,7 @@ def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str
 
 
 def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
-    """Give a pipeline stage's engine the shapes that its neighbour stages would send."""
+    """Give a pipeline stage's engine the shapes that its neighbor stages would send."""
     found = [_part_input(driver, inputs, part.start) for part in driver.parts]
 
     def sent_by(stage: int) -> tuple[Sizes, bool]:

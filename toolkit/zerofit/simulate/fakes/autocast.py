@@ -1,8 +1,8 @@
 """Apply CUDA's autocast to a simulated device: its list of ops, types and cache.
 
 torch's own autocast kernels cast only tensors on a CUDA device. The kernels here do the same for tensors on the
-simulated device. The list of ops comes from the installed torch (include/ATen/autocast_mode.h). The templates
-`WrapFunction_` there are the policies here; `cached_cast` of aten/src/ATen/autocast_mode.cpp is `CastCache`.
+simulated device. The list of ops comes from the installed torch (include/ATen/autocast_mode.h). A policy corresponds
+to a template `WrapFunction_` in this header, and `CastCache` to `cached_cast` in aten/src/ATen/autocast_mode.cpp.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class CastCache:
 
 
 def autocast_as_cuda(name: str, device: str) -> None:
-    """Make autocast on this type of device cast the same ops as CUDA's, for the rest of this process.
+    """Make autocast on this type of device cast the same ops as on CUDA, for the rest of this process.
 
     `name`: dispatch key of the device's autocast. The key is active for all ops, since fake tensors have the host's
     keys. (torch.clear_autocast_cache)

@@ -144,7 +144,7 @@ class SimulatedGpu(SimulatedHost):
         return tensor.device.type == NAME
 
     def is_fp16_supported(self) -> bool:
-        """Return True: every GPU of the catalogue supports fp16."""
+        """Return True: every GPU of the catalog supports fp16."""
         return True
 
     def empty_cache(self) -> None:

@@ -8,15 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.library import Library
 
 from zerofit.models.state_space import install_mamba_kernels
 from zerofit.simulate.fakes import patches
 from zerofit.simulate.fakes.autocast import autocast_as_cuda
 from zerofit.simulate.fakes.device import NAME
 from zerofit.simulate.fakes.experts import expert_rows, experts
-from zerofit.simulate.fakes.kernels import cuda_attention
+from zerofit.simulate.fakes.kernels import cuda_attention, fused_norms
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.ops.tracker import AllocationTracker
+
+_libraries: list[Library] = []  # their registrations end with them
 
 
 def tensor_constructor() -> None:
@@ -80,7 +83,8 @@ def constants() -> None:
 
 
 def gpu_ops() -> None:
-    """Load ops that only GPUs have, such as FusedLion's, on a machine without a GPU. (deepspeed.ops.op_builder.cpu)"""
+    """Load ops that only GPUs have, such as the op of FusedLion, on a machine without a GPU.
+    (deepspeed.ops.op_builder.cpu)"""
     from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.ops.op_builder.cpu.no_impl import NotImplementedBuilder
 
@@ -128,6 +132,11 @@ def attention() -> None:
     replace_in(sdpa, "can_use_efficient_attention", lambda params, debug=False: True)
 
 
+def norms() -> None:
+    """Use CUDA's fused RMSNorm. Fake tensors have the host's keys, and the host has none. (torch.rms_norm)"""
+    _libraries.append(fused_norms("Meta", "CPU"))
+
+
 def record_stream(meter: AllocationTracker) -> None:
     """Record that a stream uses a tensor's memory: torch has no streams for a custom device.
 
@@ -137,7 +146,7 @@ def record_stream(meter: AllocationTracker) -> None:
 
 
 def autocast() -> None:
-    """Let the simulated device's autocast cast the same ops as CUDA's: for a custom device torch lists no ops.
+    """Let autocast on the simulated device cast the same ops as on CUDA: for a custom device torch lists no ops.
 
     (torch.clear_autocast_cache)
     """
@@ -204,7 +213,7 @@ class HostSteps:
         return self._done.popleft() if self._done else None
 
 
-ON_EVERY_GPU = (gpu_ops, constants, backend_keys, attention, list_indices, sends_in_batches)
+ON_EVERY_GPU = (gpu_ops, constants, backend_keys, attention, norms, list_indices, sends_in_batches)
 OF_RUNS = (patches.small_values, patches.packed_samples, patches.no_padding, patches.data_setter, experts)
 OF_RUNS_ON_GPU = (state_space, tensor_constructor, autocast, expert_rows, superoffload)
 

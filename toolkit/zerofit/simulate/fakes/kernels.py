@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.library import Library
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -72,6 +73,7 @@ def as_on(device: str, sp: int = 1, packed: bool = False, padded: bool = False) 
         stack.enter_context(no_value_checks())
         stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attention))
         if device == "cuda":
+            stack.callback(fused_norms("Meta")._destroy)
             stack.enter_context(patch.object(functional, "dropout", _cuda_dropout))
             stack.enter_context(mamba_kernels())
         masking_utils = sys.modules.get("transformers.masking_utils")  # a CNN's trace must not import transformers
@@ -81,10 +83,36 @@ def as_on(device: str, sp: int = 1, packed: bool = False, padded: bool = False) 
         yield
 
 
+def fused_norms(*keys: str) -> Library:
+    """Give CUDA's fused RMSNorm to devices by their dispatch keys, until the returned library is destroyed.
+
+    Without a kernel torch computes the norm by other ops, which store float32 copies (layer_norm.cpp, rms_norm).
+    """
+    library = Library("aten", "IMPL")
+    assert library.m is not None
+    for key in keys:  # `library.impl` refuses a Meta kernel for an op that torch can decompose
+        library.m.impl("_fused_rms_norm", key, _fused_rms_norm, False)
+    return library
+
+
+def _fused_rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the normed input and each row's factor in float32 (cuda/layer_norm_kernel.cu, _fused_rms_norm_cuda)."""
+    last = tuple(range(-len(normalized_shape), 0))
+    lifted = input.to(torch.promote_types(input.dtype, torch.float32))
+    added = torch.finfo(lifted.dtype).eps if eps is None else eps
+    factor = torch.rsqrt(lifted.square().mean(last, keepdim=True) + added)
+    if input.is_meta:
+        return torch.empty_like(input, memory_format=torch.contiguous_format), factor
+    normed = lifted * factor
+    return (normed if weight is None else normed * weight).to(input.dtype), factor
+
+
 # Kernels of scaled_dot_product_attention, as torch chooses them (sdp_utils.cpp):
 #
 #   device   condition                                                       kernel
-#   cpu      dropout, a learnt mask, values of another width                 plain matmuls (all scores)
+#   cpu      dropout, a learned mask, values of another width                 plain matmuls (all scores)
 #   cpu      otherwise                                                       flash for the CPU
 #   cuda     one head of keys broadcast to several query heads               plain matmuls
 #   cuda     16 bits, no mask, heads up to FLASH_WIDTH, equal widths         flash
@@ -103,17 +131,17 @@ def _fused_attention(
     """Run the kernel that torch chooses on a device (ATen's sdp_utils.cpp).
 
     Fused kernels store no matrix of scores. If no fused kernel applies, torch computes the full matrix. On "cpu" no
-    fused kernel applies with dropout, with a learnt mask (Swin), or if values have another width than queries. On
+    fused kernel applies with dropout, with a learned mask (Swin), or if values are not as wide as queries. On
     "cuda" no fused kernel applies if query heads share the keys of a single head by broadcasting (Falcon). In old torch
     this is also true on "cpu".
 
-    On "cuda" the kernel is flash attention. In float32, with a mask, for values of another width (multi-head latent
-    attention) or heads wider than FLASH_WIDTH, it is the memory-efficient kernel. Keys and values are then repeated for
-    every query head.
+    On "cuda" the kernel is flash attention. It is the memory-efficient kernel in float32, with a mask, if values are
+    not as wide as queries (multi-head latent attention), or if heads are wider than FLASH_WIDTH. Keys and values are
+    then repeated for every query head.
     """
     narrow = query.shape[-1] == value.shape[-1]
-    learnt = attn_mask is not None and attn_mask.requires_grad
-    whole = dropout_p > 0.0 or learnt or query.dim() != 4 or not narrow or _too_few_keys(query, key, enable_gqa)
+    learned = attn_mask is not None and attn_mask.requires_grad
+    whole = dropout_p > 0.0 or learned or query.dim() != 4 or not narrow or _too_few_keys(query, key, enable_gqa)
     if device == "cpu" and whole:
         return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if device == "cpu":

@@ -262,7 +262,8 @@ def weight_files() -> None:
 def small_values() -> None:
     """Let fakes on the CPU keep the values of small tensors; torch keeps only the values of scalars.
 
-    Hiera sums the depths of its stages, and many models space rates evenly, so other values would give other models.
+    Hiera sums the depths of its stages, and many models space rates evenly, so different values would give
+    different models.
     (torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT, torch.linspace, torch.distributions)
     """
     original = torch.linspace

@@ -29,7 +29,7 @@ from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
-from zerofit.spec.units import shown_bytes
+from zerofit.spec.units import counted, shown_bytes
 
 UNSURE = 0.25  # relative uncertainty of extrapolated reserved bytes
 
@@ -150,7 +150,7 @@ def decided(
     cluster: Cluster,
     simulate_exactly: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
 ) -> list[SimulatedRank | Problem]:
-    """Simulate all layers of each rank whose extrapolation leaves open whether it fits; return all ranks."""
+    """Return the ranks; if extrapolated layers do not decide whether a rank fits, simulate all of its layers."""
     found = list(ranks)
     ranked = [(n, one) for n, one in enumerate(ranks) if isinstance(one, SimulatedRank)]
     doubtful = {n: one.target for n, one in ranked if _is_open(one, cluster)}
@@ -200,7 +200,7 @@ def _host(host: dict[str, int], cluster: Cluster) -> tuple[int, bool, str]:
         return 0, True, ""
     needed = (sum(host.values()) + HOST_PROCESS_BYTES) * cluster.gpus
     available = round(cluster.host_bytes * (1 - HOST_RESERVE))
-    ranks = "1 rank needs" if cluster.gpus == 1 else f"{cluster.gpus} ranks need"
+    ranks = f"{counted(cluster.gpus, 'rank')} need{'s' if cluster.gpus == 1 else ''}"
     sentence = (
         f"Host memory: {ranks} {shown_bytes(needed)} of a node's {shown_bytes(cluster.host_bytes)}, "
         f"including {shown_bytes(HOST_PROCESS_BYTES)} per process; {HOST_RESERVE:.0%} is reserved for the system."

@@ -20,6 +20,7 @@ _SHOWN = {
     PARAMETERS: "optimizer state and parameters in host memory",
     BUCKETS: f"buckets of {SMALL_BUCKET:,} elements",
 }
+HALVED = "--micro-batch"  # the beginning of a change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +31,28 @@ class Knob:
     fields: dict[str, Any]
     config: dict[str, Any] | str  # or the name of a bundled JSON
 
+    @property
+    def halves(self) -> bool:
+        """Whether the change is a smaller micro batch."""
+        return self.change.startswith(HALVED)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the change moves tensors to host memory."""
+        return "offload" in self.change or "host memory" in self.change
+
+    @property
+    def combines(self) -> bool:
+        """Whether further changes can be combined with this change, and the training stays the same."""
+        return "seq_len" not in self.fields and BUCKETS not in self.change
+
 
 def knobs(job: Job, written: dict[str, object], named: str | None = None) -> list[Knob]:
-    """Return changes to try for a job with the JSON `written`, roughly in the order of lost speed, least first.
+    """Return changes to try for a job with the JSON `written`, roughly from the least to the largest slowdown.
 
-    The changes keep the training's mathematics. Changes that DeepSpeed or zerofit refuses for this model are dropped
-    later, when they are resolved. `named`: the name of the run's bundled JSON, if it has one. Then other bundled JSONs
-    are tried, since a flag selects them.
+    The changes do not alter the mathematics of training. Changes that DeepSpeed or zerofit refuses for this model are
+    dropped later, when they are resolved. `named`: the name of the run's bundled JSON, if it has one. Then other
+    bundled JSONs are tried, since a flag selects them.
     """
     run, layout, zero = job.run, job.layout, job.ds_config.get("zero_optimization", {})
     found = _half_the_micro_batch(job, written)
@@ -93,7 +109,7 @@ def _half_the_micro_batch(job: Job, written: dict[str, Any]) -> list[Knob]:
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     config = {**written, **{key: "auto" for key in sizes if key in written}}
     fields = {"gradient_accumulation_steps": steps, "micro_batch": half}
-    text = f"--micro-batch {half} --gradient-accumulation-steps {steps}"
+    text = f"{HALVED} {half} --gradient-accumulation-steps {steps}"
     return [Knob(change=text, fields=fields, config=config)]
 
 

@@ -1,6 +1,5 @@
-"""Find how many layers reach DeepSpeed's limits for large models. With more layers all figures are linear.
-
-The exceptions are stage 3's sub-groups of parameters, which `sub_groups` computes for any number of layers.
+"""Find how many layers reach DeepSpeed's limits for large models. Beyond that number all memory grows linearly with
+the layers, except stage 3's sub-groups of parameters, which `sub_groups` computes for any number.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def _groups(target: SimulationTarget) -> dict[str, list[int]]:
 
 
 def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int) -> int:
-    """Return the largest number of layers at which the largest gradient bucket differs from the full model's.
+    """Return the largest number of layers whose largest gradient bucket differs from that of the full model.
 
     `one`, `two`: elements of each gradient in a model with one and with two layers. If both an encoder and a decoder
     have a second layer, the number is unknown. The result is then `count` - 1, where `count` is the full model's number

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from zerofit.features.checkpointing import Checkpointing
 from zerofit.models.inputs import Inputs
@@ -27,6 +27,7 @@ from zerofit.spec.overhead import RESERVED_MORE, RESERVED_MORE_RANKS
 from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import shown_bytes
 
+T = TypeVar("T")
 ALIKE = 0.02  # of a step's time, below the error of its forecast
 
 
@@ -148,8 +149,26 @@ class KnobResult:
         return cls(change=change, config=config, **figures)
 
 
+def first_that_fits(
+    chain: Sequence[T], best: KnobResult, simulate: Callable[[Sequence[T]], list[KnobResult | None]]
+) -> KnobResult:
+    """Return the result of the first change that fits, of changes that each contain the one before.
+
+    `best`: the result of the last change, which fits.
+    """
+    fewest, most = 0, len(chain) - 1
+    while fewest < most:
+        middle = (fewest + most) // 2
+        row = simulate([chain[middle]])[0]
+        if row and row.fits:
+            best, most = row, middle
+        else:
+            fewest = middle + 1
+    return best
+
+
 def in_order(rows: Sequence[KnobResult]) -> tuple[KnobResult, ...]:
-    """Return changes with the least memory first, each with its position by lost speed.
+    """Return changes with the least memory first, each with its rank by slowdown.
 
     Changes of equal or unknown speed stay in the given order. Changes of unknown speed come last.
     """
@@ -194,7 +213,7 @@ class Simulation:
     reserved_ahead_bytes: int  # the reserved peak if the host runs ahead: memory used by other streams is freed later
     overheads: tuple[Overhead, ...]  # device memory outside of reserved_bytes
     smi_bytes: int  # as nvidia-smi shows it
-    device: str  # its name in the catalogue
+    device: str  # its name in the catalog
     device_total_bytes: int
     host_bytes: dict[str, int]  # "pageable" and "pinned"
     host_kept_bytes: int  # of the pinned bytes, those that torch caches for the next request

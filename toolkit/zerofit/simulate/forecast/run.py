@@ -76,7 +76,7 @@ def heaviest_of(
     ranks: Sequence[SimulatedRank | Problem],
     simulate_more: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
 ) -> list[SimulatedRank | Problem]:
-    """Replace each rank by the rank with the highest peak in its data parallel group, if that rank can be simulated."""
+    """Replace each rank with the one of the highest peak in its data parallel group, if that rank can be simulated."""
     found = list(ranks)
     heavier = [
         (n, replace(one.target, rank=one.record.heavier_rank))
@@ -117,7 +117,7 @@ def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
     reaches with the full model (live parameters, buckets, groups of the optimizer). The largest sub-group of stage 3
     must be the same as in the full model, since a sub-group can end within a layer. The full model is simulated in
     three cases: layers differ in their parameters, the config has no plain number of layers, or ranks divide flat
-    groups (stages 1 and 2). A flat group gives each rank other parameters if the number of layers changes.
+    groups (stages 1 and 2). A flat group gives each rank different parameters if the number of layers changes.
     """
     total, before, layout = _layers(target), _leading(target), target.job.layout
     if layout.pp > 1 or differ_by_layer(target.job.run.partial, total):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,9 +55,39 @@ class ScriptKnob:
     edits: tuple[str, ...] = ()  # of the script (`zerofit.simulate.script.edits`)
     file: dict[str, Any] | None = None  # content of the change's file, if that is not a DeepSpeed JSON
 
+    def shards(self, original: ScriptCommand) -> bool:
+        """Return whether this changes where states live, or their size; two such changes exclude each other."""
+        of_states = {EIGHT_BITS, SHARDED, SHARDED_STATES} & {*self.edits}
+        return bool(self.config or self.command != original or of_states or {"fsdp", "optim"} & {*self.arguments})
+
+    def with_(self, other: ScriptKnob, original: ScriptCommand) -> ScriptKnob | None:
+        """Return both changes as one; None if they exclude each other or the other one adds nothing."""
+        if {*self.edits} & {*other.edits} or (self.shards(original) and other.shards(original)):
+            return None
+        command = self.command if other.command == original else other.command
+        arguments, config = {**self.arguments, **other.arguments}, self.config or other.config
+        if self.arguments == arguments and self.config == config and not other.edits and command == self.command:
+            return None
+        change = f"{self.change} and {other.change}"
+        if all(knob.command == original and not knob.edits for knob in (self, other)):
+            change = _as_arguments(command, {**arguments, **({"deepspeed": config} if config else {})})
+        merged = {"arguments": arguments, "config": config, "edits": (*self.edits, *other.edits)}
+        return ScriptKnob(change=change, command=command, file=self.file or other.file, **merged)
+
+    def halved(self) -> ScriptKnob | None:
+        """Return this change with half its micro batch; None if it has none, or an odd one."""
+        micro = self.arguments.get(_MICRO, 1)
+        if micro % 2:
+            return None
+        halves = {_MICRO: micro // 2, _ACCUMULATION: 2 * self.arguments[_ACCUMULATION]}
+        text = self.change
+        for name, value in halves.items():
+            text = re.sub(rf"({name}[ =]){self.arguments[name]}\b", rf"\g<1>{value}", text)
+        return replace(self, change=text, arguments={**self.arguments, **halves})
+
 
 def script_knobs(command: ScriptCommand, facts: ScriptFacts, target: ScriptTarget, folder: Path) -> list[ScriptKnob]:
-    """Return changes of arguments, files and the script's lines, roughly in the order of lost speed, least first.
+    """Return changes of arguments, files and the script's lines, roughly from the least to the largest slowdown.
 
     Files are written into `folder`.
     """
@@ -106,16 +137,21 @@ def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: 
         changes += [{**checkpointing, "deepspeed": name} for name in sharded[-1:] if checkpointing]
         changes += [{"deepspeed": name} for name in offloaded]
         changes += [{**checkpointing, "deepspeed": name} for name in offloaded[-1:] if checkpointing]
-    typed = any(word.partition("=")[0] in _ARGUMENTS for word in command.arguments)
     found = []
     for change in changes:
-        shown = {name: f"{value}.json" if name == "deepspeed" else value for name, value in change.items()}
-        words = [_typed(*pair) if typed else "{}={!r}".format(*pair) for pair in shown.items()]
-        text = " ".join(words) if typed else f"TrainingArguments({', '.join(words)})"
+        text = _as_arguments(command, change)
         arguments = {name: value for name, value in change.items() if name != "deepspeed"}
         config, file = change.get("deepspeed"), change.get("fsdp_config")
         found.append(ScriptKnob(change=text, command=command, arguments=arguments, config=config, file=file))
     return found
+
+
+def _as_arguments(command: ScriptCommand, change: Mapping[str, Any]) -> str:
+    """Return changed arguments of a Trainer as its user writes them: options, or Python."""
+    typed = any(word.partition("=")[0] in _ARGUMENTS for word in command.arguments)
+    shown = {name: f"{value}.json" if name == "deepspeed" else value for name, value in change.items()}
+    words = [_typed(*pair) if typed else "{}={!r}".format(*pair) for pair in shown.items()]
+    return " ".join(words) if typed else f"TrainingArguments({', '.join(words)})"
 
 
 def _takes_eight_bits(facts: ScriptFacts, on_gpu: bool) -> bool:

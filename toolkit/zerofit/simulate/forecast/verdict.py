@@ -93,7 +93,7 @@ def unseen_on_cpu(peak_bytes: int, largest_bytes: int, experts: bool) -> list[Ov
 
 
 def _buffers(device: Device, group: Communicator) -> Overhead:
-    """Return one communicator's buffers: rings and trees to two neighbours, and the direct connections in use."""
+    """Return one communicator's buffers: rings and trees to two neighbors, and the direct connections in use."""
     over_pcie = "PCIe" in device.link_name
     fewest, most = NCCL_PCIE_CHANNELS if over_pcie else NCCL_NVLINK_CHANNELS
     low = fewest * NCCL_CONNECTION_BYTES

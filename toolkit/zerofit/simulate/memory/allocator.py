@@ -23,7 +23,7 @@ class PhaseEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordStream:
-    """An event: a stream uses a storage that was allocated on another one (Tensor.record_stream)."""
+    """An event: a stream uses a storage that was allocated on another stream (Tensor.record_stream)."""
 
     storage: int
     stream: int

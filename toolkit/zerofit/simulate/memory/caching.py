@@ -2,10 +2,10 @@
 
 Follows c10/cuda/CUDACachingAllocator.cpp: the native backend with the names and rules of torch 2.2 and later, and the
 constants of 2.14.1. A segment is the result of one cudaMalloc. It is split into blocks that are linked to their
-neighbours. Free blocks are in the pool of their stream and size class. If another stream uses a block
+neighbors. Free blocks are in the pool of their stream and size class. If another stream uses a block
 (`record_stream`), its release waits until the work on that stream is known to be done. Of two free blocks of one size,
 the allocator uses the block at the lower address. The GPU driver chooses addresses. Here later segments have higher
-addresses. CUDA graphs' pools are not modelled.
+addresses. CUDA graphs' pools are not modeled.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Block:
         return rest
 
     def absorb_neighbours(self) -> None:
-        """Merge with free neighbours of the same segment, and remove them from their pool (try_merge_blocks)."""
+        """Merge with free neighbors of the same segment, and remove them from their pool (try_merge_blocks)."""
         before, after = self.prev, self.next
         if before is not None and before.free and before.mapped == self.mapped:
             self.pool.remove(before)
@@ -125,7 +125,7 @@ class Pool:
 #   4. otherwise return oversize blocks, then all unused segments, to the driver, and try 3 again;
 #   5. split the block if the rest is large enough to be useful, and return the rest to the pool.
 #
-#   segment  |  used  | free |     used     |    free    |     neighbours are linked; two free ones merge
+#   segment  |  used  | free |     used     |    free    |     neighbors are linked; two free ones merge
 #            `- one cudaMalloc; reserved bytes count it until no block of it is used and it is returned
 #
 # So fragmentation depends on the order of requests, and only a replay of all of them gives the reserved peak.
@@ -212,7 +212,7 @@ class CachingAllocator:
         self.synchronized(None, 1 + max((moment for moment, _ in self._waiting), default=0))
 
     def _free(self, block: Block) -> None:
-        """Return a block to its pool, merged with free neighbours (free_block)."""
+        """Return a block to its pool, merged with free neighbors (free_block)."""
         block.free = True
         block.absorb_neighbours()
         block.pool.add(block)
@@ -324,7 +324,7 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _find_space(self, pool: Pool, size: int) -> Block:
-        """Return the first free or unmapped neighbours with enough room (find_expandable_block), else a new segment."""
+        """Return the first free or unmapped neighbors with enough room (find_expandable_block), else a new segment."""
         for block in pool.unmapped:
             first = block.prev if block.prev is not None and block.prev.free else block
             room, at = 0, first

@@ -62,7 +62,7 @@ class Ledger:
         self._going_over: tuple[int, int, int] | None = None  # next event, storage to be freed, peak before
 
     def allocated(self, storage: Storage, instead: int | None = None) -> int:
-        """Record an allocation; return its index. The memory of the storage `instead` is reused if it is freed next."""
+        """Record an allocation; return its index. If the storage `instead` is freed next, its memory is reused."""
         before = self.peak[storage.place]
         self.storages.append(storage)
         self._change(len(self.storages) - 1, storage.bytes)

@@ -75,7 +75,7 @@ def _grouped(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *more: Any, **_: object) -> int:
-    """Count forward's FLOPs for each gradient. torch 2.11 multiplies those of the weight's gradient by `groups`."""
+    """Count forward's FLOPs for each gradient. For the weight's gradient, torch 2.11 multiplies them by `groups`."""
     transposed, wanted = more[4], more[7]
     return conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed) * sum(wanted[:2])
 
@@ -193,7 +193,7 @@ def _is_pointwise(op: str) -> bool:
 
 
 def _casts(op: str, args: OpArguments, out: OpOutput) -> int:
-    """Count the bytes of operands whose type differs from the one that a pointwise op computes in.
+    """Count the bytes of operands that a pointwise op has to convert to the type in which it computes.
 
     A CPU kernel gets copies in that type (ATen/TensorIterator.cpp, compute_types). A GPU kernel casts while it reads. A
     tensor that the op changes in place counts, too.

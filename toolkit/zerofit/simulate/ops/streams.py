@@ -1,9 +1,9 @@
 """Simulate a device's streams and events: each stream's memory, and the work that the host has waited for.
 
 The host runs ahead of the device. It waits for a stream by `synchronize()`, for a value (`item()`) or for a copy
-without `non_blocking`. The stream's work is then complete. So is the work of other streams that this stream has waited
-for. Before the host waits, `query()` returns False. If `query()` is called again without new work, the host is in a
-waiting loop, so `query()` waits and returns True.
+without `non_blocking`. The work of this stream is then complete, and so is the work of streams that it has waited for.
+Before the host waits, `query()` returns False. If `query()` is called again without new work, the host is in a waiting
+loop, so `query()` waits and returns True.
 """
 
 from __future__ import annotations

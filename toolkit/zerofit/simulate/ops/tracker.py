@@ -154,7 +154,7 @@ class AllocationTracker(TorchDispatchMode):
         """Record the effects of a C++ op of DeepSpeed, which runs in place."""
 
     def in_own_code(self) -> bool:
-        """Return whether the user's own code, not a library's or zerofit's, is running inside a module's forward."""
+        """Return whether a module's forward is running the user's own code, not code of a library or of zerofit."""
         code, _ = _caller()
         return bool(self._running) and code is not None and is_own(code.co_filename)
 
@@ -299,7 +299,8 @@ class AllocationTracker(TorchDispatchMode):
             self.ledger.freed(index)
 
     def _call_site(self) -> CallSite:
-        """Return the running module and the innermost line outside of torch; in backward, those of the forward op."""
+        """Return the running module and the innermost line outside of torch; in backward, the module and line of the
+        forward op."""
         # In backward no Python frame shows which layer runs. Autograd numbers each op of the forward, and the node
         # of its backward has the next number: so the place that was noted in forward is looked up by number.
         node = torch._C._current_autograd_node()

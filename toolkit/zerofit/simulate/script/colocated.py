@@ -119,7 +119,7 @@ class ColocatedEngine:
         if memory.sequences < 1:
             too_long = _TOO_LONG.format(memory.settings.max_model_len, memory.longest)
             raise ValueError(_NO_ROOM if memory.cache_bytes <= 0 else too_long)
-        self._meter.note(f"vLLM: memory by the rule of vLLM {VERSION}; its time is not forecast")
+        self._meter.note(f"vLLM: memory as vLLM {VERSION} computes it; generation time is not forecast")
         free = memory.device.memory_bytes - self._meter.live()
         if memory.requested > free:
             share = memory.settings.gpu_memory_utilization
@@ -163,7 +163,7 @@ class ColocatedEngine:
         begin(self._log, SYNC)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop cached prompts. TRL calls this after each synchronisation."""
+        """Drop cached prompts. TRL calls this after each synchronization."""
         if not self._sleeps:  # otherwise the weights stay awake until `wake_up` of the cache begins a phase
             end(self._log)
         return True

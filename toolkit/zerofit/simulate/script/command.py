@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.units import counted
 
 # options of the interpreter that are followed by a value
 _PYTHON_VALUES = ("-W", "-X", "--check-hash-based-pycs")
@@ -96,8 +97,11 @@ def _starting_line(words: Sequence[str]) -> str:
 def started_inside(words: Sequence[str]) -> ScriptCommand | None:
     """Return the launcher command inside a program's words, as llamafactory-cli and axolotl start it.
 
-    None if the command starts no ranks, e.g. a launcher with options only (--help).
+    An installed program that runs on one GPU can start Python with a file of its package instead, as swift does. None
+    if the command starts no ranks, e.g. a launcher with options only (--help).
     """
+    if _is_of_package(words):
+        return read_command(words)
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
     program = os.path.basename(words[0]) if words else ""
     if program not in ("torchrun", "deepspeed", "accelerate") and module not in _AS_MODULE:
@@ -108,12 +112,20 @@ def started_inside(words: Sequence[str]) -> ScriptCommand | None:
     return None if found.launcher == "python" else found
 
 
+def _is_of_package(words: Sequence[str]) -> bool:
+    """Return whether an installed program starts Python with a file of a package."""
+    if sys.argv[0].endswith(".py") or len(words) < 2 or not os.path.basename(words[0]).startswith("python"):
+        return False
+    return words[1].endswith(".py") and (Path(words[1]).parent / "__init__.py").is_file()
+
+
 def rank_problems(command: ScriptCommand, gpus: int, nodes: int) -> list[Problem]:
     """Return a problem if the command starts another number of ranks than the given devices."""
     if command.gpus is not None and (command.gpus, command.nodes or 1) != (gpus, nodes):
         asked = f"--gpus is {gpus}" + (f" on --nodes {nodes}" if nodes > 1 else "")
         on = f" on {command.nodes} nodes" if (command.nodes or 1) > 1 else ""
-        message, where = f"the command starts {command.ranks} ranks{on}, but {asked}", "--gpus"
+        ranks = counted(command.gpus * (command.nodes or 1), "rank")
+        message, where = f"the command starts {ranks}{on}, but {asked}", "--gpus"
     elif command.gpus is None and command.nodes is not None and command.nodes != nodes:
         message, where = f"the command starts ranks on {command.nodes} nodes, but --nodes is {nodes}", "--nodes"
     else:

@@ -78,7 +78,7 @@ def object_lists(meter: ScriptTracker, target: ScriptTarget) -> None:
 
     def broadcast_object_list(object_list: list[Any], src: int | None = None, *_: object, **__: object) -> None:
         if src not in (None, target.rank) and None in object_list:
-            meter.unknown_objects = f"rank {target.rank} gets objects of rank {src} at {own_line()}"
+            meter.unknown_objects = f"rank {target.rank} receives objects from rank {src} at {own_line()}"
 
     _replace("broadcast_object_list", broadcast_object_list)
     _replace("gather_object", gather_object)
@@ -213,8 +213,8 @@ def flat_sharding() -> None:
     """Let FSDP 1 use the GPU that scripts see, given by its number or as the current GPU.
 
     `torch.device(0)` has the name of the C++ accelerator, which differs from the name that scripts see. FSDP moves
-    buffers by assigning their `data`. This cannot turn a real buffer into a fake one, so the module gets new buffers.
-    (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py, _get_compute_device,
+    buffers by assigning their `data`. An assignment cannot turn a real buffer into a fake buffer, so the module gets
+    new buffers. (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py, _get_compute_device,
     _move_module_to_device)
     """
     from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils

@@ -68,7 +68,8 @@ def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 
 def _optimizers(make: Callable[..., object], names: tuple[str, ...] = ("Adam", "AdamW")) -> None:
-    """Construct another optimizer in place of torch's: `make(original, parameters, ...)`. (torch.optim.AdamW)"""
+    """Construct another optimizer instead of the one from torch: `make(original, parameters, ...)`.
+    (torch.optim.AdamW)"""
     for name in names:
         original = getattr(torch.optim, name)
 

@@ -31,6 +31,7 @@ _FEW = 100  # items of a list that are searched
 _SIMULATE = str(Path(__file__).resolve().parents[1]) + os.sep
 _FAKES = str(Path(torch.__file__).parent / "_subclasses")
 _NAMES = re.compile(r"simgpu|privateuse|fake ?tensor|fake_tensor|\bmeta (device|tensor)|device \"?meta", re.IGNORECASE)
+_TYPES = re.compile(r"\bsimgpu(\w+)Type\b")  # as autograd writes the type of a tensor
 _SIGNATURE = re.compile(r"^(\w+)[\w.<>]*\(\) (got|takes|missing)")  # of Python's TypeError: the function's name
 RETRY = "run the command without zerofit to see whether it ends the same way"
 
@@ -56,7 +57,7 @@ def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) ->
         hint = "kernels called outside of torch's ops have no shape rule: turn this one off in the script, if possible"
         return Problem(kind="not-simulated", message=message, hint=hint, where=where)
     if meter.unknown_objects and isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error):
-        message = f"{meter.unknown_objects}, which the simulation of one rank does not know"
+        message = f"{meter.unknown_objects}, but only one rank is simulated"
         hint = "simulate the rank that sends them (--rank), or let each rank make its own"
         return Problem(kind="not-simulated", message=message, hint=hint, where=where)
     if not _involves_stand_ins(error) or _is_plain_bug(error, meter):
@@ -75,7 +76,7 @@ def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseExcept
     """Return a message about what cannot be simulated, and a hint."""
     op, module = meter.last
     inside = f"module {module}" if module else "code outside of the model"
-    first = first_lines(error)
+    first = _TYPES.sub(r"torch.cuda.\1Tensor", first_lines(error)) or _raising_line(error)
     hint = "train it for a step instead, or rewrite it without reading the value (torch.where, masks)"
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return f"{op} in {inside}: its output's shape depends on values that only a GPU computes", hint
@@ -90,6 +91,12 @@ def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseExcept
         return f"zerofit cannot simulate this: {place} raised {raised}: {first}", hint
     hint = "it may be the script's own error: the simulation checks shapes and types as the real machine does"
     return f"{target.command.script} fails at {place}: {type(error).__name__}: {first}", hint
+
+
+def _raising_line(error: BaseException) -> str:
+    """Return the line that raised an error without a message, e.g. an `assert`."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.line} ({shown_path(last.filename)}:{last.lineno})"
 
 
 def _missing_from_hub(error: BaseException) -> str:
@@ -138,7 +145,7 @@ def _involves_stand_ins(error: BaseException) -> bool:
 
 def _is_of_zerofit(error: BaseException) -> bool:
     """Return whether the simulation's code raised the error, or the message names the simulation's code or device."""
-    last, text = (_entries(error) or [None])[-1], str(error)
+    last, text = (_entries(error) or [None])[-1], _TYPES.sub("", str(error))
     called = _SIGNATURE.match(text) if isinstance(error, TypeError) else None
     file = last.tb_frame.f_code.co_filename if last else ""
     return (
@@ -183,7 +190,7 @@ def _is_stand_in(value: object) -> bool:
 def _is_plain_bug(error: BaseException, meter: ScriptTracker) -> bool:
     """Return whether the script's own line uses a missing name, key or attribute, before any value was assumed."""
     frames = traceback.extract_tb(error.__traceback__)
-    made_up = any("taken as" in note for note in meter.notes)
+    made_up = any("assumed to be" in note for note in meter.notes)
     plain = isinstance(error, (NameError, LookupError, AttributeError)) and is_own(frames[-1].filename)
     return plain and not made_up and not _is_of_zerofit(error)
 

@@ -22,6 +22,7 @@ from zerofit.simulate.ops.tracker import is_own, own_line
 from zerofit.simulate.record import ScriptFault
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.simulate.script.values import known_value
+from zerofit.train.probe import are_experts
 
 
 class FaultLog:
@@ -110,7 +111,7 @@ class FaultLog:
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 self.widths.add(module.num_embeddings)
-            if any(_are_experts(name, child) for name, child in module.named_children()):
+            if any(are_experts(name, child) for name, child in module.named_children()):
                 self._watch_experts(module)
 
     def _watch_experts(self, module: nn.Module) -> None:
@@ -147,13 +148,8 @@ class FaultLog:
         self._step = step
 
 
-def _are_experts(name: str, child: nn.Module) -> bool:
-    """Return whether a module's child is a list of experts with weights of their own."""
-    return "expert" in name.lower() and isinstance(child, nn.ModuleList) and len(child) > 1
-
-
 class Lives:
-    """The lifetime of each storage: the numbers of the ledger's events at its begin and end."""
+    """The lifetime of each storage: the indices of the ledger's events at which it begins and ends."""
 
     def __init__(self, meter: ScriptTracker):
         self.storages, self.end = meter.ledger.storages, len(meter.ledger.events)

@@ -319,7 +319,7 @@ FAULTS = (
     Fault(
         code="fp32-logits",
         problem="a float32 copy of the logits, {bytes}, lives until the backward pass",
-        mend="cast inside the call of the loss, or compute the loss in chunks (Liger, --loss-chunk)",
+        mend="cast the logits inside the loss call, or compute the loss in chunks (Liger, --loss-chunk)",
         find=_wide_logits,
     ),
     Fault(

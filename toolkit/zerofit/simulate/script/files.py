@@ -6,6 +6,8 @@ import builtins
 import errno
 import functools
 import io
+import multiprocessing
+import multiprocessing.context
 import os
 import shutil
 import sqlite3
@@ -15,6 +17,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+
+import multiprocess  # of dill's authors, which datasets uses
 
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
@@ -237,6 +241,22 @@ class _Entries:
 def _database(files: ScratchFiles) -> Callable[[Any], Any]:
     """Return the place of a database, which can also be in memory or a URI."""
     return lambda path: path if str(path).startswith((":", "file:")) else files.to_write(path)
+
+
+def processes() -> None:
+    """Fork the processes that a library would spawn, e.g. datasets for `save_to_disk`: they inherit the redirection.
+
+    (BaseContext.get_context of multiprocessing and multiprocess)
+    """
+    for package in (multiprocessing, multiprocess):
+        original = package.context.BaseContext.get_context
+
+        def get_context(self: Any, method: str | None = None, original: Callable[..., Any] = original) -> Any:
+            return original(self, method and "fork")
+
+        replace_in(package.context.BaseContext, "get_context", get_context)
+        # Python 3.14 starts a server of processes by default; set_start_method would keep the script from calling it
+        package.context._default_context._default_context = original(package.context._default_context, "fork")
 
 
 def scratch_files(meter: ScriptTracker) -> ScratchFiles:

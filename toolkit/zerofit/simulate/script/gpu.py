@@ -1,7 +1,7 @@
 """Simulate a GPU for scripts: Python sees cuda:N, and torch's C++ code sees the simulated device.
 
 Without a GPU, a fake tensor on a CUDA device crashes in autograd (torch/csrc/autograd/engine.cpp,
-hasPrimaryContext). So C++ gets the device of `simulate.fakes.device`. Devices that Python reads or names are
+hasPrimaryContext). C++ code then gets the device of `simulate.fakes.device`. Devices that Python reads or names are
 translated.
 """
 
@@ -67,7 +67,7 @@ def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Show the rank's CUDA device to Python, and translate it to the simulated device.
 
     Before torch 2.14 `fake_device` is an entry in each tensor's dictionary, not a property. The context of the
-    device does not exist, so making a fake must not initialise it.
+    device does not exist, so making a fake must not initialize it.
     (torch.Tensor.device, is_cuda, get_device, _make_wrapper_subclass; FakeTensor.device, fake_device, init_gpu_context)
     """
     replace_in(fake_tensor, "init_gpu_context", lambda of: None)
@@ -159,7 +159,7 @@ def generators(meter: ScriptTracker, target: ScriptTarget) -> None:
     original = torch.Generator
 
     class HostGenerator(original):
-        """A generator of the host for any device."""
+        """A CPU generator, whatever the requested device."""
 
         def __new__(cls, device: object = "cpu") -> object:
             return original.__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]

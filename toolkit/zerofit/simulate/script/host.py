@@ -49,8 +49,23 @@ def parameters(meter: ScriptTracker) -> None:
     replace_in(nn.Parameter, "__new__", staticmethod(new))
 
 
+def parameter_types() -> None:
+    """Let `type(parameter)(tensor, requires_grad=...)` create a parameter, as diffusers' `from_pretrained` does.
+
+    The type of a fake parameter is FakeTensor, whose constructor needs a mode. (FakeTensor.__new__)
+    """
+    original = FakeTensor.__new__
+
+    def new(cls: Any, first: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(first, Tensor) and "fake_mode" not in kwargs:
+            return nn.Parameter(first, *args, **kwargs)
+        return original(cls, first, *args, **kwargs)
+
+    replace_in(FakeTensor, "__new__", staticmethod(new))
+
+
 def parameter_data(meter: ScriptTracker) -> None:
-    """Let `parameter.data = t` change the device to t's; a real t becomes fake first. (torch.Tensor.data)"""
+    """Let `parameter.data = t` also change the parameter's device; a real t becomes fake first. (torch.Tensor.data)"""
     data: Any = torch._C.TensorBase.data  # its descriptor
 
     def set_data(self: FakeTensor, value: Tensor) -> None:
@@ -90,6 +105,7 @@ def tensor_values(meter: ScriptTracker) -> None:
 
     def to_numpy(self: Any, *, force: bool = False) -> Any:
         known = meter.read(self)
+        known = meter.counted(self) if known is None else known
         if known is not None:
             return known.numpy(force=force)
         meter.note("the script reads values of a tensor on the device; they are zeros here", here=True)
@@ -227,7 +243,7 @@ def compiling(meter: ScriptTracker) -> None:
 
 
 def autocast_types(meter: ScriptTracker) -> None:
-    """Record the type that autocast uses in training, which is the precision for users. (torch.autocast.__enter__)"""
+    """Record the type that autocast uses in training, to report it as the precision. (torch.autocast.__enter__)"""
     original = torch.autocast.__enter__
 
     def enter(self: Any) -> object:
@@ -273,7 +289,7 @@ def higher_order_ops(meter: ScriptTracker) -> None:
     def cond(pred: Any, true_fn: Callable[..., object], false_fn: Callable[..., object], operands: Any = ()) -> object:
         known = known_value(pred)
         if known is None:
-            meter.note("torch.cond of an unknown value: taken as True", here=True)
+            meter.note("torch.cond of an unknown value: assumed to be True", here=True)
         if torch.is_grad_enabled():
             meter.note("torch.cond: keeps the activations of its branch", bound=True)
         return (true_fn if known is None or known else false_fn)(*operands)

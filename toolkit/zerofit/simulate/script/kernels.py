@@ -84,7 +84,7 @@ def sparse_gradients(meter: ScriptTracker) -> None:
     def dense(original: Any, place: int) -> Any:
         def embed(*args: Any, **kwargs: Any) -> Any:
             if args[place : place + 1] == (True,):
-                meter.note("sparse gradients: taken as dense ones", bound=True, here=True)
+                meter.note("sparse gradients: assumed to be dense", bound=True, here=True)
                 args = (*args[:place], False, *args[place + 1 :])
             return original(*args, **kwargs)
 

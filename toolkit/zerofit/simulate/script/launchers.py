@@ -6,13 +6,17 @@ import argparse
 import os
 import shlex
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import torch
+import torch.multiprocessing
+
 from zerofit.simulate.fakes.patches import replace_in
-from zerofit.simulate.script.command import ScriptCommand, started_inside
+from zerofit.simulate.script.command import ScriptCommand, rank_problems, started_inside
 from zerofit.simulate.script.errors import NotSimulated
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.errors import UserError
@@ -50,6 +54,19 @@ def launchers_inside() -> None:
     replace_in(subprocess.Popen, "__init__", init)
     for name in ("execv", "execve"):
         replace_in(os, name, replaced(getattr(os, name)))
+
+
+def spawned_ranks(target: ScriptTarget) -> None:
+    """Run one rank in this process instead of the processes that a script spawns. (torch.multiprocessing.spawn)"""
+
+    def spawn(fn: Callable[..., object], args: Sequence[object] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+        started = replace(target.command, gpus=nprocs, nodes=target.nodes)
+        for problem in rank_problems(started, target.gpus, target.nodes):
+            raise NotSimulated(problem)
+        fn(target.rank % target.gpus, *args)
+
+    for name in ("spawn", "start_processes"):
+        replace_in(torch.multiprocessing, name, spawn)
 
 
 def _raise_if_launched(args: object, variables: Mapping[str, str] | None = None) -> None:

@@ -117,7 +117,7 @@ def flash_attention(meter: ScriptTracker) -> None:
 
 
 def _dtype(asked: Any, config: Any) -> torch.dtype:
-    """Return the type of the weights; "auto" is the configuration's."""
+    """Return the type of the weights; "auto" is the type in the configuration."""
     if asked == "auto":
         asked = config.dtype or torch.float32
     return getattr(torch, asked.removeprefix("torch.")) if isinstance(asked, str) else asked
@@ -129,7 +129,7 @@ def quantizer_of(config: Any, asked: Any, device_map: Any) -> Any:
     said = chosen if isinstance(chosen, dict) else vars(chosen)
     if not (said.get("load_in_4bit") or said.get("_load_in_4bit")):
         method = said.get("quant_method", type(chosen).__name__)
-        hint = "simulate with unquantized weights; of bitsandbytes, load_in_4bit can be simulated"
+        hint = "use unquantized weights, or bitsandbytes' load_in_4bit"
         raise not_simulated(f"weights quantized by {getattr(method, 'value', method)}", hint)
     if is_deepspeed_zero3_enabled():
         raise not_simulated("4-bit weights under ZeRO-3", "use ZeRO-2: the weights are small and are not trained")

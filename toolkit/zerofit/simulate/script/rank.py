@@ -45,9 +45,9 @@ from zerofit.simulate.script.facts import BatchShapes, script_facts
 from zerofit.simulate.script.failures import failure, no_training
 from zerofit.simulate.script.fault_log import FaultLog
 from zerofit.simulate.script.faults import LOST_GRADIENTS, find_faults
-from zerofit.simulate.script.files import scratch_files
+from zerofit.simulate.script.files import processes, scratch_files
 from zerofit.simulate.script.generation import generation
-from zerofit.simulate.script.launchers import LaunchedInside, environment, launchers_inside
+from zerofit.simulate.script.launchers import LaunchedInside, environment, launchers_inside, spawned_ranks
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.progress import watch_progress
@@ -154,6 +154,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     host.equality()
     host.higher_order_ops(meter)
     host.addresses()
+    host.parameter_types()
     host.nested_lengths()
     host.loaders()
     distributed.process_groups(target)
@@ -169,9 +170,11 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     pretrained.pretrained(meter)
     pretrained.flash_attention(meter)
     launchers_inside()
+    spawned_ranks(target)
     writes.saving(meter)
     writes.tracking()
     files = scratch_files(meter)
+    processes()
     saved.saved_by_torch(meter, files)
     saved.saved_by_safetensors(meter, files)
     saved.saved_models()

@@ -191,6 +191,7 @@ class ScriptTracker(ValueTracker):
         self.ops_on_fakes += 1
         if func is _VALUE_OF:
             known = self.read(args[0])
+            known = self.counted(args[0]) if known is None else known
             if known is None:
                 return self._stand_in(func, args)
             with unset_fake_temporarily():

@@ -45,6 +45,7 @@ _BOUNDED = (
     "aten::unique_consecutive",
     "torchvision::nms",  # its largest output: all boxes
 )
+_COUNTS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
 _FILLED = ("c10d::_allgather_base_", "c10d::alltoall_base_")  # output and input are two tensors
 _UNDEFINED = ("aten::empty", "aten::new_empty")
 
@@ -78,13 +79,27 @@ class ValueTracker(IssuingTracker):
     def read(self, tensor: Tensor, *, shapes: bool = False) -> Any:
         """Return a tensor's value, or None if it is unknown. `shapes`: the shape of an op's output depends on it.
 
-        Outside of modules, values that Python reads are measures such as an accuracy. They are no routing.
+        Values that Python reads outside of modules are measures such as an accuracy, and do not route tokens.
         """
         if is_assumed(tensor) and not self.routed and (shapes or self._running):
             self.routed = True
-            share = "all tokens choose the same experts" if self.crowded else "all experts get equally many tokens"
+            share = (
+                "all tokens choose the same experts" if self.crowded else "all experts get the same number of tokens"
+            )
             self.note(f"tokens choose experts by values on the device: {share}", here=True)
         return known_value(tensor)
+
+    def counted(self, tensor: Tensor) -> Tensor | None:
+        """Return the count of a mask of unknown values in a module: it is all True, as it would be as an index.
+
+        Return None for any other tensor, and outside of modules, where a count is a measure such as an accuracy.
+        """
+        number = vars(tensor).get("_elements")
+        if number is None or not self._running:
+            return None
+        self.note("a mask of unknown values is counted: assumed to be all True", bound=True, here=True)
+        with on_host():
+            return torch.full(tensor.shape, number, dtype=tensor.dtype)
 
     def _stand_in(self, func: OpOverload, args: OpArguments) -> object:
         """Return a harmless value instead of a value that only a GPU could compute.
@@ -94,7 +109,7 @@ class ValueTracker(IssuingTracker):
         value = func(*args)
         code = self._call_site()[1]
         if code is not None and is_own(code.co_filename):
-            self.note(f"the value of a tensor on the device: taken as {value}", here=True)
+            self.note(f"the value of a tensor on the device: assumed to be {value}", here=True)
         return value
 
     def _numbers(self, index: object) -> Sequence[object]:
@@ -108,7 +123,7 @@ class ValueTracker(IssuingTracker):
         with on_host():
             if known is None:
                 if not self.all_true:
-                    self.note("a mask of unknown values as an index: taken as all True", bound=True, here=True)
+                    self.note("a mask of unknown values as an index: assumed to be all True", bound=True, here=True)
                 known = torch.ones(index.shape, dtype=torch.bool)
             found = known.nonzero()
             columns = [found[:, d].contiguous() for d in range(index.dim())]
@@ -134,7 +149,8 @@ class ValueTracker(IssuingTracker):
                 or max(t.numel() for t in leaves) > HOLDS_NOTHING_BYTES
             ):
                 raise error
-            self.note(f"{func._overloadpacket} of unknown values: taken as its largest output", bound=True, here=True)
+            text = f"{func._overloadpacket} of unknown values: assumed to return its largest output"
+            self.note(text, bound=True, here=True)
             args, kwargs = tree_map(largest, (args, kwargs))
         real = self._computed(func, func._overloadpacket._qualified_op_name, args, kwargs)
         where = next((t.device for t in leaves if isinstance(t, FakeTensor)), torch.device("cpu"))
@@ -163,6 +179,9 @@ class ValueTracker(IssuingTracker):
                 filled = torch.zeros(args[0].shape, dtype=args[0].dtype)
                 replicate(name, (filled, known_value(args[1]), *args[2:]), self.reduction == dist.ReduceOp.SUM)
             keep(args[0], filled, assumed=is_assumed(args[1]))
+            return
+        if func in _COUNTS and args[0].dtype == torch.bool and known_value(args[0]) is None:
+            vars(outs[0])["_elements"] = args[0].numel() // max(1, outs[0].numel())
             return
         if self._keep_choices(func, args, outs) or (len(outs) == 1 and self._keep_decided(func, args, outs[0])):
             return
@@ -197,7 +216,7 @@ class ValueTracker(IssuingTracker):
             return func(*known, **named)
 
     def _keep_choices(self, func: OpOverload, args: OpArguments, outs: list[FakeTensor]) -> bool:
-        """Keep the experts that a router is assumed to choose; return False for an op that is no router's."""
+        """Keep the experts that a router is assumed to choose; return False unless the op is a router's."""
         several = func is _TOP_K  # top-1 also finds predictions, outside of modules or in metrics
         routes = several or (func in _TOP_1 and bool(self._running) and torch.is_grad_enabled())
         if not routes or self._phase not in STEPS or known_value(args[0]) is not None:  # generation chooses tokens

@@ -49,7 +49,8 @@ def keep(fake: FakeTensor, value: Tensor, *, assumed: bool = False) -> None:
 
 def forget(fake: FakeTensor) -> None:
     """Delete the stored value of a fake tensor."""
-    vars(fake).pop("_known", None)  # pyright: ignore[reportAttributeAccessIssue]
+    for name in ("_known", "_elements"):
+        vars(fake).pop(name, None)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_assumed(leaf: object) -> bool:

@@ -1,6 +1,6 @@
 """Simulate a trainer whose vLLM is a server on other GPUs, as TRL uses it with `vllm_mode="server"`.
 
-The server's memory is no part of the simulation. On the trainer's GPUs, rank 0 copies the weights into buffers that it
+The server's memory is not simulated. On the trainer's GPUs, rank 0 copies the weights into buffers that it
 sends, so it needs more memory than the other ranks.
 """
 
@@ -54,7 +54,7 @@ class ServerClient:
 
     def __init__(self, meter: ScriptTracker, log: PhaseLog, config: PreTrainedConfig):
         self._log, self._token = log, plain_token(config)
-        meter.note("vLLM's server has other GPUs: zerofit plan MODEL --serve forecasts their memory")
+        meter.note("vLLM's server runs on its own GPUs: zerofit plan MODEL --serve forecasts their memory")
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the only part of the server's configuration that TRL reads."""

@@ -54,7 +54,7 @@ class SilentWriter:
 
 
 def saving(meter: ScriptTracker, savers: Mapping[str, tuple[str, ...]] = SAVERS) -> None:
-    """Push nothing, and save nothing where ranks save together. (the functions of SAVERS and OF_PACKAGES)"""
+    """Push nothing, and skip saves that need all ranks. (the functions of SAVERS and OF_PACKAGES)"""
     for module, names in savers.items():
         if savers is OF_PACKAGES and module not in sys.modules:
             continue

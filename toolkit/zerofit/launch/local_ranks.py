@@ -1,0 +1,81 @@
+"""The launcher of this machine's ranks. It imports neither torch nor DeepSpeed, so ranks start seconds earlier.
+
+DeepSpeed's launcher (deepspeed/launcher/launch.py) would also overwrite CUDA_VISIBLE_DEVICES with the first GPUs, so
+that a run would use other GPUs than those that the user chose.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from types import FrameType
+
+import psutil
+
+from zerofit.launch.parent_death import end_with_parent
+
+POLL_S = 0.1
+KILL_S = 30.0  # time for ranks to save and exit after SIGTERM, as under DeepSpeed's launcher
+
+
+def main() -> int:
+    """Start a program once per rank: `python -m zerofit.launch.local_ranks PID RANKS PORT [--module] PROGRAM ARGS...`.
+
+    Ends with process PID. Returns 0 when all ranks have ended with 0. When one fails, ends the others and returns its
+    exit code. Ignores SIGUSR1, a scheduler's stop request to all processes: the ranks handle it and save.
+    """
+    end_with_parent(int(sys.argv[1]))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    ranks, port, program = int(sys.argv[2]), sys.argv[3], sys.argv[4:]
+    command = [sys.executable, "-u", *(["-m", *program[1:]] if program[0] == "--module" else program)]
+    running: list[subprocess.Popen[bytes]] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        _end(running)
+        sys.exit(1)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    for rank in range(ranks):
+        running.append(subprocess.Popen(command, env=_environment(rank, ranks, port)))
+    while running:
+        time.sleep(POLL_S)
+        failed = next((process for process in running if process.poll()), None)
+        if failed:
+            # `app.training.result` reads this line of the log
+            print(f"process {failed.pid} exits with return code = {failed.returncode}", file=sys.stderr)
+            _end(running)
+            return failed.returncode if failed.returncode > 0 else 128 - failed.returncode
+        running = [process for process in running if process.poll() is None]
+    return 0
+
+
+def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
+    """Return a rank's environment, with the variables that torch.distributed and DeepSpeed read."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_SIZE": ranks}
+    place |= {"CROSS_RANK": 0, "CROSS_SIZE": 1}  # host and number of hosts, for DeepSpeed's checkpoint writer
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {**os.environ, **address, **{name: str(value) for name, value in place.items()}}
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End processes and all their children: SIGTERM first, SIGKILL for those that remain after KILL_S."""
+    found: list[psutil.Process] = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            rank = psutil.Process(process.pid)
+            found += [*rank.children(recursive=True), rank]
+    for process in found:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    for process in psutil.wait_procs(found, timeout=KILL_S)[1]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

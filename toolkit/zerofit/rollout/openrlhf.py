@@ -1,0 +1,98 @@
+"""The phases of a step of OpenRLHF with --train.colocate_all: actor, reference and vLLM are processes of each GPU.
+
+Files are those of August 2026, below openrlhf/. The order is that of trainer/ppo_trainer.py: vLLM has its weights from
+one sync to the end of the next generation, and its cache in the generation (trainer/ppo_utils/samples_generator.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from zerofit.plan.timeline import timeline
+from zerofit.plan.zero3_gather import gathered_to_score
+from zerofit.rollout.phases import ENGINE, GENERATE, SAVE, SYNC, TRAIN, Phase
+from zerofit.rollout.processes import OLD, PROCESS, REFERENCE, ProcessMemory
+
+STATES, FROZEN = "actor states", "reference"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRlhfMemory(ProcessMemory):
+    """The memory of a step of OpenRLHF on one GPU."""
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases in order."""
+        states = {} if STATES in self.resident else {STATES: self._states}
+        held = self.memory.static_bytes + self.memory.breakdown.get("workspaces", 0)
+        weights = {f"{ENGINE} weights": self.engine_weights}
+        # of one parameter, which CUDA IPC shares (trainer/ray/ppo_actor.py, _handle_cuda_ipc)
+        sent = {"copied parameter": self._largest}
+        sent |= {"gathered parameter": self._largest} if self.layout.zero_stage == 3 else {}
+        found: dict[str, Mapping[str, int]] = {GENERATE: self._awake(), OLD: self._asleep | self._scoring}
+        if self._reference:
+            found[REFERENCE] = self._asleep | self._scoring
+        found[TRAIN] = states | self._asleep | {"training step": self.memory.peak_bytes - held}
+        found[SYNC] = {**self._asleep, **weights, **sent}
+        found[SAVE] = {**self._asleep, **weights}
+        return tuple(self._phase(name, parts) for name, parts in found.items())
+
+    @cached_property
+    def resident(self) -> dict[str, int]:
+        """Bytes that stay on the GPU in all phases: weights in 16 bits, the reference, and what does not sleep.
+
+        --ds.enable_sleep offloads all states but the 16-bit weights (utils/deepspeed/deepspeed_utils.py).
+        """
+        kinds = {
+            "actor weights": self._weights,
+            STATES: 0 if self.settings.optimizer_offload else self._states,
+            FROZEN: self._frozen if self._reference and not self.settings.reference_offload else 0,
+            "workspaces": self.memory.breakdown.get("workspaces", 0),
+            # the reference's process has a context, too
+            PROCESS: self.process_bytes + (self.context_bytes if self._reference else 0),
+        }
+        return {kind: size for kind, size in kinds.items() if size}
+
+    @property
+    def carried_bytes(self) -> int:
+        """Bytes of the actor's states that a step moves to the host and back."""
+        return 2 * self._states if self.settings.optimizer_offload else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of one rank: offloaded states, and the page-locked weights of vLLM asleep (sleep level 1)."""
+        found = self.memory.host_bytes + (self._states if self.settings.optimizer_offload else 0)
+        found += self._frozen if self._reference and self.settings.reference_offload else 0
+        return found + (self.engine_weights if self.settings.vllm_enable_sleep_mode else 0)
+
+    @property
+    def _weights(self) -> int:
+        """The actor's weights in 16 bits, which only stage 3 divides."""
+        share = self.layout.zero_ranks if self.layout.zero_stage == 3 else 1
+        return round(self.layout.element_bytes * self.profile.parameters / share)
+
+    @property
+    def _frozen(self) -> int:
+        """The reference's weights: stage 3 if the actor has it, else stage 0 (deepspeed.py, get_ds_eval_config)."""
+        return self._weights
+
+    @property
+    def _states(self) -> int:
+        """Master weights, moments and buffers of gradients."""
+        return max(0, self.memory.static_bytes - self._weights)
+
+    @cached_property
+    def _scoring(self) -> dict[str, int]:
+        """The peak of a forward without gradients: in a block, or later in the head."""
+        samples, costs = self.scored, self.profile.costs_of(self._key)
+        inputs = 2 * costs[0].output_bytes.at(samples)
+        blocks = [cost for layer, cost in zip(self.profile.layers, costs, strict=True) if layer.count > 1]
+        layers = [inputs + cost.forward_peak_bytes.at(samples) for cost in blocks]
+        logits = inputs + costs[-1].forward_peak_bytes.at(samples)
+        found = {"logits" if logits > max(layers, default=0) else "activations": round(max((logits, *layers)))}
+        if self.layout.zero_stage == 3:
+            line = timeline(self.profile, self._key)
+            found["gathered parameters"] = gathered_to_score(line, self.layout, copies=False)
+        return found

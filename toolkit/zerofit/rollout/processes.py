@@ -1,0 +1,53 @@
+"""The memory of a GPU that the processes of a trainer and of vLLM share: verl and OpenRLHF."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zerofit.rollout.phases import ENGINE, Phase, RolloutMemory
+
+OLD, REFERENCE = "old log-probs", "reference log-probs"
+PROCESS, FRAGMENTATION = "process", "fragmentation"  # neither is allocated by torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessMemory(RolloutMemory):
+    """The memory of a step on one GPU, on which vLLM runs in a process of its own."""
+
+    process_bytes: int  # context and communicators of the trainer's process
+    host_room: float  # bytes of host memory for each rank
+
+    @property
+    @abstractmethod
+    def carried_bytes(self) -> int:
+        """Bytes of the actor that a step moves to the host and back."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether all phases fit the GPU and the host, and the engine holds a sequence of the full length."""
+        return super().fits and self.host_bytes <= self.host_room
+
+    @property
+    def scored(self) -> int:
+        """Samples of a forward that computes log-probs."""
+        return self.settings.log_prob_micro_batch_size_per_gpu or self.layout.micro_batch
+
+    @property
+    def engine_weights(self) -> int:
+        """Bytes of vLLM's weights."""
+        assert self.engine
+        return self.engine.weights
+
+    def _phase(self, name: str, parts: Mapping[str, int]) -> Phase:
+        """Return a phase with its share of the trainer's fragmentation.
+
+        Before vLLM wakes, both trainers return free blocks to the GPU: verl/utils/memory_utils.py,
+        aggressive_empty_cache; openrlhf/trainer/ray/ppo_actor.py.
+        """
+        kinds = {**self.resident, **parts}
+        own = sum(size for kind, size in kinds.items() if not kind.startswith(ENGINE) and kind != PROCESS)
+        share = max(0.0, self.fit.margin_bytes - self.process_bytes) / self.memory.peak_bytes
+        found = {**kinds, FRAGMENTATION: round(share * own)}
+        return Phase(name=name, parts={kind: size for kind, size in found.items() if size})

@@ -1,0 +1,140 @@
+"""The phases of a step of verl, whose FSDP2 workers share each GPU with a vLLM process (hybrid engine).
+
+Files are those of verl 0.9, below verl/. The order is that of trainer/ppo/ray_trainer.py, `fit`: vLLM sleeps before the
+log-probs, and wakes after the checkpoint, first its weights, then its cache (workers/engine_workers.py,
+`update_weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zerofit.plan.fsdp2 import block_moments, block_persistent, block_step
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.timeline import NOTHING, Point, StageTimeline, add, timeline
+from zerofit.rollout.phases import ENGINE, GENERATE, SAVE, SYNC, TRAIN, Phase
+from zerofit.rollout.processes import OLD, PROCESS, REFERENCE, ProcessMemory
+
+BUCKET_BYTES = 2**31  # update_weights_bucket_megabytes (trainer/config/rollout/rollout.yaml)
+WEIGHTS, MOMENTS = "actor weights", "actor moments"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerlMemory(ProcessMemory):
+    """The memory of a step of verl on one GPU."""
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases in order."""
+        found: dict[str, Mapping[str, int]] = {GENERATE: self._awake()}
+        inputs = self.profile.costs_of(self._key)[0].output_bytes
+        inputs = 2 * inputs.fixed, 2 * inputs.per_sample
+        found[OLD] = self._weights | self._asleep | scoring(self._line, self.layout, inputs, self.scored)
+        if self._reference:
+            host = replace(self.layout, offload_optimizer="cpu", offload_param="cpu")
+            found[REFERENCE] = self._asleep | scoring(self._line, host, inputs, self.scored)
+        found[TRAIN] = self._weights | self._moments | self._asleep | {"training step": self._step}
+        found[SAVE] = self._weights | self._asleep
+        found[SYNC] = {**self._asleep, f"{ENGINE} weights": self.engine_weights, **self._sent_bucket}
+        return tuple(self._phase(name, parts) for name, parts in found.items())
+
+    @cached_property
+    def resident(self) -> dict[str, int]:
+        """Bytes that stay on the GPU in all phases: what the actor does not offload, and the process."""
+        kept = {} if self._offloads("param_offload") else self._weights
+        kept = kept | ({} if self._offloads("optimizer_offload") else self._moments)
+        kinds = {**kept, "workspaces": self.memory.breakdown.get("workspaces", 0), PROCESS: self.process_bytes}
+        return {kind: size for kind, size in kinds.items() if size}
+
+    @property
+    def carried_bytes(self) -> int:
+        """Bytes of the actor that a step moves to the host and back: weights twice, moments once."""
+        weights = 2 * sum(self._weights.values()) if self._offloads("param_offload") else 0
+        moments = sum(self._moments.values()) if self._offloads("optimizer_offload") else 0
+        return 2 * (weights + moments)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of one rank: what is offloaded, the reference, and the weights of vLLM asleep beside adapters.
+
+        The reference always has FSDP's offload policy, in float32 as the actor (`forward_only`). Copies to the host
+        are page-locked (utils/fsdp_utils.py, offload_fsdp2_model_to_cpu).
+        """
+        host = replace(self.layout, offload_optimizer="cpu", offload_param="cpu")
+        parts = block_persistent(self._line, host).host
+        found = self.memory.host_bytes if self.layout.offload_param != "none" else 0
+        if self._offloads("param_offload"):
+            found += parts["parameters"]
+        if self._offloads("optimizer_offload"):
+            found += self._moments.get(MOMENTS, 0)
+        found += parts["parameters"] if self._reference else 0
+        sleeps = self.settings.vllm_enable_sleep_mode and self._adapts
+        return found + (self.engine_weights if sleeps else 0)
+
+    def _offloads(self, name: str) -> bool:
+        """Return whether the actor offloads between its phases. FSDP's offload policy replaces both settings."""
+        return bool(getattr(self.settings, name)) and self.layout.offload_param == "none"
+
+    @cached_property
+    def _line(self) -> StageTimeline:
+        return timeline(self.profile, self._key)
+
+    @cached_property
+    def _weights(self) -> dict[str, int]:
+        """The actor's shard. With adapters, verl keeps the frozen weights in float32, too (`_build_module`)."""
+        kept = block_persistent(self._line, self.layout).device
+        if self.layout.offload_param != "none":
+            return {}
+        wider = self.layout.weight_bytes - self.layout.element_bytes
+        frozen = sum(parameter.numel for parameter in self._line.frozen)
+        return {WEIGHTS: kept["parameters"] + wider * frozen // self.layout.shard_ranks}
+
+    @cached_property
+    def _moments(self) -> dict[str, int]:
+        kept = block_persistent(self._line, self.layout).device
+        return {MOMENTS: kept["optimizer state"]} if "optimizer state" in kept else {}
+
+    @property
+    def _step(self) -> int:
+        """The training beside weights and moments: forward and backward, or AdamW, which is not fused.
+
+        torch's `foreach` AdamW takes the square root of all second moments at once (torch/optim/adamw.py).
+        """
+        passes = self.memory.peak_bytes - self.memory.static_bytes - self.memory.breakdown.get("workspaces", 0)
+        gradients = next(block_step(self._line, self.layout)).gradients
+        return max(passes, 2 * gradients)
+
+    @property
+    def _sent_bucket(self) -> dict[str, int]:
+        """The bucket that both processes share, and the gathered parameter (`get_per_tensor_param`).
+
+        Before 0.9 and with adapters, an offloaded actor returns to the GPU for it.
+        """
+        layout, bucket = self.layout, {"weight bucket": BUCKET_BYTES}
+        if self._adapts:
+            return bucket | self._weights
+        gathered = {"gathered parameter": layout.weight_bytes * self._largest // layout.element_bytes}
+        return bucket | gathered | (self._weights if self.settings.is_early else {})
+
+
+def scoring(line: StageTimeline, layout: PlannedLayout, inputs: Point, samples: int) -> dict[str, int]:
+    """Return the peak of a forward without gradients of `samples`: activations or logits, and gathered parameters.
+
+    `inputs`: bytes that the model keeps beside a layer's activations: the embeddings and the layer's input.
+    """
+    forward = []
+    for layer, before, points in line.forward:
+        base = inputs if layer else NOTHING
+        unsaved = add(base, (-before[0], -before[1]))
+        forward.append((layer, base, tuple(add(point, unsaved) for point in points)))
+    head = forward[-1][0]
+    alone = replace(line, forward=tuple(forward))
+    moments = [
+        (live.activations[0] + live.activations[1] * samples, live.gathered, live.layer == head)
+        for live in block_moments(alone, replace(layout, accumulation=1))[0]
+    ]
+    activations, gathered, in_head = max(moments, key=lambda moment: moment[0] + moment[1])
+    found = {"logits" if in_head else "activations": round(activations), "gathered parameters": gathered}
+    return {kind: size for kind, size in found.items() if size}

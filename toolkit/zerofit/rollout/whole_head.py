@@ -1,0 +1,81 @@
+"""The memory of a head that computes the log-probs of all tokens at once, or by verl's fused kernels.
+
+verl's rules are those of verl/workers/engine/fsdp/transformer_impl.py (`prepare_model_outputs`) and
+verl/utils/experimental/torch_functional.py (FusedLinearForPPO). OpenRLHF's are those of openrlhf/models/actor.py
+(`forward`) and openrlhf/trainer/ray/ppo_actor.py (`training_step`). Both use flash-attn's cross-entropy
+(flash_attn/ops/triton/cross_entropy.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from zerofit.rollout.fused_head import with_head
+from zerofit.spec.profile import BackwardMoment, LayerCost, Linear, Profile
+
+CHUNK_TOKENS = 512
+# bytes of each logit in a chunk: float32 logits, probabilities and their product; in the backward logits,
+# probabilities, one-hot labels, their difference or the gradient, and its sum with 0
+CHUNK_FORWARD, CHUNK_BACKWARD = 12, 20
+
+
+class LogitBytes(NamedTuple):
+    """Bytes of each logit that are alive at once."""
+
+    forward: int
+    saved: int  # until the backward
+    backward: int  # of the cross-entropy
+    product: int  # in the backward of the head's product
+
+
+# In 16 bits. The gradient overwrites the logits that are divided by the temperature; its division allocates others.
+VERL = LogitBytes(forward=4, saved=2, backward=4, product=2)
+EARLY_VERL = LogitBytes(forward=2, saved=2, backward=4, product=2)  # before 0.9, which divides in place
+# In float32, from logits in 16 bits. The model's output keeps them in the backward, beside gradients in both types.
+OPENRLHF = LogitBytes(forward=6, saved=4, backward=10, product=6)
+
+
+def with_whole_head(profile: Profile, each: LogitBytes | None, element_bytes: int) -> Profile:
+    """Return a profile with log-probs of all tokens instead of a loss.
+
+    `each`: bytes of each logit; None: verl's use_fused_kernels with the backend "torch".
+    """
+    head, hidden, length = profile.layers[-1], profile.hidden_size or 0, profile.seq_len or 0
+    owner = next((layer for layer in profile.layers if layer.name == head.tied_to), head)
+    weight = max((*owner.matrices, *owner.frozen), default=0)
+    logits = length * weight // max(1, hidden)
+    if not logits:
+        return profile
+    row, vocabulary = element_bytes * length * hidden, weight // hidden
+    tile = CHUNK_TOKENS * vocabulary
+
+    def changed(cost: LayerCost) -> LayerCost:
+        other = max(0, cost.saved_bytes.per_sample - 4 * logits)  # without the loss's float32 logits
+        end = cost.backward[0].end if cost.backward else Linear()
+        if each is None:
+            saved = Linear(fixed=cost.saved_bytes.fixed, per_sample=other + row)
+            forward = Linear(fixed=CHUNK_FORWARD * tile, per_sample=saved.per_sample)
+            lines = (forward,)
+            moments = [Linear(fixed=CHUNK_BACKWARD * tile + 2 * end.fixed, per_sample=other + 2 * row)]
+        else:
+            saved = Linear(fixed=cost.saved_bytes.fixed, per_sample=other + each.saved * logits)
+            made = Linear(per_sample=other + element_bytes * logits)  # by the model; then the log-probs
+            forward = Linear(per_sample=other + each.forward * logits)
+            lines = (made, forward)
+            product = Linear(fixed=end.fixed, per_sample=other + each.product * logits + end.per_sample)
+            moments = [Linear(per_sample=other + each.backward * logits), product]
+        first = cost.backward[0] if cost.backward else BackwardMoment(live=())
+        peak = max(moments, key=lambda line: line.at(1))
+        return replace(
+            cost,
+            saved_bytes=saved,
+            forward_peak_bytes=forward,
+            forward=lines,
+            backward_peak_bytes=peak,
+            backward=(replace(first, live=tuple(moments)), *cost.backward[1:]),
+            output_bytes=Linear(per_sample=4 * length),
+            largest_bytes=Linear(per_sample=each.saved * logits) if each else Linear(fixed=4 * tile),
+        )
+
+    return with_head(profile, changed, lambda costs: costs, scored_first=True)
