@@ -20,7 +20,7 @@ NARROW = 64  # elements of a head up to which kernels are slower
 # have one common rate; separate rates change a step by 2 %.
 @dataclass(frozen=True, kw_only=True)
 class AttentionRate:
-    """The rate of a kernel by its shape, for the FLOPs that it really computes."""
+    """How an attention kernel's rate depends on its shape. FLOPs that a causal mask skips do not count."""
 
     share: float  # of the peak, forward and backward together, for many long sequences and heads of 128
     half: float = 500.0  # keys at which a causal mask halves the rate
@@ -30,7 +30,7 @@ class AttentionRate:
     how: str
 
     def slower(self, kernel: Kernel, micro_batch: int) -> float:
-        """Return the factor by which a kernel's shape slows it; 1 for a kernel without a shape."""
+        """Return the factor by which a kernel's shape slows the kernel. It is 1 if the kernel's shape is unknown."""
         if not kernel.shape:
             return 1.0
         heads, queries, keys, width = (max(1.0, size.at(micro_batch)) for size in kernel.shape)

@@ -23,7 +23,7 @@ NORM_ELEMENTS = 250_000_000  # zero/stage3.py, _constant_buffered_norm2
 
 
 class LiveMemory(NamedTuple):
-    """Bytes at one moment: activations as a point (fixed, per sample), and other bytes by kind."""
+    """Bytes in use at one moment, by kind. Activations have a fixed part and a part per sample."""
 
     activations: Point
     gradients: int = 0
@@ -44,7 +44,7 @@ def backward_moments(line: StageTimeline, layout: PlannedLayout, device: str, gr
 
     Persistent memory is not included.
 
-    `graded`: elements with gradients of earlier micro batches, which wait for the last micro batch (stages 0 and 1).
+    `graded`: number of elements that already have gradients from earlier micro batches (stages 0 and 1).
     """
     # the result does not depend on these values
     return _highest(line, replace(layout, micro_batch=1, accumulation=min(layout.accumulation, 2)), device, graded)
@@ -59,7 +59,7 @@ def _highest(line: StageTimeline, layout: PlannedLayout, device: str, graded: in
 
 
 def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> Iterator[LiveMemory]:
-    """Yield the moments of a backward in order; `graded` as for `backward_moments`."""
+    """Yield the moments of a backward in order. `backward_moments` explains `graded`."""
     if device == "cpu":  # host and device memory are the same
         layout = replace(layout, offload_param="none")
     if layout.zero_stage == 2 or (layout.zero_stage == 1 and layout.overlap and layout.pp == 1):
@@ -70,7 +70,7 @@ def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: in
 
 
 def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Return the moments that are the peak for some size of the micro batch; of equal moments only the first.
+    """Return the moments that are the peak for some size of the micro batch. Equal moments count once.
 
     `line` returns a moment's bytes per sample and its fixed bytes.
     """
@@ -94,9 +94,9 @@ def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> lis
 # The replays walk through the events of the timeline (a layer's live activations, then a complete gradient) and yield
 # the live memory after each event.
 def _accumulated(line: StageTimeline, layout: PlannedLayout, graded: int) -> Iterator[LiveMemory]:
-    """Replay stages 0 and 1: full gradients wait for the last micro batch.
+    """Replay stages 0 and 1, which keep full gradients until the last micro batch.
 
-    Stage 1's first hook allocates its bucket.
+    At stage 1 the first gradient hook allocates the bucket.
     """
     element = layout.element_bytes
     whole = element * line.parameters
@@ -202,7 +202,7 @@ class _Bucketed:
         self.bucket = []
 
     def _pass(self, layers: Sequence[Sequence[Parameter]]) -> None:
-        """Handle the gradients of skipped layers; they fill buckets like the gradients of replayed layers."""
+        """Count the gradients of layers that the replay skips. They fill buckets, too."""
         filled, waiting = self.filled, [*self.bucket]
         for parameter in chain.from_iterable(reversed(layers)):
             if filled + parameter.numel > self.limit:
@@ -213,7 +213,7 @@ class _Bucketed:
         self.passed = waiting if layers else self.passed
 
     def _keep(self, parameters: Iterable[Parameter]) -> None:
-        """Keep all gradients of the ranks whose partitions these parameters overlap."""
+        """Allocate all gradients that a rank keeps, as soon as one of these parameters overlaps its partition."""
         reached = (self.element * self.kept_of.get(parameter, 0) for parameter in parameters)
         self.kept_bytes = max(self.kept_bytes, max(reached, default=0))
 
@@ -307,7 +307,7 @@ class _Scattered:
         self.parts.clear()
 
     def _passing(self) -> Iterator[int]:
-        """Yield the bytes as each part is offloaded: a float64 copy for its norm (:1964), and earlier copies."""
+        """Yield the temporary bytes while each part is offloaded. The norm needs a float64 copy (:1964)."""
         kept = 0
         for numel in self.parts:
             part = -(-numel // self.ranks)

@@ -34,23 +34,23 @@ class RankGroup:
 
 
 def group_of(size: int, stride: int, gpus: int) -> RankGroup:
-    """Return a group of ranks that are `stride` apart, on nodes of `gpus` ranks."""
+    """Return a group of `size` ranks, `stride` apart. Each node has `gpus` ranks."""
     return RankGroup(size, max(1, min(size, gpus // stride)))
 
 
 def sent_bytes(op: str, size_bytes: float, ranks: int) -> float:
-    """Return the bytes that one rank sends; `size_bytes` is the full tensor, after gathering or before scattering."""
+    """Return the bytes that one rank sends. `size_bytes`: size of the full (gathered or not yet scattered) tensor."""
     return size_bytes * _SENT[op](ranks)
 
 
 def collective_s(
     op: str, size_bytes: float, calls: float, group: RankGroup, rates: Rates, *, at_once: bool = False
 ) -> float:
-    """Return the seconds for `size_bytes` in `calls` calls, with rings inside each node and rings across nodes.
+    """Return the seconds to move `size_bytes` in `calls` calls. Rings run inside each node and across nodes.
 
-    `at_once`: calls are issued together, and ranks wait for each other once. Measured times are of calls between
-    kernels. Chunks move through node and network at the same time, so the slower one counts. Between nodes each rank
-    has its own share of the network: a node's ranks send different parts of the tensor to other nodes.
+    `at_once`: the calls are issued together, so the ranks wait for each other once. Otherwise kernels run between the
+    calls, as in measurements. Chunks move through node and network at the same time, so the slower one counts. Between
+    nodes each rank has its own share of the network: a node's ranks send different parts of the tensor to other nodes.
     """
     if group.size == 1:
         return 0.0
@@ -71,7 +71,7 @@ def collective_s(
 
 
 def call_s(op: str, group: RankGroup, rates: Rates) -> float:
-    """Return the latency of one call: of a tree for an all-reduce, of a ring for other collectives.
+    """Return the latency of one call. An all-reduce uses a tree, other collectives use a ring.
 
     A ring passes through all ranks of every node.
     """

@@ -16,7 +16,7 @@ SAME_MOMENT_S = 1e-12  # tolerance for sums in another order
 class Piece(NamedTuple):
     """A span before it is placed in the step.
 
-    Its times begin with its forward or backward, as if no other work slowed it.
+    Its times count from the start of its forward or backward, and assume that no other work slows it.
     """
 
     stream: Stream
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 # Real time is therefore piecewise linear in the time of the lay-out. This is the same model as `flow_s`
 # in closed form.
 class Clock:
-    """Real times of pieces that were laid out without contention.
+    """Converts times without contention to real times.
 
     While links and compute are both busy, both are slower. During a pause, only the piece that causes it runs.
     """
@@ -57,7 +57,7 @@ class Clock:
         self._edges += [(start_s, 1, 1), (end_s, 1, -1)]
 
     def pause(self, at_s: float, piece: Piece) -> None:
-        """Make everything wait for a piece; call in order of time."""
+        """Make all other work wait for a piece. Calls must be in order of time."""
         self._pauses.append((at_s, piece))
 
     def placed(self, pieces: Iterable[Piece]) -> list[Piece]:
@@ -81,7 +81,7 @@ class Clock:
         return found
 
     def _paused(self, at_s: float, side: int) -> float:
-        """Return the seconds of pauses before a moment. `side` 1 includes a pause at that moment."""
+        """Return the seconds of pauses before a moment. With `side` 1, a pause at that moment is included."""
         return sum(piece.end_s for at, piece in self._pauses if at < at_s + side * SAME_MOMENT_S)
 
     def _points(self) -> Iterator[tuple[float, float]]:

@@ -30,20 +30,20 @@ class Degrees(NamedTuple):
 
     @property
     def product(self) -> int:
-        """Ranks that work on the same samples."""
+        """The number of ranks that work on the same samples."""
         return self.tp * self.pp * self.sp
 
     @property
     def combined(self) -> bool:
-        """Whether more than one of tp, pp and sp is above 1."""
+        """Whether at least two of tp, pp and sp are above 1."""
         return sum(degree > 1 for degree in self[:3]) > 1
 
     def setting(self, precision: str, checkpointing: Checkpointing) -> str:
-        """Return the key of their setting in `Profile.costs`."""
+        """Return the key of these degrees in `Profile.costs`."""
         return setting(precision, checkpointing, self.tp, self.sp, self.ep)
 
     def beside_plain(self) -> tuple[Degrees, ...]:
-        """Return the degrees for which a profile is traced: the plain model, and these degrees within a stage."""
+        """Return the degrees to trace for a profile: no parallelism, and these degrees without the pipeline."""
         return tuple(dict.fromkeys((Degrees(), self._replace(pp=1))))
 
     def alone(self) -> Iterator[Degrees]:
@@ -55,7 +55,7 @@ class Degrees(NamedTuple):
 def settings_of(
     heads: tuple[int | None, int | None], model_type: str | None, most: int, experts: int | None = None
 ) -> list[Degrees]:
-    """Return the degrees up to `most` that are worth tracing for a model with these heads and experts."""
+    """Return the degrees, at most `most`, that a model with these heads and experts supports."""
     powers = [2**n for n in range(1, most.bit_length()) if 2**n <= most]
     found = [degrees for n in powers for degrees in (Degrees(tp=n), Degrees(sp=n))]
     spread = [Degrees(ep=n) for n in powers if model_type in EXPERT_TYPES and (experts or 1) % n == 0]
@@ -71,7 +71,7 @@ def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_typ
 
 
 def _undivided(degrees: Degrees, heads: tuple[int | None, int | None]) -> tuple[bool, bool]:
-    """Return whether tensor ranks, and then sequence ranks, cannot divide the attention and key-value heads.
+    """Return whether the ranks cannot divide the attention heads, and whether they cannot divide the key-value heads.
 
     Ulysses repeats key-value heads if there are fewer than sequence ranks
     (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
@@ -84,7 +84,7 @@ def _undivided(degrees: Degrees, heads: tuple[int | None, int | None]) -> tuple[
 
 
 def types_of(degrees: Degrees, beside: bool) -> tuple[str, ...]:
-    """Return the model types that tensor or sequence parallelism supports. `beside`: combined with another degree."""
+    """Return the supported model types. `beside`: whether the degree is combined with another degree."""
     if degrees.tp > 1:
         return TENSOR_PLAN_TYPES if beside else TENSOR_PARALLEL_TYPES
     return SEQUENCE_PARALLEL_TYPES
@@ -157,7 +157,7 @@ def _stages_problem(degrees: Degrees, profile: Profile, schedule: PipelineSchedu
 
 
 def _pipeline_problem(pp: int, profile: Profile, each: int = 1) -> Problem | None:
-    """Check pipeline stages that have `each` parts of the layers."""
+    """Check that the model has enough layers. Each stage gets `each` parts of the layers."""
     layers = sum(layer.count for layer in profile.layers if layer.matrices or layer.vectors)
     if not profile.pipelines:
         message = f"--pipeline {pp} needs a model that can be cut into stages, but {profile.model} cannot"
@@ -172,7 +172,7 @@ def _pipeline_problem(pp: int, profile: Profile, each: int = 1) -> Problem | Non
 
 
 def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
-    """Check one degree of the layout's degrees `whole`. Sequence ranks divide the heads of each tensor rank."""
+    """Check one of a layout's degrees. `whole`: all its degrees. Sequence ranks divide a tensor rank's heads."""
     name, degree = _named(degrees)
     types = types_of(degrees, whole.combined)
     kind = "tensor-parallel" if degrees.tp > 1 else "sequence-parallel"
@@ -201,7 +201,7 @@ def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: 
 
 
 def _model_takes(degrees: Degrees, degree: int, profile: Profile) -> bool:
-    """Return whether the model supports another degree of the same kind."""
+    """Return whether the model supports the size `degree` for the kind of parallelism in `degrees`."""
     if degrees.pp > 1:
         return _pipeline_problem(degree, profile) is None
     other = Degrees(tp=degree) if degrees.tp > 1 else Degrees(sp=degree)
@@ -209,9 +209,10 @@ def _model_takes(degrees: Degrees, degree: int, profile: Profile) -> bool:
 
 
 def _taken(degrees: Degrees, profile: Profile, sharers: int = 1) -> list[int]:
-    """Return degrees of this kind that the model supports: divisors of its heads and, for `sp`, of its tokens.
+    """Return the sizes that the model supports for the kind of parallelism in `degrees`.
 
-    `sharers`: tensor ranks that divide the heads.
+    A tensor parallel degree must divide the heads. A sequence parallel degree must also divide the tokens.
+    `sharers`: number of tensor ranks that divide the heads first.
     """
     heads = profile.attention_heads, profile.kv_heads
     found = divisors(max(1, (profile.attention_heads or 1) // sharers))

@@ -22,10 +22,10 @@ _ENDING = "<B1 | B1 B1> "
 
 @lru_cache(maxsize=1024)
 def order(stages: int, stage: int, micro_batches: int) -> tuple[str, ...]:
-    """Return the actions of a stage in a step as words.
+    """Return the actions of a stage in a step, in order, as strings.
 
     "F0" is the forward of the next micro batch through its first part, "B1" the backward through its second part.
-    "<F0" queues receiving the input of F0, "F0>" sending its output. EXCHANGE sends and receives all that is queued.
+    "<F0" queues the receive of F0's input. "F0>" queues the send of F0's output. EXCHANGE runs all that is queued.
     """
     after, last = stages - 1 - stage, stage == stages - 1
     turning = "<F0 " + _TURNING * (stage + 1)
@@ -119,7 +119,7 @@ class _Rank:
         self._parts, self._sent = parts_of_stage(stage, stages, "dualpipev"), 0
 
     def work(self) -> bool:
-        """Run up to the next exchange with another stage; return whether there is one."""
+        """Run up to the next exchange with another stage. Return False if the step has no further exchange."""
         for word in self._words:
             number = self._counts[word]
             self._counts[word] += 1
@@ -132,7 +132,7 @@ class _Rank:
         return False
 
     def arrive(self, posted: defaultdict[Message, list[float]]) -> None:
-        """Announce the messages that this stage waits to exchange."""
+        """Add this stage's messages of the exchange to `posted`."""
         for message in self.queued:
             posted[message].append(self.now_s)
 

@@ -9,9 +9,9 @@ from zerofit.plan.layout import PlannedLayout
 
 
 class EngineWork(NamedTuple):
-    """The engine's passes over the elements of parameters, and the kernels that it launches one by one.
+    """The engine's own memory traffic per parameter element, and the kernels that it launches one by one.
 
-    Bytes are the bytes that kernels read and write per element. `tests/plan/engine_ops.py` counts them by running the
+    Traffic is in bytes that kernels read and write per element. `tests/plan/engine_ops.py` counts them by running the
     engine on fake tensors.
     """
 

@@ -44,7 +44,7 @@ class Fit:
 
     @property
     def exceeded(self) -> str | None:
-        """Which memory is too small: "device", "host" or "nvme"; None if everything fits."""
+        """The memory that is too small: "device", "host" or "nvme"; None if everything fits."""
         if self.device_bytes > self.device_available_bytes:
             return "device"
         if self.host_bytes > self.host_available_bytes:
@@ -62,7 +62,7 @@ class Fit:
 
     @property
     def lacking_bytes(self) -> float:
-        """The missing bytes of the memory that is too small; 0 if everything fits."""
+        """Bytes that are missing in the memory that is too small; 0 if everything fits."""
         lacks = {
             "device": self.device_bytes - self.device_available_bytes,
             "host": self.host_bytes - self.host_available_bytes,
@@ -72,7 +72,7 @@ class Fit:
 
     @property
     def utilization(self) -> float:
-        """Needed bytes of the scarcest memory, as a share of its available bytes."""
+        """The needed share of the available bytes, in the memory where this share is largest."""
         pairs = [(self.device_bytes, self.device_available_bytes), (self.host_bytes, self.host_available_bytes)]
         if self.nvme_bytes:
             pairs.append((self.nvme_bytes, self.nvme_available_bytes))
@@ -109,10 +109,10 @@ def margin_bytes(
 ) -> float:
     """Return the bytes that a GPU needs besides the allocated peak: fragmentation, context and communicators.
 
-    `large_bytes`: bytes of the largest activation, gradient, bucket and temporary. A freed block that a small tensor
-    has moved into cannot be reused, so one extra block of each kind is counted. In a model of few layers these blocks
-    exceed the usual share of fragmentation. The last segments of small blocks are counted, too. `more_communicators`:
-    number of communicators besides those for the layout's degrees.
+    `large_bytes`: summed bytes of the largest activation, gradient, bucket and temporary. A freed block that a small
+    tensor has moved into cannot be reused, so one extra block of each kind is counted. In a model of few layers these
+    blocks exceed the usual share of fragmentation. The last segments of small blocks are counted, too.
+    `more_communicators`: number of communicators besides those for the layout's degrees.
     """
     share = FRAGMENTATION
     if layout.zero_stage == 3:
@@ -123,7 +123,7 @@ def margin_bytes(
 
 
 def _process_bytes(layout: PlannedLayout, cluster: Cluster, more_communicators: int) -> int:
-    """Sum context and communicators, each at the upper end of its published range."""
+    """Return the bytes of context and communicators, each at the upper end of its published range."""
     device = cluster.device
     divided = (layout.zero_ranks > 1) + (layout.tp > 1) + (layout.replicas > 1)
     # a pipeline has three: the stages (losses), stages and tensor ranks (norm), all ranks (activations)
@@ -157,7 +157,7 @@ def explain(memory: LayoutMemory, fit: Fit) -> str:
 
 
 def remedy(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> str:
-    """Return the first single change with which the layout would fit; "" if there is none."""
+    """Return the first single change that makes the layout fit; "" if no single change does."""
     for words, changed in _changes(layout, cluster):
         try:
             if check_fit(forecast(changed), changed, cluster).exceeded is None:

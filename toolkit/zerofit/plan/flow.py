@@ -1,4 +1,4 @@
-"""Compute the time of consecutive layers, whose parameters are fetched ahead and whose gradients are reduced later."""
+"""Compute the time of consecutive layers that fetch parameters ahead and reduce gradients later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FlowRun(NamedTuple):
 
 
 class FlowEnds(NamedTuple):
-    """The end of the last fetch, layer and reduction in seconds, without contention."""
+    """The end times of the last fetch, the last layer and the last reduction, in seconds without contention."""
 
     fetched_s: float
     computed_s: float
@@ -36,10 +36,10 @@ class FlowEnds(NamedTuple):
 
 
 def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
-    """Return when the parts end; fetches follow each other, and so do layers and reductions.
+    """Return when the last fetch, layer and reduction end. Only one of each kind runs at a time.
 
-    The critical path through a run of equal layers follows fetches, then layers, then reductions. It changes over in
-    the first or the last layer (or group) of the run, because times are linear between them.
+    The critical path through a run of equal layers follows fetches, then layers, then reductions. It switches
+    in the first or the last layer (or group) of the run, because times are linear between them.
     """
     fetched = computed = 0.0
     reduced = sum(groups * layers * fetch for groups, layers, fetch, _, _ in runs)
@@ -71,7 +71,7 @@ def flow_s(runs: Sequence[FlowRun], exposed: float) -> float:
 
 
 class ReduceGroup(NamedTuple):
-    """Layers whose gradients fill a bucket, in the order of backward; equal groups are counted."""
+    """Layers whose gradients fill a bucket, in backward order. Equal groups share one entry with a count."""
 
     groups: int  # number of equal groups
     members: tuple[StageLayers, ...]  # per group

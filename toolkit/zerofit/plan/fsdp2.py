@@ -46,8 +46,8 @@ def _trained(parameters: Iterable[Parameter]) -> list[Parameter]:
 def shard(parameter: Parameter, ranks: int, width: int) -> int:
     """Return a rank's elements of a parameter, whose first dimension is divided and padded (_fsdp_param.py:337).
 
-    A profile has no shapes. One side of a matrix is assumed to be the model's width. Of both sides, the one that needs
-    more padding counts.
+    A profile has no shapes. One side of a matrix is assumed to be the model's width. The result is for the side that
+    needs more padding.
     """
     numel = parameter.numel
     sides = {numel} if parameter.group == 1 or not width or numel % width or numel == width else {width, numel // width}
@@ -72,7 +72,7 @@ def block_persistent(line: StageTimeline, layout: PlannedLayout) -> PersistentMe
 
 
 def block_init(line: StageTimeline, layout: PlannedLayout) -> Iterator[dict[str, int]]:
-    """Yield the moment of start-up when the largest layer is full and the other layers are divided."""
+    """Yield the start-up moment when the largest layer is still undivided and all other layers are divided."""
     kept = block_persistent(line, layout).device.get("parameters", 0)
     if ENGINES[layout.engine].builds_in_parts:
         yield {"parameters": kept}
@@ -82,7 +82,7 @@ def block_init(line: StageTimeline, layout: PlannedLayout) -> Iterator[dict[str,
 
 
 def block_step(line: StageTimeline, layout: PlannedLayout) -> Iterator[StepMemory]:
-    """Yield the moment of the step, with a rank's gradients. Adam is fused and allocates nothing."""
+    """Yield the optimizer step's moment with a rank's gradients. Fused Adam allocates nothing."""
     parts = (shard(p, layout.shard_ranks, line.width) for p in _trained(chain(*line.layers)))
     yield StepMemory(gradients=layout.weight_bytes * sum(parts) if layout.offload_param == "none" else 0)
 
@@ -196,8 +196,8 @@ class _LayerReplay:
     def _loss(self, head: TimelineEvent) -> Iterator[LiveMemory]:
         """Replay the head, whose chunks run forward and backward one by one (torchtitan/components/loss.py).
 
-        The gradients of all chunks are added up in float32, and scattered after the last chunk. The head stays
-        gathered for the backward of the norm: it is released in between, where less memory is in use.
+        The gradients of all chunks are added up in float32, and scattered after the last chunk. This replay
+        keeps the head gathered until the norm's backward. FSDP2 releases it in between, when less memory is in use.
         """
         group, added = self.groups[-1], self.stored * self.groups[-1].last
         for point in (*head.live, head.end):
@@ -208,7 +208,7 @@ class _LayerReplay:
         self.scattered += 0 if self.offloaded or self.adds_up else self.stored * (group.trained - self.late.trained)
 
     def _opened(self, n: int) -> list[_GatheredGroup]:
-        """Return the groups that are gathered before layer n."""
+        """Return the groups that are gathered just before layer n runs."""
         if n == 0:
             found = [self.root, self.groups[-1] if self.line.tied else self.groups[0]]
             return [group for group in found if group.shard]

@@ -37,7 +37,7 @@ MOST_FAILURES = 2_000  # simulated per month; more failures do not change the re
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """How often a cluster fails, and how long a save and a restart last."""
+    """The time between failures of a cluster, and the durations of a save, a restart and a repair."""
 
     mtbf_s: float  # mean time between failures of the cluster
     save_s: float  # seconds that training stops for a checkpoint
@@ -46,12 +46,12 @@ class Failures:
 
     @property
     def interval_s(self) -> float:
-        """Seconds of training between checkpoints with which the least time is lost."""
+        """The seconds of training between checkpoints that lose the least time."""
         return daly_interval(self.save_s, self.mtbf_s)
 
     @property
     def goodput(self) -> float:
-        """Useful share of all time, with enough spare nodes."""
+        """Useful share of all time if there are enough spare nodes."""
         return goodput(self.interval_s, self)
 
     @property
@@ -99,7 +99,7 @@ def spare_nodes(expected: float, certainty: float) -> int:
 
 
 def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, float]:
-    """Return the bytes of a checkpoint, and the bytes of the rank that writes most of it.
+    """Return the bytes of a checkpoint, and the bytes that the rank with the largest part writes.
 
     A checkpoint has the weights in the run's precision, and 12 bytes per element for master weights and moments. Below
     stage 3 the first rank of each tensor or pipeline part writes the part's weights. At stage 0 it also writes the
@@ -114,7 +114,7 @@ def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, flo
 
 @dataclass(frozen=True, kw_only=True)
 class Reliability:
-    """The user's failure rate and restart figures; None: a published default."""
+    """The user's figures on failures and restarts. None stands for a published default."""
 
     mtbf_h: float | None = None
     of_node: bool = False  # whether `mtbf_h` is a node's time between failures instead of a GPU's
@@ -123,7 +123,7 @@ class Reliability:
     restart_s: float | None = None
 
     def failures(self, parameters: int, layout: PlannedLayout, cluster: Cluster) -> Failures:
-        """Return the failures to expect in a run with this layout."""
+        """Return the failure figures of a run with this layout."""
         units = cluster.nodes if self.of_node else cluster.ranks
         whole, most = checkpoint_bytes(parameters, layout)
         moved_s = max(most / WRITTEN.value, whole / self.storage if self.storage else 0.0)
@@ -135,7 +135,7 @@ class Reliability:
 
     @property
     def sources(self) -> dict[str, str]:
-        """The sources of default figures that are used."""
+        """The source of each default figure that is used."""
         found = {
             "mtbf": "" if self.mtbf_h else f"{GPU_MTBF_H.value:,.0f} h of one GPU: {GPU_MTBF_H.how}",
             "save": "" if self.save_s is not None else f"{WRITTEN.value / 1e9:.2f} GB/s of one rank: {WRITTEN.how}",

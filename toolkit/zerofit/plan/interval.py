@@ -1,4 +1,4 @@
-"""Give intervals for step times, from the errors of forecasts of the same class on published figures."""
+"""Give intervals for step times, from the forecast errors on published figures of the same class."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def class_of(layout: PlannedLayout, task: str, seq_len: int | None, nodes: int) 
 
 
 def errors_of(layout: PlannedLayout, task: str, seq_len: int | None, nodes: int) -> PublishedErrors:
-    """Return the errors on published figures of forecasts in the layout's class."""
+    """Return the forecast errors on published figures in the layout's class."""
     own = layout.engine == "torchtitan"
     return TITAN if own else CLASSES[class_of(layout, task, seq_len, nodes)]

@@ -19,10 +19,11 @@ def largest(
 ) -> tuple[int | None, int]:
     """Return the largest of the values smallest, smallest + step, ... with a `pressure` of at most 1.
 
-    Also returns the number of evaluations. `pressure` must grow. The result is None if the smallest value does not fit.
-    The value after the result has been tried, unless the result is the last value. The share grows nearly linearly, so
-    the next guess is the value at which a line through the bracket's ends reaches 1. If this guess does not halve the
-    bracket, the next guess is its middle. With `end_first` the last value, up to `most`, is tried early.
+    The second result is the number of evaluations. `pressure` must grow with the value. The first result is None if
+    the smallest value does not fit. The value after the result was evaluated, unless the result is the last value.
+    `pressure` grows nearly linearly, so the next guess is the value at which a line through the bracket's ends
+    reaches 1. If this guess does not halve the bracket, the next guess is its middle. With `end_first` the last value,
+    up to `most`, is tried early.
     """
     seen: dict[int, float] = {}
 
@@ -70,7 +71,7 @@ def repeated_layer(profile: Profile) -> int:
 
 
 def fewest(pressure: Callable[[int, int], float], full: int) -> tuple[int, int] | None:
-    """Return the fewest (devices per node, nodes) with a `pressure` of at most 1; nodes are full if there are several.
+    """Return the fewest (devices per node, nodes) with a `pressure` of at most 1. Several nodes are used in full.
 
     Bisects the number of nodes, assuming that more nodes never need more memory per device. The result is None if four
     times as many nodes do not reduce the pressure, or if more than MOST_GPUS devices are needed.

@@ -1,4 +1,4 @@
-"""Compute the seconds of kernels on a device: the larger of compute time and memory time."""
+"""Compute the seconds of kernels on a device. A kernel needs the longer of compute time and memory time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> floa
 #     FLOPs / rate of its kind (matrix multiplications, attention, convolutions), and bytes moved / memory bandwidth
 #
 # Rates of matrix multiplications fall with small or unaligned dimensions (`rates.ProductRate`, `rates.UnalignedShare`).
-# A kernel whose shape was measured on the device takes the measured time.
+# If a kernel's shape was measured on the device, the measured time is used.
 def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
     """Return the seconds of equal kernels: the measured time, or else the time at the device's rates."""
     measured_s = rates.kernels.seconds(kernel, micro_batch, _aligned_share(kernel, rates)) if rates.kernels else None
@@ -45,11 +45,11 @@ def _memory_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
 
 
 def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
-    """Return the seconds for a kernel's FLOPs at the rate for its shape.
+    """Return the seconds of a kernel's FLOPs at the rate for the kernel's shape.
 
     Tiles at the edges are partly empty. If there are few tiles, part of the device is idle. So a matrix multiplication
     reaches 1 / (1 + edge (1/M + 1/N + 1/K)) of the best rate. Attention with a causal mask skips half of its blocks.
-    Kernels whose shape differs between micro batches have no shape and waste nothing.
+    If a kernel's shape differs between micro batches, no shape is recorded, and no waste is counted.
     """
     flops = kernel.flops.at(micro_batch)
     if not flops:
@@ -71,7 +71,7 @@ def _grouped(kernel: Kernel, sizes: list[float], rates: Rates) -> float:
 
 
 def _aligned_share(kernel: Kernel, rates: Rates) -> float:
-    """Return a matrix multiplication's rate, relative to rows that begin at multiples of 16 bytes."""
+    """Return a matrix multiplication's rate, relative to one whose rows begin at multiples of 16 bytes."""
     lengths = unaligned_lengths(kernel)
     if not lengths:
         return 1.0

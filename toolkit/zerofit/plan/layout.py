@@ -59,7 +59,7 @@ class PlannedLayout:
     persistence: int = 0  # elements of stage3_param_persistence_threshold
     live: int = LIVE  # elements of stage3_max_live_parameters
     reuse: int = REUSE  # elements of stage3_max_reuse_distance
-    overlap: bool = False  # overlap_comm: a second bucket
+    overlap: bool = False  # overlap_comm, which needs a second bucket
     ema: float | None = None  # decay of averaged weights, if any
     by_rank: tuple[int, ...] = ()  # samples of each data parallel rank, if they are not all `micro_batch`
     schedule: PipelineSchedule = "1f1b"
@@ -86,7 +86,7 @@ class PlannedLayout:
         return ", ".join(filter(None, [*words, WORDS[self.checkpointing]]))
 
     def with_sizes(self, wanted: Mapping[str, Any]) -> PlannedLayout:
-        """Return the layout with these attributes; "auto" keeps its value, UNSET stands for DeepSpeed's default."""
+        """Return the layout with new values. "auto" keeps the layout's value. UNSET sets DeepSpeed's default."""
         stage = self.zero_stage
         defaults = {"bucket": DEFAULT_BUCKET if stage else self.bucket, "overlap": stage == 3}
         defaults |= {name: DEFAULTS[name] if stage == 3 else 0 for name in ("prefetch", "persistence")}
@@ -136,7 +136,7 @@ class PlannedLayout:
 
     @property
     def combined(self) -> bool:
-        """Whether zerofit itself creates groups and slices: with expert parallelism, or two other parallel degrees."""
+        """Whether zerofit itself creates the groups: with expert parallelism, or at least two other degrees."""
         return self.ep > 1 or sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
 
     @property
@@ -154,7 +154,7 @@ class PlannedLayout:
 
     @property
     def setting(self) -> str:
-        """The key of its layers' costs in a profile."""
+        """The key of the layout's costs in `Profile.costs`."""
         return setting(self.precision, self.checkpointing, self.tp, self.sp, self.ep)
 
     @property
@@ -164,7 +164,7 @@ class PlannedLayout:
 
     @property
     def by_layer(self) -> bool:
-        """Whether the engine gathers parameters layer by layer: FSDP2."""
+        """Whether the engine is FSDP2, which gathers parameters layer by layer."""
         return self.engine != "deepspeed"
 
     @property
@@ -199,7 +199,7 @@ class PlannedLayout:
         return "+".join(f"{what}:{where}" for what, where in places.items() if where != "none") or "none"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the layout's settings under the names of --json and --space."""
+        """Return the layout's settings, with the names that --json and --space use."""
         return {
             "engine": self.engine,
             "zero_stage": self.zero_stage,

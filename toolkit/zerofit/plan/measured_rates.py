@@ -1,4 +1,4 @@
-"""Look up seconds of kernels and collectives in measurements, at the rates of the nearest sizes."""
+"""Compute seconds of kernels and collectives from measurements of the nearest sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Point(NamedTuple):
 # of the logarithms of all measured rates, with weight 1 / distance^k (inverse distance weighting, Shepard, 1968). So a
 # measured shape gets its own rate, and a shape that is far from all measured shapes gets about the mean.
 class KernelTable:
-    """Measured rates of kernels by kind, dtype and shape; between points, rates are weighted by nearness in size."""
+    """Measured rates of kernels by kind, dtype and shape. Other shapes get a mean that weighs near sizes more."""
 
     def __init__(self, measured: Iterable[MeasuredKernel]):
         self._points: defaultdict[tuple[str, str, bool, bool], list[_Point]] = defaultdict(list)
@@ -86,9 +86,9 @@ def _logs(sizes: Iterable[float]) -> tuple[float, ...]:
 
 
 def _rate_at(points: Sequence[_Point], sizes: tuple[float, ...]) -> float:
-    """Return the rate at these sizes: a measured rate, or the mean of all points weighted by nearness.
+    """Return the measured rate at these sizes, or else the mean over all points, weighted by nearness.
 
-    If the kernel or a point has no shape, only the amounts of work are compared.
+    If the kernel or a point has no shape, nearness depends on the amount of work only.
     """
     total = weights = 0.0
     for point in points:
@@ -109,7 +109,7 @@ class CollectiveLine(NamedTuple):
 
 
 class CollectiveTable:
-    """Measured collectives within a node, as lines in the bytes, by op and ranks."""
+    """Measured seconds of collectives within a node: a line over the bytes for each op and number of ranks."""
 
     def __init__(self, measured: Iterable[MeasuredCollective]):
         sizes: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
@@ -123,7 +123,7 @@ class CollectiveTable:
 
 
 def _line(found: Sequence[tuple[float, float]]) -> CollectiveLine:
-    """Return the line with the least relative error; neither coefficient is negative."""
+    """Fit the line with the least relative error. Neither coefficient is negative."""
     rows = [(1 / seconds, size / seconds) for size, seconds in found]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (sum(row[i] for row in rows) for i in (0, 1))

@@ -31,7 +31,7 @@ _key_of = attrgetter(*_WITHOUT_MICRO_BATCH)
 
 
 class _Moment(NamedTuple):
-    """The bytes on the device (on "cpu", of the host) at one moment."""
+    """The bytes in use on the device at one moment. The device "cpu" stands for the host."""
 
     phase: str
     fixed: float  # all bytes without any samples
@@ -68,7 +68,7 @@ class _StageMoments(NamedTuple):
         return self.host_bytes + sum(pinned_bytes(round(a + b * samples)) for a, b in self.on_host)
 
     def large_at(self, samples: int, peak_bytes: int) -> int:
-        """Return the bytes of the largest block of each kind that a step allocates and frees.
+        """Return the summed bytes of the largest block of each kind that a step allocates and frees.
 
         The optimizer's blocks count only above the peak: while it flattens gradients, no activation is alive.
         """
@@ -104,7 +104,7 @@ class Forecaster:
     On "cpu" the host is the device, and the optimizer is from torch. On "cuda" the optimizer is DeepSpeed's FusedAdam,
     or DeepSpeed's CPUAdam if the states are on the host. `workspace_bytes`: workspace of a thread's matmuls.
     Forward and backward run in two threads, each with its own workspace (aten/src/ATen/cuda/CublasHandlePool.cpp),
-    unless the engine runs both in one. `engine`: whose code of the model the profile has.
+    unless the engine runs both in one. `engine`: the engine whose model code was traced for the profile.
     """
 
     def __init__(self, profile: Profile, device: str = "cuda", workspace_bytes: int = 0, engine: Engine = "deepspeed"):
@@ -149,17 +149,17 @@ class Forecaster:
         )
 
     def _more_communicators(self, layout: PlannedLayout) -> int:
-        """Return the number of extra communicators: for a matrix tied between stages, and for full weights at stage 3.
+        """Count the extra communicators: for a matrix tied between stages, and to send full weights at stage 3.
 
-        Before ZeRO divides full weights, the first rank sends them to all other ranks in an extra group (engine.py,
-        _broadcast_model). Models of transformers are already divided at that time.
+        At ZeRO-3 the first rank sends full weights to all other ranks in an extra group before they are divided
+        (engine.py, _broadcast_model). Models of transformers are already divided at that time.
         """
         tied = bool(self._tied) and layout.pp > 1 and layout.schedule != "dualpipev"
         whole = not self._built_in_parts and layout.zero_stage == 3 and layout.zero_ranks > 1
         return tied + whole
 
     def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:
-        """Return the peaks of a pipeline stage's layers and of its step; equal layers are represented by a few.
+        """Return the peak of each layer of a pipeline stage, and of the step. A few of equal layers represent all.
 
         The result is for the micro batch with the most live bytes. Raises KeyError as `memory` does.
         """
@@ -193,7 +193,7 @@ class Forecaster:
     def _passes(
         self, layout: PlannedLayout, parts: tuple[tuple[int, int], ...] | None, stage: int
     ) -> tuple[list[StageTimeline], list[Pass], Point]:
-        """Return a stage's layers for each part, its kinds of passes, and the memory kept between steps."""
+        """Return the timeline of each part of a stage, the stage's passes, and its memory kept between steps."""
         stage_of_costs = 0 if layout.by_layer else layout.zero_stage
         key = self.profile.key_of(layout.setting, stage_of_costs, layout.micro_batch)
         lines = [timeline(self.profile, key, parts, part) for part in range(len(parts or "."))]
@@ -259,9 +259,9 @@ class Forecaster:
     def _live_in_passes(
         self, layout: PlannedLayout, passes: list[Pass], between: Point, *, every: bool
     ) -> Iterator[tuple[Direction, LiveMemory, Point]]:
-        """Yield the moments of forward and backward, and the live bytes of other micro batches.
+        """Yield direction and live memory at each moment, with the live bytes of other micro batches.
 
-        Unless `every`, moments that are not the peak for any size of the micro batch may be left out.
+        Without `every`, moments that are not the peak for any size of the micro batch may be left out.
         """
         if layout.by_layer:
             for direction, found in zip(DIRECTIONS, block_moments(passes[0].line, layout), strict=True):
@@ -296,7 +296,7 @@ class Forecaster:
 
 
 def _cpu_process_bytes(profile: Profile) -> int:
-    """Return the most private memory of a CPU rank without its tensors, by the libraries that the model imports."""
+    """Return an upper limit of a CPU rank's private memory without tensors. It depends on the imported libraries."""
     if not names_callable(profile.model):
         if profile.trained < profile.parameters:
             return CPU_PROCESS_BYTES["peft or diffusers"][1]
@@ -306,7 +306,7 @@ def _cpu_process_bytes(profile: Profile) -> int:
 
 
 def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
-    """Yield the moments of the forward with most live bytes: of a later micro batch if gradients accumulate."""
+    """Yield the moments of the forward with the most live bytes. With accumulation, it is a later micro batch's."""
     line, gradients, buckets = kind.line, 0, 0
     if layout.zero_stage < 2:
         gradients = layout.element_bytes * kind.graded

@@ -16,18 +16,18 @@ from zerofit.plan.timeline import StageTimeline
 
 
 def host_state_bytes(layout: PlannedLayout) -> int:
-    """Return the bytes of an element's offloaded states, which have the weights' type."""
+    """Return the bytes of optimizer states per element on the host. They have the dtype of the weights."""
     return OPTIMIZERS[layout.optimizer].states.element_bytes(on_host=True) * layout.weight_bytes // FLOAT_BYTES
 
 
 def states_of(layout: PlannedLayout, numels: Iterable[int], device: str) -> StateBytes:
-    """Return the states of tensors with these element counts. The tensors may be flat parts of many parameters."""
+    """Return the bytes of the states of tensors with these element counts. A tensor may be a flat partition."""
     found = OPTIMIZERS[layout.optimizer].states.of_tensors(numels, gpu=device == "cuda")
     return StateBytes(*(size * layout.weight_bytes // FLOAT_BYTES for size in found))
 
 
 def whole_states(line: StageTimeline, layout: PlannedLayout, device: str) -> StateBytes:
-    """Return the states without ZeRO, one tensor per parameter."""
+    """Return the bytes of the states without ZeRO, which has one state tensor per parameter."""
     if OPTIMIZERS[layout.optimizer].states.factored:
         return StateBytes(FLOAT_BYTES * line.factors)
     return states_of(layout, (numel for group in line.groups for numel in group), device)

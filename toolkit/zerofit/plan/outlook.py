@@ -23,7 +23,7 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The amount of training, its price, and how often machines fail."""
+    """The amount of training, the prices of devices, and the figures on failures."""
 
     samples: float | None = None  # per epoch
     tokens: float | None = None  # per epoch, instead of samples

@@ -45,7 +45,7 @@ class StageLayers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankPass:
-    """The pass of one micro batch through all pipeline stages; tuples have an entry per layer of the profile."""
+    """The pass of one micro batch through all pipeline stages. Most tuples have an entry per layer of the profile."""
 
     parts: tuple[tuple[tuple[StageLayers, ...], ...], ...]  # of each stage
     forward: tuple[LayerWork, ...]
@@ -119,7 +119,7 @@ class RankPass:
 
 
 class Passes:
-    """Passes of one model on one cluster; results that layouts share are computed once."""
+    """Computes the passes of one model on one cluster. Results that several layouts share are computed once."""
 
     def __init__(self, profile: Profile, cluster: Cluster, rates: Rates):
         self._profile, self._cluster, self._rates = profile, cluster, rates
@@ -185,11 +185,11 @@ class Passes:
         )
 
     def _handles(self, layout: PlannedLayout) -> bool:
-        """Return whether gradients cost host time in backward. On a GPU at stage 0 they cost time only after it."""
+        """Return whether gradients cost host time in backward. On a GPU at stage 0 they cost it after backward."""
         return (layout.zero_stage > 0 and not layout.by_layer) or not self._rates.ahead
 
     def _ahead(self, layout: PlannedLayout) -> bool:
-        """Return whether launches run ahead; ZeRO-3 with one rank waits for each parameter that it fetches.
+        """Return whether launches run ahead. ZeRO-3 on one rank waits for each fetched parameter instead.
 
         (zero/partition_parameters.py:84)
         """
@@ -237,9 +237,9 @@ class Passes:
     ) -> LayerWork:
         """Return a layer's work in one direction.
 
-        If launches and hooks run ahead, the slower of host and device counts. `waits`: seconds of tensor, sequence and
-        expert parallelism, and of a copy. `counts`: how often the collectives and hooks run; the number of ZeRO-3
-        hooks; the number of gradients.
+        If launches and hooks run ahead, the layer needs the longer of host time and device time. `waits`:
+        seconds of the collectives of tensor, sequence and expert parallelism, and of a copy. `counts`: the number of
+        times that the collectives run, the number of ZeRO-3 hooks, and the number of gradients.
         """
         times, hooks, gradients = counts
         busy_s = seconds[0]

@@ -86,7 +86,7 @@ def partitions(line: StageTimeline, ranks: int) -> tuple[int, ...]:
 
 
 def partition_ranks(line: StageTimeline, ranks: int) -> tuple[int, ...]:
-    """Return the number of ranks that divide each group. Ranks that have the same experts divide these experts."""
+    """Return the number of ranks that divide each group. Experts are divided among the ranks that have them."""
     return tuple(ranks // line.ep if group[0].expert else ranks for group in line.members if group)
 
 
@@ -130,7 +130,7 @@ def parameter_shards(line: StageTimeline, spread: ParameterSharers) -> tuple[int
 
 @lru_cache(maxsize=1024)
 def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
-    """Return the number of elements in parameters that overlap a rank's partitions, for the rank with most.
+    """Return the elements of all parameters that overlap a rank's partitions, for the rank with the most.
 
     Stages 1 and 2 keep full gradients of parameters that are only partly in the partition (stage_1_and_2.py:2187).
     """
@@ -139,7 +139,7 @@ def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
 
 @lru_cache(maxsize=1024)
 def heaviest_reached(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
-    """Return for each parameter the largest `overlap_in_partition` among the ranks whose partition it overlaps."""
+    """Return for each parameter the most overlapping elements of any rank whose partition it overlaps."""
     totals, found = overlaps(line, ranks, int), dict[Parameter, int]()
     for rank, parameter, _ in _reaching(line, ranks):
         found[parameter] = max(found.get(parameter, 0), totals[rank])
@@ -148,16 +148,16 @@ def heaviest_reached(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
 
 @lru_cache(maxsize=1024)
 def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) -> int:
-    """Return the bytes of page-locked copies of full gradients that overlap a partition; each is one allocation."""
+    """Return the bytes of page-locked copies of full gradients that overlap a partition. Each is allocated alone."""
     locked = _locking(device)
     return max(overlaps(line, ranks, lambda numel: locked(element * numel)))
 
 
 @lru_cache(maxsize=1024)
 def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return for each rank `overlap_in_partition` and the largest tensor that its norm copies, in elements.
+    """Return for each rank its overlapping elements, and the elements of the largest tensor that its norm copies.
 
-    A rank is left out if another rank has at least as large values of both.
+    A rank is left out if both values of another rank are at least as large.
     """
     pieces = [0] * ranks
     for rank, parameter, piece in _reaching(line, ranks):
@@ -170,7 +170,7 @@ def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int
 
 
 def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> list[int]:
-    """Return for each rank the summed weight of the parameters that overlap its partitions."""
+    """Return for each rank the sum of `weigh(elements)` over the parameters that overlap its partitions."""
     totals = [0] * ranks
     for rank, parameter, _ in _reaching(line, ranks):
         totals[rank] += weigh(parameter.numel)
@@ -179,7 +179,7 @@ def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> li
 
 @lru_cache(maxsize=1024)
 def _reaching(line: StageTimeline, ranks: int) -> tuple[tuple[int, Parameter, int], ...]:
-    """Return tuples: a rank, a parameter that overlaps its partition, the number of elements that overlap."""
+    """Return each overlap as a tuple: rank, parameter, number of elements in the rank's partition."""
     groups = zip(filter(None, line.members), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
     return tuple(
         (rank, group[place], piece)
@@ -199,7 +199,7 @@ def reduction_bytes(layout: PlannedLayout) -> int:
 
 
 def _locking(device: str) -> Callable[[int], int]:
-    """Return the function: bytes of a buffer -> host memory. Page-locked buffers are rounded up, except on a CPU."""
+    """Return a function from a buffer's bytes to its host memory. For a GPU, page-locked buffers are rounded up."""
     return int if device == "cpu" else pinned_bytes
 
 
@@ -295,12 +295,12 @@ def _small(line: StageTimeline, threshold: int, spread: ParameterSharers, elemen
 
 
 def add_kinds(sizes: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """Add bytes kind by kind."""
+    """Return the sum of both sizes for each kind."""
     return {kind: sizes.get(kind, 0) + other.get(kind, 0) for kind in {**sizes, **other}}
 
 
 def held_bits(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of quantized weights and their scales that a rank has on its device from the start."""
+    """Return the bytes of quantized weights and scales that a rank has on its device from the start."""
     on_device = layout.zero_stage == 3 and layout.offload_param == "none"
     return _whole_bits(line, layout) + (_divided_bits(line, layout) if on_device else 0)
 
@@ -312,7 +312,7 @@ def _whole_bits(line: StageTimeline, layout: PlannedLayout) -> int:
 
 
 def _divided_bits(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of a rank's parts of quantized weights. Stage 3 divides them like parameters."""
+    """Return the bytes of a rank's shards of quantized weights, which stage 3 divides like parameters."""
     return sum(map(sharers(layout).shard, chain(*line.packed)))
 
 
@@ -324,7 +324,7 @@ class SubGroup(NamedTuple):
 
 
 def sub_groups(line: StageTimeline, shard: Shard) -> list[SubGroup]:
-    """Divide parameters into sub-groups as zero/stage3.py, _create_fp16_sub_groups."""
+    """Divide parameters into sub-groups like _create_fp16_sub_groups in zero/stage3.py."""
     found = []
     for group in filter(None, line.members):
         waiting: list[Parameter] = []
@@ -342,8 +342,10 @@ def sub_groups(line: StageTimeline, shard: Shard) -> list[SubGroup]:
 def optimizer_offloaded(
     line: StageTimeline, layout: PlannedLayout, shard: Shard, element: int, device: str
 ) -> PersistentMemory:
-    """Return states, master weights and gradients by place. Sub-groups below 1 MiB stay on the host
-    (optimizer_utils.py)."""
+    """Return the bytes of states, master weights and gradients on host and NVMe.
+
+    Sub-groups below 1 MiB stay on the host (optimizer_utils.py).
+    """
     locked, sizes = _locking(device), [group.part for group in sub_groups(line, shard)]
     disk, moments = layout.offload_optimizer == "nvme", host_state_bytes(layout)
     swapped = [size for size in sizes if disk and 4 * size >= LEAST_SWAPPED_BYTES]
@@ -367,8 +369,8 @@ def parameters_offloaded(
 ) -> PersistentMemory:
     """Return a flat buffer per group (zero/stage3.py:884). With NVMe, elements beyond PARAMETERS_IN_CPU are on disk.
 
-    `tied`: elements of a tied matrix, whose own copy is written to disk before the shared matrix replaces it. Disks
-    also need read buffers in host memory.
+    `tied`: elements of a tied matrix. Its own copy is written to disk before the shared matrix replaces it. NVMe also
+    needs read buffers in host memory.
     """
     locked = _locking(device)
     totals = [sum(map(shard, group)) for group in filter(None, line.members)]

@@ -40,7 +40,7 @@ def layer_stack(profile: Profile) -> tuple[LayerFacts, ...]:
 
 
 def stage_bounds(profile: Profile, stages: int) -> Bounds:
-    """Return first and last layer (exclusive) of each stage, as training divides them by parameters.
+    """Return the first layer and the end (exclusive) of each stage. Training divides the layers by parameters.
 
     Raises ValueError if there are more stages than layers.
     """
@@ -60,7 +60,7 @@ def planned_stages(profile: Profile, layout: PlannedLayout) -> tuple[PipelineSta
 
 
 def stage_parts(profile: Profile, layout: PlannedLayout) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return for each stage the layer ranges of its parts, as `stage_bounds`."""
+    """Return for each stage the layer ranges of its parts, each as (first layer, end)."""
     bounds = stage_bounds(profile, pipeline_parts(layout.pp, layout.schedule))
     every = (parts_of_stage(stage, layout.pp, layout.schedule) for stage in range(layout.pp))
     return tuple(tuple(bounds[part] for part in parts) for parts in every)
@@ -76,7 +76,7 @@ class Pass(NamedTuple):
 
 
 def in_flight(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int) -> tuple[list[Pass], Point]:
-    """Return a stage's kinds of passes, and the bytes kept between steps. `lines`: the timeline of each part.
+    """Return a stage's passes, and its bytes kept between steps. `lines`: the timeline of each part.
 
     With 1F1B, stage s of p has at most p - s micro batches in flight. The step's first micro batches have no gradients
     yet. Once there are gradients, one micro batch less is in flight.
@@ -95,7 +95,7 @@ def in_flight(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int)
 
 
 def most_in_flight(layout: PlannedLayout, stage: int) -> tuple[int, ...]:
-    """Return for each part of a stage the largest number of micro batches in flight: after forward, before backward.
+    """Return the most micro batches in flight for each part of a stage: after their forward, before their backward.
 
     With DualPipeV both parts together have 2p + 1 micro batches in flight.
     """
@@ -118,7 +118,7 @@ def _idle(line: StageTimeline) -> Point:
 
 
 def _in_flight_bytes(line: StageTimeline, micro_batches: int) -> Point:
-    """Return the bytes of micro batches. Each has its input twice: as received (:1128), as used in forward (:705)."""
+    """Return the bytes of micro batches in flight. Each keeps its received input (:1128) and a copy (:705)."""
     own = 0 if line.logits[1] else 2 * micro_batches  # the last stage's inputs are in its two buffers
     between = _idle(line)
 
@@ -144,7 +144,7 @@ def _followed(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int)
 
 
 class _Walk:
-    """The tensors that a stage keeps while it follows DualPipeV's order."""
+    """The passes of a stage in DualPipeV's order, and the bytes of the tensors that it keeps."""
 
     def __init__(self, lines: Sequence[StageTimeline]):
         self.passes: list[Pass] = []
@@ -152,7 +152,7 @@ class _Walk:
         self._gradient = NOTHING  # received for the last backward (engine.py, grad_layer)
 
     def follow(self, word: str) -> None:
-        """Handle one word of the order."""
+        """Run one action of the order."""
         if word == EXCHANGE:
             return
         line = self._lines[int(word.strip("<>FB"))]
@@ -168,7 +168,7 @@ class _Walk:
             self._hold(line.received, -2)
 
     def _backward(self, line: StageTimeline) -> None:
-        """Run a backward, which frees the input's copy and makes its gradient."""
+        """Run a backward. It frees the input's copy and allocates the input's gradient."""
         if line.sent != NOTHING:
             self._hold(self._gradient, -1)
             self._gradient = line.sent

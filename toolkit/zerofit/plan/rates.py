@@ -18,7 +18,7 @@ _FITTED = "fitted to published throughput (benchmarks/time_accuracy.py)"
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """The coefficients for GPUs that were fitted to published throughput; no other coefficient was fitted."""
+    """The coefficients for GPUs that were fitted to published throughput. No other figure was fitted."""
 
     memory: float = 0.72  # share of the data sheet's bandwidth reached by kernels without matrix multiplications
     network: float = 0.634  # share of the wire speed between nodes reached by collectives
@@ -31,7 +31,7 @@ FITTED = Coefficients()
 
 
 class ProductRate(NamedTuple):
-    """Rate of 16-bit matrix multiplications: large / (1 + edge (1/M + 1/N + 1/K)) of the data sheet's peak."""
+    """Share of the data sheet's peak that 16-bit products reach: large / (1 + edge (1/M + 1/N + 1/K))."""
 
     large: float
     edge: float
@@ -52,7 +52,7 @@ UNTOUCHED = ("exposed_between", "unaligned", "unaligned_even")
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The rates of a forecast per rank, in bytes or FLOP per second unless stated otherwise."""
+    """The rates of one rank for a forecast, in bytes or FLOP per second unless stated otherwise."""
 
     flops: float
     memory: float
@@ -108,7 +108,7 @@ def rates_of(
     software: Software = USUAL,
     fitted: Coefficients = FITTED,
 ) -> Rates:
-    """Return a cluster's rates at a precision; measurements of `calibration` replace estimates."""
+    """Return a cluster's rates at a precision. Measurements in `calibration` replace estimates."""
     device = cluster.device
     measured = calibration or Calibration(kind=device.kind, device_name="", devices=0, date="")
     products = _products(cluster, precision)
@@ -160,7 +160,7 @@ def rates_of(
 
 
 def _by_trace(name: str, rate: SourcedRate, measured: Calibration) -> SourcedRate:
-    """Return a rate corrected by a trace: its factor multiplies seconds and divides rates per second."""
+    """Return a rate corrected by a trace. The trace's factor multiplies seconds and divides rates per second."""
     if name in UNTOUCHED:
         return rate
     kind = TRACED.get(name, "")
@@ -263,6 +263,6 @@ def _products(cluster: Cluster, precision: str) -> ProductRate:
 
 
 def _unfused(software: Software) -> float:
-    """Return the share of the traffic between matrix multiplications that fused kernels leave."""
+    """Return the share of memory traffic between matrix multiplications that remains with fused kernels."""
     fused = "compiled" if software.compile else "fused" if software.liger_kernel else ""
     return rate_of(fused).value if fused else 1.0

@@ -69,7 +69,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """Layouts that do not fit for one reason. `layout` needs the least memory (None: no layout was forecast)."""
+    """Layouts rejected for one reason. `layout` is the one with the least memory; None if none was forecast."""
 
     reason: str  # stable slug
     count: int
@@ -125,10 +125,10 @@ class PlanResult:
 
     @property
     def plainest(self) -> int | None:
-        """The index of the simplest layout that is about as fast as the first layout; None if no layout fits.
+        """The index of the simplest layout about as fast as the first layout; None if no layout fits.
 
-        Of equally simple layouts it is the fastest. Two speeds count as equal if forecasts cannot tell which is faster;
-        this was measured on pairs of published layouts of one model on one machine.
+        Among equally simple layouts, the fastest is chosen. Two speeds count as equal if forecasts cannot tell which is
+        faster. The limit was measured on pairs of published layouts of one model on one machine.
         """
         speeds = [ranked.samples_per_s for ranked in self.layouts]
         apart = PAIRS.high if self.layouts and self.layouts[0].errors else 1 + SAME_SPEED
@@ -204,7 +204,7 @@ MACHINERY = 4  # entries of `plain`'s key that count machinery; the others are s
 
 
 def plain(layout: PlannedLayout) -> tuple[int, ...]:
-    """Return a sort key that puts simple layouts before layouts with more machinery."""
+    """Return a sort key that puts layouts with fewer features first: offloading, degrees, checkpointing."""
     offloads = (layout.offload_optimizer != "none") + (layout.offload_param != "none")
     degrees = layout.tp * layout.pp * layout.sp * layout.ep * layout.replicas
     sizes = (layout.overlap, layout.bucket, layout.micro_batch)

@@ -42,7 +42,7 @@ class TimedLayout(NamedTuple):
 
 
 class Misfits(NamedTuple):
-    """Layouts that do not fit for one reason, and the layout among them that needs the least memory."""
+    """Layouts that do not fit for the same reason, represented by the layout that needs the least memory."""
 
     count: int
     layout: PlannedLayout
@@ -83,7 +83,7 @@ def search(
 ) -> PlanResult:
     """Rank all layouts. Raises UserError if the degrees or batch sizes of the request are impossible.
 
-    `correct`: returns the corrected step time of a layout and its forecast, both in seconds.
+    `correct`: a function that returns a layout's corrected step time and its forecast step time, in seconds.
     """
     start = time.perf_counter()
     refuse(profile, cluster, request)
@@ -132,14 +132,14 @@ def timer_of(
     calibration: Calibration | None = None,
     fitted: Coefficients = FITTED,
 ) -> Timer:
-    """Return the forecast of step times for the request's software."""
+    """Return a `Timer` with the cluster's rates and the request's software."""
     software = request.software
     rates = rates_of(cluster, request.precision, calibration, software, fitted)
     return Timer(profile, cluster, rates)
 
 
 def _padding(profile: Profile, best: RankedLayout, rates: Rates) -> str:
-    """Return a hint on sizes that slow matrix multiplications, and the gain of padding; "" if it is below 1 %."""
+    """Return a hint on the sizes to pad and the time that padding saves; "" if it saves less than 1 %."""
     layout, lengths, slow_s, padded_s = best.layout, set[int](), 0.0, 0.0
     profile = profile.of_engine(layout.engine)
     for layer, cost in zip(profile.layers, profile.costs[layout.setting], strict=True):
@@ -165,13 +165,13 @@ def _padded(size: float) -> int:
 
 
 def pressure(profile: Profile, cluster: Cluster, request: PlanRequest, forecast: Forecast) -> float:
-    """Return the lowest utilization of the scarcest memory by any layout. If it is above 1, no layout fits."""
+    """Return the lowest `_utilization` of all layouts. If it is above 1, no layout fits."""
     families = space_of(profile, cluster, request).families
     return min((_utilization(family[0], profile, cluster, forecast) for family in families), default=math.inf)
 
 
 def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, forecast: Forecast) -> float:
-    """Return a layout's utilization of the scarcest memory; a pipeline that is far too large gets a lower bound.
+    """Return the utilization of the memory that is fullest, or a lower bound for a pipeline that is far too large.
 
     Dividing hundreds of layers into stages takes seconds. This is skipped if the average stage's parameters and moments
     alone are too large. At ZeRO stages 0 and 1 they stay on the device.
@@ -186,7 +186,7 @@ def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, fore
 
 
 def host_needed(profile: Profile, cluster: Cluster, request: PlanRequest, forecast: Forecast) -> float | None:
-    """Return the bytes of host memory per node with which a layout fits; None if host memory alone does not help."""
+    """Return the host memory per node that lets a layout fit, in bytes; None if more host memory does not help."""
     ample = replace(cluster, host_memory=10**18)
     fits = [_forecast_fit(family[0], ample, forecast)[1] for family in space_of(profile, cluster, request).families]
     return min((fit.host_bytes / (1 - HOST_RESERVE) for fit in fits if fit.exceeded is None), default=None)
@@ -215,9 +215,9 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
 
 
 def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
-    """Forecast a layout with just enough micro batches: a full pipeline, and one more that starts with gradients.
+    """Forecast a layout with enough micro batches to fill the pipeline, and one more that finds gradients.
 
-    More micro batches would change nothing.
+    More micro batches would not change the memory.
     """
     most = pipeline_parts(layout.pp, layout.schedule) + 1
     memory = forecast(layout if layout.accumulation <= most else replace(layout, accumulation=most))
@@ -227,7 +227,7 @@ def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -
 def _divide(
     families: list[list[PlannedLayout]], cluster: Cluster, forecast: Forecast
 ) -> tuple[list[tuple[PlannedLayout, int]], dict[str, Misfits], list[tuple[Fit, list[PlannedLayout]]]]:
-    """Return the layouts that fit, the other layouts by reason, and the families of which no layout fits.
+    """Return the layouts that fit, the layouts that do not fit by reason, and the families without any that fits.
 
     Each layout that fits is paired with the peak of its family's first layout, in bytes.
 
@@ -271,7 +271,7 @@ def _count(misfits: dict[str, Misfits], misfit: Misfits) -> None:
 
 
 def _timed(layout: PlannedLayout, timer: Timer, correct: Correct | None) -> TimedLayout:
-    """Time a layout; speed has three digits, so the simplest of nearly equal layouts comes first."""
+    """Time a layout. Speed is rounded to three digits, so that the simplest of nearly equal layouts comes first."""
     step = timer.step(layout)
     if correct:
         step = step.scaled(correct(layout, step.step_s) / step.step_s)
@@ -285,14 +285,14 @@ def _fastest(family: list[PlannedLayout], timer: Timer, correct: Correct | None)
 def _close(
     too_large: list[tuple[Fit, list[PlannedLayout]]], best: list[TimedLayout], timer: Timer, correct: Correct | None
 ) -> list[TimedLayout]:
-    """Return the fastest layouts that fit only without the margin, if they are faster than the best that fits."""
+    """Return the layouts that fit only without the margin and are faster than the best layout that fits."""
     found = [_timed(family[0], timer, correct) for fit, family in too_large if fit.verdict == CLOSE]
     least = best[0].samples_per_s if best else 0.0
     return sorted((row for row in found if row.samples_per_s > least), key=lambda row: -row.samples_per_s)[:MOST_CLOSE]
 
 
 def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]:
-    """Return the best layouts that differ in more than buckets and overlap; with `every`, the best of all layouts."""
+    """Return the best layouts. Without `every`, layouts that differ only in sizes and overlap count once."""
     if every:
         return timed[:most]
     seen: dict[tuple, TimedLayout] = {}

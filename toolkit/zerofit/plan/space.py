@@ -71,16 +71,16 @@ class PlanRequest:
 
 @dataclass
 class SearchSpace:
-    """The layouts to forecast, and the impossible degrees and batch sizes: reason -> problem, count.
+    """The layouts to forecast. `left_out` has the problem and the number of choices for each reason.
 
-    A family's members differ only in buckets, overlap and stage 3's sizes; the first needs least memory.
+    The layouts of a family differ only in buckets, overlap and stage 3's sizes. The first needs the least memory.
     """
 
     families: list[list[PlannedLayout]] = field(default_factory=list)
     left_out: dict[str, tuple[Problem, int]] = field(default_factory=dict)
 
     def leave_out(self, problem: Problem) -> None:
-        """Count one impossible degree or batch size."""
+        """Count a choice that is impossible because of `problem`."""
         _, count = self.left_out.get(problem.kind, (problem, 0))
         self.left_out[problem.kind] = (problem, count + 1)
 
@@ -96,7 +96,7 @@ class SearchSpace:
 # without the combinations that DeepSpeed or zerofit refuses or that contradict a fixed value. Degrees and batch sizes
 # that are impossible for every layout are counted by reason, so that the plan can name them.
 def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> SearchSpace:
-    """Return every layout that can run on this cluster as requested."""
+    """Return every layout that satisfies the request and can run on this cluster."""
     space, sizes = SearchSpace(), stage3_sizes(profile)
     for engine in request.engines:
         if engine != "deepspeed":
@@ -233,7 +233,7 @@ def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, reques
 
 
 def _degrees(cluster: Cluster, profile: Profile, request: PlanRequest) -> Iterator[Degrees]:
-    """Yield the requested degrees or, without a request, all that may be possible."""
+    """Yield the requested degrees. Yield all degrees that may be possible if the user requested none."""
     if request.tp or request.pp or request.sp or request.ep:
         yield request.degrees
         return
@@ -281,7 +281,7 @@ def _decided(request: PlanRequest) -> Problem:
 
 
 def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Iterator[tuple[int, Offload, Offload]]:
-    """Yield ZeRO stage, place of the optimizer's states, place of parameters."""
+    """Yield tuples: ZeRO stage, place of the optimizer's states, place of the parameters."""
     keep = request.keep
     if "zero_stage" in keep and "offload_optimizer" in keep:  # the user's own combination
         yield keep["zero_stage"], keep["offload_optimizer"], keep.get("offload_param", "none")
@@ -307,7 +307,7 @@ def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Itera
 def _batches(
     degrees: Degrees, profile: Profile, cluster: Cluster, request: PlanRequest, space: SearchSpace
 ) -> Iterator[tuple[int, int]]:
-    """Yield micro batch and accumulation steps; a pipeline gets at least one micro batch per part."""
+    """Yield pairs of micro batch and accumulation steps. A pipeline gets at least one micro batch per part."""
     dp, fewest = cluster.ranks // degrees.product, pipeline_parts(degrees.pp, request.schedule or "1f1b")
     if request.global_batch is None:
         most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task in ("image", "segmentation", "table") else 1)
@@ -341,7 +341,7 @@ def _variants(first: PlannedLayout, profile: Profile, every: bool) -> list[Plann
 
 
 class Stage3Sizes(NamedTuple):
-    """Elements that stage 3 prefetches, and the size below which a parameter stays gathered."""
+    """Stage 3's sizes in elements: how many it prefetches, and below which size a parameter stays gathered."""
 
     prefetch: int
     persistence: int

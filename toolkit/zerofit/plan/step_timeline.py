@@ -1,4 +1,4 @@
-"""Lay out a step on a timeline from the parts of its time: the work of each stream of a rank, with its times."""
+"""Lay out a step on a timeline: when each stream of a rank runs which work."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StepTimeline:
 
 
 def step_timeline(profile: Profile, timer: Timer, layout: PlannedLayout) -> StepTimeline:
-    """Lay out a step as long as `timer` forecasts it. Raises KeyError if the layout's setting is not in the profile."""
+    """Lay out a step with the step time that `timer` forecasts. Raises KeyError if the profile lacks the setting."""
     drawing = _Drawing(profile, timer.rates, timer.parts(layout))
     if layout.schedule == "dualpipev":
         drawing.dualpipev()
@@ -162,7 +162,7 @@ class _Drawing:
             pieces.append(what)
 
     def _share(self, stage: int) -> float:
-        """Return a stage's trained parameters relative to the stage with most."""
+        """Return a stage's trained parameters as a share of those of the stage with the most."""
         rank_pass = self.parts.rank_pass
         return rank_pass.trained_of(rank_pass.stages[stage]) / max(1, rank_pass.trained_parameters)
 
@@ -184,7 +184,7 @@ class _Drawing:
                 self.now_s = end_s
 
     def _add(self, stage: int, phase: str, micro_batch: int, pieces: Iterable[Piece]) -> None:
-        """Add one direction of a micro batch. It begins now and ends with its last piece."""
+        """Add the forward or backward of a micro batch at the current time, and advance to its last piece's end."""
         end_s = self.now_s
         for stream, module, kind, start_s, stop_s, moved, flops in pieces:
             span = Span(
@@ -195,7 +195,7 @@ class _Drawing:
         self.now_s = end_s
 
     def _flow(self, layers: Sequence[_NamedLayer], backward: bool, groups: Iterable[ReduceGroup]) -> list[Piece]:
-        """Return one direction of a micro batch. Fetches run ahead of layers; gradients are reduced after them."""
+        """Return the pieces of one direction. Fetches run ahead of layers, and reductions run after them."""
         parts, clock = self.parts, Clock(self.parts.exposed)
         works = parts.rank_pass.backward if backward else parts.rank_pass.forward
         elements_after = _elements_after(groups)
@@ -236,7 +236,7 @@ class _Drawing:
         yield Piece("data parallel", layer.module, "all-gather", start_s + copy_s, end_s, moved)
 
     def _layer(self, layer: _NamedLayer, backward: bool, start_s: float) -> Iterator[Piece]:
-        """Yield a layer's launches and kernels, then the collectives that it waits for."""
+        """Yield a layer's launches and kernels, then the collectives that the layer waits for."""
         work = (self.parts.rank_pass.backward if backward else self.parts.rank_pass.forward)[layer.index]
         cost, micro_batch = self._costs[layer.index], self.layout.micro_batch
         end_s, copied = start_s + work.layer_s, cost.host_bytes.at(micro_batch)
@@ -285,7 +285,7 @@ class _KindTime(NamedTuple):
 
 
 def _elements_after(groups: Iterable[ReduceGroup]) -> dict[int, int]:
-    """Return the gradient elements that are reduced after each layer of backward: number of layers done -> elements."""
+    """Return how many gradient elements are reduced in backward, by the number of layers done before."""
     found, done = {}, 0
     for group in groups:
         for _ in range(group.groups):

@@ -28,7 +28,7 @@ class MemorySample(NamedTuple):
 def step_trace(
     timeline: StepTimeline, memory: Iterable[MemorySample], ranks: Mapping[int, int], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the trace of the ranks in `ranks` (stage -> rank): a process for each, with its streams as threads.
+    """Return the trace of `ranks` (stage -> rank). Each rank is a process, and each of its streams is a thread.
 
     `about`: a description of the forecast, for "otherData".
     """
@@ -45,9 +45,9 @@ def step_trace(
 
 
 def layer_memory(timeline: StepTimeline, stage: int, moments: Sequence[LayerMoment]) -> list[MemorySample]:
-    """Return a stage's live memory at the start of each layer and of the optimizer step, in the timeline's times.
+    """Return a stage's live memory at the start of each layer and of the optimizer step, on the timeline.
 
-    The bytes of layers between two known layers are interpolated.
+    Layers without a moment get bytes interpolated from their neighbors.
     """
     known: defaultdict[str, dict[int, Mapping[str, float]]] = defaultdict(dict)
     for moment in moments:
@@ -68,7 +68,7 @@ def layer_memory(timeline: StepTimeline, stage: int, moments: Sequence[LayerMome
 
 
 def _between(known: Mapping[int, Mapping[str, float]], layer: int) -> Mapping[str, float]:
-    """Return the bytes of a layer: known, or interpolated between its nearest known neighbors."""
+    """Return the bytes of a layer, interpolated from its nearest known neighbors if they are unknown."""
     if layer in known:
         return known[layer]
     below = max((index for index in known if -1 < index < layer), default=None)

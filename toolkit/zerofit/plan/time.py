@@ -50,7 +50,7 @@ TRANSFERS = ("device to host", "host to device", "NVMe")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of one optimizer step and of its parts; time that overlaps with compute is not counted."""
+    """Seconds of one optimizer step and of its parts. A part does not count the time that compute hides."""
 
     step_s: float
     compute_s: float  # forward and backward of all micro batches
@@ -69,7 +69,7 @@ class StepTime:
 
 
 class StepTask(NamedTuple):
-    """Work that starts after all earlier work, and that all later work waits for."""
+    """Work that overlaps with no other work: it starts after all earlier work, and later work waits for it."""
 
     stream: Stream
     name: str
@@ -135,7 +135,7 @@ class StepParts:
         return flow_s(runs, self.exposed)
 
     def backward_s(self, reducing: bool) -> float:
-        """Return the seconds of a micro batch's backward, overlapped by reductions and fetches, or only by fetches."""
+        """Return the seconds of a micro batch's backward. `reducing`: whether gradients are reduced meanwhile."""
         if self.fetches is None and not reducing:
             return self.rank_pass.backward_s
         return flow_s(list(self._backward(reducing)), self.exposed)
@@ -189,7 +189,7 @@ class StepParts:
 # Collectives of tensor, sequence and expert parallelism are added, since the next kernel needs their
 # result.
 class Timer:
-    """Forecast step times for one model on one cluster; results that layouts share are computed once."""
+    """Forecasts step times for one model on one cluster. Results that several layouts share are computed once."""
 
     def __init__(self, profile: Profile, cluster: Cluster, rates: Rates):
         self._profile, self._cluster, self.rates = profile, cluster, rates
@@ -256,7 +256,7 @@ class Timer:
         )
 
     def _share(self, layout: PlannedLayout, rank_pass: RankPass) -> float:
-        """Return the share of the parameters that a rank keeps. Fewer ranks divide the experts."""
+        """Return the share of the parameters that a rank keeps. Experts are divided among fewer ranks."""
         return (1 + (layout.ep - 1) * rank_pass.expert_share) / layout.shard_ranks
 
     def _spread_s(
@@ -269,7 +269,7 @@ class Timer:
         *,
         at_once: bool = False,
     ) -> float:
-        """Return the seconds of a collective of parameters; for experts, only ranks with the same experts take part."""
+        """Return the seconds of a collective of parameters. Experts use the ranks that have the same experts."""
         gpus, experts = self._cluster.gpus, rank_pass.expert_share
         shards = group_of(layout.shard_ranks, layout.tp, gpus)
         every_s = collective_s(
@@ -309,7 +309,7 @@ class Timer:
         )
 
     def _line(self, layout: PlannedLayout) -> StageTimeline:
-        """Return the layers of a rank at stage 3."""
+        """Return the timeline of a rank's layers at stage 3."""
         return timeline(self._profile, self._profile.key_of(layout.setting, 3), None, 0)
 
     def _means(self, found: Sequence[LayerFetches]) -> Iterator[tuple[float, float]]:
@@ -363,7 +363,7 @@ class Timer:
         return (*first, up, down) if layout.zero_stage == 3 else (*first, down), (*later, up, down)
 
     def _handled(self, layout: PlannedLayout, rank_pass: RankPass, *, later: bool) -> StepTask:
-        """Return the engine's passes over the reduced gradients of the first or (`later`) of a later micro batch."""
+        """Return the engine's work on the reduced gradients of the first or (with `later`) a later micro batch."""
         work, share = engine_work(layout), self._share(layout, rank_pass)
         moved = (work.gradients + share * (work.kept + later * work.added)) * rank_pass.trained_parameters
         return StepTask("compute", HANDLED, moved, moved / self.rates.streaming)

@@ -45,7 +45,7 @@ class Parameter(NamedTuple):
 
     @property
     def expert(self) -> bool:
-        """Whether it belongs to a rank's experts. Fewer ranks have copies of experts."""
+        """Whether the parameter belongs to an expert, of which fewer ranks have a copy."""
         return self.group >= EXPERTS
 
     def bytes(self, element: int) -> int:
@@ -54,9 +54,9 @@ class Parameter(NamedTuple):
 
 
 class TimelineEvent(NamedTuple):
-    """A part of the backward, up to a parameter's complete gradient.
+    """A part of the backward that ends when a parameter's gradient is complete.
 
-    No size includes parameters or complete gradients.
+    Live bytes do not include parameters and complete gradients.
     """
 
     live: tuple[Point, ...]  # candidates for the peak
@@ -97,7 +97,7 @@ class StageTimeline:
 
     @cached_property
     def members(self) -> tuple[tuple[Parameter, ...], ...]:
-        """The parameters in the optimizer's groups: matrices, vectors, experts. Each group is in the model's order."""
+        """The parameters of each optimizer group (matrices, vectors, experts), in the model's order."""
         found: dict[int, list[Parameter]] = {0: [], 1: []}
         for parameter in (parameter for layer in self.layers for parameter in layer if parameter.group != FROZEN):
             found.setdefault(parameter.group, []).append(parameter)
@@ -133,7 +133,7 @@ class StageTimeline:
 def timeline(
     profile: Profile, key: str, parts: tuple[tuple[int, int], ...] | None = None, part: int = 0
 ) -> StageTimeline:
-    """Return the order of a stage's layers, and of the passes through one part, in the setting `key`.
+    """Return the timeline of a stage for the setting `key`, with the passes through one part.
 
     Each part is a range of layers (first, last + 1), where equal layers count one by one. `parts` None: one part with
     all layers. Raises KeyError if the profile has no such setting.
@@ -185,7 +185,7 @@ def _still(mine: Sequence[_Placed]) -> int:
 
 
 def _calls(placed: _Placed, starts: Sequence[int]) -> tuple[ModuleCall, ...]:
-    """Return the traced calls, or without a trace a module per parameter. `starts`: starts of runs of equal layers."""
+    """Return the traced calls of modules, or one module per parameter if no calls were traced."""
     if not placed.cost.calls:
         places = range(len(placed.numels) + len(placed.layer.packed))
         return tuple(ModuleCall(begins, (n,)) for n in places for begins in (True, False))
@@ -196,7 +196,7 @@ def _calls(placed: _Placed, starts: Sequence[int]) -> tuple[ModuleCall, ...]:
 
 
 class _Placed:
-    """A layer with its costs, and the element counts of one rank: matrices, vectors, tied copies, frozen parameters."""
+    """A layer of a stage, with its costs and one rank's element counts by kind of parameter."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class _Placed:
 
     @property
     def graded(self) -> int:
-        """Elements whose first gradients are complete after its backward."""
+        """Elements whose first gradients are complete after the layer's backward."""
         return self.trained + self.early
 
 
@@ -279,7 +279,7 @@ def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
 
 
 def _representatives(mine: Sequence[_Placed]) -> list[int]:
-    """Choose the layers to evaluate; among consecutive equal layers, live bytes change linearly.
+    """Choose the layers to evaluate. Among consecutive equal layers, live bytes change linearly.
 
     The peak is in the first or the last of these layers. A few of the last layers show how buckets fill.
     """
@@ -307,7 +307,7 @@ def _backward(
 
 
 def _moments(placed: _Placed) -> Iterator[BackwardMoment]:
-    """Yield the traced moments. Without a trace, yield the peak, then complete gradients one by one."""
+    """Yield the traced moments of backward. Without a trace, yield the peak, then each complete gradient."""
     cost = placed.cost
     yield from cost.backward or (BackwardMoment(live=(cost.backward_peak_bytes,)),)
     traced = {moment.parameter for moment in cost.backward}

@@ -1,4 +1,4 @@
-"""Compute transient memory: bytes that the engine's start and the optimizer's step allocate and free again.
+"""Compute transient memory: bytes that the engine's start-up and the optimizer's step allocate and free.
 
 References are to DeepSpeed 0.19.8, below deepspeed/runtime/. Models are built on the CPU in float32 (train/build.py).
 FusedAdam and CPUAdam step in place. plan/optimizer_states.py has the allocations of other optimizers per tensor.
@@ -56,7 +56,7 @@ def init_moments(
 
 
 def _init_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[dict[str, int]]:
-    """Copy each group into a flat buffer before the originals are freed, then the rank's part of it to float32.
+    """Copy each group into a flat buffer, free the originals, then copy the rank's part to float32.
 
     (zero/stage_1_and_2.py:483, :560)
     """
@@ -73,8 +73,7 @@ def _init_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: st
 
 
 def _init_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[dict[str, int]]:
-    """Yield the conversion and the copy of master weights (zero/stage3.py:1170), with a group's zero gradient
-    (:1306)."""
+    """Yield the copy of master weights (zero/stage3.py:1170) and a group's zero gradient (:1306)."""
     if layout.offload_optimizer != "none" and device == "cuda":
         return
     spread = sharers(layout)
@@ -85,7 +84,7 @@ def _init_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Ite
 
 
 def _largest_shard(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of a rank's largest shard of a parameter; parameters that are not divided do not count."""
+    """Return the bytes of a rank's largest shard of a parameter. Undivided parameters do not count."""
     spread, every = sharers(layout), [p for layer in line.layers for p in layer]
     shards = (p._replace(numel=spread.shard(p)).bytes(layout.element_bytes) for p in every if spread.of(p) > 1)
     return max(shards, default=0)
@@ -137,7 +136,7 @@ def _step_whole(line: StageTimeline, layout: PlannedLayout, device: str) -> Iter
 
 
 def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
-    """Step group by group (zero/stage_1_and_2.py:3107); gradients are freed after the last group is flattened."""
+    """Step group by group (zero/stage_1_and_2.py:3107). Gradients are freed when the last group is flattened."""
     element, sizes = layout.element_bytes, partitions(line, layout.zero_ranks)
     kept = element * overlap_in_partition(line, layout.zero_ranks)
     for overlap, piece in overlaps_and_pieces(line, layout.zero_ranks):

@@ -35,7 +35,7 @@ class LayerFetches(NamedTuple):
 
 
 def fetches(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LayerFetches], list[LayerFetches]]:
-    """Return the gathers of each layer, in forward and in backward.
+    """Return the fetches of each layer, in forward and in backward.
 
     If a layer has more elements than the limit of live elements and than the reuse distance, its backward gathers some
     parameters again after the recomputation.
@@ -45,7 +45,7 @@ def fetches(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LayerFetch
 
 
 def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
-    """Return the peak of gathered bytes in the forward of each of line.forward's layers.
+    """Return the most gathered bytes in the forward of each layer in `line.forward`.
 
     Each peak includes the equal layers before it that line.forward leaves out.
     """
@@ -53,7 +53,7 @@ def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]
 
 
 def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) -> list[int]:
-    """Return the bytes of the largest all-gather's second copy, for each of line.forward's layers.
+    """Return for each layer in `line.forward` the bytes of the second copy in its largest all-gather.
 
     Several parameters arrive in one buffer, from which each is copied (partition_parameters.py:1343). gloo also gathers
     a single parameter into a copy (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
@@ -67,10 +67,10 @@ def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) ->
 
 
 def gathered_to_score(line: StageTimeline, layout: PlannedLayout, copies: bool) -> int:
-    """Return the peak of gathered bytes in forwards without gradients: of the trained model, then of a frozen copy.
+    """Return the most gathered bytes in forwards without gradients, of the trained model, then of a frozen copy.
 
-    `copies`: whether there is a copy. It has DeepSpeed's default sizes: the names by which TRL sets others have no
-    effect (trl/models/utils.py, prepare_deepspeed).
+    `copies`: whether there is a frozen copy. The copy has DeepSpeed's default sizes, because DeepSpeed does not read
+    the keys that TRL sets (trl/models/utils.py, prepare_deepspeed).
     """
     trained = _gathering(line, layout)
     peak = max(moment.bytes for moment in chain(*trained.forward))
@@ -87,7 +87,7 @@ def _passed(line: StageTimeline, layout: PlannedLayout) -> list[list[_Fetch]]:
 
 
 def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
-    """Return the peak of gathered bytes in each of line.backward's events.
+    """Return the most gathered bytes in each event of `line.backward`.
 
     A layer's last event includes the equal layers after it that line.backward leaves out.
     """
@@ -126,7 +126,7 @@ def _gathering(line: StageTimeline, layout: PlannedLayout, forward_only: bool = 
 
 
 def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCall]:
-    """Return the calls of a layer's backward. A recomputation runs when the first matmul needs saved tensors.
+    """Return the calls of a layer's backward. A recomputation begins when the first matmul needs saved tensors.
 
     DeepSpeed sees a module's backward end when its input gets a gradient (parameter_offload.py, post_bwd_fn).
     """
@@ -138,7 +138,7 @@ def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCal
 
 
 class _Fetch(NamedTuple):
-    """The moment after a module has fetched and prefetched parameters; a layer's first moment has no fetch."""
+    """The moment after a module has fetched and prefetched. A layer's first moment has no fetch."""
 
     bytes: int  # gathered
     members: tuple[int, ...] = ()
