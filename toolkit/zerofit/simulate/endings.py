@@ -56,7 +56,7 @@ def is_about_memory(text: str) -> bool:
 
 
 def out_of_memory(peak_bytes: int = 0) -> Problem:
-    """Return a problem: this machine has too little memory for a simulation."""
+    """Return the problem that this machine has too little memory for a simulation."""
     taken = f" (its process used {shown_bytes(peak_bytes)})" if peak_bytes else ""
     return Problem(
         kind=OUT_OF_MEMORY, message=f"this machine has too little memory for the simulation{taken}", hint=HINT
@@ -64,9 +64,9 @@ def out_of_memory(peak_bytes: int = 0) -> Problem:
 
 
 def optional(work: Callable[[], T], instead: T, what: str, report: Reporter) -> T:
-    """Run an optional search; if it fails, return `instead` and report a note.
+    """Return the result of `work`. If `work` fails, report a note and return `instead`.
 
-    So a failure of the search does not lose a result that was found before.
+    So an optional search that fails does not lose the results that were found before.
     """
     try:
         return work()
@@ -76,7 +76,7 @@ def optional(work: Callable[[], T], instead: T, what: str, report: Reporter) -> 
 
 
 def why_it_failed(error: Exception) -> str:
-    """Return a line with the reason why something could not be computed."""
+    """Return one line with the reason why something could not be computed."""
     if lacks_memory(error):
         return out_of_memory().message
     if isinstance(error, UserError):
@@ -87,14 +87,14 @@ def why_it_failed(error: Exception) -> str:
 
 
 def note_failed(outcomes: Sequence[object], what: str, report: Reporter) -> None:
-    """Report how many optional simulations were killed or crashed, with the reason of the first failure."""
+    """Report how many optional simulations were killed or crashed, and why the first one failed."""
     failed = [one for one in outcomes if isinstance(one, Problem) and one.kind in _FAILED]
     if failed:
         report.note(f"{what}: {len(failed)} of {len(outcomes)} left out, because {failed[0].message}")
 
 
 def broken_environment(output: str) -> Problem | None:
-    """Return the problem of a failed import in the output of a process that only imports; None if none failed."""
+    """Return the problem of a failed import in the output of the importing process; None if no import failed."""
     found = _NOT_IMPORTED.findall(output)
     if not found:
         return None
@@ -119,7 +119,7 @@ def why_ended(ending: Ending) -> Problem:
 
 
 def _crash(name: str, output: str) -> Problem:
-    """Return a crash of the simulation, with the running line of Python and the user's line."""
+    """Return the problem of a crash, with the running line of Python and the running line of the user's code."""
     said, _, stacks = output.partition("Fatal Python error")
     main = stacks.rpartition("Thread ")[2] or stacks  # the last thread is the script's
     frames = _FRAME.findall(stacks.partition("Current thread")[2].partition("\n\n")[0]) or _FRAME.findall(main)
@@ -151,6 +151,6 @@ def first_lines(error: BaseException) -> str:
 
 
 def last_lines(text: str, count: int) -> list[str]:
-    """Return the last lines of an output. Of a line that a progress bar has overwritten, return the final text."""
+    """Return the last lines of an output. A line that a progress bar has overwritten has its final text."""
     lines = [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
     return [line for line in lines if line][-count:]

@@ -36,7 +36,7 @@ class SimulationTarget:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> SimulationTarget:
-        """Return the target of an `as_dict` result."""
+        """Return the target from the result of `as_dict`."""
         job, inputs = Job.from_dict(value["job"]), inputs_from_dict(value["inputs"])
         return cls(**{**value, "job": job, "inputs": inputs})
 
@@ -54,7 +54,7 @@ class RankPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class KindPeak:
-    """The peak among allocations by one line of code in one phase, in any layer."""
+    """The peak among the allocations of one kind: by one line of code in one phase, in any layer."""
 
     key: str
     which: str = ""  # "" for the highest peak; "first" or "last" for the first or last peak, even if it is lower
@@ -69,7 +69,7 @@ class KindPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMoment:
-    """Host memory at its peak in a phase."""
+    """The parts of host memory at its peak in a phase."""
 
     pageable_bytes: int
     locked_bytes: int  # by DeepSpeed
@@ -88,7 +88,7 @@ class HostMoment:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by kind; "pinned_free" are blocks that torch caches for the next request."""
+        """Bytes by kind. "pinned_free" are page-locked blocks that torch caches for the next request."""
         used = self.pinned_bytes + self.locked_bytes - self.pinned_free_bytes
         return {"pageable": self.pageable_bytes, "pinned": used, "pinned_free": self.pinned_free_bytes}
 
@@ -140,7 +140,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """An approximation made while a script ran, and the number of times."""
+    """An approximation, and how often it was made while a script ran."""
 
     text: str
     count: int
@@ -211,7 +211,7 @@ class ScriptStage:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """All that a simulated rank allocated, computed and sent."""
+    """The memory that a simulated rank allocated, and what it computed and sent."""
 
     phases: list[RankPhase]
     peaks: list[KindPeak]  # highest first

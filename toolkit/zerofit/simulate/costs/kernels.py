@@ -1,4 +1,4 @@
-"""List the kernels of a traced step: kind, shape, FLOPs and memory traffic; equal kernels are merged."""
+"""List the kernels of a traced step, with kind, shape, FLOPs and memory traffic. Equal kernels are merged."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def call_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutp
 
 
 def one_kernel(call: KernelCall) -> Kernel:
-    """Return the kernel of a single call, with costs that do not depend on the micro batch."""
+    """Return the kernel of a single call. Its costs do not depend on the micro batch."""
     return Kernel(
         kind=call.kind,
         dtype=call.dtype,
@@ -100,7 +100,7 @@ def _written(func: OpOverload, args: OpArguments, out: OpOutput) -> list[Tensor]
 
 
 def _moved_bytes(kind: KernelKind, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Count the bytes that an op reads and writes: each tensor once, and expanded tensors as stored.
+    """Count the bytes that an op reads and writes. Each tensor counts once, an expanded tensor with its stored size.
 
     There are two exceptions. An embedding reads only the rows that it writes. Batch norm reads activations twice in
     forward and in backward, first for the statistics and then to normalize them (ATen/native/cuda/Normalization.cuh).
@@ -119,21 +119,21 @@ def _stored_bytes(tensor: Tensor) -> int:
 
 
 def _product_shape(arguments: dict[str, object], tensors: Sequence[Tensor], out: object) -> tuple[int, ...]:
-    """Return M, N, K; for a mixture of experts, M is the average number of rows per expert."""
+    """Return M, N, K of a matrix multiplication. For experts, M is the average number of rows per expert."""
     left, right = [t for t in tensors if t.dim() > 1 and t.is_floating_point()][-2:]
     rows = left.shape[-2] if left.dim() == right.dim() else left.shape[-2] // right.shape[0]
     return rows, right.shape[-1], left.shape[-1]
 
 
 def _convolution_shape(arguments: OpKeywords, tensors: Sequence[Tensor], out: OpOutput) -> tuple[int, ...]:
-    """Return output pixels of all samples, output channels per group, and inputs per output."""
+    """Return the output pixels of all samples, the output channels per group, and the inputs of one output."""
     made = arguments.get("grad_output", out)
     weight, groups = arguments["weight"], arguments["groups"]
     return made.numel() // made.shape[1], made.shape[1] // groups, math.prod(weight.shape[1:])
 
 
 def _attention_shape(arguments: OpKeywords, tensors: Sequence[Tensor], out: OpOutput) -> tuple[int, ...]:
-    """Return heads of all samples, queries, keys, and the width of a head."""
+    """Return the numbers of heads (over all samples), queries and keys, and the width of a head."""
     query, key = arguments["query"], arguments["key"]
     return query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3]
 
@@ -148,10 +148,10 @@ _SHAPES: dict[str, Callable[[OpKeywords, Sequence[Tensor], OpOutput], tuple[int,
 def kernels_of(
     few: Sequence[KernelCall], more: Sequence[KernelCall], line: Callable[[Sequence[float]], Linear]
 ) -> tuple[Kernel, ...]:
-    """Return the kernels of a section from its calls at two micro batches; `line` fits a line through two values.
+    """Return the kernels of a section from its calls at two micro batches. `line` fits a line through two values.
 
-    Kernels of equal kind and shape become one entry. If the two micro batches ran different kernels, all kernels of one
-    kind become one entry.
+    Kernels with the same kind and shape are merged. If the two micro batches ran different kernels, all kernels with
+    the same kind are merged.
     """
     made: dict[tuple, tuple[list[KernelCall], list[KernelCall]]] = {}
     alike = [call.kind for call in few] == [call.kind for call in more]

@@ -1,4 +1,4 @@
-"""Turn two recorded steps of different micro batches into layers, whose costs are linear in the micro batch.
+"""Turn the recorded steps of two micro batches into layers with costs that are linear in the micro batch.
 
 A step is recorded on the meta device, with the memory, FLOPs and traffic of each unit's forward and backward.
 """
@@ -39,7 +39,7 @@ Key = tuple[str, int]  # ("forward" or "backward", unit)
 
 @dataclass
 class GradientSegment:
-    """Ops of one section, up to the next complete gradient of a parameter."""
+    """A part of a section that ends when a parameter's gradient is complete."""
 
     key: Key
     live: list[int] = field(default_factory=list)  # bytes alive after each op that allocates
@@ -48,10 +48,10 @@ class GradientSegment:
 
 
 class ProfileRecorder(TorchDispatchMode):
-    """Follow every storage from its allocation to its release.
+    """Records ops, and follows every storage from its allocation to its release.
 
-    `mark` starts a section for the following ops. Once a parameter's gradient is complete, it is not counted any more
-    (`watch`), since the engine decides where it is kept.
+    `mark` starts a section for the following ops. A parameter's gradient counts until it is complete (`watch`). From
+    then on, the engine decides where the gradient is kept.
     """
 
     def __init__(self, model: nn.Module, scratch: Scratch) -> None:
@@ -97,7 +97,7 @@ class ProfileRecorder(TorchDispatchMode):
             self.mark(*later)
 
     def watch(self) -> list[RemovableHandle]:
-        """Remove each parameter's gradient when it is complete; return the handles of the hooks."""
+        """Add hooks that remove each parameter's gradient when it is complete. Return the handles of the hooks."""
         return [
             parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, index))
             for index, parameter in enumerate(self._model.parameters())
@@ -105,7 +105,7 @@ class ProfileRecorder(TorchDispatchMode):
         ]
 
     def watch_modules(self) -> list[RemovableHandle]:
-        """Record where modules begin and end, recomputation included; return the handles of the hooks."""
+        """Add hooks that record where modules begin and end, also when recomputed. Return the handles of the hooks."""
         place = {id(p): n for n, p in enumerate(self._model.parameters())}
         handles = []
         for module in self._model.modules():
@@ -232,7 +232,7 @@ def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> Laye
 
 
 def _factors(parameter: Tensor) -> int:
-    """Count the second moments that Adafactor keeps (torch/optim/_adafactor.py): along the last two dimensions."""
+    """Count the numbers that Adafactor keeps for a parameter's second moment (torch/optim/_adafactor.py)."""
     if parameter.dim() <= 1:
         return parameter.numel()
     *_, rows, columns = parameter.shape
@@ -240,10 +240,10 @@ def _factors(parameter: Tensor) -> int:
 
 
 def _parameters_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> list[int]:
-    """Return the indices in model.parameters() of parameters whose gradients complete in a unit's backward.
+    """Return the indices in model.parameters() of the parameters whose gradients a unit's backward completes.
 
-    Matrices come before vectors, both in the model's order. Trained parameters without a gradient belong to the first
-    unit.
+    Matrices come before vectors, and both are in the model's order. Trained parameters without a gradient belong to the
+    first unit.
     """
     units = {s.parameter: s.key[1] for s in recorder.segments if s.parameter is not None}
     every = list(model.parameters())
@@ -317,7 +317,7 @@ def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecor
 
 
 def envelope(lines: Iterable[Linear]) -> tuple[Linear, ...]:
-    """Return the lines that are the maximum for some size of the micro batch."""
+    """Return the lines that are the highest for some size of the micro batch."""
     # Upper envelope of lines by ascending slope: a new line replaces the last line in two cases. It is higher
     # already at b = 1, or it crosses the second-to-last line at a smaller b than the last line does.
     best: list[Linear] = []
@@ -341,7 +341,7 @@ def _line(values: Sequence[float]) -> Linear:
 
 
 def _lines(pair: tuple[GradientSegment, GradientSegment], bases: tuple[int, int]) -> list[Linear]:
-    """Return a line for each op if both micro batches ran the same ops, otherwise one line for the segment's peak."""
+    """Return a line per op. If the micro batches ran different ops, return one line for the segment's peak."""
     live = [segment.live for segment in pair]
     if len(live[0]) != len(live[1]):
         live = [[max(one, default=base)] for one, base in zip(live, bases, strict=True)]
@@ -364,7 +364,7 @@ def _kernels(recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int, phas
 
 
 def _buffers_bytes(model: nn.Module, mine: set[int], rest: bool) -> int:
-    """Return the bytes of buffers in modules with the parameters `mine`. `rest`: also in modules without parameters."""
+    """Return the bytes of buffers in modules that own parameters in `mine`. `rest`: add modules without parameters."""
     total = 0
     for module in model.modules():
         parameters = [id(p) for p in module.parameters(recurse=False)]

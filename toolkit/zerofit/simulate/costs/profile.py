@@ -54,7 +54,7 @@ def profile_model(
     settings: Iterable[TraceSetting],
     device: str = "cuda",
 ) -> Profile:
-    """Return the layers of a model and their costs on these inputs; `device` is "cpu" or "cuda".
+    """Return a profile: the layers of a model and their costs on these inputs. `device` is "cpu" or "cuda".
 
     Bytes are for a rank with the full model. Of many equal layers only a few are traced, unless the trace would then
     miss parameters. Raises ModelError if a model has no tensor or sequence parallel form, or cannot run on the meta
@@ -109,7 +109,7 @@ def _traced(
     device: str,
     samples: tuple[int, int] = MICRO_BATCHES,
 ) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
-    """Return the model, its layers and their costs in one setting. Two equal `samples` give costs without a slope."""
+    """Return the model, its layers and their costs in one setting. With two equal `samples`, costs have no slope."""
     subject = make_subject(source, inputs, args, one)
     if one.zero3:
         for module, name in cast_by_zero3(subject.model):
@@ -168,7 +168,7 @@ def _is_list_of_layers(model: nn.Module) -> bool:
 
 
 def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSetting) -> LayerCost:
-    """Add the bytes that tensor and sequence parallelism send, and the element counts of a rank's shards."""
+    """Return a layer's cost with the bytes that parallel ranks send and the element counts of a rank's shards."""
     out = cost.output_bytes
     if one.tp * one.ep > 1:
         cost = replace(cost, matrices=layer.matrices, vectors=layer.vectors)
@@ -188,7 +188,7 @@ def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSettin
 
 
 def _with_shares(layers: tuple[LayerRun, ...], costs: dict[str, tuple[LayerCost, ...]]) -> tuple[LayerRun, ...]:
-    """Add the share of each layer's parameters that tensor parallelism splits, measured in a setting with tp > 1."""
+    """Return layers with the share of parameters that tensor parallelism splits, from a trace with tp > 1."""
     for key, entries in costs.items():
         degree = int(key.split("/tp=")[1].split("/")[0])
         if degree > 1:
@@ -247,9 +247,10 @@ def _run(
 
 @contextmanager
 def _stand_ins(recorder: ProfileRecorder, device: str, one: TraceSetting) -> Iterator[None]:
-    """Save activations to the host as on a GPU, run only two chunks of a chunked loss, and use Liger's loss.
+    """Inside this context, a chunked loss runs only two chunks, and offloaded activations count as on the host.
 
-    `one`: the traced setting; it decides whether Liger's loss is used.
+    AutoEP's layers run without other ranks. Liger's loss replaces torch's if the traced setting `one` has Liger's
+    kernels.
     """
     to_host = recorder.keeping_on_host if device == "cuda" else lambda pin_memory: nullcontext()
     in_chunks = patch.object(train_loss, "chunk_starts", recorder.few_chunks)
@@ -260,7 +261,7 @@ def _stand_ins(recorder: ProfileRecorder, device: str, one: TraceSetting) -> Ite
 
 
 def _batch(inputs: Inputs, count: int, one: TraceSetting, device: str) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return the batch, and other tensors that are alive during the entire step (train/engines.py, to_device).
+    """Return the batch, and the other tensors that stay alive during the entire step (train/engines.py, to_device).
 
     Images arrive in float32. On the CPU, where host and device are one, both the images and their cast copies stay
     alive. torchtitan's step keeps its tokens and labels.

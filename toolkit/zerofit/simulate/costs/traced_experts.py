@@ -48,7 +48,7 @@ def spread(model: nn.Module, degree: int) -> None:
 
 @contextmanager
 def without_ranks(device: str, sent: Callable[[int], None]) -> Iterator[None]:
-    """Run AutoEP's layers without other ranks, as on "cpu" or "cuda"; call `sent` with the bytes of each exchange."""
+    """Inside this context, AutoEP's layers run without other ranks. `sent` gets the bytes of each exchange."""
 
     def exchange(output: Tensor, given: Tensor, *_: object, **__: object) -> None:
         if given.is_floating_point():

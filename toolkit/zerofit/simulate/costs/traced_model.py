@@ -1,4 +1,4 @@
-"""Build the model for a trace: a few of its equal blocks, as one rank's shard, divided into units.
+"""Build the model for a trace: one rank's shard with few of the equal blocks, divided into units.
 
 A rank's shard of a transformers model equals the shard that DeepSpeed's AutoTP makes
 (deepspeed/module_inject/auto_tp.py).
@@ -73,7 +73,7 @@ def make_subject(
     args: dict[str, Any],
     setting: TraceSetting,
 ) -> TracedModel:
-    """Return one rank's model: parameters in the setting's type, buffers in the type in which they are built.
+    """Return one rank's model. Parameters have the setting's dtype, and buffers keep theirs.
 
     Raises ModelError if the model has no tensor or expert parallel form.
     """
@@ -116,7 +116,7 @@ def make_subject(
 
 
 def cast_by_zero3(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the modules and names of float buffers that ZeRO-3 casts to the lower type, e.g. BART's bias of logits.
+    """Return modules and names of the float buffers that ZeRO-3 casts to 16 bits, e.g. BART's bias of logits.
 
     transformers partitions a model while it is built, and zero.Init casts all tensors that the constructor makes.
     Exceptions are rotary frequencies (models/hf.py) and norms' statistics (train/build.py).
@@ -153,7 +153,7 @@ def _shard(model: Any, blocks: nn.ModuleList, degree: int) -> None:
 
 
 class _ColumnLinear(nn.Module):
-    """1/degree of the outputs; with `gather`, the ranks' outputs are concatenated (LinearLayer)."""
+    """A linear layer with 1/degree of the outputs. `gather` concatenates the outputs of all ranks (LinearLayer)."""
 
     def __init__(self, linear: nn.Linear, degree: int, gather: bool = False):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Build the trainer of a real or simulated rank, train with it, and record its phases."""
+"""Build the trainer of a real or simulated rank, train with the trainer, and record the rank's phases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Driver = ZeroTrainer | PipelineTrainer
 def start(
     job: Job, rank: int, inputs: Inputs, log: PhaseLog, on_built: Callable[[nn.Module], None] = lambda model: None
 ) -> Driver:
-    """Make a rank's trainer in an existing process group: its model in phase "build", its engine in "init"."""
+    """Return a rank's trainer. Its model is built in phase "build", its engine in phase "init"."""
     initialize = deepspeed.initialize
 
     def announced(*args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ def train_steps(driver: Driver, batches: Iterator[dict[str, object]], steps: int
 def empty_batches(job: Job, inputs: Inputs, samples: int = 0) -> Iterator[dict[str, object]]:
     """Yield micro batches without data, on the CPU, in the form of `zerofit.data.micro_batches`.
 
-    `samples`: number of samples in a micro batch; 0: the job's number.
+    `samples`: number of samples in a micro batch. 0 stands for the job's number.
     """
     while True:
         batch: dict[str, Any] = empty_batch(inputs, samples or job.batch.micro)
@@ -64,7 +64,7 @@ def empty_batches(job: Job, inputs: Inputs, samples: int = 0) -> Iterator[dict[s
 
 
 def _fetched(batches: Iterator[dict[str, object]], begin: Callable[[str], None]) -> Iterator[dict[str, object]]:
-    """Yield the batches. Loading a batch belongs to the phase `forward`."""
+    """Yield the batches. Each batch is loaded in the phase "forward"."""
     while True:
         begin("forward")
         batch = next(batches, None)

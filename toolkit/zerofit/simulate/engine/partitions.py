@@ -30,7 +30,7 @@ NORM, FREE, STEP = "get_grad_norm_direct", "free_grad_in_param_list", "_optimize
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call that changes which gradients a rank keeps, and the ledger's events during it."""
+    """A call that changes which gradients a rank keeps, and the range of the ledger's events during the call."""
 
     name: str
     begin: int
@@ -42,7 +42,7 @@ class _Call:
 
 
 class GradientLog:
-    """Record when a rank's ZeRO optimizer reduces, keeps and frees gradients."""
+    """Records when a rank's ZeRO optimizer reduces, keeps and frees gradients."""
 
     def __init__(self, meter: AllocationTracker):
         self._meter, self._ledger = meter, meter.ledger
@@ -51,10 +51,10 @@ class GradientLog:
             setattr(DeepSpeedZeroOptimizer, name, self._noting(name, getattr(DeepSpeedZeroOptimizer, name)))
 
     def heavier_rank(self, engines: Sequence[object], among: Sequence[int] = ()) -> int | None:
-        """Return the rank with the highest peak; None if that is this rank.
+        """Return the rank with the highest peak; None if no rank has a higher peak than this rank.
 
-        `among`: the ranks to consider, which do the same work as this rank; (): all ranks that share the first engine's
-        parameters.
+        `among`: the ranks to consider, which must do the same work as this rank. With () all ranks that share the first
+        engine's parameters are considered.
         """
         for engine in engines:
             optimizer = getattr(engine, "optimizer", None)
@@ -128,7 +128,7 @@ class _Group:
 # two calls it uses the highest moment of the recording (`_pass`). Inside a call ranks allocate different sizes, so its
 # recorded events are skipped and replaced by a formula of DeepSpeed's code (`_change`).
 class _Replay:
-    """Replay one rank's training for all ranks that share its parameters; arrays have an element for each rank."""
+    """Replays one rank's training for all ranks that share its parameters. Arrays have an element for each rank."""
 
     def __init__(self, optimizer: Any, ranks: Sequence[int], here: int, meter: AllocationTracker):
         self._optimizer, self._here, self._is_cpu = optimizer, here, meter.device == "cpu"
@@ -157,21 +157,21 @@ class _Replay:
         return self._most.tolist(), self._host.tolist()
 
     def _pass(self, event: int) -> None:
-        """Advance to an event; before it all ranks allocate and free the same bytes."""
+        """Advance to an event. All ranks allocate and free the same bytes before this event."""
         if event > self._at:
             most = self._alive[self._at : event].max() - self._own[self._here]
             self._most = np.maximum(self._most, most + self._own)
             self._at = event
 
     def _change(self, more: Array, momentary: Array, until: int) -> None:
-        """Allocate the bytes that differ between ranks, and skip this rank's own events up to `until`."""
+        """Apply a change that differs between ranks, and skip the recorded rank's own events up to `until`."""
         common = self._alive[self._at] - self._own[self._here]
         self._own = self._own + more
         self._most = np.maximum(self._most, common + self._own + momentary)
         self._at = until
 
     def _reduce(self, call: _Call) -> None:
-        """Keep each rank's gradients from a bucket (:2205)."""
+        """Handle a reduced bucket: each rank keeps its gradients (:2205)."""
         if self._optimizer.cpu_offload:
             self._offload(call)
         elif all(group.is_compact for group in self._groups):

@@ -39,14 +39,14 @@ class MemoryMeter(Protocol):
 
 
 def phase_name(name: str, step: int) -> str:
-    """Return a phase for the user, with its optimizer step if it has one (steps count from 0)."""
+    """Return the name of a phase for the user, with the number of its optimizer step if it has one."""
     return name if step < 0 else f"step {step + 1}: {name}"
 
 
 # A phase ends where the next one begins, so phases cover the run without gaps. Their peak is the highest number
 # of live bytes since the phase began, as torch.cuda.max_memory_allocated after a reset.
 class PhaseLog:
-    """The phases so far. Beginning the current phase again changes nothing."""
+    """The phases so far. A call that begins the current phase again changes nothing."""
 
     def __init__(self, meter: MemoryMeter, on_begin: Callable[[str, int], None] = lambda name, step: None):
         self._meter, self.on_begin = meter, on_begin
@@ -79,7 +79,7 @@ class PhaseLog:
 
 
 def announce_phases(engine: Any, begin: Callable[[str], None]) -> None:
-    """Make an engine announce its phases."""
+    """Make an engine call `begin` with each phase that it begins."""
     if hasattr(engine, "_INSTRUCTION_MAP"):
         engine._INSTRUCTION_MAP = {
             kind: _announced(function, begin, INSTRUCTIONS[kind]) if kind in INSTRUCTIONS else function

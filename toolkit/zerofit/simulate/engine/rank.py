@@ -49,9 +49,10 @@ from zerofit.train.trainer import own_tokens
 def simulate(
     target: SimulationTarget, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
 ) -> RankRecord:
-    """Build, initialize and train on fake tensors; return the record.
+    """Build, initialize and train a rank on fake tensors. Return the rank's record.
 
-    Patches torch and DeepSpeed for the rest of this process. `scratch` replaces the device's table.
+    Patches torch and DeepSpeed for the rest of this process. `scratch` replaces the device's function for
+    the scratch memory of ops.
     """
     for feature in features_on(target.job.ds_config):
         if reason := feature.not_simulated:
@@ -88,13 +89,13 @@ def simulate(
 
 
 def _alike(target: SimulationTarget) -> list[int]:
-    """Return the ranks with as many samples as this rank; [] if all ranks have the same number."""
+    """Return the ranks with as many samples per micro batch as this rank; [] if all ranks have equally many."""
     samples = target.job.batch.by_rank
     return [rank for rank, size in enumerate(samples) if size == samples[target.rank]]
 
 
 def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Exception) -> Problem:
-    """Return where the simulation stopped: the op, the running module and the line that raised."""
+    """Return the problem that the simulation stopped, with the op, the running module and the raising line."""
     op, module = meter.last
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([f for f in frames if is_own(f.filename)] or frames)[-1]
@@ -109,9 +110,9 @@ def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Ex
 
 
 def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
-    """Return the target with random instead of pretrained weights, a temporary folder as NVMe, and torch's attention.
+    """Return the target without pretrained weights, with `folder` as NVMe, and with torch's attention.
 
-    Only shapes matter in a simulation.
+    A simulation needs only the shapes of weights.
     """
     job = target.job
     source = find(job.run.model)
@@ -142,7 +143,7 @@ def _set_environment(target: SimulationTarget) -> None:
 
 
 def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str], None]) -> tuple[PhaseLog, object]:
-    """Train; return the log of phases and the engine."""
+    """Train. Return the log of phases, and the engine."""
     job, drivers = target.job, []
 
     def built(model: torch.nn.Module) -> None:
@@ -183,11 +184,11 @@ def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
 
 @torch.no_grad()
 def _part_input(driver: PipelineTrainer, inputs: Inputs, first: int) -> list[tuple[torch.Size, torch.dtype]]:
-    """Return shape and type of each tensor that enters a layer, by running the layers before it on meta.
+    """Return shape and dtype of each tensor that enters a layer. The layers before it run on meta.
 
-    These layers are built again, since the trainer's layers may share weights with layers of this stage. Decoder blocks
-    are skipped, because they keep shape and type, and because their attention may already exchange heads between ranks.
-    From the first block on, the sums of routers are sent, too.
+    The layers before it are built again, since the trainer's layers may share weights with layers of this stage.
+    Decoder blocks are skipped, because they keep shape and dtype, and because their attention may already exchange
+    heads between ranks. From the first block on, the sums of routers are sent, too.
     """
     run, dtype, layout = driver.job.run, DTYPES[driver.job.precision], driver.job.layout
     with torch.device("meta"):

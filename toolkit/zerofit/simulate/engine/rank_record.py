@@ -22,7 +22,7 @@ def record_of(
     script: ScriptFacts | None = None,
     heavier_rank: int | None = None,
 ) -> RankRecord:
-    """Return the record; `alloc_conf` has the caching allocator's options."""
+    """Return the record of a rank. `alloc_conf` has the options of the caching allocator."""
     ledger = meter.ledger
     for storage in ledger.storages:
         storage.kind = storage.kind or classify(storage)

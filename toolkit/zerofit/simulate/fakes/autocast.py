@@ -1,4 +1,4 @@
-"""Apply CUDA's autocast to a simulated device: its list of ops, types and cache.
+"""Apply CUDA's autocast to a simulated device, with CUDA's list of ops, its dtypes and its cache.
 
 torch's own autocast kernels cast only tensors on a CUDA device. The kernels here do the same for tensors on the
 simulated device. The list of ops comes from the installed torch (include/ATen/autocast_mode.h). A policy corresponds
@@ -52,7 +52,7 @@ class CastCache:
 
     @property
     def lower(self) -> torch.dtype:
-        """The type in which matrix multiplications are computed."""
+        """The dtype of matrix multiplications."""
         return torch.get_autocast_dtype(self.device)
 
     def clear(self) -> None:
@@ -105,7 +105,7 @@ def autocast_as_cuda(name: str, device: str) -> None:
 
 
 def _registered() -> Iterator[tuple[OpOverload, str]]:
-    """Yield the ops of the installed torch with their policies."""
+    """Yield the ops that the installed torch registers for autocast, with their policies."""
     for name, policy in policies().items():
         base, _, overload = name.removeprefix("aten::").partition(".")
         yield getattr(getattr(torch.ops.aten, base), overload or "default"), policy

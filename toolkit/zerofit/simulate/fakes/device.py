@@ -1,6 +1,6 @@
 """Simulate a GPU: a new device type for torch, and an accelerator for DeepSpeed.
 
-Tensors on the device are always fake. Its accelerator returns the same values as DeepSpeed's CUDA accelerator
+Tensors on the device are always fake. The accelerator returns the same values as DeepSpeed's CUDA accelerator
 (accelerator/cuda_accelerator.py). DeepSpeed's C++ ops do nothing: they work in place, and all memory is allocated in
 Python.
 """
@@ -48,7 +48,7 @@ def install(gpu: bool, meter: AllocationTracker, device_bytes: int) -> None:
 
 
 def register(meter: AllocationTracker) -> None:
-    """Register the simulated device in torch, and raise the errors of backward's hooks where the script waits for them.
+    """Register the simulated device in torch, and raise errors of backward's hooks in the script's thread.
 
     torch asks the device's guard for its type while an error of a hook leaves autograd's thread. Python code that
     returns a value while an error is set ends the process (torch/csrc/acc/Module.cpp, PythonDeviceGuard).
@@ -69,7 +69,7 @@ def register(meter: AllocationTracker) -> None:
 
 
 class _SimulatedGuard(_native._acc.DeviceGuard):
-    """The device's guard. It keeps the error that is set when torch calls it."""
+    """The device's guard. It keeps the Python error that is set while torch calls the guard."""
 
     pending: BaseException | None = None
 
@@ -202,7 +202,7 @@ class SimulatedGpu(SimulatedHost):
 
 
 def fake_op(name: str, meter: AllocationTracker) -> object:
-    """Return a replacement for the module that the builder of an op would load. `name`: the NAME of the builder."""
+    """Return a replacement for the module that an op's builder would load. `name`: the builder's NAME."""
     return SimpleNamespace(aio_handle=lambda *_, **__: _AsyncHandle(meter)) if name == "async_io" else _InPlace(meter)
 
 

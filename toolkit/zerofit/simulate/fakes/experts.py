@@ -1,4 +1,4 @@
-"""Patch experts on fake tensors. It is unknown which expert gets a token, so each expert gets the same number.
+"""Patch experts on fake tensors. The real choice of experts is unknown, so all get equally many tokens.
 
 `patches` applies these functions.
 """
@@ -49,7 +49,7 @@ def even_split_plan(
     ep_group: object,
     num_tokens_per_expert: Tensor | None = None,
 ) -> object:
-    """Return AutoEP's plan of the tokens that ranks send to each other, and exchange the counts as AutoEP does.
+    """Return AutoEP's plan of the tokens that ranks send to each other, after the exchange of their counts.
 
     (deepspeed/module_inject/auto_ep_layer.py, compute_split_plan)
     """
@@ -68,7 +68,7 @@ def even_split_plan(
 def unfilled_indices(
     counts: Tensor, starts: Tensor, offsets: Tensor, experts_per_rank: int, num_ranks: int, max_len: int, *_: object
 ) -> Tensor:
-    """Return unknown places of rows among the experts (-1). (deepspeed/moe/ep_kernels.py, fill_indices_*)"""
+    """Return -1 for each row, since its place is unknown. (deepspeed/moe/ep_kernels.py, fill_indices_*)"""
     return torch.full((max_len,), -1, dtype=torch.int32, device=counts.device)
 
 
@@ -86,9 +86,10 @@ def grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the output of torch._grouped_mm; before torch 2.15 it has no fp32 shape rule.
+    """Return the output of torch._grouped_mm, which has no shape rule for fp32 before torch 2.15.
 
-    It multiplies rows by a matrix for each group or, in backward, the rows of each group.
+    The op multiplies the rows of each group by the group's matrix. For the gradient of the matrices, it multiplies the
+    rows of the inputs by the rows of the gradients in each group.
     """
     if mat_a.dim() == mat_b.dim() == 2:
         assert offs is not None

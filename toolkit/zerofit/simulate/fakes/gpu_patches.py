@@ -1,4 +1,4 @@
-"""Patch torch and DeepSpeed for a simulated GPU, in addition to `patches`; each function explains why."""
+"""Patch torch and DeepSpeed for a simulated GPU, in addition to `patches`. Each docstring explains why."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def list_indices() -> None:
 
 
 def constants() -> None:
-    """Forget a small CPU tensor's value when it is copied to the device, since no kernel there can compute with it.
+    """Let a copy to the device have no known value, since the device has no kernel to compute with the value.
 
     (FakeTensorMode._dispatch_impl, which computes with the known values of fake tensors)
     """
@@ -110,7 +110,7 @@ def backend_keys() -> None:
 
 
 def attention() -> None:
-    """Use CUDA's flash kernel; for an unknown device torch would compute attention by plain matmuls.
+    """Use CUDA's flash kernel. For an unknown device, torch would compute attention by plain matmuls.
 
     With a mask or in fp32, use the memory-efficient kernel, since flash attention does not support these.
     (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA; for jagged tensors
@@ -133,12 +133,12 @@ def attention() -> None:
 
 
 def norms() -> None:
-    """Use CUDA's fused RMSNorm. Fake tensors have the host's keys, and the host has none. (torch.rms_norm)"""
+    """Use CUDA's fused RMSNorm. By their dispatch keys, fakes are on the CPU, which has none. (torch.rms_norm)"""
     _libraries.append(fused_norms("Meta", "CPU"))
 
 
 def record_stream(meter: AllocationTracker) -> None:
-    """Record that a stream uses a tensor's memory: torch has no streams for a custom device.
+    """Record that a stream uses a tensor's memory, since torch has no streams for a custom device.
 
     (torch.Tensor.record_stream)
     """
@@ -146,7 +146,7 @@ def record_stream(meter: AllocationTracker) -> None:
 
 
 def autocast() -> None:
-    """Let autocast on the simulated device cast the same ops as on CUDA: for a custom device torch lists no ops.
+    """Let autocast cast the same ops as on CUDA, since torch lists no ops for a custom device.
 
     (torch.clear_autocast_cache)
     """
@@ -174,7 +174,7 @@ def sends_in_batches() -> None:
 
 
 def superoffload() -> None:
-    """Let SuperOffload run on the simulated device, and step in this process: others cannot receive fake tensors.
+    """Let SuperOffload step in this process, since fake tensors cannot be sent to another process.
 
     (superoffload_stage3.py:23, superoffload_utils.py:220)
     """
@@ -201,7 +201,7 @@ class HostSteps:
     def async_step(
         self, param_group_id: int, sub_group_id: int, fp32_param: torch.Tensor, fp32_grad: torch.Tensor, **_: object
     ) -> None:
-        """Step a group; the first time, allocate its moments."""
+        """Step a group. Its first step allocates its moments."""
         from deepspeed.runtime.superoffload.superoffload_utils import ResultKeys, TaskKeys
 
         if sub_group_id not in self._moments:
@@ -229,7 +229,7 @@ def apply_common(gpu: bool, meter: AllocationTracker) -> None:
 def apply_to_run(gpu: bool, meter: AllocationTracker, packed: bool, padded: bool) -> None:
     """Apply all patches of a run for the rest of this process.
 
-    `packed`: samples hold several documents; `padded`: samples may end early.
+    `packed`: samples have several documents. `padded`: samples may end early.
     """
     apply_common(gpu, meter)
     for patch in OF_RUNS + (OF_RUNS_ON_GPU if gpu else ()):

@@ -38,7 +38,7 @@ MASKING = {
 
 
 def document_numbers(position_ids: Tensor) -> Tensor:
-    """Number the packed documents like transformers, but assume that there are several.
+    """Number the packed documents as transformers does, but assume that each sample has several.
 
     With one document transformers makes no mask and needs less memory. (find_packed_sequence_indices)
     """
@@ -61,9 +61,10 @@ _math_attention = functional.scaled_dot_product_attention
 
 @contextmanager
 def as_on(device: str, sp: int = 1, packed: bool = False, padded: bool = False) -> Iterator[None]:
-    """Use the kernels of a kind of device, "cpu" or "cuda"; with sp > 1 attention has Ulysses' all-to-all around it.
+    """Inside this context, meta tensors use the kernels of `device`. With sp > 1, attention is Ulysses'.
 
-    `packed`: samples hold several documents, separated by a mask. `padded`: some samples end early.
+    `device`: "cpu" or "cuda". `packed`: samples have several documents, separated by a mask. `padded`: some samples
+    end early.
     """
     attention: Callable[..., Tensor] = partial(_fused_attention, device)
     if sp > 1:
@@ -84,7 +85,7 @@ def as_on(device: str, sp: int = 1, packed: bool = False, padded: bool = False) 
 
 
 def fused_norms(*keys: str) -> Library:
-    """Give CUDA's fused RMSNorm to devices by their dispatch keys, until the returned library is destroyed.
+    """Register CUDA's fused RMSNorm for these dispatch keys, until the returned library is destroyed.
 
     Without a kernel torch computes the norm by other ops, which store float32 copies (layer_norm.cpp, rms_norm).
     """
@@ -98,7 +99,7 @@ def fused_norms(*keys: str) -> Library:
 def _fused_rms_norm(
     input: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the normed input and each row's factor in float32 (cuda/layer_norm_kernel.cu, _fused_rms_norm_cuda)."""
+    """Return the normalized input and each row's float32 factor (cuda/layer_norm_kernel.cu, _fused_rms_norm_cuda)."""
     last = tuple(range(-len(normalized_shape), 0))
     lifted = input.to(torch.promote_types(input.dtype, torch.float32))
     added = torch.finfo(lifted.dtype).eps if eps is None else eps
@@ -177,12 +178,12 @@ cuda_attention = partial(_fused_attention, "cuda")
 
 
 def _cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Run a GPU's fused dropout, which stores a mask of one byte per element (torch's native_dropout)."""
+    """Run dropout as on a GPU, where it stores a mask of one byte per element (torch's native_dropout)."""
     return torch.native_dropout(input, p, training)[0] if training and p > 0.0 else input
 
 
 def _ulysses(attention: Callable[..., Tensor], sp: int) -> Callable[..., Tensor]:
-    """Give attention the full sequence and 1/sp of the heads (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
+    """Wrap attention: it gets the full sequence and 1/sp of the heads (runtime/sequence_parallel/ulysses_sp.py).
 
     Inputs and output are (batch, heads, length / sp, head_dim).
     """
@@ -209,7 +210,7 @@ def _gather(x: Tensor, sp: int) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Receive into a new buffer of the same shape, in forward and backward."""
+    """An all-to-all: it receives into a new buffer of the same shape, in forward and backward."""
 
     @staticmethod
     def forward(ctx: object, sent: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ _SMALL = 1024  # elements: more than the number of layers of a model
 
 
 class AskedForValueError(RuntimeError):
-    """The user's own module reads the value of a fake tensor, so its next ops are unknown."""
+    """Raised if the user's own module reads the value of a fake tensor, since its next ops are unknown."""
 
 
 def replace_in(owner: object, name: str, value: object) -> None:
@@ -72,7 +72,7 @@ def module_apply() -> None:
 
 
 def item(meter: AllocationTracker) -> None:
-    """Return a harmless value for `item()` of a fake tensor: no overflow, a norm of 1, zero, equal.
+    """Let `item()` of a fake tensor return a harmless value: False, 1.0 or 0. Equal shapes count as equal tensors.
 
     Libraries read norms, overflow flags and counters this way. If the user's own model reads a value, the simulation
     stops, since the model's next ops may depend on the value. (torch._subclasses.fake_impls.op_implementations_dict,
@@ -93,7 +93,7 @@ def item(meter: AllocationTracker) -> None:
 
 
 def tracing() -> None:
-    """Keep transformers from making causal masks that it omits in real runs: it mistakes fake tensors for tracing.
+    """Keep transformers from making causal masks that real runs omit. It mistakes fake tensors for tracing.
 
     (transformers.masking_utils)
     """
@@ -103,7 +103,7 @@ def tracing() -> None:
 
 
 def packed_samples(packed: bool = False) -> None:
-    """Keep transformers from searching the values of positions for packed samples. (transformers.masking_utils)"""
+    """Keep transformers from looking for packed samples in the values of positions. (transformers.masking_utils)"""
     from transformers import masking_utils
 
     name = "find_packed_sequence_indices"
@@ -113,7 +113,7 @@ def packed_samples(packed: bool = False) -> None:
 def no_padding(padded: bool = False) -> None:
     """Let transformers detect that a mask of ones, e.g. BART's, hides nothing. (transformers.masking_utils)
 
-    `padded`: samples end early, so masks hide something.
+    `padded`: samples end early, so masks do hide something.
     """
     from transformers import masking_utils
 
@@ -124,7 +124,7 @@ def no_padding(padded: bool = False) -> None:
 def foreach_types() -> None:
     """Let optimizers and gradient clipping use their multi-tensor code on fakes.
 
-    For unknown tensor types torch steps parameter by parameter, which needs another amount of memory.
+    For unknown tensor types torch steps parameter by parameter, which needs a different amount of memory.
     (torch.optim.optimizer, torch.utils._foreach_utils)
     """
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
@@ -154,7 +154,7 @@ def device_mesh() -> None:
 
 
 def object_collectives() -> None:
-    """Use this rank's objects for all ranks: fake tensors cannot be pickled. (torch.distributed, AutoTP)"""
+    """Use this rank's objects for all ranks, since fake tensors cannot be pickled. (torch.distributed, AutoTP)"""
 
     def broadcast_object_list(object_list: list[object], *_: object, **__: object) -> None:
         pass
@@ -204,9 +204,9 @@ def rng_state(meter: AllocationTracker) -> None:
 
 
 class WeightFile:
-    """A file of weights without its data: its tensors are fakes that are not tracked.
+    """A file of weights without its data. Its tensors are fakes that do not count as memory.
 
-    Until they are copied or cast, real tensors are mapped pages of the file, which the kernel can drop.
+    In a real run, tensors are mapped pages of the file until they are copied or cast. The kernel can drop such pages.
     """
 
     def __init__(self, file: str, *args: str, **kwargs: str):
@@ -225,11 +225,11 @@ class WeightFile:
         return list(self._file.keys())
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor in host memory, in the file's type."""
+        """Return a tensor in host memory, in the file's dtype."""
         return self.get_slice(name)[...]
 
     def get_slice(self, name: str) -> WeightSlice:
-        """Return a tensor's shape and type before it is read."""
+        """Return a tensor's shape and dtype, and a way to read the tensor."""
         return WeightSlice(self._file.get_slice(name))
 
 
@@ -250,7 +250,7 @@ class WeightSlice:
 
 
 def weight_files() -> None:
-    """Read no weights of a pretrained folder, but let transformers allocate the same memory.
+    """Let transformers allocate the memory for the weights of a pretrained folder without reading them.
 
     (transformers.modeling_utils.safe_open)
     """
@@ -260,10 +260,10 @@ def weight_files() -> None:
 
 
 def small_values() -> None:
-    """Let fakes on the CPU keep the values of small tensors; torch keeps only the values of scalars.
+    """Let fakes on the CPU keep the values of small tensors. torch keeps only the values of scalars.
 
-    Hiera sums the depths of its stages, and many models space rates evenly, so different values would give
-    different models.
+    Models are built from such values: Hiera sums the depths of its stages, and many models space their drop rates
+    evenly.
     (torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT, torch.linspace, torch.distributions)
     """
     original = torch.linspace
@@ -281,7 +281,7 @@ def small_values() -> None:
 
 
 def data_setter() -> None:
-    """Let `parameter.data = t` adopt t's device and forget the old value. (torch.Tensor.data)"""
+    """Let `parameter.data = t` set the parameter's device to t's, and delete the old value. (torch.Tensor.data)"""
     data: Any = torch._C.TensorBase.data  # its descriptor
 
     def set_data(self: FakeTensor, value: object) -> None:

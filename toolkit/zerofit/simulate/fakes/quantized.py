@@ -55,7 +55,7 @@ def eight_bits() -> None:
 
 
 def moments_of_eight_bits(gpu: bool) -> None:
-    """Put paged moments on the host, to which the GPU driver can move them; on a CPU count the memory of a step.
+    """On a GPU, put paged moments on the host, to which the driver can move them. On a CPU, count a step's memory.
 
     The step's shape rule and CUDA's kernel allocate nothing. The CPU's kernel unpacks all 8-bit moments
     (backends/cpu/ops.py).
@@ -88,7 +88,7 @@ class _CodeTable:
 
 @contextmanager
 def traced_bits(device: str) -> Iterator[None]:
-    """Trace quantized weights on meta: count the weights that matrix multiplications unpack.
+    """Inside this context, quantized weights are traced on meta, and the weights that products unpack are counted.
 
     The matrix multiplications are those that bitsandbytes runs on this kind of device.
     """
@@ -112,7 +112,7 @@ def traced_bits(device: str) -> Iterator[None]:
 
 
 def _unpacking() -> Mapping[object, Callable[..., object]]:
-    """Return matrix multiplications that unpack the weights in a separate op, for devices without a fused kernel."""
+    """Return replacements for fused matrix multiplications that unpack the weights in a separate op."""
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         return {}  # older versions call dequantize_4bit themselves
     ops: Any = importlib.import_module("bitsandbytes.backends.default.ops")
@@ -120,7 +120,7 @@ def _unpacking() -> Mapping[object, Callable[..., object]]:
 
 
 def _or_fakes(weight: Any, state: Mapping[str, object]) -> Callable[..., object]:
-    """Return a constructor that turns a fake tensor into a fake parameter, with the attributes of `state`."""
+    """Return a constructor for `weight` that also accepts fakes. They get the attributes of `state`."""
     original = weight.__new__
 
     def copied(self: Any, memo: dict[int, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Turn a simulated rank's record into a result: the memory that it needs, and whether the cluster has enough."""
+"""Turn a simulated rank's record into a result: the memory that the rank needs, and whether the rank fits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SimulatedScriptRank:
 
 
 def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> Simulation:
-    """Return the memory of a simulated rank and whether it fits the cluster. Stages, knobs and seconds stay empty."""
+    """Return a simulated rank's memory and whether it fits the cluster. Stages, knobs and seconds stay empty."""
     record = simulated.record
     if isinstance(simulated, SimulatedScriptRank):
         stages = simulated.facts.pipeline_stages
@@ -118,7 +118,7 @@ def _allocations(
 
 
 def _libraries(run: Run) -> str:
-    """Return a rank's imports as a key of CPU_PROCESS_BYTES; "" with torch.compile, whose memory is unknown."""
+    """Return the key of CPU_PROCESS_BYTES for a rank's imports; "" with torch.compile, whose memory is unknown."""
     family = source_of(run).family
     if run.compile or family == "custom":
         return ""
@@ -150,7 +150,7 @@ def decided(
     cluster: Cluster,
     simulate_exactly: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
 ) -> list[SimulatedRank | Problem]:
-    """Return the ranks; if extrapolated layers do not decide whether a rank fits, simulate all of its layers."""
+    """Return the ranks. If the extrapolation leaves open whether a rank fits, simulate all of its layers."""
     found = list(ranks)
     ranked = [(n, one) for n, one in enumerate(ranks) if isinstance(one, SimulatedRank)]
     doubtful = {n: one.target for n, one in ranked if _is_open(one, cluster)}
@@ -161,7 +161,7 @@ def decided(
 
 
 def _is_open(simulated: SimulatedRank, cluster: Cluster) -> bool:
-    """Return whether the verdict is open, since extrapolated reserved bytes are uncertain."""
+    """Return whether extrapolated reserved bytes are too uncertain to decide whether the rank fits."""
     if not simulated.layers or cluster.on_cpu:
         return False
     record, there = simulated.record, cluster.device.memory_bytes
@@ -172,7 +172,7 @@ def _is_open(simulated: SimulatedRank, cluster: Cluster) -> bool:
 def _verdict(
     record: RankRecord, beside: list[Overhead], cluster: Cluster, alloc_conf: str
 ) -> tuple[FitVerdict, int, int]:
-    """Return the device's verdict, and the reserved peak without and with a host that runs ahead."""
+    """Return the verdict and two reserved peaks: if the device keeps up with the host, and if the host runs ahead."""
     there = cluster.device.memory_bytes
     if cluster.on_cpu:  # no caching allocator
         taken = record.peaks[0].bytes
@@ -209,7 +209,7 @@ def _host(host: dict[str, int], cluster: Cluster) -> tuple[int, bool, str]:
 
 
 def _merged(phases: list[RankPhase]) -> tuple[RankPhase, ...]:
-    """Merge the phases of a step's micro batches. Return one row for each phase of each step."""
+    """Merge equal phases of a step's micro batches. Return one row for each phase of each step."""
     rows: dict[tuple[str, int], RankPhase] = {}
     for phase in phases:
         first = rows.setdefault((phase.name, phase.step), phase)

@@ -1,4 +1,4 @@
-"""Compare a simulation with the `--json` of an earlier one, to see the memory of a code change. Imports no torch."""
+"""Compare a simulation with an earlier one's `--json`, to see the memory of a code change. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""List changes to a run that reduce its memory; each is simulated as a run of its own."""
+"""List changes to a run that reduce its memory. Each changed run is simulated."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class Knob:
 
     @property
     def combines(self) -> bool:
-        """Whether further changes can be combined with this change, and the training stays the same."""
+        """Whether this change may be part of a combination. It must neither shorten samples nor shrink buckets."""
         return "seq_len" not in self.fields and BUCKETS not in self.change
 
 
 def knobs(job: Job, written: dict[str, object], named: str | None = None) -> list[Knob]:
-    """Return changes to try for a job with the JSON `written`, roughly from the least to the largest slowdown.
+    """Return changes to try for a job with the DeepSpeed JSON `written`, roughly from the least to the most slowdown.
 
     The changes do not alter the mathematics of training. Changes that DeepSpeed or zerofit refuses for this model are
-    dropped later, when they are resolved. `named`: the name of the run's bundled JSON, if it has one. Then other
-    bundled JSONs are tried, since a flag selects them.
+    dropped later, when they are resolved. `named`: the name of the run's bundled JSON, if it has one. In that
+    case other bundled JSONs are tried, since a flag selects them.
     """
     run, layout, zero = job.run, job.layout, job.ds_config.get("zero_optimization", {})
     found = _half_the_micro_batch(job, written)
@@ -84,9 +84,9 @@ def knobs(job: Job, written: dict[str, object], named: str | None = None) -> lis
 
 
 def less_on_device(zero: dict[str, Any], stage: int) -> dict[str, dict[str, object]]:
-    """Return the values that each change to a JSON's `zero_optimization` sets, by dotted path. The fastest comes first.
+    """Return changes to a JSON's `zero_optimization`, fastest first. Each sets values at dotted paths.
 
-    Changes that the JSON has already, or that this ZeRO stage does not support, are left out.
+    A change is left out if the JSON already has it, or if this ZeRO stage does not support it.
     """
     state: dict[str, object] = {"zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": True}}
     found: dict[str, dict[str, object]] = {}
@@ -101,7 +101,7 @@ def less_on_device(zero: dict[str, Any], stage: int) -> dict[str, dict[str, obje
 
 
 def _half_the_micro_batch(job: Job, written: dict[str, Any]) -> list[Knob]:
-    """Halve the micro batch and accumulate more, unless the global batch would change."""
+    """Return the change to half the micro batch and more accumulation; [] if the global batch would change."""
     half = job.batch.micro // 2
     steps = job.batch.total // (half * job.batch.dp) if half else 0
     if not half or half * steps * job.batch.dp != job.batch.total:

@@ -1,5 +1,7 @@
-"""Find how many layers reach DeepSpeed's limits for large models. Beyond that number all memory grows linearly with
-the layers, except stage 3's sub-groups of parameters, which `sub_groups` computes for any number.
+"""Find how many layers reach DeepSpeed's limits for large models.
+
+Beyond that number of layers, all memory grows linearly with the layers. The exception is stage 3's sub-groups of
+parameters, which `sub_groups` computes for any number of layers.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ class _Partitioned:
 
 
 def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarget, count: int) -> list[float]:
-    """Return the number of layers that reach each DeepSpeed limit, among the limits that `count` layers reach.
+    """Return how many layers reach each of DeepSpeed's limits. Limits that `count` layers do not reach are left out.
 
-    `few` and `more` are models with one and two of the repeated layers. Only repeated layers count, not DeepSeek's
-    first layers.
+    `few` and `more` have one and two of the model's repeated layers. Only repeated layers count, which excludes the
+    different first layers of DeepSeek's models.
     """
     zero, layout = target.job.ds_config.get("zero_optimization", {}), target.job.layout
     one, two = _rank_model(few), _rank_model(more)
@@ -61,7 +63,7 @@ def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarg
 def sub_groups(few: SimulationTarget, more: SimulationTarget) -> Callable[[int], list[int]]:
     """Return a function: number of layers -> elements of a rank in each of stage 3's sub-groups.
 
-    `few` and `more` are models with one and two repeated layers. The function returns [] if both an encoder and a
+    `few` and `more` have one and two of the model's repeated layers. The function returns [] if both an encoder and a
     decoder grow, or if tensor or expert parallel ranks have parts of a parameter.
     """
     zero, layout = few.job.ds_config.get("zero_optimization", {}), few.job.layout
@@ -84,7 +86,7 @@ def sub_groups(few: SimulationTarget, more: SimulationTarget) -> Callable[[int],
 
 
 def _sub_groups(parts: list[int], most: int) -> Iterator[int]:
-    """Yield the elements of each sub-group; one is full at `most` elements (zero/stage3.py:1210)."""
+    """Yield the elements of each sub-group. A sub-group is full at `most` elements (zero/stage3.py:1210)."""
     if sum(parts) <= most:
         yield sum(parts)
         return
@@ -97,14 +99,14 @@ def _sub_groups(parts: list[int], most: int) -> Iterator[int]:
 
 
 def _groups(target: SimulationTarget) -> dict[str, list[int]]:
-    """Return the elements of each parameter in each of the optimizer's groups."""
+    """Return for each of the optimizer's groups the element counts of its parameters."""
     decay = bool(get(target.job.ds_config, "optimizer.params.weight_decay", True))
     groups = parameter_groups(_rank_model(target).parameters(), decay)
     return {group["name"]: [parameter.numel() for parameter in group["params"]] for group in groups}
 
 
 def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int) -> int:
-    """Return the largest number of layers whose largest gradient bucket differs from that of the full model.
+    """Return the most layers with which the largest gradient bucket still differs from the full model's.
 
     `one`, `two`: elements of each gradient in a model with one and with two layers. If both an encoder and a decoder
     have a second layer, the number is unknown. The result is then `count` - 1, where `count` is the full model's number
@@ -126,7 +128,7 @@ def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int
 def _grown(one: list[int], two: list[int], layers: int) -> list[int] | None:
     """Return the sequence of sizes for a model of `layers` layers, from the sizes for one and for two layers.
 
-    The result is None if the sizes of the second layer are not inserted in one place.
+    The result is None if the second layer does not add its sizes at one place of the sequence.
     """
     same = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(one))
     layer = two[same : same + len(two) - len(one)]
@@ -136,7 +138,7 @@ def _grown(one: list[int], two: list[int], layers: int) -> list[int] | None:
 
 
 def _rank_model(target: SimulationTarget) -> nn.Module:
-    """Return a target's model on the meta device; with expert parallelism, the part of one rank."""
+    """Return a target's model on the meta device. With expert parallelism, it has one rank's experts."""
     run = target.job.run
     with torch.device("meta"):
         model = build(replace(source_of(run), pretrained=None), target.inputs, dict(run.model_args))

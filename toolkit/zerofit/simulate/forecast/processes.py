@@ -1,4 +1,4 @@
-"""Run simulations in parallel, each in its own process. A server that has imported all libraries forks them.
+"""Run simulations in parallel. A server that has imported all libraries forks a process for each.
 
 The server (`spec.server_process`) runs `serve`. A request is a folder and the modules to import for it. When the server
 ends, it kills all processes that it has started.
@@ -83,7 +83,7 @@ PRIVATE_BYTES = 768 << 20  # memory of a simulation that it does not share with 
 def simulate_all(targets: Sequence[Target], show: Callable[[str], None]) -> list[RankRecord | Problem]:
     """Return for each target the record of its rank, or the Problem that prevented it.
 
-    As many simulations run at a time as cores and memory allow. `show` gets a line of progress.
+    Cores and memory limit how many simulations run at a time. `show` gets a line of progress.
     """
     if not targets:
         return []
@@ -123,7 +123,7 @@ def _kill(folder: Path) -> None:
 
 
 def _is_over(server: ServerProcess, folder: Path) -> bool:
-    """Return whether no process is left to answer: the server, or all its processes for this request, have ended."""
+    """Return whether the server has ended, or all its processes for this request have ended."""
     if server.process.poll() is not None:
         return True
     if not (folder / GROUP).exists():
@@ -157,7 +157,7 @@ _running: _Server | None = None
 
 
 def _server() -> _Server:
-    """Return this process's server, started on first use, and count one more user."""
+    """Return this process's server, and count one more user of it. The first call starts the server."""
     global _running
     with _lock:
         if _running is None or _running.owner != os.getpid() or _running.process.poll() is not None:
@@ -172,7 +172,7 @@ def _release(server: _Server) -> None:
 
 
 def end_server() -> None:
-    """Stop this process's server, which has torch and DeepSpeed in memory, unless another thread uses the server.
+    """Stop this process's server, to free the memory of torch and DeepSpeed, unless another thread uses it.
 
     The next simulation starts a new server.
     """
@@ -185,7 +185,7 @@ def end_server() -> None:
 
 
 def _result(folder: Path, n: int, died: int | None, ran_short: bool) -> RankRecord | Problem:
-    """Return a simulation's result; `died`: the signal that ended the server before it could report."""
+    """Return a simulation's result. `died`: the signal that killed the server before the server could report."""
     log, file, seen = folder / f"{n}.log", folder / f"{n}.result", folder / f"{n}.exit"
     output = log.read_text(errors="replace") if log.exists() else ""
     if not file.exists():
@@ -226,7 +226,7 @@ def serve() -> None:
 
 
 def _forked(folder: Path) -> int:
-    """Fork the process that answers a request; the request's file stays locked until all its children have ended."""
+    """Fork the process that answers a request. The request's file is locked until its last child has ended."""
     with (folder / REQUEST).open("rb") as request:
         fcntl.flock(request, fcntl.LOCK_EX)
         pid = os.fork()
@@ -239,7 +239,7 @@ def _forked(folder: Path) -> int:
 
 
 def _import(names: Sequence[str]) -> None:
-    """Import the modules that the forked processes share, and exclude their objects from garbage collections."""
+    """Import the modules that forked processes share. Garbage collections skip the objects of these modules."""
     with collector_off():
         for name in names:
             with suppress(*((Exception,) if name in MAY_BE_MISSING else ())):
@@ -248,7 +248,7 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _answer(folder: Path) -> NoReturn:
-    """Simulate all targets of a request; write `N.ended` when target N ends, and its exit status to `N.exit`."""
+    """Simulate all targets of a request. When target N ends, write its exit status to `N.exit`, then `N.ended`."""
     try:
         os.setpgid(0, 0)
         path, cwd, targets = pickle.loads((folder / REQUEST).read_bytes())
@@ -264,7 +264,7 @@ def _answer(folder: Path) -> NoReturn:
 
 
 def _simulate_side_by_side(waiting: list[tuple[int, Target]], folder: Path) -> None:
-    """Simulate several targets at a time, as cores and memory allow. Retry a target alone if it lacked memory."""
+    """Simulate as many targets at a time as cores and memory allow. Retry targets alone that lacked memory."""
     most, kills = max(1, min(len(os.sched_getaffinity(0)), host_memory()[1] // PRIVATE_BYTES)), oom_kills()
     running = dict[int, tuple[int, Target]]()
     while waiting or running:

@@ -1,4 +1,4 @@
-"""Return a simulation's result, as `zerofit simulate --json` prints it. Imports no torch."""
+"""Define a simulation's result, and convert it to the output of `zerofit simulate --json`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PeakLocation:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRun:
-    """The simulated settings on which memory depends."""
+    """The settings of the simulated run that decide its memory."""
 
     model: str
     precision: str | None
@@ -70,21 +70,21 @@ class WorstCase:
 
     @classmethod
     def of(cls, found: Simulation, **more: Any) -> Self:
-        """Return the figures of a simulation. `more`: fields of a subclass, e.g. `tokens`."""
+        """Return the worst case with a simulation's figures. `more`: fields of a subclass, e.g. `tokens`."""
         names = ("peak_bytes", "peak_phase", "reserved_bytes", "fits", "because")
         return cls(**{name: getattr(found, name) for name in names}, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongestBatch(WorstCase):
-    """The same script with every batch at the longest length that the script allows, of its largest samples."""
+    """Memory of the same script if every batch has the largest samples and the longest length that it allows."""
 
     tokens: int  # 0 if batches have no tokens
     shape: tuple[int, ...]  # of the largest input of the model
 
     @property
     def name(self) -> str:
-        """Its length in tokens, or the shape of its images or audio."""
+        """The batch's length in tokens, or the shape of its images or audio."""
         return f"{self.tokens} tokens" if self.tokens else f"largest {' x '.join(map(str, self.shape))}"
 
 
@@ -152,7 +152,7 @@ class KnobResult:
 def first_that_fits(
     chain: Sequence[T], best: KnobResult, simulate: Callable[[Sequence[T]], list[KnobResult | None]]
 ) -> KnobResult:
-    """Return the result of the first change that fits, of changes that each contain the one before.
+    """Return the result of the first change that fits. Each change in `chain` includes the change before it.
 
     `best`: the result of the last change, which fits.
     """
@@ -168,9 +168,9 @@ def first_that_fits(
 
 
 def in_order(rows: Sequence[KnobResult]) -> tuple[KnobResult, ...]:
-    """Return changes with the least memory first, each with its rank by slowdown.
+    """Return the changes, the least memory first, and number them by their slowdown.
 
-    Changes of equal or unknown speed stay in the given order. Changes of unknown speed come last.
+    Changes of equal speed are numbered in the given order. Changes of unknown speed get the last numbers.
     """
 
     def cost(row: KnobResult) -> float:
@@ -243,14 +243,14 @@ class Simulation:
 
     @property
     def smi_range_bytes(self) -> tuple[int, int]:
-        """The interval of `smi_bytes` that contains 8 of 10 published runs; on a CPU the process's interval."""
+        """An interval for `smi_bytes`, which contained 8 of 10 published runs. On a CPU, the process's interval."""
         low, high = (sum(getattr(o, f"{end}_bytes") for o in self.overheads) for end in ("low", "high"))
         more = 0.0 if self.device == "cpu" else RESERVED_MORE if self.world_size == 1 else RESERVED_MORE_RANKS
         most = max(self.reserved_ahead_bytes, int(self.reserved_bytes * (1 + more)))
         return self.reserved_bytes + low, most + high
 
     def knobs(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
-        """Simulate possible changes one by one on the first call; return them with the least memory first.
+        """Return possible changes, the least memory first. The first call simulates them.
 
         Changes that could not be simulated are reported as a note.
         """
@@ -261,7 +261,7 @@ class Simulation:
         return self.tried
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON of `zerofit simulate --json`; "knobs" are the simulated changes."""
+        """Return the output of `zerofit simulate --json`. Its "knobs" are the changes that were simulated."""
         left_out = ["tried", "with_timeline", "allocations", "simulate_knobs"]
         left_out += [] if self.with_timeline else ["timeline"]
         left_out += [name for name in ("stages", "picture", "trace", "snapshot", "against") if not getattr(self, name)]
@@ -293,7 +293,7 @@ class Simulation:
         draw(timeline, Path(path))
 
     def write_snapshot(self, path: Path) -> Simulation:
-        """Write the allocations as torch.cuda.memory._dump_snapshot() does, and return the simulation with the path.
+        """Write the allocations like torch.cuda.memory._dump_snapshot(). Return the simulation with the path.
 
         Raises UserError if `path` cannot be written.
         """
@@ -314,5 +314,5 @@ class Simulation:
 
 
 def severity(simulation: Simulation) -> tuple[int, int]:
-    """Return the sort key for the worst of several ranks: its verdict, then its reserved bytes."""
+    """Return a sort key that is largest for the worst of several ranks: the verdict, then the reserved bytes."""
     return ORDER.index(simulation.verdict), simulation.reserved_bytes

@@ -1,4 +1,4 @@
-"""Simulate jobs: exactly, or extrapolated from a few layers and checked.
+"""Simulate jobs, either with all layers, or with a few layers and a checked extrapolation.
 
 In a model with many equal layers, all figures are linear in the number of layers. The first, the last and the highest
 peak of each kind (`record.KindPeak`) are linear, too. The highest of all peaks is determined at the full number of
@@ -58,7 +58,7 @@ class SimulatedRank:
 def simulate(
     targets: Sequence[SimulationTarget], show: Callable[[str], None], *, exact: bool = False
 ) -> list[SimulatedRank | Problem]:
-    """Simulate each target; return a Problem for each that cannot be simulated.
+    """Simulate each target. Return a Problem for each target that cannot be simulated.
 
     A large model is extrapolated from a few layers unless `exact`. If its peak is not linear in the number of layers
     (error above TOLERANCE), all layers are simulated.
@@ -76,7 +76,7 @@ def heaviest_of(
     ranks: Sequence[SimulatedRank | Problem],
     simulate_more: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
 ) -> list[SimulatedRank | Problem]:
-    """Replace each rank with the one of the highest peak in its data parallel group, if that rank can be simulated."""
+    """Replace each rank with the rank of its data parallel group that has the highest peak, if it can be simulated."""
     found = list(ranks)
     heavier = [
         (n, replace(one.target, rank=one.record.heavier_rank))
@@ -111,9 +111,9 @@ def _simulated(
 
 
 def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
-    """Return three numbers of layers: one for a check, two for the extrapolation. None: simulate the full model.
+    """Return three layer counts: one to check, two to extrapolate; None if the full model must be simulated.
 
-    Each number includes the layers before the equal layers. With each number, DeepSpeed must reach every limit that it
+    Each count includes the layers before the equal layers. With each count, DeepSpeed must reach every limit that it
     reaches with the full model (live parameters, buckets, groups of the optimizer). The largest sub-group of stage 3
     must be the same as in the full model, since a sub-group can end within a layer. The full model is simulated in
     three cases: layers differ in their parameters, the config has no plain number of layers, or ranks divide flat
@@ -134,7 +134,7 @@ def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
 
 
 def _grows_evenly(target: SimulationTarget, counts: tuple[int, int, int], total: int) -> bool:
-    """Return whether the full model's parameter count is on the line through these numbers of layers."""
+    """Return whether parameter counts grow linearly from these layer counts to the full model's."""
     source, sizes = replace(source_of(target.job.run), pretrained=None), list[int]()
     for count in counts:
         with torch.device("meta"):
@@ -145,7 +145,7 @@ def _grows_evenly(target: SimulationTarget, counts: tuple[int, int, int], total:
 
 
 def _worthwhile(target: SimulationTarget, total: int, before: int) -> tuple[int, int, int] | None:
-    """Return the smallest numbers of layers for `layer_counts`; None if together they exceed WORTH of all layers."""
+    """Return the smallest layer counts for `layer_counts`; None if their sum exceeds WORTH of all layers."""
     few, more = (_with_layers(target, before + n) for n in (1, 2))
     first = before + max(FEWEST, *(1 + math.ceil(limit) for limit in limits(target, few, more, total - before)), 0)
     groups, counts = _sub_groups(target), list[int]()
@@ -170,7 +170,7 @@ def _sub_groups(target: SimulationTarget) -> Callable[[int], list[int]]:
 def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
     """Return the target with a model of fewer layers and the same DeepSpeed JSON.
 
-    In an encoder-decoder model, the deeper part is cut, or both if they are equally deep.
+    In an encoder-decoder model, the part with more layers is cut, or both parts if they have equally many.
     """
     run, deep = target.job.run, _depths(target)
     wanted = {path: count for path, layers in deep.items() if layers == max(deep.values())}
@@ -188,11 +188,11 @@ def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
 def _extrapolated(
     records: list[RankRecord], counts: tuple[int, ...], total: int, groups: Callable[[int], list[int]]
 ) -> tuple[RankRecord, float] | None:
-    """Return the record of a model with `total` layers, extrapolated from three numbers of layers, and its error.
+    """Return an extrapolated record for `total` layers, and the error of the extrapolation.
 
-    The line goes through the records of the last two numbers. The error is the line's largest relative error at the
-    first number, among the highest peak, host memory and bytes on NVMe. It is infinite if there is no peak to compare.
-    Returns None if host memory is not linear.
+    The line goes through the records of the last two layer counts. The error is the line's largest relative error at
+    the first layer count, among the highest peak, host memory and bytes on NVMe. The error is infinite if there is no
+    peak to compare. Returns None if host memory is not linear.
     """
     first, few, more = records
 
@@ -253,7 +253,7 @@ def _moments(few: RankRecord, more: RankRecord, line: Line, groups: list[list[in
 
 
 def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, peak: int, name: str) -> int:
-    """Return the bytes reserved at a peak: the peak plus the reserved but unused bytes.
+    """Return the extrapolated bytes reserved at a peak: the peak plus the reserved but unused bytes.
 
     The unused bytes per layer are the smaller of the two slopes between the three counts: a single extra segment is not
     a trend.
@@ -284,10 +284,11 @@ def _peaks(few: list[KindPeak], more: list[KindPeak], line: Line) -> list[KindPe
 
 
 def _without_first_states(peaks: list[KindPeak]) -> list[KindPeak]:
-    """Leave out peaks of the first optimizer step that exceed the second step's peaks, which is impossible.
+    """Leave out extrapolated peaks of the first optimizer step that are impossible: above the later steps' peaks.
 
     Stage 3 allocates the states sub-group by sub-group in the first step. Its highest moment depends on the size of the
-    last sub-group, which is not linear in the layers. From the second step on all states exist.
+    last sub-group, which is not linear in the layers. From the second step on all states exist, so a
+    later step's peak is at least as high.
     """
     later = max((peak.bytes for peak in peaks if peak.phase == "step" and peak.step > 0), default=math.inf)
     return [peak for peak in peaks if peak.phase != "step" or peak.step > 0 or peak.bytes <= later]
@@ -300,7 +301,7 @@ def _phase(few: RankPhase, more: RankPhase, peaks: list[KindPeak], line: Line) -
 
 
 def _rows(few: list[Row], more: list[Row], figures: tuple[str, ...], line: Line) -> list[Row]:
-    """Extrapolate the figures of rows that are otherwise equal. Rows that only `more` has are kept unchanged."""
+    """Extrapolate the figures of rows that `few` and `more` share. Rows that only `more` has are kept unchanged."""
 
     def key(row: Row) -> tuple[object, ...]:
         return tuple(value for name, value in vars(row).items() if name not in figures)

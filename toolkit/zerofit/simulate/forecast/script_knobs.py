@@ -46,7 +46,7 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptKnob:
-    """One change to a command."""
+    """One change to a training command: to its arguments, its files or its script."""
 
     change: str  # as in the command, the JSON or TrainingArguments
     command: ScriptCommand
@@ -56,12 +56,12 @@ class ScriptKnob:
     file: dict[str, Any] | None = None  # content of the change's file, if that is not a DeepSpeed JSON
 
     def shards(self, original: ScriptCommand) -> bool:
-        """Return whether this changes where states live, or their size; two such changes exclude each other."""
+        """Return whether the change moves or shrinks states. Two such changes exclude each other."""
         of_states = {EIGHT_BITS, SHARDED, SHARDED_STATES} & {*self.edits}
         return bool(self.config or self.command != original or of_states or {"fsdp", "optim"} & {*self.arguments})
 
     def with_(self, other: ScriptKnob, original: ScriptCommand) -> ScriptKnob | None:
-        """Return both changes as one; None if they exclude each other or the other one adds nothing."""
+        """Return both changes as one; None if they exclude each other, or if `other` adds nothing."""
         if {*self.edits} & {*other.edits} or (self.shards(original) and other.shards(original)):
             return None
         command = self.command if other.command == original else other.command
@@ -75,7 +75,7 @@ class ScriptKnob:
         return ScriptKnob(change=change, command=command, file=self.file or other.file, **merged)
 
     def halved(self) -> ScriptKnob | None:
-        """Return this change with half its micro batch; None if it has none, or an odd one."""
+        """Return this change with half its micro batch; None if it sets no micro batch, or an odd one."""
         micro = self.arguments.get(_MICRO, 1)
         if micro % 2:
             return None
@@ -87,7 +87,7 @@ class ScriptKnob:
 
 
 def script_knobs(command: ScriptCommand, facts: ScriptFacts, target: ScriptTarget, folder: Path) -> list[ScriptKnob]:
-    """Return changes of arguments, files and the script's lines, roughly from the least to the largest slowdown.
+    """Return changes to arguments, files and the script's lines, roughly from the least to the most slowdown.
 
     Files are written into `folder`.
     """
@@ -106,7 +106,7 @@ def script_knobs(command: ScriptCommand, facts: ScriptFacts, target: ScriptTarge
 
 
 def named_config(words: Sequence[str]) -> str | None:
-    """Return the word of a command that names a DeepSpeed JSON; None if there is none."""
+    """Return the argument of a command that names a DeepSpeed JSON; None if there is none."""
     for word in words:
         name = word.partition("=")[2] if word.startswith("--") else word
         if name.endswith(".json") and Path(name).is_file():
@@ -120,7 +120,7 @@ def named_config(words: Sequence[str]) -> str | None:
 
 
 def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: bool) -> list[ScriptKnob]:
-    """Return changes to a Trainer's arguments, least lost speed first. They add DeepSpeed if the script has none."""
+    """Return changes to a Trainer's arguments, fastest first. They add DeepSpeed if the script does not use it."""
     changes: list[dict[str, Any]] = []
     if facts.micro_batch > 1 and facts.micro_batch % 2 == 0:
         changes.append({_MICRO: facts.micro_batch // 2, _ACCUMULATION: 2 * facts.accumulation})
@@ -147,7 +147,7 @@ def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: 
 
 
 def _as_arguments(command: ScriptCommand, change: Mapping[str, Any]) -> str:
-    """Return changed arguments of a Trainer as its user writes them: options, or Python."""
+    """Return changed arguments of a Trainer as the user writes them: as options, or as Python code."""
     typed = any(word.partition("=")[0] in _ARGUMENTS for word in command.arguments)
     shown = {name: f"{value}.json" if name == "deepspeed" else value for name, value in change.items()}
     words = [_typed(*pair) if typed else "{}={!r}".format(*pair) for pair in shown.items()]
@@ -161,7 +161,7 @@ def _takes_eight_bits(facts: ScriptFacts, on_gpu: bool) -> bool:
 
 
 def _of_lines(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: bool) -> list[ScriptKnob]:
-    """Return changes of the lines of a script that trains without transformers' Trainer."""
+    """Return changes to the lines of a script that trains without transformers' Trainer."""
     blocks = f"for block in model.{facts.blocks}: "
     checkpoints = f"{blocks}block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
     shown = {
@@ -226,28 +226,28 @@ def _accelerate_file(command: ScriptCommand) -> dict[str, Any]:
 
 
 def _with_file(command: ScriptCommand, file: str) -> ScriptCommand:
-    """Start a script by `accelerate launch` with this file."""
+    """Return the change that starts the script with `accelerate launch` and this file."""
     options = tuple(word for word in _options(command) if word not in _LAUNCHED_BY)
     words = (*_with(options, "--config_file", file), command.script, *command.arguments)
     return replace(command, launcher="accelerate launch", launcher_words=words)
 
 
 def _options(command: ScriptCommand) -> Words:
-    """Return the options of `accelerate launch`, or the options with which it starts another launcher's script."""
+    """Return the options of `accelerate launch`, or for another launcher's script the options that it needs."""
     if command.launcher != "accelerate launch":
         return ("--module",) if command.is_module else ()
     return command.launcher_words[: -len(command.arguments) - 1]
 
 
 def _typed(name: str, value: object) -> str:
-    """Return an argument as HfArgumentParser reads it. There, FSDP is switched on by the name of its sharding."""
+    """Return an argument as HfArgumentParser reads it, which enables FSDP by the name of a sharding strategy."""
     if name == "fsdp":
         return "--fsdp full_shard"
     return f"--{name} " + (shlex.quote(json.dumps(value)) if isinstance(value, dict) else str(value))
 
 
 def _launched(command: ScriptCommand, name: str, value: str) -> ScriptKnob:
-    """Change a launcher option; its words end with the script and the script's arguments."""
+    """Return the change that sets a launcher option."""
     options = _options(command)
     rest = command.launcher_words[len(options) :]
     options = _with(options, name, value) if name in options else (name, value, *options)
@@ -280,13 +280,13 @@ def _replacing(old: str, new: str) -> Callable[[Words], Words]:
 
 
 def _everywhere(command: ScriptCommand, change: Callable[[Words], Words]) -> ScriptCommand:
-    """Change the script's arguments, also in the launcher's words, which repeat them."""
+    """Change the script's arguments in both places: on their own, and in the launcher's command."""
     launcher_words = change(command.launcher_words) if command.launcher_words else ()
     return replace(command, arguments=change(command.arguments), launcher_words=launcher_words)
 
 
 def _with(words: Words, name: str, value: str) -> Words:
-    """Return words with an option set to this value: its last occurrence is replaced, or it is appended."""
+    """Return words with an option set to this value. The last occurrence is replaced, else the option is appended."""
     for n in reversed(range(len(words))):
         if words[n] == name:
             end = n + 2 if n + 1 < len(words) and not words[n + 1].startswith("--") else n + 1

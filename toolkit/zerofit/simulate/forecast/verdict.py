@@ -1,7 +1,7 @@
 """Decide whether a simulated rank fits, including memory outside of torch: context, kernels, NCCL's buffers.
 
-Figures and their sources are in `spec.overhead`. cuDNN's convolution workspaces are allocated by torch
-(aten/src/ATen/native/cudnn/Conv_v8.cpp) and depend on the algorithm that it chooses, so they have a range.
+Figures and their sources are in `spec.overhead`. torch allocates cuDNN's convolution workspaces
+(aten/src/ATen/native/cudnn/Conv_v8.cpp). Their size depends on the algorithm that cuDNN chooses, so they have a range.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FITS, WITHIN, NOT = ORDER = ("fits", "close to the limit", "does not fit")
 
 @dataclass(frozen=True)
 class Overhead:
-    """A use of memory that is not simulated, as the range of its published figures."""
+    """Memory that is not simulated, as a range of published figures."""
 
     name: str
     low_bytes: int
@@ -54,7 +54,7 @@ class Overhead:
 
 @dataclass(frozen=True, kw_only=True)
 class Communicator:
-    """A communicator: its number of ranks, and the number of ranks to which this rank sends directly."""
+    """A communicator's number of ranks, and the number of ranks to which this rank sends directly."""
 
     name: str
     ranks: int
@@ -64,10 +64,10 @@ class Communicator:
 def overheads(
     device: Device, groups: Sequence[Communicator], convolution_bytes: int = 0, libraries: str = ""
 ) -> list[Overhead]:
-    """Return a rank's memory on this device besides the reserved memory. `groups`: its communicators.
+    """Return the memory that a rank needs besides torch's reserved memory. `groups`: the rank's communicators.
 
-    `convolution_bytes`: bytes of input, weights and output of its largest convolution. `libraries`: the libraries that
-    a rank on a CPU imports, a key of CPU_PROCESS_BYTES; "" if unknown.
+    `convolution_bytes`: bytes of input, weights and output of the rank's largest convolution. `libraries`: a key of
+    CPU_PROCESS_BYTES for the libraries that a rank on a CPU imports; "" if unknown.
     """
     if device.kind == "cpu":
         low, high = CPU_PROCESS_BYTES.get(libraries, (CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES))
@@ -111,7 +111,7 @@ def _buffers(device: Device, group: Communicator) -> Overhead:
 
 @dataclass(frozen=True, kw_only=True)
 class FitVerdict:
-    """A verdict, which is FITS, WITHIN or NOT, with the reason."""
+    """A verdict (FITS, WITHIN or NOT) with the reason."""
 
     word: str
     margin_bytes: int  # free bytes with every overhead at its upper end; negative: this much is missing
@@ -139,8 +139,8 @@ def judge(
     """Compare the reserved peak and the overheads with the device's memory.
 
     `kept_free_bytes` (default: REPLAYED of the peak) covers memory that is not simulated. `likely_bytes`: the reserved
-    peak if the device keeps up with the host, for the sentence. FITS: the run fits even with
-    every overhead at its upper end. NOT: the run does not fit even with every overhead at its lower end.
+    peak if the device keeps up with the host, which the reason mentions. FITS: the run fits even with every overhead at
+    its upper end. NOT: the run does not fit even with every overhead at its lower end.
     """
     kept = round(REPLAYED * peak_reserved_bytes) if kept_free_bytes is None else kept_free_bytes
     left = device_bytes - peak_reserved_bytes
@@ -158,7 +158,7 @@ def judge_events(
     settings: AllocatorSettings | None = None,
     likely_bytes: int | None = None,
 ) -> tuple[FitVerdict, Reserved]:
-    """Return the verdict on a sequence of allocations, and the replay behind it.
+    """Return the verdict on a sequence of allocations, and the replay that decided it.
 
     If the reserved peak is too large, the allocator may still avoid an error by returning cached segments. So the
     sequence is replayed with the device's memory minus the overheads.

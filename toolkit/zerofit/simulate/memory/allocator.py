@@ -31,7 +31,7 @@ class RecordStream:
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronized:
-    """An event: the host has waited for the work of a stream (None: every stream) before a moment."""
+    """An event: the host has waited for all work on a stream (None: every stream) before a moment."""
 
     stream: int | None
     before: int  # number of an event
@@ -46,7 +46,7 @@ Event = tuple[int, int] | tuple[int, int, int] | Note | PhaseEnd
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory:
-    """The first allocation that failed, after cached segments had been returned to the driver."""
+    """The first allocation that failed even after the allocator had returned cached segments to the driver."""
 
     event: int  # index of the event
     asked_bytes: int  # as rounded for the driver: torch's "Tried to allocate"
@@ -56,7 +56,7 @@ class OutOfMemory:
 
 @dataclass(kw_only=True)
 class AtPhaseEnd:
-    """Memory at a PhaseEnd event."""
+    """Memory in use at a PhaseEnd event."""
 
     name: str
     allocated_bytes: int
@@ -65,7 +65,7 @@ class AtPhaseEnd:
 
 @dataclass(kw_only=True)
 class Reserved:
-    """The result of a replay. Like a run, a replay stops at an out of memory error."""
+    """The result of a replay. A replay stops at the first allocation that runs out of memory."""
 
     peak_allocated_bytes: int = 0  # as torch.cuda.max_memory_allocated: blocks, which are rounded
     peak_reserved_bytes: int = 0  # as torch.cuda.max_memory_reserved
@@ -94,8 +94,8 @@ def replay(
     stream. Without `host_ahead` the block is freed at once, as if the device kept up with the host. A positive
     change allocates or grows a storage, a negative one shrinks or frees it. Resizing allocates the new block before it
     frees the old one, as at::native::resize_bytes_cuda does. `device_bytes`: the device's memory without the context
-    and other uses outside of the allocator. `allocator` is used instead of a new allocator of that size, e.g. to record
-    more.
+    and other uses outside of the allocator. `allocator`: an allocator to use instead of a new one, e.g. one that
+    records its actions.
     """
     settings = settings or AllocatorSettings()
     if allocator is None:

@@ -1,11 +1,11 @@
 """Model torch's caching allocator for CUDA devices: which segments it allocates, and how it splits them.
 
 Follows c10/cuda/CUDACachingAllocator.cpp: the native backend with the names and rules of torch 2.2 and later, and the
-constants of 2.14.1. A segment is the result of one cudaMalloc. It is split into blocks that are linked to their
+constants of 2.14.1. One cudaMalloc allocates a segment. A segment is split into blocks, which are linked to their
 neighbors. Free blocks are in the pool of their stream and size class. If another stream uses a block
 (`record_stream`), its release waits until the work on that stream is known to be done. Of two free blocks of one size,
-the allocator uses the block at the lower address. The GPU driver chooses addresses. Here later segments have higher
-addresses. CUDA graphs' pools are not modeled.
+the allocator uses the block at the lower address. On a GPU the driver chooses addresses. In this model later segments
+have higher addresses. CUDA graphs' pools are not modeled.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Block:
         return self.size << 64 | self.address
 
     def cut(self, size: int) -> Block:
-        """Keep the first `size` bytes of the block; return a block of the remaining bytes."""
+        """Keep the first `size` bytes of the block. Return a new block of the remaining bytes."""
         rest = Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
@@ -144,7 +144,7 @@ class CachingAllocator:
         self._next_address = 0
 
     def allocate(self, storage: int, size_bytes: int, stream: int = 0) -> bool:
-        """Allocate for a storage; return False if the device has no room. As in torch, 0 bytes need no block."""
+        """Allocate a storage. Return False if the device has too little memory. As in torch, 0 bytes need no block."""
         if not size_bytes:
             return True
         size = self.settings.rounded_bytes(size_bytes)
@@ -171,13 +171,13 @@ class CachingAllocator:
         return True
 
     def record_stream(self, storage: int, stream: int) -> None:
-        """Record that a stream other than its own uses a storage (recordStream)."""
+        """Record that a storage is used by another stream than the one it was allocated on (recordStream)."""
         block = self.live.get(storage)
         if block is not None and stream != block.pool.stream:
             block.uses.add(stream)
 
     def release(self, storage: int, moment: int = 0) -> None:
-        """Return a storage's block to its pool, at once or when the streams that use it are done (free)."""
+        """Return a storage's block to its pool, as soon as no other stream uses the block (free)."""
         block = self.live.pop(storage, None)
         if block is None:
             return
@@ -208,7 +208,7 @@ class CachingAllocator:
                     self._give_back(block)
 
     def _free_waiting(self) -> None:
-        """Wait for all streams (synchronize_and_free_events)."""
+        """Free all blocks that wait for a stream (synchronize_and_free_events)."""
         self.synchronized(None, 1 + max((moment for moment, _ in self._waiting), default=0))
 
     def _free(self, block: Block) -> None:
@@ -223,7 +223,7 @@ class CachingAllocator:
         self.reserved_bytes -= block.size
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Return oversize blocks, which are never split, until a request fits (release_available_cached_blocks)."""
+        """Return oversize blocks to the driver until a request fits (release_available_cached_blocks)."""
         limit = self.settings.max_split_bytes
         if isinf(limit):
             return False
@@ -241,7 +241,7 @@ class CachingAllocator:
         return released >= wanted
 
     def _take_cached(self, pool: Pool, size: int) -> Block | None:
-        """Remove the best fit from its pool; None if it is too large to split (get_free_block)."""
+        """Remove and return the best-fitting block; None if it is too large for the request (get_free_block)."""
         block, limit = pool.best_fit(size), self.settings.max_split_bytes
         if (
             block is None
@@ -253,13 +253,13 @@ class CachingAllocator:
         return block
 
     def _splits(self, pool: Pool, size: int, rest: int) -> bool:
-        """Return whether the remaining bytes (`rest`) of a block become a separate block (should_split)."""
+        """Return whether the bytes of a block beyond the request (`rest`) become a separate block (should_split)."""
         if pool.small:
             return rest >= MIN_BLOCK_BYTES
         return size < self.settings.max_split_bytes and rest > SMALL_BYTES
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
-        """Allocate a new segment (alloc_block); return None if the device has no room for it."""
+        """Allocate a new segment (alloc_block). Return None if the device has too little memory."""
         new_bytes = segment_bytes(size)
         if self.reserved_bytes + new_bytes > self.device_bytes:
             return None
@@ -293,7 +293,7 @@ class ExpandableAllocator(CachingAllocator):
                 self._unmap(block)
 
     def _take_cached(self, pool: Pool, size: int) -> Block | None:
-        """Remove the best fit. The unmapped space after a block counts as part of it (get_free_block)."""
+        """Remove and return the best-fitting block. Unmapped space after it counts as part of it (get_free_block)."""
         best = None
         for block in pool.at_least(size):
             if best is not None and _room(block) >= _room(best):
@@ -324,7 +324,7 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _find_space(self, pool: Pool, size: int) -> Block:
-        """Return the first free or unmapped neighbors with enough room (find_expandable_block), else a new segment."""
+        """Return the first free or unmapped neighbors of enough size, else a new segment (find_expandable_block)."""
         for block in pool.unmapped:
             first = block.prev if block.prev is not None and block.prev.free else block
             room, at = 0, first
@@ -340,7 +340,7 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Map memory to the beginning of an unmapped block (map_block); return False if the device has none left."""
+        """Map memory to the beginning of an unmapped block (map_block). Return False if the device has none left."""
         page = block.pool.page_bytes
         mapped = -(-size // page) * page
         if self.reserved_bytes + mapped > self.device_bytes:

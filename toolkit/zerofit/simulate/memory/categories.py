@@ -1,4 +1,4 @@
-"""Decide the kind of each storage: by its owner, else by the allocating code, else by the phase."""
+"""Decide the kind of each storage by its owner, else by the code that allocated it, else by the phase."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ OWNED_AS = {
 
 
 def watch_gradient(tag: Tag, parameter: torch.Tensor) -> None:
-    """Tag a parameter's gradient when autograd has finished it, before DeepSpeed moves it."""
+    """Tag a parameter's gradient when autograd has completed it, before DeepSpeed moves it."""
     if parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(lambda p: tag(p.grad, GRADIENTS))
 
 
 def tag_owned_storages(tag: Tag, engine: Any) -> None:
-    """Tag the storages that model and optimizer own at this moment."""
+    """Tag the storages that the model and the optimizer own at this moment."""
     for parameter in engine.module.parameters():
         if hasattr(parameter, "ds_tensor"):
             tag(parameter.ds_tensor, PARAMETERS)

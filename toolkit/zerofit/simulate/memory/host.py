@@ -21,7 +21,7 @@ Line = Callable[[float, float], int]
 # torch never returns page-locked memory to the system. So its total is the largest number of blocks of each
 # size that were in use at once, and "free" blocks are part of the process's memory.
 class _PinnedBlocks:
-    """Torch's pinned blocks: the lines that allocated them, and the free blocks."""
+    """The blocks that torch has page-locked: the lines that allocated them, and the free blocks."""
 
     def __init__(self) -> None:
         self.made: defaultdict[str, list[int]] = defaultdict(list)
@@ -77,18 +77,18 @@ def host_moments(ledger: Ledger) -> dict[str, HostMoment]:
 
 
 def highest(moments: dict[str, HostMoment]) -> dict[str, int]:
-    """Return the parts of the highest moment of all phases."""
+    """Return the bytes by kind at the moment with the most host memory, over all phases."""
     nothing = HostMoment(pageable_bytes=0, locked_bytes=0, pinned={}, pinned_free_bytes=0)
     return max(moments.values(), key=lambda moment: moment.total_bytes, default=nothing).parts
 
 
 def extended(few: HostMoment, more: HostMoment, line: Line, sub_groups: Sequence[list[int]]) -> HostMoment | None:
-    """Return the moment with all layers. Requested sizes are linear in the number of layers, and rounded afterwards.
+    """Return the host's moment with all layers. Requested sizes are extrapolated linearly, then rounded.
 
     If a line of code allocates the same number of blocks with few and with more layers, the sizes of the blocks grow.
     Otherwise the number of blocks grows. If the line allocates a block for each of stage 3's sub-groups, the
-    sub-groups' elements give the sizes (`sub_groups`: with few, with more, with all layers). The result is None in
-    other cases, e.g. if some requests reused a released block.
+    sub-groups' elements give the sizes. `sub_groups`: these elements with few, with more and with all layers. The
+    result is None in other cases, e.g. if some requests reused a released block.
     """
 
     def sizes(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:

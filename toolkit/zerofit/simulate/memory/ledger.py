@@ -62,7 +62,7 @@ class Ledger:
         self._going_over: tuple[int, int, int] | None = None  # next event, storage to be freed, peak before
 
     def allocated(self, storage: Storage, instead: int | None = None) -> int:
-        """Record an allocation; return its index. If the storage `instead` is freed next, its memory is reused."""
+        """Record an allocation, and return its index. If the storage `instead` is freed next, its memory is reused."""
         before = self.peak[storage.place]
         self.storages.append(storage)
         self._change(len(self.storages) - 1, storage.bytes)
@@ -92,7 +92,7 @@ class Ledger:
         self._change(taker, size)
 
     def pinned(self, index: int, place: str = PINNED) -> None:
-        """Mark host memory as page-locked from the start, by torch (PINNED) or by other means (LOCKED)."""
+        """Mark a storage as page-locked since its allocation. `place`: PINNED if torch locked it, else LOCKED."""
         storage = self.storages[index]
         self.live[HOST] -= storage.bytes
         self.live[place] += storage.bytes
@@ -108,7 +108,7 @@ class Ledger:
         self.note(EmptyCache())
 
     def note(self, note: Note) -> None:
-        """Record a message to the caching allocator."""
+        """Record an event for the caching allocator that neither allocates nor frees."""
         self.notes.append((len(self.events), note))
 
     def _change(self, index: int, change: int) -> None:
@@ -122,7 +122,7 @@ class Ledger:
 # (`forecast.run`), the line with the highest peak may differ from the line with all layers. The highest, the
 # first and the last occurrence are kept, since each of these is linear in the number of layers.
 def kind_peaks(ledger: Ledger) -> list[KindPeak]:
-    """Return the highest, the first and the last peak of each kind on the device, the highest first.
+    """Return the highest, the first and the last peak of each kind of allocation on the device. Sorted by height.
 
     Storages must be classified.
     """
@@ -177,7 +177,7 @@ def place_in_code(storage: Storage) -> str:
 
 
 def device_events(ledger: Ledger) -> list[Event]:
-    """Return the messages to the device's caching allocator, in order, for `allocator.replay`."""
+    """Return the events of the device's caching allocator, in order, for `allocator.replay`."""
     found: list[Event] = []
     places: list[int] = []  # index in `found` for each event of the ledger
     notes: defaultdict[int, list[Note]] = defaultdict(list)

@@ -40,16 +40,16 @@ class AllocationOrigin(NamedTuple):
 
 
 class StackLog:
-    """The Python stacks of allocations. Equal stacks are one object, so thousands need little memory."""
+    """The Python stacks of allocations. Equal stacks share one object, so thousands need little memory."""
 
     def __init__(self) -> None:
         self._known: dict[Stack, Stack] = {}
         self._skipped: dict[CodeType, bool] = {}
 
     def here(self, code: CodeType | None, line: int) -> Stack:
-        """Return the stack of the running op. It begins at `line` of `code`, if they are known.
+        """Return the stack of the running op. If `code` is given, the stack begins at `line` of `code`.
 
-        In backward, this is the line of the forward, which a real GPU's snapshot does not show.
+        In backward, `line` is the line of the forward op. A real GPU's snapshot does not have that line.
         """
         found = [StackFrame(code.co_filename, line, code.co_name)] if code is not None else []
         frame: FrameType | None = sys._getframe(1)
@@ -66,7 +66,7 @@ class StackLog:
 
 
 class _RecordingAllocator(CachingAllocator):
-    """Records its actions like torch's memory trace: requested sizes of blocks, allocated sizes of segments."""
+    """An allocator that records its actions like torch's memory trace."""
 
     def __init__(
         self, device_bytes: int | None, settings: AllocatorSettings, origins: Sequence[AllocationOrigin]
@@ -101,7 +101,7 @@ class _RecordingAllocator(CachingAllocator):
         super().release(storage, moment)
 
     def frames_of(self, storage: int) -> list[dict[str, object]]:
-        """Return a storage's frames: its kind, its calls, and as outermost frames the module, phase and op."""
+        """Return a storage's frames: its kind, its Python calls, then (outermost) its module, phase and op."""
         if storage == RESIZED:
             return []
         origin = self._origins[storage]
@@ -144,7 +144,7 @@ class _RecordingAllocator(CachingAllocator):
         )
 
     def segments(self) -> list[dict[str, object]]:
-        """Return the segments with their blocks at this moment, as torch's snapshot has them."""
+        """Return the present segments and their blocks in the format of torch's snapshot."""
         waiting = {block for _, block in self._waiting}
         free = (block for pool in self._pools.values() for block in pool.largest_first())
         groups: list[list[Block]] = []
@@ -181,7 +181,7 @@ class _RecordingAllocator(CachingAllocator):
 
 
 class _RecordingExpandable(_RecordingAllocator, ExpandableAllocator):
-    """Like `_RecordingAllocator`, for `expandable_segments:True`, where pages are mapped and unmapped."""
+    """A `_RecordingAllocator` for `expandable_segments:True`, which maps and unmaps pages."""
 
     def _map(self, block: Block, size: int) -> bool:
         address, before = block.address, self.reserved_bytes

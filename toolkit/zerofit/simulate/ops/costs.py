@@ -37,10 +37,10 @@ def flops_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOut
 
 
 def added_to(func: OpOverload, args: OpArguments, caller: FrameType | None) -> Tensor | None:
-    """Return the older gradient if this op is autograd's sum of two gradients; `caller`: the op's frame in Python.
+    """Return the older gradient if this op is autograd's sum of two gradients. `caller`: the op's Python frame.
 
-    Autograd adds in place if there is no other reference to the older gradient (autograd/input_buffer.cpp, accumulate).
-    While a dispatch mode is active, it makes a new tensor instead. An addition in a node's own formula is mistaken for
+    A real run adds in place if nothing else refers to the older gradient (autograd/input_buffer.cpp, accumulate). While
+    a dispatch mode is active, autograd makes a new tensor instead. An addition in a node's own formula is mistaken for
     a sum of gradients.
     """
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not torch._C._current_autograd_node():
@@ -56,7 +56,7 @@ def added_to(func: OpOverload, args: OpArguments, caller: FrameType | None) -> T
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-    """Count attention's FLOPs without a reduction for a causal mask."""
+    """Count attention's FLOPs. A causal mask does not reduce them."""
     return sdpa_flop_count(query.shape, *_ungrouped(query, key, value))
 
 
@@ -65,7 +65,7 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _ungrouped(query: Tensor, *grouped: Tensor) -> list[tuple[int, ...]]:
-    """Return the shapes of keys and values with as many heads as queries: torch 2.11's counter ignores groups."""
+    """Return the shapes of keys and values with every query head, since torch 2.11's counter ignores groups."""
     return [(len(one), query.shape[1], *one.shape[2:]) for one in grouped]
 
 
@@ -75,7 +75,7 @@ def _grouped(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *more: Any, **_: object) -> int:
-    """Count forward's FLOPs for each gradient. For the weight's gradient, torch 2.11 multiplies them by `groups`."""
+    """Count the forward's FLOPs for each gradient. torch 2.11 counts `groups` times as many for the weight's."""
     transposed, wanted = more[4], more[7]
     return conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed) * sum(wanted[:2])
 
@@ -127,7 +127,7 @@ def _flash_backward(args: OpArguments, out: OpOutput) -> int:
 
 
 def _copies(*places: int) -> Callable[[OpArguments, OpOutput], int]:
-    """Return a function that counts the bytes of an op's tensors that are not contiguous."""
+    """Return a function that counts the bytes of copies: an op copies its tensors that are not contiguous."""
     return lambda args, out: bytes_of([args[place] for place in places if not args[place].is_contiguous()])
 
 
@@ -173,7 +173,7 @@ KERNEL_SCRATCH: dict[str, dict[str, Callable[[OpArguments, OpOutput], int]]] = {
 
 
 def scratch_on(device: str) -> Scratch:
-    """Return the function for the scratch bytes of ops on a kind of device, "cpu" or "cuda"."""
+    """Return the function that counts the scratch bytes of ops on a device, "cpu" or "cuda"."""
     table = KERNEL_SCRATCH[device]
 
     def scratch(op: str, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> int:
@@ -193,7 +193,7 @@ def _is_pointwise(op: str) -> bool:
 
 
 def _casts(op: str, args: OpArguments, out: OpOutput) -> int:
-    """Count the bytes of operands that a pointwise op has to convert to the type in which it computes.
+    """Count the bytes of operands that a pointwise op converts to the dtype in which it computes.
 
     A CPU kernel gets copies in that type (ATen/TensorIterator.cpp, compute_types). A GPU kernel casts while it reads. A
     tensor that the op changes in place counts, too.

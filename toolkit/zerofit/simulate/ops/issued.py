@@ -1,4 +1,4 @@
-"""Record the work that a rank issues on streams in one optimizer step, and waits between streams. Imports no torch."""
+"""Record the work that a rank issues on streams in one step, and the waits between streams. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CommunicatingRanks(NamedTuple):
 
 
 class IssuedWork(NamedTuple):
-    """A piece of work on a stream. It begins after earlier work on its stream, and after the stream's waits."""
+    """A piece of work on a stream. It begins after the stream's earlier work and waits."""
 
     kind: str  # one of the above, or a collective as c10d names it: "allreduce"
     stream: int  # 0 is the default stream; negative: the stream of a process group's collectives
@@ -67,5 +67,5 @@ class IssuedLog:
             self.wait(stream, on, before)
 
     def wait(self, stream: int | None, on: int | None, before: int | None = None) -> None:
-        """Record a wait for work before a place (None: all work so far). `stream` None: the host waits."""
+        """Record that `stream` (None: the host) waits for the work on stream `on` before a place (None: all so far)."""
         self.items.append(IssuedWait(stream, on, len(self.items) if before is None else before))

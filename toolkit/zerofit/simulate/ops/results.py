@@ -25,13 +25,13 @@ _empty_strided = torch.empty_strided  # scripts and DeepSpeed may replace torch'
 
 
 class _OpArgument(NamedTuple):
-    """The op changes an argument in place and returns it. `place`: index of the argument."""
+    """A cached result: the op changes an argument in place and returns it. `place`: index of the argument."""
 
     place: int
 
 
 class _New(NamedTuple):
-    """The output is a new tensor."""
+    """A cached result: the output is a new tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -82,7 +82,7 @@ def new_fake(mode: FakeTensorMode, elem: Tensor, device: torch.device) -> FakeTe
 
 
 def _add(key: list[object], values: Sequence[object], mode: FakeTensorMode) -> bool:
-    """Add the properties of an op's arguments to a cache key; return whether the output depends only on them."""
+    """Add the properties of an op's arguments to a cache key. Return whether they alone decide the output."""
     key.append(len(values))
     for value in values:
         if type(value) is FakeTensor:

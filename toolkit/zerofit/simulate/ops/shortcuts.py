@@ -1,4 +1,4 @@
-"""Run ops on fakes: correct the storage of some outputs, and take shortcuts for ops that ZeRO repeats per rank.
+"""Run ops on fakes. Correct the storage of some outputs, and take shortcuts where ZeRO repeats ops per rank.
 
 ZeRO-3 splits gathered parameters and gradients into one piece per rank, and joins the pieces again. For many ranks this
 is slow, since torch needs half a millisecond for each op (deepspeed/runtime/zero/partition_parameters.py:791,
@@ -32,7 +32,7 @@ _CAT = torch.ops.aten.cat.default
 
 
 def run(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
-    """Run an op; return fakes of the same shape, type and device as without shortcuts."""
+    """Run an op. The fakes that it returns have the same shape, dtype and device as without shortcuts."""
     if (func.is_view or func is _UNSAFE_VIEW) and _is_unknown(args[0]):
         return _view(func, args, kwargs)
     if func.namespace == "c10d":
@@ -53,7 +53,7 @@ def as_stored(func: OpOverload, args: OpArguments, out: OpOutput) -> OpOutput:
 
 
 def sharing_pieces(function: Callable[..., object], cut: str) -> Callable[..., object]:
-    """Wrap a function that only joins the pieces that it cuts. All pieces of equal size are then one shared fake.
+    """Wrap a function that only joins pieces which it has cut itself, so that equal pieces share one fake.
 
     `cut`: the method of torch.Tensor that cuts, "narrow" or "__getitem__" with a slice.
     """

@@ -23,7 +23,7 @@ from zerofit.simulate.ops.issued import IssuedLog
 #   host     issue issue issue ........ item() -> all work before it is complete; waiting blocks are freed
 #   device         work work work work |
 class Streams:
-    """The streams of one device, by number; the first is the default, and current in each thread at the start."""
+    """The streams of one device, by number. The first is the default stream, with which each thread starts."""
 
     def __init__(self, ledger: Ledger):
         streams, self.ledger, self.made = self, ledger, 0
@@ -58,7 +58,7 @@ class Streams:
 
     @contextmanager
     def using(self, stream: SimulatedStream | None) -> Iterator[None]:
-        """Make another stream current inside this context; None changes nothing."""
+        """Make a stream current inside this context. None keeps the current stream."""
         before = self.current
         self.current = stream or before
         try:
@@ -74,7 +74,7 @@ class Streams:
             self.issued.wait(None, None)
 
     def wait_for(self, done: dict[int, int]) -> None:
-        """Make the host wait until streams have reached these moments."""
+        """Make the host wait for streams. `done`: number of the stream -> moment that it must reach."""
         for number, moment in done.items():
             if self.known.get(number, 0) < moment:
                 self.known[number] = moment
@@ -87,7 +87,7 @@ class Streams:
 
     @property
     def place(self) -> int:
-        """The current place: the number of recorded works and waits."""
+        """The current place: the number of entries in the log of issued work."""
         return 0 if self.issued is None else len(self.issued.items)
 
 
@@ -116,7 +116,7 @@ class SimulatedEvent:
         self.waits(None)
 
     def waits(self, stream: int | None) -> None:
-        """Record that a stream, or the host (None), waits for this event."""
+        """Record in the log of issued work that a stream (None: the host) waits for this event."""
         if self._streams.issued is not None:
             self._streams.issued.wait(stream, *self._place)
 
@@ -128,12 +128,12 @@ class SimulatedEvent:
         return all(self._streams.known.get(number, 0) >= moment for number, moment in self.done.items())
 
     def elapsed_time(self, *_: object) -> float:
-        """Return 1 millisecond: no time passes here, and libraries divide by it."""
+        """Return 1 millisecond, since libraries divide by it. No time passes in a simulation."""
         return 1.0
 
 
 class SimulatedStream:
-    """A queue of work. Nothing is computed, but tensors are allocated and used on the stream."""
+    """A stream. It computes nothing, but tensors are allocated and used on it."""
 
     device_index = 0
     device_type = 1  # c10::DeviceType::CUDA

@@ -73,7 +73,7 @@ CallSite = tuple[str, CodeType | None, int]  # running module, function that cal
 # Storages are known by their address, which is reused after a release. So a finalizer checks that the address still
 # belongs to the finalizer's own entry.
 class AllocationTracker(TorchDispatchMode):
-    """Record all allocations of ops in the ledger. Works on fake tensors; meta tensors have no memory.
+    """Records all allocations of ops in the ledger. Fake tensors count as memory, meta tensors do not.
 
     `device`: type of the simulated device; on "cpu", host and device are one. `workspace_bytes`: bytes that torch
     allocates and keeps for matrix products, per thread and stream (aten/src/ATen/cuda/CublasHandlePool.cpp). Autograd
@@ -127,7 +127,7 @@ class AllocationTracker(TorchDispatchMode):
         self.ledger.begin(name, step)
 
     def learn_names(self, model: nn.Module) -> None:
-        """Store the names of a model's modules."""
+        """Store the names of a model's modules, to name the running module later."""
         self._names |= {id(module): name for name, module in model.named_modules()}
 
     def storage_of(self, tensor: Tensor) -> Storage | None:
@@ -140,7 +140,7 @@ class AllocationTracker(TorchDispatchMode):
         return [self.ledger.storages[index] for index in self._index.values()]
 
     def tag(self, tensor: object, kind: str) -> None:
-        """Set the kind of a tensor's storage, unless it is set already.
+        """Set the kind of a tensor's storage, unless the storage has a kind already.
 
         Values that are not tensors with memory are ignored.
         """
@@ -159,7 +159,7 @@ class AllocationTracker(TorchDispatchMode):
         return bool(self._running) and code is not None and is_own(code.co_filename)
 
     def pin(self, tensor: Tensor, place: str = PINNED) -> None:
-        """Mark a tensor's memory as page-locked: by torch (PINNED) or by other means (LOCKED)."""
+        """Mark a tensor's memory as page-locked. `place`: PINNED if torch locked it, LOCKED if other code did."""
         index = self._index.get(_address(tensor))
         if index is not None and self.ledger.storages[index].place == HOST:
             self.ledger.pinned(index, place)
@@ -233,21 +233,21 @@ class AllocationTracker(TorchDispatchMode):
             self.streams.current.synchronize()
 
     def _open_handle(self, op: str, size: int, place: CallSite | None) -> None:
-        """Record the workspace of a library's handle at its first call: one for each thread and stream."""
+        """Record a library's workspace at the first call of each thread on each stream."""
         handle = threading.get_ident(), self.streams.current.number, size
         if handle not in self._handles:
             self._handles.add(handle)
             self._allocate_beside(op, size, WORKSPACES, place)
 
     def _allocate_beside(self, op: str, size: int, kind: str, place: CallSite | None) -> int:
-        """Record an allocation of a kernel besides its outputs; return its index in the ledger."""
+        """Record an allocation of a kernel besides its outputs. Return the index of the allocation in the ledger."""
         module, code, line = place or self._call_site()
         storage = Storage(size, DEVICE, self._phase, self._step, op, module, code, line, kind=kind)
         storage.stream = self.streams.current.number
         return self.ledger.allocated(storage)
 
     def _has_waited(self, name: str, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> bool:
-        """Return whether the host waits in this op, for a value or for a copy between host and device."""
+        """Return whether the host waits in this op for a value, or for a copy between host and device."""
         if name == "aten::_local_scalar_dense":
             return args[0].device.type == self.device
         if name not in ("aten::_to_copy", "aten::copy_") or not args or not isinstance(out, Tensor):
@@ -258,7 +258,7 @@ class AllocationTracker(TorchDispatchMode):
         return blocking and len(types) == 2 and self.device in types
 
     def track(self, tensor: Tensor, op: str, place: CallSite | None = None, instead: int | None = None) -> None:
-        """Record a tensor's storage if it is new, or its new size.
+        """Record a tensor's storage if it is new. Record its size if that has changed.
 
         `instead`: index of a storage. If this storage is released next, the new storage reuses its memory.
         """
@@ -289,7 +289,7 @@ class AllocationTracker(TorchDispatchMode):
             self.ledger.resized(index, storage.nbytes())
 
     def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
-        """Have the release of a storage recorded."""
+        """Record the release of a storage when it happens."""
         self._index[storage._cdata] = index
         weakref.finalize(storage, self._released, storage._cdata, index).atexit = False
 
@@ -299,8 +299,10 @@ class AllocationTracker(TorchDispatchMode):
             self.ledger.freed(index)
 
     def _call_site(self) -> CallSite:
-        """Return the running module and the innermost line outside of torch; in backward, the module and line of the
-        forward op."""
+        """Return the running module and the innermost line outside of torch.
+
+        In backward, these are the module and the line of the forward op.
+        """
         # In backward no Python frame shows which layer runs. Autograd numbers each op of the forward, and the node
         # of its backward has the next number: so the place that was noted in forward is looked up by number.
         node = torch._C._current_autograd_node()
@@ -337,7 +339,7 @@ def is_collective(name: str) -> bool:
 
 
 def collective_of(name: str, args: OpArguments) -> tuple[str, dist.ProcessGroup | None]:
-    """Return a collective as c10d names it, and its process group if it has one."""
+    """Return c10d's name of a collective, and its process group if it has one."""
     boxed = next((a for a in args if isinstance(a, torch._C.ScriptObject)), None)
     op = name.partition("::")[2].strip("_")
     if name.startswith(FUNCTIONAL):

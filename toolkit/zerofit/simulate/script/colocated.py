@@ -1,4 +1,4 @@
-"""Simulate vLLM in the trainer's process, as TRL starts it with `vllm_mode="colocate"`: memory and completions.
+"""Simulate vLLM's memory and completions in the trainer's process (TRL's `vllm_mode="colocate"`).
 
 No kernel of vLLM runs. Weights, cache and activations have the sizes that `rollout.vllm` computes by vLLM's rule.
 Completions have their maximum length, as in `generation`.
@@ -50,7 +50,7 @@ _TOO_LONG = (
 def colocated_vllm(meter: ScriptTracker, log: PhaseLog, target: ScriptTarget) -> None:
     """Replace the vllm package, installed or not, since its engine needs a GPU. (sys.meta_path)
 
-    The names that TRL uses work. Other names can be imported, but raise an error if they are called.
+    The replacement has the names that TRL uses. Other names can be imported, but raise an error when called.
     """
     from transformers import TrainingArguments
 
@@ -80,7 +80,7 @@ class VllmFinder(Loader):
         return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "vllm" else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill a module: TRL's names work, other names raise an error if they are called."""
+        """Fill a module. TRL's names work. Other names raise an error when called."""
 
         def missing(name: str) -> object:
             if name.startswith("__"):
@@ -136,7 +136,7 @@ class ColocatedEngine:
             self._meter.tag(self._held[name], ENGINE)
 
     def _work(self) -> None:
-        """Allocate the activations of a forward, and free them."""
+        """Allocate the activations of a forward, then free them."""
         self._meter.tag(torch.empty(self._memory.activations, dtype=torch.uint8, device=SHOWN), ENGINE)
 
     def sleep(self, level: int = 1) -> None:
@@ -159,7 +159,7 @@ class ColocatedEngine:
             self._hold("kv_cache", self._memory.cache_bytes)
 
     def _load_weights(self, weights: object) -> None:
-        """Copy the trainer's weights into vLLM's weights; this allocates no memory."""
+        """Begin the phase in which vLLM copies the trainer's weights. A real copy allocates no memory."""
         begin(self._log, SYNC)
 
     def reset_prefix_cache(self) -> bool:

@@ -51,12 +51,12 @@ class ScriptCommand:
 
     @property
     def ranks(self) -> int | None:
-        """All ranks; None if the launcher's options do not set them."""
+        """The number of ranks; None if the launcher's options do not set it."""
         return None if self.gpus is None else self.gpus * (self.nodes or 1)
 
 
 def read_command(words: Sequence[str]) -> ScriptCommand:
-    """Read the words of a start command. Raises UserError if no word names a Python script."""
+    """Read a start command, split into words. Raises UserError if no word names a Python script."""
     if not words:
         raise _refused("no command after --", "add the command you would run, e.g. -- torchrun train.py --epochs 3")
     program, rest = words[0], list(words[1:])
@@ -85,7 +85,7 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
 
 
 def _starting_line(words: Sequence[str]) -> str:
-    """Return "file:line" of the launcher or Python in a shell script; "" if there is none."""
+    """Return "file:line" of the line in a shell script that starts a launcher or Python; "" if there is none."""
     for file in (Path(word) for word in words[:3]):
         if file.suffix in (".sh", ".slurm", ".sbatch") and file.is_file():
             lines = file.read_text(errors="replace").splitlines()
@@ -95,10 +95,10 @@ def _starting_line(words: Sequence[str]) -> str:
 
 
 def started_inside(words: Sequence[str]) -> ScriptCommand | None:
-    """Return the launcher command inside a program's words, as llamafactory-cli and axolotl start it.
+    """Return the launcher command that a program such as llamafactory-cli or axolotl starts.
 
-    An installed program that runs on one GPU can start Python with a file of its package instead, as swift does. None
-    if the command starts no ranks, e.g. a launcher with options only (--help).
+    On one GPU, an installed program can start Python with a file of its package instead, as swift does. Returns None if
+    the command starts no ranks, e.g. a launcher with options only (--help).
     """
     if _is_of_package(words):
         return read_command(words)
@@ -113,7 +113,7 @@ def started_inside(words: Sequence[str]) -> ScriptCommand | None:
 
 
 def _is_of_package(words: Sequence[str]) -> bool:
-    """Return whether an installed program starts Python with a file of a package."""
+    """Return whether these are the words with which an installed program starts Python on a package's file."""
     if sys.argv[0].endswith(".py") or len(words) < 2 or not os.path.basename(words[0]).startswith("python"):
         return False
     return words[1].endswith(".py") and (Path(words[1]).parent / "__init__.py").is_file()
@@ -172,7 +172,7 @@ def _script(
     is_module: bool = False,
     **more: Any,
 ) -> ScriptCommand:
-    """Return the command that was read."""
+    """Return a ScriptCommand of these parts."""
     read = {"launcher": launcher, "script": script, "is_module": is_module, "arguments": tuple(arguments)}
     return ScriptCommand(words=words, **read, **more)
 
@@ -215,7 +215,7 @@ def _deepspeed(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
 
 
 def _deepspeed_resources(asked: Namespace) -> tuple[int | None, int | None]:
-    """Return devices per node and nodes, as runner.py's main() reads them from options and hostfile."""
+    """Return the devices per node and the nodes, read from options and hostfile like main() in runner.py."""
     from deepspeed.launcher.runner import fetch_hostfile, parse_inclusion_exclusion
 
     pool = fetch_hostfile(asked.hostfile) if Path(asked.hostfile).is_file() else None
@@ -269,7 +269,7 @@ def _parsed(launcher: str, parse: Callable[[list[str]], Namespace], rest: list[s
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence DeepSpeed's warnings about a missing GPU while it is imported."""
+    """Silence DeepSpeed's warnings about a missing GPU during its import."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""Replace torch.cuda and torch.accelerator in a script: they describe the simulated device."""
+"""Replace torch.cuda and torch.accelerator in a script, so that they describe the simulated device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Context(contextlib.ContextDecorator):
 
 
 def cuda_module(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Answer for a GPU, since torch.cuda would look for a driver. (torch.cuda.*)"""
+    """Let torch.cuda describe the simulated GPU, since torch.cuda would look for a driver. (torch.cuda.*)"""
     cuda: Any = torch.cuda
     memory, numbers = _memory(meter, target.device.memory_bytes), _random_states(target.gpus)
     for name, answer in {**_devices(target), **_streams(meter.streams), **memory, **numbers}.items():
@@ -55,7 +55,7 @@ def cuda_module(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Answer for the same GPU under torch's newer interface. (torch.accelerator)"""
+    """Let torch.accelerator describe the same GPU. (torch.accelerator)"""
     answers = {
         "is_available": lambda: True,
         "device_count": lambda: target.gpus,
@@ -72,7 +72,7 @@ def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def graphs(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Capture a CUDA graph by running its ops once. Its pool keeps the memory of these ops; replays need no memory.
+    """Capture a CUDA graph by running its ops once. Its pool keeps their memory. Replays need no memory.
 
     (torch.cuda.CUDAGraph, graph_pool_handle; torch.cuda._graph_annotations.maybe_stamp_capture_root)
     """
@@ -119,7 +119,7 @@ def graphs(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def autocast(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Apply CUDA's autocast rules to tensors on the simulated device, which Python sees as CUDA."""
+    """Apply CUDA's autocast rules to the simulated device, since scripts use autocast for "cuda"."""
     autocast_as_cuda("AutocastCUDA", "cuda")
 
 
@@ -180,7 +180,7 @@ def _streams(streams: Streams) -> dict[str, object]:
 
 
 def _memory(meter: ScriptTracker, total: int) -> dict[str, object]:
-    """Answer from the ledger; allocated bytes count as reserved."""
+    """Return torch.cuda's memory functions. They read the ledger, and count allocated bytes as reserved."""
 
     def live(*_: object, **__: object) -> int:
         return meter.live()

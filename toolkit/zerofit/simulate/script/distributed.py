@@ -1,4 +1,4 @@
-"""Replace torch.distributed in a script: nothing is sent, and other ranks have this rank's values."""
+"""Replace torch.distributed in a script. Nothing is sent, and other ranks are assumed to have this rank's values."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def object_lists(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def reductions(meter: ScriptTracker) -> None:
-    """Record an all-reduce's kind, which its op does not contain. With equal values on all ranks only sums matter.
+    """Record whether an all-reduce is a sum, which its op does not contain. Only sums change equal values.
 
     (torch.distributed.all_reduce)
     """
@@ -102,7 +102,7 @@ def reductions(meter: ScriptTracker) -> None:
 def handles(meter: ScriptTracker) -> None:
     """Record which stream waits for a collective: the current stream when the handle's `wait` is called.
 
-    The future of a handle has the tensors of the last collective. (torch.distributed.Work.wait and get_future of the
+    A handle's future returns the tensors of the last collective. (torch.distributed.Work.wait and get_future of the
     backend that sends nothing)
     """
 
@@ -183,7 +183,7 @@ def data_parallel(meter: ScriptTracker) -> None:
 
 
 def replicas() -> None:
-    """Refuse one process with several GPUs. (torch.nn.DataParallel.forward)"""
+    """Refuse DataParallel, which uses several GPUs in one process. (torch.nn.DataParallel.forward)"""
     original = nn.DataParallel.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +210,7 @@ def resized_storages(meter: ScriptTracker) -> None:
 
 
 def flat_sharding() -> None:
-    """Let FSDP 1 use the GPU that scripts see, given by its number or as the current GPU.
+    """Let FSDP 1 use the GPU that scripts see. Scripts give its number, or the current GPU is used.
 
     `torch.device(0)` has the name of the C++ accelerator, which differs from the name that scripts see. FSDP moves
     buffers by assigning their `data`. An assignment cannot turn a real buffer into a fake buffer, so the module gets

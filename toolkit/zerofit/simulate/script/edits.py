@@ -1,4 +1,4 @@
-"""Make changes to a script's training that its user would write into the source, in order to simulate them."""
+"""Apply changes that a user could write into a script's source, so that the changed training is simulated."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _ONLY_TORCH = ("foreach", "fused", "capturable", "differentiable", "maximize")  
 
 
 def edits(target: ScriptTarget) -> Callable[[nn.Module], None]:
-    """Patch the functions that a script calls, for the target's edits.
+    """Patch the functions that a script calls, so that the target's edits take effect.
 
-    Return a function to call with each model before its first forward.
+    Returns a function that must be called with each model before the model's first forward.
     """
     ours = {
         EIGHT_BITS: _eight_bits,
@@ -41,7 +41,7 @@ def edits(target: ScriptTarget) -> Callable[[nn.Module], None]:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Recompute a model's repeated blocks in backward, by its own switch if it has one."""
+    """Recompute a model's repeated blocks in backward. If the model has a switch for this, use the switch."""
     enable = getattr(unwrapped(model), "gradient_checkpointing_enable", None)
     if enable is not None:
         enable()
@@ -51,13 +51,13 @@ def recompute_blocks(model: nn.Module) -> None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers such as DistributedDataParallel."""
+    """Return the model that wrappers such as DistributedDataParallel contain."""
     inner = getattr(model, "module", None)
     return unwrapped(inner) if isinstance(inner, nn.Module) and inner is not model else model
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """Return path and blocks of the largest list of blocks of one class, by parameters; ("", []) without a list."""
+    """Return path and blocks of the list of equal blocks with most parameters; ("", []) if there is no list."""
     best, found = 0, ("", list[nn.Module]())
     for path, module in unwrapped(model).named_modules():
         blocks = list(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
@@ -68,8 +68,7 @@ def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 
 def _optimizers(make: Callable[..., object], names: tuple[str, ...] = ("Adam", "AdamW")) -> None:
-    """Construct another optimizer instead of the one from torch: `make(original, parameters, ...)`.
-    (torch.optim.AdamW)"""
+    """Replace torch's optimizers by what `make(original, parameters, ...)` returns. (torch.optim.AdamW)"""
     for name in names:
         original = getattr(torch.optim, name)
 

@@ -1,4 +1,4 @@
-"""Define the exceptions that end a script's simulation: it is complete, or something cannot be simulated."""
+"""Define the exceptions that end a script's simulation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from zerofit.spec.errors import Problem
 
 
 class ScriptStop(BaseException):
-    """Enough optimizer steps were seen. Not an Exception, so a script does not catch it."""
+    """Raised after enough optimizer steps. Not an Exception, so that scripts do not catch it."""
 
 
 class NotSimulated(BaseException):
-    """Something cannot be simulated. Not an Exception, for the same reason."""
+    """Raised if something cannot be simulated. Not an Exception, so that scripts do not catch it."""
 
     def __init__(self, problem: Problem):
         super().__init__(problem.message)
@@ -20,12 +20,12 @@ class NotSimulated(BaseException):
 
 
 def not_simulated(what: str, hint: str) -> NotSimulated:
-    """Return the error for something that the running line of the script needs."""
+    """Return the error that `what`, which the script's running line needs, cannot be simulated."""
     message = f"{what} cannot be simulated"
     return NotSimulated(Problem(kind="not-simulated", message=message, hint=hint, where=own_line()))
 
 
 def later_stage(number: int) -> NotSimulated:
-    """Return the error for a pipeline stage whose input is unknown until the stage before is simulated."""
+    """Return the error for pipeline stage `number`. Its input is unknown until the previous stage is simulated."""
     message = f"stage {number} of a pipeline needs the output of the previous stage"
     return NotSimulated(Problem(kind=LATER_STAGE, message=message, where=own_line()))

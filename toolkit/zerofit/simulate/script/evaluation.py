@@ -1,4 +1,4 @@
-"""Simulate a script between steps: a Trainer's evaluation, and the gathering of weights for a save."""
+"""Simulate what a script does between steps: a Trainer's evaluation, and the gathering of weights for a save."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _WORTH_SAYING = 1 << 20  # bytes
 
 
 def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
-    """Evaluate a few batches if a transformers.Trainer's arguments ask for evaluation between steps.
+    """Evaluate a few batches if the arguments of a transformers.Trainer request evaluation between steps.
 
-    If batches leave tensors on the device, a note reports the bytes that all batches would leave.
+    If each batch keeps tensors on the device, a note reports the bytes that all batches would keep.
     """
     args, dataset = trainer.args, trainer.eval_dataset
     if args.eval_strategy == "no" or not hasattr(dataset, "__len__") or isinstance(dataset, dict):
@@ -47,7 +47,7 @@ def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
 
 
 def evaluations(log: PhaseLog) -> None:
-    """Evaluate few batches if a Trainer evaluates within the simulated steps. (transformers.Trainer.evaluate)"""
+    """Limit evaluations within the simulated steps to a few batches. (transformers.Trainer.evaluate)"""
     from transformers import Trainer
 
     original = Trainer.evaluate

@@ -64,7 +64,7 @@ class BatchShapes:
 
 
 def _images(args: Any) -> Sequence[Tensor]:
-    """Return the images of a detection model, which is called with a list of them; else nothing."""
+    """Return the images if a model is called with a list of images, as detection models are; else ()."""
     given = args[0] if args else None
     if not isinstance(given, (list, tuple)) or not all(isinstance(t, Tensor) and t.dim() == 3 for t in given):
         return ()
@@ -74,7 +74,7 @@ def _images(args: Any) -> Sequence[Tensor]:
 def script_facts(
     target: ScriptTarget, meter: ScriptTracker, phases: ScriptPhases, shapes: BatchShapes, lengths: Lengths, how: str
 ) -> ScriptFacts:
-    """Return the facts about a script in a result, except its memory."""
+    """Return the facts about a script for the result, except its memory."""
     allowed, allowed_by = lengths.limit() if shapes.longest else (0, "")
     engine = next(filter(has_optimizer, phases.engines), None)
     models: list[Any] = [engine.module] if engine else phases.models or [nn.Module()]
@@ -122,13 +122,13 @@ def _takes_liger(model: nn.Module) -> bool:
 
 
 def elements_of(parameter: Any) -> int:
-    """Return a parameter's number of elements, also if it is partitioned or packed."""
+    """Return a parameter's number of elements, including elements that are partitioned or packed."""
     packed = getattr(parameter, "quant_state", None)
     return packed.shape.numel() if packed is not None else int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _sharding(model: nn.Module) -> str:
-    """Return the wrapper of torch.distributed around a model, with the script's names of its mesh dimensions."""
+    """Return the name of the torch.distributed wrapper of a model, with its mesh dimensions and their sizes."""
     kinds = {FSDPModule: "FSDP2", FullyShardedDataParallel: "FSDP", DistributedDataParallel: "DDP"}
     name = next((kinds[kind] for kind in kinds if any(isinstance(m, kind) for m in model.modules())), "")
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
@@ -140,13 +140,13 @@ def _sharding(model: nn.Module) -> str:
 
 
 def _gathered(model: nn.Module) -> torch.dtype | None:
-    """Return the type to which FSDP2 casts gathered weights (MixedPrecisionPolicy); None if it does not cast them."""
+    """Return the dtype to which FSDP2 casts gathered weights (MixedPrecisionPolicy); None without a cast."""
     states: list[Any] = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
     return next((found for state in states if (found := state._mp_policy.param_dtype)), None)
 
 
 def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None, gathered: torch.dtype | None) -> str:
-    """Return the type of the computation, with "autocast" if autocast casts to it."""
+    """Return the precision of the computation, followed by "autocast" if autocast decides it."""
     if engine is not None:
         weights = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
         enabled = getattr(engine, "torch_autocast_enabled", lambda: True)  # if not, it disables an outer autocast

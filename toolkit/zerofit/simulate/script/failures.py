@@ -41,7 +41,7 @@ RETRY = "run the command without zerofit to see whether it ends the same way"
 #   2. no fake tensor and no object of this package is involved: the script's own error, with its traceback;
 #   3. otherwise the simulation may have caused it: the message names the op, the module and the line.
 def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) -> Problem:
-    """Return a problem: the script's own error with its traceback, or the place that cannot be simulated."""
+    """Return the problem that ended a script: its own error with traceback, or what cannot be simulated."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if is_own(f.filename)] or frames
     where = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}"
@@ -73,7 +73,7 @@ def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) ->
 
 
 def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseException) -> tuple[str, str]:
-    """Return a message about what cannot be simulated, and a hint."""
+    """Return a message that names what cannot be simulated, and a hint."""
     op, module = meter.last
     inside = f"module {module}" if module else "code outside of the model"
     first = _TYPES.sub(r"torch.cuda.\1Tensor", first_lines(error)) or _raising_line(error)
@@ -94,7 +94,7 @@ def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseExcept
 
 
 def _raising_line(error: BaseException) -> str:
-    """Return the line that raised an error without a message, e.g. an `assert`."""
+    """Return the source line that raised an error, for errors without a message such as `assert`."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{last.line} ({shown_path(last.filename)}:{last.lineno})"
 
@@ -158,14 +158,14 @@ def _is_of_zerofit(error: BaseException) -> bool:
 
 
 def _is_in_call(entry: TracebackType) -> bool:
-    """Return whether a C function raised the error that this frame called for the script: a replaced one, or an op."""
+    """Return whether this frame, which replaces a function or runs an op, got the error from a C function."""
     code = entry.tb_frame.f_code
     stands_for = "<locals>" in code.co_qualname or code.co_name == "__torch_dispatch__"
     return stands_for and dis.opname[code.co_code[entry.tb_lasti]].startswith("CALL")
 
 
 def _defined_here(name: str) -> bool:
-    """Return whether a function or class of the simulation has this name."""
+    """Return whether the simulation defines a function or class with this name."""
     modules = [module for key, module in sys.modules.items() if key.startswith("zerofit.simulate.")]
     return any(getattr(vars(m).get(name), "__module__", "").startswith("zerofit.simulate.") for m in modules)
 
@@ -188,7 +188,7 @@ def _is_stand_in(value: object) -> bool:
 
 
 def _is_plain_bug(error: BaseException, meter: ScriptTracker) -> bool:
-    """Return whether the script's own line uses a missing name, key or attribute, before any value was assumed."""
+    """Return whether the script's line uses a missing name, key or attribute, and no value was assumed before."""
     frames = traceback.extract_tb(error.__traceback__)
     made_up = any("assumed to be" in note for note in meter.notes)
     plain = isinstance(error, (NameError, LookupError, AttributeError)) and is_own(frames[-1].filename)

@@ -1,4 +1,4 @@
-"""Record the facts that `faults` needs: padding, kept gradients and graphs, casts, engines, experts, checkpoints."""
+"""Record the facts that `faults` needs: padding, kept gradients and graphs, casts, engines and experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zerofit.train.probe import are_experts
 
 
 class FaultLog:
-    """Facts about a script, with its lines ("file:line", "" if unknown)."""
+    """Facts about a script. Lines of the script are "file:line", or "" if unknown."""
 
     def __init__(self, meter: ScriptTracker):
         self.meter = meter
@@ -93,7 +93,7 @@ class FaultLog:
         return zero_grad
 
     def learn_model(self, model: nn.Module) -> None:
-        """Record the parameters, vocabularies and experts of a model before an engine gets it, or before it runs."""
+        """Record a model's parameters, vocabularies and experts. Called before an engine gets it, or before it runs."""
         largest = 0
         self.models.append(model)
         self.engine_at = self.engine_at or own_line()
@@ -115,7 +115,7 @@ class FaultLog:
                 self._watch_experts(module)
 
     def _watch_experts(self, module: nn.Module) -> None:
-        """Note whether the forward of a module reads values of the device, on which its choice of experts depends."""
+        """Record whether a module's forward reads values from the device, which decide its choice of experts."""
         try:
             file, line = inspect.getsourcefile(type(module)) or "", inspect.getsourcelines(type(module))[1]
         except (OSError, TypeError):  # its source is gone
@@ -134,7 +134,7 @@ class FaultLog:
         module.register_forward_hook(leave)
 
     def note_batch(self, args: object, kwargs: object) -> None:
-        """Record a micro batch when the model gets it."""
+        """Record the start of a micro batch, when the model gets the batch."""
         self.starts.append(len(self.meter.ledger.events))
         self.batch_at = self.batch_at or own_line()
         batch = args[0] if isinstance(args, tuple) and args and isinstance(args[0], Mapping) else kwargs
@@ -149,7 +149,7 @@ class FaultLog:
 
 
 class Lives:
-    """The lifetime of each storage: the indices of the ledger's events at which it begins and ends."""
+    """The lifetime of each storage, from one index in the ledger's events to another."""
 
     def __init__(self, meter: ScriptTracker):
         self.storages, self.end = meter.ledger.storages, len(meter.ledger.events)

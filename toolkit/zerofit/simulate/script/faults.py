@@ -1,4 +1,4 @@
-"""The table of a script's faults: message, cost, change and detector of each fault.
+"""The table of faults that scripts can have, with message, cost, change and detector of each fault.
 
 Each detector reads the records of the simulated rank: its storages with kind, line and phase, and the `FaultLog`.
 """
@@ -69,7 +69,7 @@ class Script:
         return [engine.module for engine in self.engines] or self.phases.models
 
     def is_worth(self, size: int) -> bool:
-        """Return whether this much memory is worth a change."""
+        """Return whether this many bytes are worth a change of the script."""
         return size >= max(WORTH_BYTES, WORTH_SHARE * self.peak_bytes)
 
 
@@ -79,7 +79,7 @@ Detector = Callable[[Script], Iterable[Found]]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A row of the table; `{bytes}` and `{detail}` are filled in."""
+    """A row of the table. `{bytes}` and `{detail}` in its texts are replaced."""
 
     code: str
     problem: str
@@ -87,14 +87,14 @@ class Fault:
     find: Detector
 
     def named(self, line: str, size: int, detail: str) -> ScriptFault:
-        """Return the fault of a script's line, with its bytes and a detail."""
+        """Return the fault of one line of a script, with the bytes and the detail in its texts."""
         words = {"bytes": shown_bytes(size), "detail": detail}
         problem, mend = self.problem.format(**words), self.mend.format(**words)
         return ScriptFault(code=self.code, line=line, bytes=size, problem=problem, mend=mend)
 
 
 def find_faults(log: FaultLog, target: ScriptTarget, phases: ScriptPhases, lengths: Lengths) -> None:
-    """Set the log's faults, in the order of their memory, unless they were already found at the last step."""
+    """Set the log's faults, largest first, unless the log already has them from the last step."""
     if log.faults is not None:
         return
     peak = max([log.meter.peak(), *(phase.peak_bytes for phase in phases.log.done)])
@@ -109,7 +109,7 @@ def find_faults(log: FaultLog, target: ScriptTarget, phases: ScriptPhases, lengt
 
 
 def _whole_model(script: Script) -> Iterator[Found]:
-    """Find parameters that DeepSpeed got unpartitioned at ZeRO-3. Each rank has all of them until the engine starts."""
+    """Find full parameters that DeepSpeed gets at ZeRO-3. Until the engine starts, every rank has all of them."""
     log, ranks = script.log, script.target.world_size
     extra = log.plain_bytes - log.plain_bytes // ranks
     if any(engine.zero_optimization_stage() == 3 for engine in script.engines) and script.is_worth(extra):
@@ -117,7 +117,7 @@ def _whole_model(script: Script) -> Iterator[Found]:
 
 
 def _wide_logits(script: Script) -> Iterator[Found]:
-    """Find float32 copies of logits that the script's own line made, and that live until the loss's backward."""
+    """Find float32 copies of logits that a line of the script makes and that live until the loss's backward."""
     lives, meter, largest = script.lives, script.log.meter, dict[str, int]()
     begins = [mark.event for mark in meter.ledger.marks if mark.name == "backward"]
     for index, width in meter.widened:
@@ -141,7 +141,7 @@ def _padding(script: Script) -> Iterator[Found]:
 
 
 def _second_copy(script: Script) -> Iterator[Found]:
-    """Find storages with the sizes of the weights, made by one line, that no training engine or optimizer owns."""
+    """Find copies of the weights: storages of the same sizes, made by one line, that nothing in training owns."""
     meter, owned = script.log.meter, {id(storage) for storage in _owned(script)}
     parameters = [p for model in script.models for p in model.parameters()]
     elements = Counter(map(elements_of, parameters))
@@ -164,7 +164,7 @@ def _total(sizes: Counter[int]) -> int:
 
 
 def _coverage(sizes: Counter[int], of: Counter[int]) -> float:
-    """Return the share of `of` (bytes -> number of storages) that `sizes` contains. Small storages are ignored."""
+    """Return the share of `of` (size -> number of storages) that `sizes` contains. Small storages do not count."""
     large = Counter({size: times for size, times in of.items() if size >= OWN_LINE_BYTES})
     return _total(sizes & large) / max(1, _total(large))
 
@@ -183,7 +183,7 @@ def _owned(script: Script) -> Iterator[Storage]:
 
 
 def _frozen_states(script: Script) -> Iterator[Found]:
-    """Find weights that DeepSpeed's optimizer has, but that get no gradient: they have master weights and states."""
+    """Find weights that get no gradient, but have master weights and states in DeepSpeed's optimizer."""
     for engine in script.engines:
         grouped = _grouped(engine.optimizer)
         frozen = [p for p in grouped if id(p) not in script.log.updated]
@@ -203,7 +203,7 @@ def _grouped(optimizer: Any) -> list[Any]:
 
 
 def _kept_graph(script: Script) -> Iterator[Found]:
-    """Find a graph that lives when the next micro batch begins, after backward(retain_graph=True)."""
+    """Find an autograd graph that backward(retain_graph=True) keeps alive until the next micro batch begins."""
     starts = script.log.starts
     if script.log.retained_at and len(starts) > 1:
         left = [_of_graph(script.lives.between(*pair, at=pair[1])) for pair in pairwise(starts)]
@@ -213,7 +213,7 @@ def _kept_graph(script: Script) -> Iterator[Found]:
 
 
 def _kept_outputs(script: Script) -> Iterator[Found]:
-    """Find lines whose tensors of more than one micro batch live at the end."""
+    """Find lines that allocate tensors in each micro batch, if those of several micro batches live at the end."""
     starts, made = script.log.starts, defaultdict[tuple[str, str], list[int]](list)
     if script.log.retained_at or not starts:
         return
@@ -240,14 +240,14 @@ def _kind(storage: Storage) -> str:
 
 
 def _kept_gradients(script: Script) -> Iterator[Found]:
-    """Find gradients of plain torch that live while the forward of the next step runs."""
+    """Find gradients that live during the next step's forward, in a script without DeepSpeed."""
     size = min(script.log.kept_gradients, default=0)
     if script.is_worth(size):
         yield script.log.zeroed_at or script.log.batch_at, size, ""
 
 
 def _half_weights(script: Script) -> Iterator[Found]:
-    """Find 16-bit weights that an optimizer of plain torch updates without a float32 copy."""
+    """Find 16-bit weights that an optimizer of torch updates without a float32 copy."""
     for optimizer in script.phases.optimizers:
         states = [
             leaf
@@ -273,7 +273,7 @@ def _experts(script: Script) -> Iterator[Found]:
 
 
 def _lost_gradients(script: Script) -> Iterator[Found]:
-    """Find trained weights without a gradient, if a reentrant checkpoint got inputs that require none."""
+    """Find trained weights that get no gradient, because no input of a reentrant checkpoint requires one."""
     trained = {id(p): p for model in script.models for p in model.parameters() if p.requires_grad}
     lost = [p for key, p in trained.items() if key not in script.log.updated]
     if script.log.detached and lost:
@@ -281,7 +281,7 @@ def _lost_gradients(script: Script) -> Iterator[Found]:
 
 
 def _unused_search(script: Script) -> Iterator[Found]:
-    """Find DistributedDataParallel(find_unused_parameters=True) whose parameters all get gradients in each batch."""
+    """Find DistributedDataParallel(find_unused_parameters=True) if all parameters get gradients in each batch."""
     chosen = [trainer.args.ddp_find_unused_parameters for trainer in script.lengths.trainers.values()]
     for model, line in script.log.wrapped:
         least = min(script.log.updated[id(p)] for p in model.parameters() if p.requires_grad)

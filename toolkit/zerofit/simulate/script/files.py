@@ -1,4 +1,4 @@
-"""Redirect a script's writes to a scratch folder, where its reads find them."""
+"""Redirect a script's writes to a scratch folder. Its reads find the written files there."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ScratchFiles:
         self._direct = tuple(place + os.sep for place in places)
 
     def to_read(self, path: Any) -> Any:
-        """Return the file that has the contents of a path."""
+        """Return the file to read for a path: the scratch file if there is one, else the user's file."""
         full = self._full(path)
         if full is None:
             return path
@@ -64,7 +64,7 @@ class ScratchFiles:
             return kept if os.path.lexists(kept) or self._is_gone(full) else full
 
     def to_write(self, path: Any, *, update: bool = True) -> Any:
-        """Return the scratch file for a path; `update`: with the contents of the user's file, if there is one."""
+        """Return the scratch file to write for a path. With `update`, it starts with the user's file's contents."""
         full = self._full(path)
         if full is None:
             return path
@@ -115,7 +115,7 @@ class ScratchFiles:
         self._remove(path, "rmdir")
 
     def replace(self, source: Any, target: Any) -> None:
-        """Rename a file or folder; for the user's own, rename a copy."""
+        """Rename a file or folder. If it is the user's own, rename a copy."""
         full = self._full(source)
         for folder, _, names in os.walk(source):
             for name in names:
@@ -156,7 +156,7 @@ class ScratchFiles:
         self._here = full or _os["getcwd"]()
 
     def _full(self, path: Any) -> str | None:
-        """Return the absolute path that the script means; None for a place that is not redirected."""
+        """Return the absolute path; None if the path is not redirected."""
         if path is None or isinstance(path, int) or getattr(self._own, "busy", False):
             return None
         full = os.path.normpath(os.path.join(self._here, os.fsdecode(path)))
@@ -193,7 +193,7 @@ class ScratchFiles:
             self._gone.add(full)
 
     def redirected(self, original: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function whose first argument, a path, is replaced."""
+        """Return a function that calls `original` with its first argument, a path, replaced by `place`."""
 
         @functools.wraps(original)
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ class ScratchFiles:
         return call
 
     def named(self, method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method that leaves calls relative to a descriptor alone, and names the script's path in errors."""
+        """Wrap a method: calls relative to a descriptor go to `original`, and errors name the script's path."""
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -239,12 +239,12 @@ class _Entries:
 
 
 def _database(files: ScratchFiles) -> Callable[[Any], Any]:
-    """Return the place of a database, which can also be in memory or a URI."""
+    """Return a function that redirects a database's path. In-memory databases and URIs stay unchanged."""
     return lambda path: path if str(path).startswith((":", "file:")) else files.to_write(path)
 
 
 def processes() -> None:
-    """Fork the processes that a library would spawn, e.g. datasets for `save_to_disk`: they inherit the redirection.
+    """Fork the processes that a library would spawn, e.g. datasets in `save_to_disk`, to keep the redirection.
 
     (BaseContext.get_context of multiprocessing and multiprocess)
     """

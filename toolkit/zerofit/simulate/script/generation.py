@@ -28,8 +28,8 @@ _POSITIONS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type
 def generation(meter: ScriptTracker, log: PhaseLog) -> None:
     """Give generation a phase, and let sequences reach their maximum length in a few tokens.
 
-    A simulation never knows that the end-of-sequence token was sampled. A token of a large model takes a second, so the
-    tokens between the second and the last are left out, and the cache grows at once.
+    A simulation does not know when an end-of-sequence token is sampled. Simulating a token of a large model takes a
+    second, so the tokens between the second and the last are left out, and the cache grows at once.
     (transformers.GenerationMixin._sample, _beam_search, _beam_search_has_unfinished_sequences,
     _update_model_kwargs_for_generation)
     """
@@ -58,7 +58,7 @@ def generation(meter: ScriptTracker, log: PhaseLog) -> None:
 
 
 def announce_generation(log: PhaseLog) -> None:
-    """Begin phase GENERATION with each call of `generate`, and end it after the call. Evaluation includes its calls."""
+    """Begin phase GENERATION at each call of `generate` outside of evaluations, and end it after the call."""
     kind: Any = GenerationMixin  # its methods ask for a model as self
     generate = kind.generate
 
@@ -79,7 +79,7 @@ def announce_generation(log: PhaseLog) -> None:
 def _shortened(
     original: Callable[..., Any], meter: ScriptTracker, left_out: list[int], skipped: list[Tensor]
 ) -> Callable[..., Any]:
-    """Return a decoding method that computes COMPUTED tokens, and returns sequences of the full length."""
+    """Return a decoding method that computes only COMPUTED tokens, but returns sequences of the full length."""
 
     def decode(
         self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any
@@ -131,14 +131,14 @@ def _lengthen(kwargs: dict[str, Any], tokens: int) -> None:
 
 
 def _up_to(tokens: Tensor, limit: int) -> Tensor:
-    """Return sequences of the limit's length, even if beam search has cut them to a length that it read from values."""
+    """Return sequences of length `limit`, even if beam search has cut them to a length read from fake values."""
     return tokens if tokens.shape[1] >= limit else tokens.new_empty((tokens.shape[0], limit))
 
 
 def _longer(value: Tensor, tokens: int, *, counts: bool = False) -> Tensor:
     """Return a tensor whose last dimension has `tokens` more elements.
 
-    They repeat the last element or, with `counts`, continue to count.
+    The new elements repeat the last element. With `counts`, they count up from it.
     """
     more = value[..., -1:].expand(*value.shape[:-1], tokens)
     if counts:

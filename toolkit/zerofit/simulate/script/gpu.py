@@ -27,7 +27,7 @@ _HOSTS = ("cpu", "meta")
 
 
 class ScriptGpu(device.SimulatedGpu):
-    """DeepSpeed's accelerator under the name that scripts use."""
+    """DeepSpeed's accelerator, with the device names that scripts use."""
 
     def __init__(self, meter: AllocationTracker, target: ScriptTarget):
         super().__init__(meter, target.device.memory_bytes)
@@ -35,7 +35,7 @@ class ScriptGpu(device.SimulatedGpu):
         self._local, self._count = target.rank % target.gpus, target.gpus
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return "cuda", with the index if one is given."""
+        """Return "cuda", followed by the index if one is given."""
         return SHOWN if device_index is None else f"{SHOWN}:{device_index}"
 
     def current_device(self) -> int:
@@ -66,8 +66,8 @@ def install_gpu(meter: ScriptTracker, target: ScriptTarget) -> None:
 def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Show the rank's CUDA device to Python, and translate it to the simulated device.
 
-    Before torch 2.14 `fake_device` is an entry in each tensor's dictionary, not a property. The context of the
-    device does not exist, so making a fake must not initialize it.
+    Before torch 2.14 `fake_device` is an entry in each tensor's dictionary, not a property. The device has no context,
+    so the constructor of fakes must not initialize one.
     (torch.Tensor.device, is_cuda, get_device, _make_wrapper_subclass; FakeTensor.device, fake_device, init_gpu_context)
     """
     replace_in(fake_tensor, "init_gpu_context", lambda of: None)
@@ -155,7 +155,7 @@ def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def generators(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Use the host's random generators: the device has none. (torch.Generator)"""
+    """Use the host's random generators, since the device has none. (torch.Generator)"""
     original = torch.Generator
 
     class HostGenerator(original):

@@ -36,7 +36,7 @@ _OF_TRITON = {"trl.kernels", "liger_kernel", "unsloth", "fla"}  # packages of ke
 
 
 def parameters(meter: ScriptTracker) -> None:
-    """Make every new parameter fake, on its own device. (torch.nn.Parameter.__new__)"""
+    """Make every new parameter a fake on the parameter's device. (torch.nn.Parameter.__new__)"""
     original = nn.Parameter.__new__
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def parameter_types() -> None:
 
 
 def parameter_data(meter: ScriptTracker) -> None:
-    """Let `parameter.data = t` also change the parameter's device; a real t becomes fake first. (torch.Tensor.data)"""
+    """Let `parameter.data = t` change the parameter's device, too. A real t becomes a fake. (torch.Tensor.data)"""
     data: Any = torch._C.TensorBase.data  # its descriptor
 
     def set_data(self: FakeTensor, value: Tensor) -> None:
@@ -80,7 +80,7 @@ def parameter_data(meter: ScriptTracker) -> None:
 
 
 def gradients(meter: ScriptTracker, parameter: Tensor) -> None:
-    """Make the gradient of a small host tensor fake, as its parameter is.
+    """Make a parameter's gradient fake if it is real, which it is for small host tensors.
 
     DeepSpeed sets `grad.data` to a part of its buffers. The data of a real tensor cannot be part of a fake. (Tensor
     hooks)
@@ -123,7 +123,7 @@ def tensor_values(meter: ScriptTracker) -> None:
 
 
 def equality() -> None:
-    """Compare real tensors and known values by value, and other tensors by shape. (torch.equal)"""
+    """Compare real tensors and known values by value. Compare other tensors by shape. (torch.equal)"""
     original = torch.Tensor.equal
 
     def equal(one: Tensor, other: Tensor) -> bool:
@@ -172,7 +172,7 @@ def nested_lengths() -> None:
 
 
 def loaders() -> None:
-    """Load and preprocess data in this process. Workers do not inherit the fake mode; batches do not depend on them.
+    """Load and preprocess data in this process, since workers do not inherit the fake mode. Batches stay equal.
 
     (torch.utils.data.DataLoader.__init__; datasets.Dataset.map, filter)
     """
@@ -206,7 +206,7 @@ def loaders() -> None:
 
 
 def compiling(meter: ScriptTracker) -> None:
-    """Run compiled functions and models eagerly. Compiled kernels would keep an unknown smaller amount of memory.
+    """Run compiled functions and models eagerly. Compiled kernels would keep less memory, by an unknown amount.
 
     (torch.compile, torch.nn.Module.compile)
     """
@@ -243,7 +243,7 @@ def compiling(meter: ScriptTracker) -> None:
 
 
 def autocast_types(meter: ScriptTracker) -> None:
-    """Record the type that autocast uses in training, to report it as the precision. (torch.autocast.__enter__)"""
+    """Record autocast's dtype in training, which is reported as the precision. (torch.autocast.__enter__)"""
     original = torch.autocast.__enter__
 
     def enter(self: Any) -> object:
@@ -255,7 +255,7 @@ def autocast_types(meter: ScriptTracker) -> None:
 
 
 def missing_triton(meter: ScriptTracker) -> None:
-    """Note packages that the script has imported and that use plain torch here, since Triton is not installed."""
+    """Add a note for imported packages that use plain torch here because Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         for name in sorted(_OF_TRITON & sys.modules.keys()):
             text = f"Triton is not installed here: {name} uses plain torch instead (pip install triton)"
@@ -263,7 +263,7 @@ def missing_triton(meter: ScriptTracker) -> None:
 
 
 def triton_kernels(meter: ScriptTracker) -> None:
-    """Skip Triton kernels: they only write into tensors that Python has allocated. (triton.runtime)"""
+    """Skip Triton kernels, since they only write into tensors that Python has allocated. (triton.runtime)"""
     try:
         from triton.runtime import autotuner, jit
     except ImportError:
@@ -308,13 +308,13 @@ class _Unknown(_Mixin):
     shape = torch._C.TensorBase.shape  # of no elements: ops on fakes read it
 
     def materialize(self, *args: object, **kwargs: object) -> None:
-        """Set the shape, and watch the gradient from now on."""
+        """Set the shape, and call `watch` with this tensor."""
         super().materialize(*args, **kwargs)
         _watch[0](self)
 
     @classmethod
     def __torch_function__(cls, func: OpOverload, types: object, args: object = (), kwargs: object = None) -> object:
-        """Allow what torch allows; a tensor that was moved stays of unknown shape."""
+        """Run what torch allows for unknown shapes. A tensor that was moved still has an unknown shape."""
         out = super().__torch_function__(func, types, args, kwargs)
         if func in cls._allowed_methods and type(out) is FakeTensor:
             out.__class__ = cls

@@ -21,7 +21,7 @@ _COPIES = ("_to_copy", "copy_")
 
 
 class IssuingTracker(AllocationTracker):
-    """Record work in `streams.issued`, while it is set."""
+    """Records work in `streams.issued`, if that is not None."""
 
     def __init__(self, device: str, scratch: Scratch, workspace_bytes: int = 0):
         super().__init__(device, scratch, workspace_bytes)
@@ -31,12 +31,12 @@ class IssuingTracker(AllocationTracker):
         self._works: list[Work] = []  # of the last collective, until its caller has them
 
     def _issued(self, kind: str, module: str | None = None, **more: Any) -> IssuedWork:
-        """Return a record of work issued now on the current stream."""
+        """Return a record of work that is issued now on the current stream."""
         stream, module = self.streams.current.number, self._module if module is None else module
         return IssuedWork(kind, stream, self._phase, module, self.streams.now, **more)
 
     def _note_kernel(self, func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> None:
-        """Record what an op launches: a kernel, a copy between host and device, or work on the host."""
+        """Record the work of an op: a kernel, a copy between host and device, or work on the host."""
         assert self.streams.issued is not None
         copies = func._overloadpacket.__name__ in _COPIES  # copies of real batches count, too
         tensors = [t for t in leaves_of((args, kwargs, out)) if isinstance(t, Tensor if copies else FakeTensor)]

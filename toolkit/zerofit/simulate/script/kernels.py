@@ -1,4 +1,4 @@
-"""Define the outputs and the kept tensors of GPU kernels that scripts call and that have no shape rule."""
+"""Define outputs and kept tensors of GPU kernels that scripts call and that torch has no shape rule for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NARROW, _WIDE = 32, 64  # and widths of heads to these, up to 128 and above
 def synchronized_norms(meter: ScriptTracker) -> None:
     """Give the CUDA-only kernels of torch.nn.SyncBatchNorm their output shapes.
 
-    SyncBatchNorm masks ranks without samples. Here every rank has samples, since other ranks are like this rank.
+    SyncBatchNorm excludes ranks without samples. In a simulation every rank has as many samples as this rank.
     (torch/nn/modules/_functions.py: SyncBatchNorm.forward; aten/src/ATen/native/cuda/Normalization.cu)
     """
     original = SyncBatchNorm.forward
@@ -76,7 +76,7 @@ def synchronized_norms(meter: ScriptTracker) -> None:
 
 
 def sparse_gradients(meter: ScriptTracker) -> None:
-    """Make the sparse gradients of embeddings dense, which is an upper bound: fakes cannot be sparse.
+    """Make sparse gradients of embeddings dense, since fakes cannot be sparse. Their memory is an upper bound.
 
     (torch.embedding, torch.embedding_bag; torch.optim.SparseAdam.step, which refuses dense gradients)
     """
@@ -104,7 +104,7 @@ def sparse_gradients(meter: ScriptTracker) -> None:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """flash_attn 2's forward and backward, which keep the output and its log-sum-exp, but no scores.
+    """Forward and backward of flash_attn 2. They keep the output and the log-sum-exp of scores, but no scores.
 
     (csrc/flash_attn/flash_api.cpp: mha_fwd, mha_varlen_fwd, mha_bwd, mha_varlen_bwd)
     """
@@ -191,7 +191,7 @@ def flash_attention_package(meter: ScriptTracker) -> None:
 
 
 def _padding_functions() -> dict[str, object]:
-    """Return the functions by which packages remove padding before attention. (flash_attn/bert_padding.py)"""
+    """Return the functions that packages use to remove padding before attention. (flash_attn/bert_padding.py)"""
 
     def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
         return x[indices]

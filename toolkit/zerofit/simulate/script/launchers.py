@@ -1,4 +1,4 @@
-"""Set the environment that a script's launcher would set, and catch launchers that a program starts itself."""
+"""Set the environment that a script's launcher would set, and stop launchers that a program would start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLACED = ("RANK", "WORLD_SIZE", "MASTER_", "OMP_", "CUDA_VISIBLE_DEVICES", "PYT
 
 
 class LaunchedInside(BaseException):
-    """Raised when a program would start ranks with a launcher, and would then only wait for them."""
+    """Raised when a program would start a launcher and then only wait for its ranks."""
 
     def __init__(self, command: ScriptCommand, variables: Mapping[str, str]):
         super().__init__(" ".join(command.words))
@@ -34,7 +34,7 @@ class LaunchedInside(BaseException):
 
 
 def launchers_inside() -> None:
-    """Keep a program such as llamafactory-cli or axolotl from starting ranks. One rank runs in this process instead.
+    """Keep programs such as llamafactory-cli from starting ranks. One rank runs in this process instead.
 
     (subprocess.Popen.__init__, os.execv, os.execve; the other functions of os call these)
     """
@@ -87,7 +87,7 @@ def _words(args: object) -> list[str]:
 
 
 def environment(target: ScriptTarget) -> dict[str, str]:
-    """Return a rank's environment variables: its coordinates, and the variables of its launcher."""
+    """Return a rank's environment variables: its rank numbers, and the variables that its launcher sets."""
     local, node = target.rank % target.gpus, target.rank // target.gpus
     found = {
         "RANK": target.rank,
@@ -109,7 +109,7 @@ def environment(target: ScriptTarget) -> dict[str, str]:
 
 
 def _of_accelerate(target: ScriptTarget) -> dict[str, str]:
-    """Return the variables of `accelerate launch`, by running its code without starting a process."""
+    """Return the variables that `accelerate launch` sets. Its code runs, but starts no process."""
     from accelerate.commands import launch
     from accelerate.utils import launch as prepare
 

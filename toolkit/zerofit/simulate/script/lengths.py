@@ -1,4 +1,4 @@
-"""Find the longest sequence that a script allows, and lengthen batches to it."""
+"""Find the longest sequence that a script allows, and lengthen batches to that length."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Lengths:
         self._rows: dict[int, int] = {}  # id of a data set -> tokens of its longest row
 
     def limit(self) -> tuple[int, str]:
-        """Return the longest allowed sequence and the name of its limit; 0 if there is no limit."""
+        """Return the longest allowed sequence in tokens, and the name of its limit. The length is 0 without a limit."""
         if not self.trainer and not self.tokenizer and id(self.dataset) not in self._rows:
             self._rows[id(self.dataset)] = _longest_row(self.dataset)
         said = {
@@ -51,13 +51,13 @@ class Lengths:
         return next(((tokens * max(1, self.packed), by) for by, tokens in said.items() if tokens), (0, ""))
 
     def learn_model(self, model: nn.Module) -> None:
-        """Record the number of positions of a model."""
+        """Record how many positions a model has."""
         config: Any = getattr(model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.positions = max(self.positions, getattr(config, "max_position_embeddings", None) or 0)
 
     def learn_batch(self, loader: Any, batch: object) -> None:
-        """Record the source of a batch with tokens."""
+        """Record where a batch with tokens comes from."""
         tokens = token_tensors(batch)
         if tokens:
             self.dataset = loader._dataset
@@ -65,21 +65,21 @@ class Lengths:
             self.packed = self.packed or (rows if all(t.shape[0] == 1 for t in tokens) else 1)
 
     def longer(self, batch: object) -> object:
-        """Return a batch with every sequence at the allowed length, by repeating its own values."""
+        """Return a batch with every sequence at the longest allowed length. The batch's own values are repeated."""
         seen = max((padded_shape(t)[1] for t in token_tensors(batch)), default=0)
         wanted = self.limit()[0]
         return _longer(batch, seen, wanted, self.targets) if 0 < seen < wanted else batch
 
 
 def token_tensors(batch: object) -> list[Tensor]:
-    """Return tensors that may be tokens: integers of shape (samples, tokens)."""
+    """Return the tensors that may contain tokens: integers of shape (samples, tokens)."""
     values = list(batch.values()) if isinstance(batch, Mapping) else batch
     leaves = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
     return [t for t in leaves if t.dim() == 2 and t.dtype in (torch.int64, torch.int32)]
 
 
 def padded_shape(tensor: Any) -> tuple[int, ...]:
-    """Return a tensor's shape; of a jagged tensor the shape that padding to its longest row would give."""
+    """Return a tensor's shape. A jagged tensor counts as padded to its longest row."""
     if not tensor.is_nested:
         return tuple(tensor.shape)
     ragged = tensor._ragged_idx
@@ -143,9 +143,10 @@ def replaced_arguments(values: Mapping[str, object]) -> None:
 
 
 def largest_samples(meter: ValueTracker) -> None:
-    """Load the largest samples of a data set again and again: images by pixels, audio by frames.
+    """Replace each batch's samples by the largest of the data set: images by pixels, audio by frames.
 
-    Samples of equal size, and those without floats, stay in their order. (torch.utils.data: _MapDatasetFetcher.fetch)
+    If all samples have the same size or no floats, the batches stay unchanged.
+    (torch.utils.data: _MapDatasetFetcher.fetch)
     """
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
@@ -162,7 +163,7 @@ def largest_samples(meter: ValueTracker) -> None:
 
 
 def _by_size(dataset: Any, meter: ValueTracker) -> list[int]:
-    """Return the indices of the samples that are read within ROWS_S, the largest first; [] if all have one size."""
+    """Return the indices of the samples that can be read in ROWS_S, the largest first; [] if all are equally large."""
     sizes, deadline = list[int](), time.monotonic() + ROWS_S
     with suppress(Exception), _disable_current_modes(), unset_fake_temporarily():  # a sample's code can raise anything
         for n in range(len(dataset)):
@@ -188,7 +189,7 @@ def _sample_size(sample: object) -> int:
 
 
 def batches(lengths: Lengths, longest: bool) -> None:
-    """Record each batch's source; with `longest`, lengthen it to the limit. (_BaseDataLoaderIter.__next__)"""
+    """Record each batch's source. With `longest`, lengthen the batch to the limit. (_BaseDataLoaderIter.__next__)"""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     original = _BaseDataLoaderIter.__next__
@@ -202,7 +203,7 @@ def batches(lengths: Lengths, longest: bool) -> None:
 
 
 def _longest_row(dataset: Any) -> int:
-    """Return the tokens of the longest row that is read within ROWS_S; 0 if rows have no tokens."""
+    """Return the tokens of the longest row among those that can be read in ROWS_S; 0 if rows have no tokens."""
     longest, deadline = 0, time.monotonic() + ROWS_S
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return 0
@@ -217,7 +218,7 @@ def _longest_row(dataset: Any) -> int:
 
 
 def _longer(value: Any, seen: int, wanted: int, targets: int) -> Any:
-    """Lengthen dimensions of `seen` elements to `wanted` (in decoder inputs to `targets`)."""
+    """Lengthen dimensions that have `seen` elements to `wanted` elements, in decoder inputs to `targets`."""
     if isinstance(value, Tensor):
         for dimension in range(1, value.dim()):
             if value.shape[dimension] == seen:

@@ -1,4 +1,4 @@
-"""Divide a script's run into phases by the calls of its engines and optimizers, in real and simulated ranks."""
+"""Divide the run of a script's real or simulated rank into phases, by the calls of engines and optimizers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ WAITED = 10  # stop when the leading engine has made this many times the wanted 
 #
 # Calls that are made inside another of these calls belong to it: `_busy` and `_inside` count the depth.
 class ScriptPhases:
-    """Start phases, and stop the script when every engine that trains has made its optimizer steps.
+    """Begins phases, and stops the script when every engine that trains has made its optimizer steps.
 
-    Without an engine, phases start at the optimizer's steps, the losses' backward and the models' forward.
+    Without an engine, phases begin at steps of optimizers, backwards of losses and forwards of models.
     """
 
     def __init__(

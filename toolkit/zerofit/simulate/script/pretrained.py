@@ -58,7 +58,7 @@ _READING = (
 
 
 def pretrained(meter: ScriptTracker) -> None:
-    """Build a pretrained model from its configuration; no weights are read or needed.
+    """Build a pretrained model from its configuration. No weights are read or needed.
 
     `_from_config` uses zero.Init as `from_pretrained` does. (transformers.PreTrainedModel.from_pretrained)
     """
@@ -117,7 +117,7 @@ def flash_attention(meter: ScriptTracker) -> None:
 
 
 def _dtype(asked: Any, config: Any) -> torch.dtype:
-    """Return the type of the weights; "auto" is the type in the configuration."""
+    """Return the dtype of the weights. "auto" stands for the dtype in the configuration."""
     if asked == "auto":
         asked = config.dtype or torch.float32
     return getattr(torch, asked.removeprefix("torch.")) if isinstance(asked, str) else asked

@@ -1,4 +1,4 @@
-"""End a script's simulation in a phase that does not end, and name the script's line."""
+"""End a script's simulation if a phase does not end. The error names the script's running line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BUSY = 0.5  # share of a core: below it the host waits for something
 def watch_progress(meter: ScriptTracker, log: PhaseLog, give_up: Callable[[Problem], object]) -> None:
     """Call `give_up` from a thread once a phase has lasted LIMIT_S.
 
-    Work on the script's own data, such as tokenizing, does not count, because it is real and will end.
+    Time for work on the script's own data, such as tokenizing, does not count, because this work will end.
     """
 
     def watch() -> None:

@@ -68,7 +68,7 @@ def simulate_script(
     say: Callable[[str], None] = lambda text: None,
     give_up: Callable[[Problem], object] | None = None,
 ) -> RankRecord:
-    """Run the script until it has made its optimizer steps; return the record.
+    """Run the script until it has made the target's optimizer steps. Return the rank's record.
 
     `give_up` is called from a thread if a phase does not end. It must end the process. Patches torch and DeepSpeed for
     the rest of this process. Raises UserError if the script cannot be simulated, or ends without training.
@@ -199,7 +199,7 @@ def _learner(
 
 
 def _patch_imported(meter: ScriptTracker) -> None:
-    """Patch packages that the script has imported."""
+    """Patch packages that are only patched once the script has imported them."""
     writes.saving(meter, writes.OF_PACKAGES)
     if "bitsandbytes" in sys.modules:
         moments_of_eight_bits(meter.device != "cpu")
@@ -213,7 +213,7 @@ def _watch(meter: ScriptTracker, parameter: Tensor) -> None:
 def _announcer(
     meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None], issued: IssuedLog, last: int
 ) -> Callable[[str, int], None]:
-    """Return the callback for each phase; `issued` records the work that the rank issues in its last step."""
+    """Return the callback for each phase. `issued` gets the work that the rank issues in step `last`."""
 
     def begin(name: str, step: int) -> None:
         _tag(meter, phases)
@@ -232,7 +232,7 @@ def _tag(meter: ScriptTracker, phases: ScriptPhases) -> None:
 
 
 def _run(target: ScriptTarget, meter: ScriptTracker, watched: FaultLog) -> tuple[str, bool]:
-    """Run the script; return how it ended, and whether with an error code. Raises UserError if it fails."""
+    """Run the script. Return how it ended, and whether with an error code. Raises UserError if it fails."""
     try:
         _run_as_main(target)
     except ScriptStop:

@@ -1,4 +1,4 @@
-"""Compute the results of collectives on real tensors, if all other ranks have this rank's values."""
+"""Compute the results of collectives on real tensors, as if all other ranks had this rank's values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerofit.simulate.ops.tracker import collective_of
 
 
 def alike(name: str, args: OpArguments) -> Tensor:
-    """Return the result of a functional collective of real tensors if other ranks have this rank's values."""
+    """Return the result of a functional collective on real tensors, as if other ranks had this rank's values."""
     (op, group), value = collective_of(name, args), args[0]
     assert group is not None
     ranks = group.size()
@@ -26,9 +26,9 @@ def alike(name: str, args: OpArguments) -> Tensor:
 
 
 def replicate(name: str, args: OpArguments, summed: bool) -> None:
-    """Fill the results of a collective on real tensors with this rank's own values for all ranks.
+    """Fill the results of a collective on real tensors, as if other ranks had this rank's values.
 
-    `summed`: the all-reduce is a sum; for a mean or maximum, equal values need no change.
+    `summed`: whether an all-reduce is a sum. A mean or a maximum of equal values changes nothing.
     """
     if name == "c10d::allgather_":
         for outs, one in zip(args[0], args[1], strict=False):

@@ -28,7 +28,7 @@ _WORKSPACES = 2  # times the weights; 1.46 and 1.45 times in that issue
 
 @dataclass(frozen=True, kw_only=True)
 class _Layers:
-    """Recurrent layers of one call."""
+    """The recurrent layers that one call runs."""
 
     kind: str
     number: int  # of layers
@@ -39,11 +39,11 @@ class _Layers:
 
 
 class _Recurrent(torch.autograd.Function):
-    """cuDNN's kernels on (steps, samples, width) or packed rows. (ATen/native/cudnn/RNN.cpp, _cudnn_rnn)"""
+    """cuDNN's kernels for (steps, samples, width) or packed rows. (ATen/native/cudnn/RNN.cpp, _cudnn_rnn)"""
 
     @staticmethod
     def forward(ctx: Any, layers: _Layers, samples: int, x: Tensor, hx: Tensor, cx: Any, *weights: Tensor) -> Any:
-        """Return the output and the last states; keep cuDNN's reserve."""
+        """Return the output and the last states, and save cuDNN's reserve for backward."""
         x, hx = x.contiguous(), hx.contiguous()
         hidden = weights[1].shape[1]  # of the projection, if there is one
         units = (cx if cx is not None else hx).shape[-1]
@@ -61,7 +61,7 @@ class _Recurrent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Return gradients. The gradients of the weights are parts of one tensor."""
+        """Return the gradients of the inputs. The gradients of all weights are parts of one tensor."""
         x, hx, cx, _, _, _, *weights = ctx.saved_tensors
         output = None if grads[0] is None else grads[0].contiguous()
         workspace = _workspace(ctx.layers, weights)
@@ -77,7 +77,7 @@ def _workspace(layers: _Layers, weights: Sequence[Tensor]) -> Tensor:
 
 
 def host_layers() -> None:
-    """Give an LSTM on the host the workspace that oneDNN keeps for backward: torch's shape rule has none.
+    """Add the workspace that oneDNN keeps for an LSTM's backward on the host. torch's shape rule lacks it.
 
     (aten::mkldnn_rnn_layer)
     """
@@ -94,7 +94,7 @@ def host_layers() -> None:
 
 
 def _pack(original: Callable[..., Any], rows: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Pack rows of known lengths: the shape of the result depends on them. (torch._VF._pack_padded_sequence)"""
+    """Pack rows of known lengths, which decide the shape of the result. (torch._VF._pack_padded_sequence)"""
     known = known_value(lengths)
     if not isinstance(rows, FakeTensor) or known is None:
         return original(rows, lengths, batch_first)

@@ -1,4 +1,4 @@
-"""The phases of a step in which vLLM works, and the token of its completions."""
+"""Begin and end the phases of a step in which vLLM works, and choose the token of its completions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def begin(log: PhaseLog, name: str) -> None:
 
 
 def end(log: PhaseLog) -> None:
-    """Return to the trainer's phases, except in an evaluation."""
+    """End vLLM's phase and begin phase "forward", except in an evaluation."""
     if log.name != EVALUATION:
         log.begin("forward")
 

@@ -1,4 +1,4 @@
-"""Save tensors without values, and load them again: a script's files contain shapes, types and known values."""
+"""Save and load a script's fake tensors. The files contain shapes, dtypes and known values."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _loading: list[tuple[ScriptTracker, Callable[[torch.device], torch.device]]] = [
 
 @dataclass(eq=False)
 class _SavedStorage:
-    """The storage of saved tensors. All of it is saved and loaded, also for a view of a part."""
+    """The storage of saved tensors. A view of a part saves and loads the full storage, too."""
 
     elements: int
     dtype: torch.dtype
     device: str
 
     def loaded(self) -> Tensor:
-        """Return the storage's elements, allocated once for all of its tensors."""
+        """Return the storage's elements as a tensor, which is allocated once for all views."""
         if "_made" not in vars(self):
             meter, place = _loading[-1]
             made = torch.empty(self.elements, dtype=self.dtype, device=place(torch.device(self.device)))
@@ -52,7 +52,7 @@ class _SavedStorage:
 
 
 def _restored(storage: _SavedStorage, view: tuple[Any, Any, int], is_parameter: bool, grad: bool, known: Any) -> Any:
-    """Return a saved tensor of this shape, stride and offset."""
+    """Return a saved tensor: a view of its storage with this shape, stride and offset."""
     whole = storage.loaded()
     with torch.no_grad():
         tensor = whole if tuple(whole.shape) == view[0] else whole.as_strided(*view)
@@ -70,7 +70,7 @@ class _Pickler(pickle.Pickler):
         self._storages: dict[int, _SavedStorage] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how a tensor is made again; leave all other objects to pickle."""
+        """Return the function and the arguments that restore a tensor. pickle handles all other objects."""
         if isinstance(obj, FakeTensor):
             self.fakes += 1
             storage = obj.untyped_storage()
@@ -99,7 +99,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def _real(content: bytes) -> Tensor:
-    """Return a real tensor, or a fake copy on the device on which it is loaded."""
+    """Return a saved real tensor on the device on which it is loaded. On the simulated device it is a fake."""
     value = _value(content)
     return value.to(_loading[-1][1](value.device))
 
@@ -110,7 +110,7 @@ def _value(content: bytes) -> Tensor:
 
 
 def _write(value: object, file: Any) -> bool:
-    """Write an object with fake tensors; return False if it has none, or pickle cannot save it."""
+    """Write an object with fake tensors. Return False if it has none, or if pickle cannot save it."""
     content = io.BytesIO()
     pickler = _Pickler(content)
     pickler.dump(value)
@@ -120,7 +120,7 @@ def _write(value: object, file: Any) -> bool:
 
 
 def _read(file: Any, meter: ScriptTracker, map_location: Any) -> Any:
-    """Return the object that _write wrote after the mark."""
+    """Return the object that `_write` wrote. The file must be positioned after the mark at its beginning."""
     _loading.append((meter, _placed(map_location)))
     try:
         return pickle.load(file)
@@ -134,7 +134,7 @@ def _is_saved(path: Any) -> bool:
 
 
 def _placed(map_location: Any) -> Callable[[torch.device], torch.device]:
-    """Return the device for a saved device, from torch.load's `map_location`."""
+    """Return a function from the device of a saved tensor to its new device, by torch.load's `map_location`."""
 
     def place(saved: torch.device) -> torch.device:
         if map_location is None:
@@ -159,9 +159,9 @@ def _opened(file: Any, mode: str) -> Iterator[Any]:
 
 
 def saved_by_torch(meter: ScriptTracker, files: ScratchFiles) -> None:
-    """Save objects with fake tensors in a format of ours, and load it. (torch.save, torch.load)
+    """Save and load objects with fake tensors in zerofit's own format. (torch.save, torch.load)
 
-    Other files are loaded with their values: in a fake mode, torch would load none.
+    Other files are loaded with their values, although a fake mode is active: torch would load none.
     (torch/serialization.py: `detect_fake_mode` in _load)
     """
 
@@ -208,7 +208,7 @@ def saved_by_torch(meter: ScriptTracker, files: ScratchFiles) -> None:
 
 
 def _replace_everywhere(original: object, function: object) -> None:
-    """Replace a function in all modules that have imported it by name."""
+    """Replace a function in every module that has it as an attribute."""
     for module in list(sys.modules.values()):
         for name in [name for name, value in list(vars(module).items()) if value is original]:
             if not module.__name__.startswith("zerofit."):
@@ -247,7 +247,10 @@ class _Safetensors:
 
 
 def saved_by_safetensors(meter: ScriptTracker, files: ScratchFiles) -> None:
-    """Do the same for safetensors. (safetensors.safe_open; safetensors.torch.save_file, load_file)"""
+    """Save and load fake tensors as `saved_by_torch` does.
+
+    (safetensors.safe_open; safetensors.torch.save_file, load_file)
+    """
     opened, save, load = safetensors.safe_open, safetensors.torch.save_file, safetensors.torch.load_file
 
     def safe_open(filename: Any, framework: str = "pt", device: Any = "cpu", **kwargs: Any) -> Any:
@@ -287,7 +290,7 @@ def saved_models() -> None:
 
 
 def saved_tokenizers(files: ScratchFiles) -> None:
-    """Save tokenizers, whose compiled code writes and reads by itself. (tokenizers.Tokenizer.save, from_file)"""
+    """Redirect tokenizers' files, which compiled code writes and reads. (tokenizers.Tokenizer.save, from_file)"""
     from tokenizers import Tokenizer
 
     replace_in(Tokenizer, "from_file", staticmethod(files.redirected(Tokenizer.from_file, files.to_read)))
@@ -300,7 +303,7 @@ def saved_tokenizers(files: ScratchFiles) -> None:
 
 
 def saved_checkpoints() -> None:
-    """Load a checkpoint that the script saved: the state stays, since it has no values.
+    """Let a script load the checkpoint that it saved. The state does not change, since it has no values.
 
     (deepspeed.DeepSpeedEngine.save_checkpoint, load_checkpoint; torch.distributed.checkpoint.save, async_save, load)
     """

@@ -1,4 +1,4 @@
-"""Simulate the stages of a script's pipeline one by one. Each receives the tensors that the previous stage has sent."""
+"""Simulate the stages of a script's pipeline one by one. Each gets the shapes that the stage before has sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerofit.simulate.script.errors import later_stage, not_simulated
 
 
 class StageJoints:
-    """The tensors that the stage of this process's rank receives and sends."""
+    """The shapes and dtypes that this rank's pipeline stage receives and sends."""
 
     def __init__(self, received: SentTensors | None):
         self._received = received
@@ -28,7 +28,7 @@ class StageJoints:
         self._sent: Any = None  # outputs of this rank's first PipelineStage (torch)
 
     def join(self) -> None:
-        """Give engines and torch's stages their inputs and record the tensors that they send, in the entire process."""
+        """Give all engines and torch stages of this process their inputs, and record the tensors that they send."""
         if hasattr(PipelineStage, "_warmup_forward_vote"):  # from torch 2.14 on
             self._join_torch()
         made = PipelineEngine.__init__
@@ -41,7 +41,7 @@ class StageJoints:
         replace_in(PipelineEngine, "__init__", init)
 
     def _join(self, engine: Any) -> None:
-        """Connect one engine. Raises NotSimulated if the stage's input is unknown.
+        """Give one engine its input, and record what it sends. Raises NotSimulated if its input is unknown.
 
         Shapes and dtypes are recorded when the engine sends them ahead of the first tensors (runtime/pipe/engine.py,
         `_send_tensor_meta`).
@@ -70,7 +70,7 @@ class StageJoints:
         give_input(engine, lambda stage: sent)
 
     def _join_torch(self) -> None:
-        """Connect torch's stages, which exchange the shapes of their inputs before the first micro batch.
+        """Give torch's stages their inputs. They exchange the shapes of inputs before the first micro batch.
 
         Gradients from the next stage have the shapes and dtypes of this stage's outputs. A later stage of the same
         rank receives the tensors that the earlier stage sends. (torch.distributed.pipelining.PipelineStage:
@@ -107,7 +107,7 @@ class StageJoints:
 
 
 def _stage_of(stage: Any) -> ScriptStage:
-    """Return the first stage of this rank and of each rank. The ranks of a pipeline have a constant distance."""
+    """Return the first stage of this rank and of all ranks. A pipeline's rank numbers have equal distances."""
     ranks = dist.get_process_group_ranks(stage.group)
     distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     of_rank = tuple(rank // distance % len(ranks) for rank in range(dist.get_world_size()))

@@ -1,4 +1,4 @@
-"""Define the input of a script's process: the rank and its device."""
+"""Define the input of the process that simulates a script: the rank, its device and options."""
 
 from __future__ import annotations
 

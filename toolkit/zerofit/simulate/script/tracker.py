@@ -1,7 +1,7 @@
-"""Track the ops of a user's script: host tensors are real; device tensors and parameters are fake.
+"""Track the ops of a user's script. Host tensors are real. Device tensors and parameters are fake.
 
 So the script's own data, samplers, tokenizers and collators run unchanged. Fake copies of integers and masks on the
-device keep their values, and ops on them are computed. So a script takes the right branches.
+device keep their values, and ops on them are computed, so that a script takes the right branches.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _PEER_TO_PEER = ("c10d::send", "c10d::recv_")
 #   none (torch.empty on the device)         fakes          unknown
 #   none, a large one on the host            fakes          unknown: the script's memory must stay small
 class ScriptTracker(ValueTracker):
-    """Run ops on host tensors for real, and ops on device tensors on fakes."""
+    """Runs ops on host tensors for real. Runs ops on device tensors with fakes."""
 
     supports_higher_order_operators = True
     own_line_bytes = OWN_LINE_BYTES
@@ -164,7 +164,7 @@ class ScriptTracker(ValueTracker):
         return on_simulated(value) if self.device == "cuda" else value
 
     def _pinning(self, name: str, tensor: Tensor) -> object:
-        """Return whether a tensor is pinned, or a pinned copy; torch's own code would need a CUDA driver."""
+        """Run `is_pinned` or `pin_memory`, for which torch's own code needs a CUDA driver."""
         if name == _IS_PINNED or self.is_pinned(tensor):
             return self.is_pinned(tensor)
         with self:
@@ -173,7 +173,7 @@ class ScriptTracker(ValueTracker):
         return pinned
 
     def _holds_nothing(self, name: str, args: OpArguments, kwargs: OpKeywords) -> bool:
-        """Return whether a new host tensor should be fake: a large one, or floats that DeepSpeed allocates itself."""
+        """Return whether a new host tensor should be fake: if it is large, or if DeepSpeed allocates it for floats."""
         if not name.startswith(_NEW) or getattr(kwargs.get("device"), "type", "cpu") != "cpu":
             return False
         count = 1
@@ -225,7 +225,7 @@ class ScriptTracker(ValueTracker):
         return out
 
     def adopt(self, real: Tensor, fake: Tensor) -> None:
-        """Give a real tensor's entry in the ledger to the fake that replaces it."""
+        """Move a real tensor's entry in the ledger to the fake that replaces the tensor."""
         storage, taken = real.untyped_storage(), fake.untyped_storage()
         index = self._index.pop(storage._cdata, None)
         if index is None:
@@ -236,14 +236,14 @@ class ScriptTracker(ValueTracker):
         weakref.finalize(storage, self._adopted.pop, storage._cdata, None).atexit = False
 
     def _left(self, address: int, real: int, index: int) -> None:
-        """Handle the release of a fake's storage: if the real tensor still lives, the memory stays in use."""
+        """Handle the release of a fake's storage. If the real tensor still lives, the memory stays in use."""
         if self._adopted.pop(real, None) == index == self._index.get(address):
             self._index[real] = self._index.pop(address)
         else:
             self._released(address, index)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Record the new size of a storage, or of the fake that replaced it."""
+        """Record the new size of a storage, or of the fake that replaced the storage."""
         super().resized(storage)
         index = self._adopted.get(storage._cdata)
         if index is not None:

@@ -1,4 +1,4 @@
-"""Keep the values of small device tensors while a script runs, and answer where it needs an unknown value."""
+"""Keep the values of small device tensors while a script runs, and assume a value where one is unknown."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ _UNDEFINED = ("aten::empty", "aten::new_empty")
 
 
 class ValueTracker(IssuingTracker):
-    """Known values are stored with a fake (`keep`). With them, masks, lengths and counters control the script.
+    """Stores known values with fakes (`keep`), so that masks, lengths and counters control the script.
 
-    If an op overwrites a tensor with unknown values, its known values are deleted (`forget`). An assumption that is
-    made for an unknown value is a note.
+    If an op overwrites a tensor with unknown values, its known values are deleted (`forget`). Each assumption about an
+    unknown value adds a note.
     """
 
     def __init__(self, device: str, scratch: Scratch, fakes: FakeTensorMode, workspace_bytes: int = 0):
@@ -69,7 +69,7 @@ class ValueTracker(IssuingTracker):
         self.reduction: Any = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
 
     def note(self, text: str, *, bound: bool = False, here: bool = False) -> None:
-        """Count an approximation. `bound`: it makes the figures an upper bound; `here`: add the script's line."""
+        """Count an approximation. `bound`: it makes the figures an upper bound. `here`: add the script's line."""
         line = own_line() if here else ""  # "" if no line of the script is running
         text = f"{text}, at {line}" if line else text
         self.notes[text] += 1
@@ -77,9 +77,9 @@ class ValueTracker(IssuingTracker):
             self.inexact.add(text)
 
     def read(self, tensor: Tensor, *, shapes: bool = False) -> Any:
-        """Return a tensor's value, or None if it is unknown. `shapes`: the shape of an op's output depends on it.
+        """Return a tensor's value; None if it is unknown. `shapes`: whether an output's shape depends on the value.
 
-        Values that Python reads outside of modules are measures such as an accuracy, and do not route tokens.
+        Values that Python reads outside of modules are metrics such as accuracy, and do not route tokens.
         """
         if is_assumed(tensor) and not self.routed and (shapes or self._running):
             self.routed = True
@@ -90,9 +90,10 @@ class ValueTracker(IssuingTracker):
         return known_value(tensor)
 
     def counted(self, tensor: Tensor) -> Tensor | None:
-        """Return the count of a mask of unknown values in a module: it is all True, as it would be as an index.
+        """Return the count of a mask of unknown values in a module. The mask is assumed to be all True.
 
-        Return None for any other tensor, and outside of modules, where a count is a measure such as an accuracy.
+        Masks that are used as an index are assumed to be all True as well. Returns None for any other tensor, and
+        outside of modules, where a count is a metric such as accuracy.
         """
         number = vars(tensor).get("_elements")
         if number is None or not self._running:
@@ -139,8 +140,8 @@ class ValueTracker(IssuingTracker):
     ) -> OpOutput:
         """Return the output of an op whose shape depends on values. Raises `error` if the values are unknown.
 
-        For some ops the largest output is a bound. It is the output for a mask that is all True, or for distinct
-        elements.
+        If the values are unknown, some ops return their largest possible output: for a mask that is all True, or for
+        distinct elements.
         """
         known = all(self.read(t, shapes=True) is not None for t in leaves)
         if not known:
@@ -169,7 +170,7 @@ class ValueTracker(IssuingTracker):
     def _keep_values(
         self, func: OpOverload, name: str, args: OpArguments, kwargs: OpKeywords, leaves: list[Tensor], out: OpOutput
     ) -> None:
-        """Compute the values of small outputs from known inputs.
+        """Compute the values of small outputs from known inputs, and store them.
 
         Values that an op overwrites with unknown values are forgotten.
         """
@@ -203,7 +204,7 @@ class ValueTracker(IssuingTracker):
                 keep(t, value, assumed=any(map(is_assumed, leaves)))
 
     def _computed(self, func: OpOverload, name: str, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
-        """Run an op on the host with the known values of its arguments; None if they are the results, too."""
+        """Run an op on the host with the known values of its arguments. Returns None if the op works in place."""
         host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == SIMULATED else kwargs
         with on_host():
             known, named = tree_map(known_value, args), tree_map(known_value, host)
@@ -216,7 +217,7 @@ class ValueTracker(IssuingTracker):
             return func(*known, **named)
 
     def _keep_choices(self, func: OpOverload, args: OpArguments, outs: list[FakeTensor]) -> bool:
-        """Keep the experts that a router is assumed to choose; return False unless the op is a router's."""
+        """Store the experts that a router is assumed to choose. Return False if the op is not a router's."""
         several = func is _TOP_K  # top-1 also finds predictions, outside of modules or in metrics
         routes = several or (func in _TOP_1 and bool(self._running) and torch.is_grad_enabled())
         if not routes or self._phase not in STEPS or known_value(args[0]) is not None:  # generation chooses tokens
@@ -228,7 +229,7 @@ class ValueTracker(IssuingTracker):
         return places is not None
 
     def _keep_decided(self, func: OpOverload, args: OpArguments, out: FakeTensor) -> bool:
-        """Keep the value of all elements of an output, if it does not depend on unknown values."""
+        """Store the value of all elements of an output if unknown inputs do not change it. Return whether stored."""
         if func._overloadpacket not in RULES:
             return False
         with on_host():
@@ -240,5 +241,5 @@ class ValueTracker(IssuingTracker):
         return True
 
     def in_own_code(self) -> bool:
-        """Return False: a script's own modules also get an assumed value, with a note."""
+        """Return False, so that a script's own modules also get assumed values, with a note."""
         return False

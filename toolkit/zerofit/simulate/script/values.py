@@ -38,7 +38,7 @@ def on_host() -> Iterator[None]:
 
 
 def known_value(leaf: object) -> Any:
-    """Return the value of a tensor, None for a fake of unknown value, and anything else unchanged."""
+    """Return a tensor's value; None for a fake of unknown value. Return other objects unchanged."""
     return leaf.__dict__.get("_known") if isinstance(leaf, FakeTensor) else leaf
 
 
@@ -61,9 +61,9 @@ def is_assumed(leaf: object) -> bool:
 def choices(several: bool, args: OpArguments, shape: Sequence[int], *, crowded: bool) -> Tensor | None:
     """Return the experts that a router is assumed to choose by top-k (`several`), max or argmax of unknown scores.
 
-    `args`: of the op: scores (..., experts), ...; `shape`: of the result. If `crowded`, every token chooses the first
-    experts; otherwise all experts get the same number of tokens. Return None if the shapes are not those of a router,
-    e.g. a choice among the tokens of a vocabulary.
+    `args`: the op's arguments, first the scores (..., experts). `shape`: the result's shape. If `crowded`, every token
+    chooses the first experts, otherwise all experts get the same number of tokens. Returns None if the shapes are not
+    those of a router, e.g. for a choice among the tokens of a vocabulary.
     """
     scores, width = args[0].shape, shape[-1] if several else 1
     dimension = args[2 if several else 1] if len(args) > (2 if several else 1) else -1 if several else None
@@ -76,7 +76,7 @@ def choices(several: bool, args: OpArguments, shape: Sequence[int], *, crowded: 
 
 
 def largest(value: object) -> object:
-    """Return real values for a fake of unknown values. Masks are all True; other elements are distinct and not zero."""
+    """Return real values for a fake of unknown values. Masks are all True, other elements distinct and not 0."""
     if not isinstance(value, FakeTensor) or known_value(value) is not None:
         return value
     with on_host():
@@ -85,9 +85,9 @@ def largest(value: object) -> object:
 
 # `done = unknown | (length >= limit)` ends a loop of generation at its own limit only by this logic of three values.
 def decided(func: OpOverload, args: OpArguments, known: OpArguments) -> bool | None:
-    """Return the value of all elements of an output, if unknown inputs do not matter: False for 0, True for 1.
+    """Return the value of all elements of an output: False for 0, True for 1; None if unknown inputs decide it.
 
-    Otherwise return None. `func`: an op of RULES.
+    `func`: an op in RULES.
 
     A known operand can decide alone: True in an `or`, False or zero in an `and` or product. Unknown floats are assumed
     to be finite, as in training that continues. So isnan, isinf and their longer forms `x != x` and `abs(x) == inf` are

@@ -57,7 +57,7 @@ class ServerClient:
         meter.note("vLLM's server runs on its own GPUs: zerofit plan MODEL --serve forecasts their memory")
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the only part of the server's configuration that TRL reads."""
+        """Return the part of the server's configuration that TRL reads."""
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     def generate(
@@ -91,7 +91,7 @@ class ServerClient:
 
 
 def _packed(weights: Iterator[tuple[str, Tensor]]) -> Tensor | None:
-    """Return the next weights in one buffer; None after the last. Gathered weights stay allocated until the copy."""
+    """Return the next weights in one buffer; None after the last. Gathered weights live until they are copied."""
     found: list[Tensor] = []
     for _, weight in weights:
         found.append(weight.contiguous().view(torch.uint8).view(-1))

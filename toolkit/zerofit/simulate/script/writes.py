@@ -1,4 +1,4 @@
-"""Keep a script from writing to a tracker or to the hub."""
+"""Keep a script from writing to an experiment tracker or to the hub."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SilentWriter:
 
 
 def saving(meter: ScriptTracker, savers: Mapping[str, tuple[str, ...]] = SAVERS) -> None:
-    """Push nothing, and skip saves that need all ranks. (the functions of SAVERS and OF_PACKAGES)"""
+    """Skip pushes to the hub, and skip saves that need all ranks. (functions in SAVERS and OF_PACKAGES)"""
     for module, names in savers.items():
         if savers is OF_PACKAGES and module not in sys.modules:
             continue
@@ -79,10 +79,10 @@ def tracking() -> None:
 
 
 class _Disabling:
-    """Turns W&B off when the script imports it, also if the script asks for mode="offline". (wandb.init)"""
+    """Disables W&B when the script imports it, even if the script sets mode="offline". (wandb.init)"""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        """Return how wandb is imported; None for other modules."""
+        """Return a module spec for wandb whose `init` is disabled; None for other modules."""
         if name != "wandb":
             return None
         sys.meta_path.remove(self)  # pyright: ignore[reportArgumentType] - it has what a finder needs
