@@ -1,1 +1,1 @@
-"""Model definitions and the catalog of names, and changes of models for training."""
+"""Define models and the catalog of their names, and change models for training."""

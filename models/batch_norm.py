@@ -1,4 +1,4 @@
-"""Batch norms of any dimension, with statistics that are shared by all data parallel ranks.
+"""Share the statistics of batch norms of any dimension among all data parallel ranks.
 
 torch.nn.SyncBatchNorm only has kernels for accelerators and works neither on CPUs nor in the simulation. Here ranks
 exchange their means and variances. Forward needs an all-gather, backward an all-reduce. torch's batch norm kernel
@@ -27,7 +27,7 @@ def batch_norms(model: nn.Module) -> list[BatchNorm]:
 def synchronize_batch_norms(model: nn.Module, group: Any = None) -> None:
     """Make all batch norms of a model use the statistics of all ranks of a group during training.
 
-    Statistics are float32 for any input type. Changes the model in place; names stay the same.
+    Statistics are float32 for any input dtype. The model is changed in place, and its names stay the same.
     """
 
     def forward(self: BatchNorm, x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def synchronize_batch_norms(model: nn.Module, group: Any = None) -> None:
 
 @torch.no_grad()
 def _note(norm: BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
-    """Update the running statistics with a batch (unbiased variance), as torch does."""
+    """Update the running statistics with a batch as torch does, which uses the unbiased variance."""
     momentum = norm.momentum
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
@@ -66,7 +66,7 @@ def _note(norm: BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
 #
 #     dx = weight / std * (dy - mean(dy) - x' * mean(dy * x'))
 class _Synchronized(torch.autograd.Function):
-    """Batch norm with the statistics of all ranks. Keeps the input and three numbers per channel for backward."""
+    """Batch norm with the statistics of all ranks. Saves the input and three numbers per channel for backward."""
 
     @staticmethod
     def forward(
@@ -97,7 +97,7 @@ class _Synchronized(torch.autograd.Function):
 
 
 def _shared_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, variance (with bias) and number of values of each channel over all ranks, float32."""
+    """Return the mean, the biased variance and the number of values of each channel over all ranks, float32."""
     over = [d for d in range(x.dim()) if d != 1]
     var, mean = torch.var_mean(x.float(), over, correction=0)
     count = mean.new_full((1,), x.numel() // x.shape[1])

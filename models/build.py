@@ -1,4 +1,4 @@
-"""Building models for their inputs, checking the inputs, and calling all models in the same way."""
+"""Build models for their inputs, check the inputs, and call all models in the same way."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def build(
 ) -> nn.Module:
     """Build the model for its inputs, in fp32 on the current default device (also meta).
 
-    Parameters that are not trained (`source.partial`) are frozen, and adapters are added. Weights are random, from
-    torch's global generator, or come from a pretrained folder. `args` override the keys of a transformers config, or
+    Parameters that are not trained (`source.partial`) are frozen, and adapters are added. Weights come from
+    torch's global random generator, or from a pretrained folder. `args` override the keys of a transformers config, or
     are keyword arguments of other models. If `inputs` is None, the model has its published shape.
 
     `stored`: cast and move each parameter as soon as it has its values. Extra memory is needed for one layer only. A
     user's model that cannot be built parameter by parameter (see `why_whole`) is built first. `keep`: names of the
-    parameters to store (None: all); the others are on meta.
+    parameters to store (None: all). Other parameters stay on meta.
     """
     _refuse_inputs(source, inputs)
     if inputs is not None and source.task != "custom" and gives_loss(source.task) != isinstance(inputs, NamedInputs):
@@ -133,7 +133,7 @@ def _refuse_inputs(source: ModelSource, inputs: Inputs | None) -> None:
 
 
 def why_whole(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> str | None:
-    """Return why a model cannot be built parameter by parameter, or None if it can. Needs no memory."""
+    """Return why a model cannot be built parameter by parameter; None if it can be. Needs no memory."""
     if source.family == "transformers":
         return None
     return why_not_deferrable(partial(BUILD[source.family], source, inputs, dict(args)))
@@ -142,8 +142,8 @@ def why_whole(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> st
 def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, Tensor | None]:
     """Return the logits of token ids (batch, seq_len) or images (batch, channels, size, size), and the routers' loss.
 
-    The model may be in a wrapper with an attribute `module`, such as a DeepSpeed engine. The wrapper is called. The
-    second value is coefficient * load balancing loss of a mixture of experts in training. It is None otherwise.
+    The model may be in a wrapper with an attribute `module`, such as a DeepSpeed engine. In that case the wrapper is
+    called. The routers' loss is coefficient * load balancing loss of a mixture of experts in training, None otherwise.
     `extra`: other arguments of the model, such as position_ids for sequence parallelism.
     """
     inner = getattr(model, "module", model)
@@ -170,7 +170,7 @@ def _logits_of(out: Any) -> Tensor:
 
 
 def forward_loss(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss of a transformers model, or of a denoiser, for a batch of named inputs.
+    """Return the loss of a transformers model or a denoiser for a batch of named inputs.
 
     The model may be in a wrapper, as for `forward_logits`.
     """
@@ -197,14 +197,14 @@ def batch_keys(inputs: Inputs) -> list[str]:
 
 
 def extra_inputs(inputs: Inputs | None, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch's tensors except inputs and labels, by the names of the forward's arguments."""
+    """Return a batch's tensors except inputs and labels, by their names as arguments of the forward."""
     return {key: batch[key] for key in batch_keys(inputs)[1:-1]} if inputs is not None else {}
 
 
 def empty_batch(inputs: Inputs, count: int, make: Callable[..., Tensor] = torch.zeros) -> dict[str, Tensor]:
     """Return a batch of `count` empty samples on the current default device, with the keys of a loader's batch.
 
-    Ids are int64, other tensors float32. Tokens that all samples begin with are set.
+    Ids are int64, other tensors float32. Only the tokens that all samples begin with have their values.
     """
     named = zip(batch_keys(inputs), tensors_of(inputs), strict=True)
     return {key: _empty(tensor, count, make) for key, tensor in named}
@@ -218,9 +218,9 @@ def _empty(tensor: NamedInput, count: int, make: Callable[..., Tensor]) -> Tenso
 
 
 def output_part(output: Any, name: str) -> Tensor:
-    """Return `name` ("loss" or "logits") of the output of a user's model.
+    """Return the loss or the logits (`name`) from the output of a user's model.
 
-    It is a key or an attribute of the output, the first element of a tuple, or the complete output.
+    It is the output's key or attribute `name`, or the first element of a tuple, or the output itself.
     """
     if isinstance(output, Mapping) and name in output:
         return output[name]
@@ -232,7 +232,7 @@ def output_part(output: Any, name: str) -> Tensor:
 # Wrong inputs show up here, before any rank starts: a forward on meta takes a second and no memory; a failing
 # launch on many hosts takes minutes. The same forward counts the FLOPs for the utilization that training reports.
 def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int | None:
-    """Run a forward of a model on meta, without data; return the FLOPs per sample.
+    """Run a forward of a model on the meta device, without data. Return the FLOPs per sample.
 
     FLOPs are two per multiply-add, counted by torch's counter. The result is None if the counter finds none. Raises
     ModelError("model-shape") if the model does not accept these inputs or returns too few logits.
@@ -289,13 +289,13 @@ def _arguments(cls: type[nn.Module]) -> frozenset[str]:
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of a grouped matmul (tokens, k) x (experts, k, n), which torch's counter lacks."""
+    """Return the FLOPs of a grouped matmul (tokens, k) x (experts, k, n), which torch does not count."""
     return 2 * a[0] * a[1] * b[-1]
 
 
 @contextmanager
 def no_value_checks() -> Iterator[None]:
-    """Turn off checks that need values: transformers' check of padding ids and torch's checks of distributions.
+    """Disable checks that need values: transformers' check of padding ids, torch's checks of distributions.
 
     (warn_if_padding_and_no_attention_mask in transformers/modeling_utils.py; torch/distributions/distribution.py)
     """
@@ -308,9 +308,9 @@ def no_value_checks() -> Iterator[None]:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Make tensors fake: nothing is computed, and transformers does not read values of masks.
+    """Inside this context, tensors are fake. Nothing is computed, and transformers does not read masks' values.
 
-    torch does not log errors in the block, but raises them.
+    Errors are raised as usual, but torch does not log them.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -330,7 +330,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def bincount(fake_mode: Any, func: Any, values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Return torch.bincount's output on fake tensors; all values must be below `minlength`.
+    """Return torch.bincount's output on fake tensors. All values must be below `minlength`.
 
     Without values the shape of the real output is unknown. Router losses of transformers before 5.23 call it with the
     ids of experts.
@@ -341,14 +341,14 @@ def bincount(fake_mode: Any, func: Any, values: Tensor, weights: Tensor | None =
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Count parameters: tied parameters count once, and parameters that ZeRO-3 partitions count in full."""
+    """Count a model's parameters. Tied parameters count once. Parameters that ZeRO-3 partitions count in full."""
     return sum(map(elements, model.parameters()))
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> list[dict[str, Any]]:
-    """Group parameters into matrices, with weight decay, and vectors (norms, biases), without weight decay.
+    """Return two groups: matrices with weight decay, and vectors (norms, biases) without weight decay.
 
-    Without `decay` there is one group.
+    If `decay` is False, there is one group.
 
     Each group needs its own buckets and collectives. DeepSpeed splits off experts by the groups' names
     (moe/utils.py:103).
@@ -363,7 +363,7 @@ def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> 
 
 
 def expert_places(model: nn.Module) -> list[int]:
-    """Return the indices in model.parameters() of weights that DeepSpeed marks as spread experts."""
+    """Return the indices in model.parameters() of weights that DeepSpeed marks as experts of parallel ranks."""
     return [place for place, p in enumerate(model.parameters()) if getattr(p, "allreduce", True) is False]
 
 
@@ -374,7 +374,7 @@ def count_parameters(source: ModelSource) -> int:
 
 
 def source_max_positions(source: ModelSource, args: ModelArgs) -> int | None:
-    """Return the maximum sequence length in tokens without building the model; None without a limit."""
+    """Return the maximum sequence length in tokens; None without a limit. The model is not built."""
     if not is_text(source.task):
         return None
     return max_positions(make_config(source, None, args))
@@ -397,7 +397,7 @@ def _zerofit(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.
 
 
 def _custom(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.Module:
-    """Call the user's callable with `args`; modules in the current folder can be imported."""
+    """Call the user's callable with `args`. It may be in a module in the current folder."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module_name, _, attribute = source.name.partition(":")
@@ -419,7 +419,7 @@ def _custom(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.M
 
 
 def refuse_lazy(model: nn.Module, name: str) -> None:
-    """Raise ModelError for parameters without a shape before the first forward, as in nn.LazyLinear."""
+    """Raise ModelError if parameters have no shape before the first forward, as in nn.LazyLinear."""
     lazy = [key for key, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         message = f"{name}: {', '.join(lazy[:3])} {'has' if len(lazy) == 1 else 'have'} no shape before a forward"

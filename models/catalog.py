@@ -1,4 +1,4 @@
-"""The meaning of a model name: zerofit's own, a preset, torchvision's, a file or folder, or a user's callable.
+"""Find what a model name means: zerofit's or torchvision's model, a preset, a file or folder, or a callable.
 
 Importing this module does not import torch, torchvision or transformers.
 """
@@ -38,7 +38,7 @@ CONFIG_HINT = "give a config.json of transformers"
 
 
 class _KeysReadHere(BaseModel, frozen=True, protected_namespaces=()):
-    """Keys of a transformers config that are read before its config class is known. The class checks the other keys."""
+    """Keys of a transformers config that are read before its class is known. The class checks other keys."""
 
     model_type: str
     architectures: list[str] | None = None
@@ -62,7 +62,7 @@ class ModelSource:
 
 
 def source_of(run: Run) -> ModelSource:
-    """Return the source of a run's model, with adapters and frozen weights. Raises like `find`."""
+    """Return the source of a run's model, with adapters and frozen weights. Raises ModelError, also that of `find`."""
     pretrained = str(run.pretrained.expanduser()) if run.pretrained else None
     source = with_task(find(run.model), run.task)
     quantized = source_config(source).get(QUANTIZED) if source.origin == PRETRAINED else None
@@ -76,9 +76,9 @@ def source_of(run: Run) -> ModelSource:
 # `--task` puts a classifier's or tagger's head on a language model. transformers' tables list the models with such
 # heads; they are read without building anything.
 def with_task(source: ModelSource, task: str | None) -> ModelSource:
-    """Return the source of a model for `task`, a task of `Run` (None: the task of the config).
+    """Return a model's source with the task `task` of `Run`. None keeps the task of the config.
 
-    Raises ModelError("model-task") if transformers has no such model.
+    Raises ModelError("model-task") if transformers has no such head for the model.
     """
     if task is None or task == source.task or (task == "seq2seq" and source.task == "seq2seq-lm"):
         return source
@@ -134,10 +134,10 @@ def find(name: str) -> ModelSource:
 
 
 def shape_named(name: str) -> Match:
-    """Return a preset or cached config.json with the shape of a hub repository.
+    """Return the preset or the cached config.json that has the shape of a hub repository.
 
-    Other names are returned unchanged. Another spelling of a preset's name is returned as the preset. This is only for
-    forecasts of memory and time: training "Qwen/Qwen3-8B" needs its weights.
+    For another spelling of a preset's name, the preset is returned. Other names are returned unchanged. The result is
+    only for forecasts of memory and time: training "Qwen/Qwen3-8B" needs its weights.
     """
     name = name.removeprefix("hub:")
     itself = Match(name=name, note="")
@@ -192,7 +192,7 @@ def _task_of_ending(name: str) -> Task | None:
 
 
 def _task_of_class(name: str | None, model_type: str | None) -> Task | None:
-    """Return the task whose table in transformers has this class for the model type."""
+    """Return the task whose table in transformers lists this class for the model type."""
     from transformers.models.auto import modeling_auto as auto
 
     for task, table in CLASS_TABLES.items():
@@ -204,7 +204,7 @@ def _task_of_class(name: str | None, model_type: str | None) -> Task | None:
 
 # transformers loads an encoder-decoder as a causal model without an error, but then only half of the model is trained.
 def _refuse_half(config: Config, where: str, task: Task | None) -> None:
-    """Raise ModelError if only the decoder of the model would be built."""
+    """Raise ModelError if transformers would build only the decoder of an encoder-decoder."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
 
     named, decoder = (config.get("architectures") or [""])[0], DECODERS.get(config.get("model_type"))
@@ -216,7 +216,7 @@ def _refuse_half(config: Config, where: str, task: Task | None) -> None:
 
 
 def _named_task(config: Config, architecture: str | None) -> Task | None:
-    """Return the task of a model that returns its own loss; None for other models or heads."""
+    """Return the task of a model that returns its own loss; None for other models and other heads."""
     from transformers.models.auto import modeling_auto as auto
 
     model_type = config.get("model_type")
@@ -230,7 +230,7 @@ def _named_task(config: Config, architecture: str | None) -> Task | None:
 
 
 def _has_decoder(config: Config) -> bool:
-    """Return whether the model is an encoder-decoder, by its config or by the default for its type in transformers."""
+    """Return whether the model is an encoder-decoder, by its config or else by transformers' default for its type."""
     from transformers import CONFIG_MAPPING
 
     return bool(config.get("is_encoder_decoder", CONFIG_MAPPING[config["model_type"]]().is_encoder_decoder))
@@ -303,7 +303,7 @@ def read_config(file: Path) -> Config:
 
 
 def _unknown(name: str) -> tuple[str, str]:
-    """Return message and hint for an unknown name."""
+    """Return the message and the hint for an unknown name."""
     if name.endswith(".json") or name.startswith((".", "/", "~")):
         return f"model file or folder {name} does not exist", "give an existing config.json or model folder"
     message = f"unknown model {name!r}: not in `zerofit models`, not a file or folder, not a package.module:callable"

@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block's activations are recomputed in backward."""
+"""Apply activation checkpointing, which recomputes a block's activations in backward."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ATTENTION = (
 
 
 def checkpoint_model(model: nn.Module) -> nn.Module:
-    """Checkpoint a model's repeated blocks, or its stages if it has none. Changes the model in place."""
+    """Checkpoint a model's repeated blocks, or its stages if no block repeats. Changes the model in place."""
     for block in cut_into_blocks(model):
         checkpoint_block(block)
     return model
@@ -48,7 +48,7 @@ def checkpoint_model(model: nn.Module) -> nn.Module:
 # The policy of torchtitan's SelectiveAC: recomputing norms and activation functions costs little time and frees most
 # of the memory; of the matrix products, every second one is recomputed.
 def selective_contexts() -> _Contexts:
-    """Return the contexts of a block that keeps the outputs of attention and of every other matrix product."""
+    """Return contexts that make a block keep the outputs of attention and of every second matrix product."""
     counts: Counter[bool] = Counter()
 
     def policy(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -60,7 +60,7 @@ def selective_contexts() -> _Contexts:
 
 
 def keep_on_host(model: nn.Module) -> None:
-    """Keep checkpoints (the blocks' inputs) in host memory until backward.
+    """Keep the inputs of checkpointed blocks in host memory until backward.
 
     The model must already use checkpointing, by zerofit or by transformers.
     """
@@ -73,13 +73,13 @@ def keep_on_host(model: nn.Module) -> None:
 
 
 def _on_host(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a checkpointed function, with only its saved inputs in host memory."""
+    """Run a checkpointed function. Its saved inputs are in host memory until backward."""
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return function(*args, **kwargs)
 
 
 def cut_into_blocks(model: nn.Module) -> Sequence[nn.Module]:
-    """Return the modules to checkpoint: the outermost modules of a repeated class, else the model's stages.
+    """Return the modules to checkpoint: the outermost modules of a repeated class, or else the model's stages.
 
     Stages are the children with parameters, except the last child. In a long sequence of torch's layers (AlexNet, VGG),
     each group of layers up to a pooling is a stage.
@@ -103,7 +103,7 @@ def cut_into_blocks(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def checkpoint_block(block: nn.Module, kind: Checkpointing = True) -> None:
-    """Make this instance's forward recompute in backward during training. Parameters and names do not change."""
+    """Make a block recompute its forward in backward during training. Parameters and names do not change."""
     vars(block)[SELECTIVE] = kind == "selective"
     replaced = vars(block).get("forward")
     if getattr(replaced, "__func__", None) is _forward_checkpointed:
@@ -114,7 +114,7 @@ def checkpoint_block(block: nn.Module, kind: Checkpointing = True) -> None:
 
 
 def _forward_checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's forward without keeping activations; batch norms count each batch once."""
+    """Run the class's forward without keeping activations. Batch norms count each batch once."""
     forward = types.MethodType(type(self).forward, self)
     if not (self.training and is_grad_enabled()):
         return forward(*args, **kwargs)
@@ -139,10 +139,10 @@ def _both(*contexts: AbstractContextManager) -> Iterator[None]:
 # statistics.
 @contextmanager
 def _statistics_untouched(module: nn.Module) -> Iterator[None]:
-    """Let forwards update copies of the running statistics, which are dropped.
+    """Inside this context, forwards update copies of the running statistics. The copies are dropped.
 
-    The originals are replaced during the forwards. Restoring their values would be an in-place change, which autograd
-    detects because it has saved them.
+    The copies replace the originals during the forwards. Restoring the originals' values instead would be an in-place
+    change of tensors that autograd has saved, which is an error.
     """
     norms = batch_norms(module)
     originals = [dict(norm._buffers) for norm in norms]
@@ -170,7 +170,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _group_by_pooling(features: nn.Sequential) -> list[nn.Sequential]:
-    """Make a long sequence run in groups that end with a pooling, and return the groups.
+    """Make a long sequence of layers run in groups that end with a pooling. Return the groups.
 
     The groups are not registered with the model, so parameter names do not change.
     """

@@ -1,4 +1,4 @@
-"""Checksums of weights."""
+"""Compute checksums of weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SPREAD = 0x9E3779B97F4A7C15  # odd, with well-mixed bits (2^64 / golden ratio)
 
 
 def part_checksum(name: str, stretch: Tensor, start: int = 0) -> int:
-    """Return what a part of a flattened weight adds to a checksum, modulo 2^64. `start`: its first element."""
+    """Return the term of a checksum, modulo 2^64, for a part of a flattened weight. `start`: its first element."""
     flat, total = stretch.detach().reshape(-1), 0
     key = xxhash.xxh64_intdigest(name_without_adapters(name).encode())
     for first in range(0, flat.numel(), PIECE):

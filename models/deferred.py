@@ -1,8 +1,8 @@
-"""Building a model one tensor at a time: the constructor runs on fake tensors, and its ops are replayed.
+"""Build a model one tensor at a time: run the constructor on fake tensors, then replay its ops.
 
-All tensor ops of the constructor are recorded and replayed in the same order. Each tensor exists only while an op needs
-it. All random numbers are drawn in the constructor's order, even if a later op overwrites them. So the weights are
-bitwise identical to those of a normal build.
+All tensor ops of the constructor are recorded, and replayed in the same order. Each tensor exists only while an op
+needs it. All random numbers are drawn in the constructor's order, even if a later op overwrites them. So the weights
+are bitwise identical to those of a normal build.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _TRUNCATED = "_no_grad_trunc_normal_"  # redraws outliers; one op, since the num
 
 
 class NotDeferrableError(Exception):
-    """A constructor that needs its tensors' values; the message is the reason."""
+    """Raised if a constructor cannot run on fake tensors, e.g. reads values. The message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """How to store a parameter once it has its values: floating type, device, and the part to keep."""
+    """How to store a parameter once it has its values: dtype, device, and the part to keep."""
 
     dtype: torch.dtype
     device: torch.device
@@ -56,18 +56,18 @@ class Stored:
     divide: Callable[[nn.Parameter], None] | None = None
 
     def store(self, tensor: Tensor, name: str = "") -> Tensor:
-        """Return the tensor cast, moved and cut as requested; only floating types are cast."""
+        """Return the tensor cast, moved and cut as requested. Only floating-point tensors are cast."""
         kept = self.slices[name](tensor) if name in self.slices else tensor
         return kept.to(self.device, self.dtype if kept.is_floating_point() else None)
 
 
 def as_parameter(data: Tensor, requires_grad: bool) -> nn.Parameter:
-    """Return a parameter; quantized weights (bytes) have no gradient."""
+    """Return a parameter with this data. Quantized weights (bytes) never require a gradient."""
     return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
 
 
 def store_parameters(model: nn.Module, stored: Stored, keep: set[str] | None = None) -> nn.Module:
-    """Store the parameters of a built model one by one. Parameters not in `keep` go to meta."""
+    """Store the parameters of a built model one by one. Parameters that are not in `keep` move to meta."""
     kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if keep is None or name in keep}
     names = {id(p): name for name, p in model.named_parameters()}
     new: dict[int, nn.Parameter] = {}
@@ -81,10 +81,10 @@ def store_parameters(model: nn.Module, stored: Stored, keep: set[str] | None = N
 
 
 def build_deferred(make: Callable[[], nn.Module], stored: Stored, keep: set[str] | None = None) -> nn.Module:
-    """Return the model of `make`, with each parameter `stored` as soon as it has its values, and buffers on the CPU.
+    """Return the model that `make` builds. Each parameter is `stored` as soon as it has values. Buffers are on the CPU.
 
-    `keep` names the parameters to keep in memory (None: all); the others are on meta. Extra memory is needed for only
-    one tensor at a time.
+    `keep` names the parameters to keep in memory (None: all). Other parameters are on meta. Extra memory is needed for
+    only one tensor at a time.
 
     Raises NotDeferrableError, and restores torch's random state, if `make` needs values or hides a tensor (in a
     closure).
@@ -99,7 +99,7 @@ def build_deferred(make: Callable[[], nn.Module], stored: Stored, keep: set[str]
 
 
 def why_not_deferrable(make: Callable[[], nn.Module]) -> str | None:
-    """Return why `build_deferred` would fail, or None if it works. Needs no memory and draws no random numbers."""
+    """Return why `build_deferred` would fail; None if it works. Needs no memory and draws no random numbers."""
     log = _Log()
     try:
         with _refusing():
@@ -116,7 +116,7 @@ def why_not_deferrable(make: Callable[[], nn.Module]) -> str | None:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Turn any error into a NotDeferrableError, after restoring the random state."""
+    """Turn any error inside this context into a NotDeferrableError, after the random state is restored."""
     with _disable_current_modes():
         state = torch.get_rng_state()
     try:
@@ -130,7 +130,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _recorded(make: Callable[[], nn.Module], log: _Log) -> nn.Module:
-    """Return the model of `make` with fake tensors, and record their ops in the log."""
+    """Return the model that `make` builds with fake tensors. Record their ops in the log."""
     with _disable_current_modes():
         before = torch.get_rng_state().numpy().tobytes()
         with _recording(log):
@@ -171,7 +171,7 @@ class _Op:
     overwrites: bool  # does not depend on the previous values of the tensors that it writes
 
     def fresh(self) -> set[int]:
-        """Return the storages whose previous values are lost."""
+        """Return the storages whose previous values this op overwrites or does not use."""
         whole = {ref.storage for ref in self.writes if self.overwrites and ref.whole}
         return whole | ({ref.storage for ref in self.writes} - {ref.storage for ref in self.reads})
 
@@ -203,7 +203,7 @@ class _Log:
         )
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any, *, draws: bool, overwrites: bool) -> None:
-        """Record a call on fake tensors."""
+        """Record a call of an op on fake tensors."""
         args, kwargs = tree_map(lambda t: self.ref(t) if isinstance(t, FakeTensor) else t, (args, kwargs))
         reads = tuple(leaf for leaf in tree_leaves((args, kwargs), _is_ref) if _is_ref(leaf))
         writes = tuple(self.ref(t) for t in tree_leaves(out) if isinstance(t, FakeTensor))
@@ -236,7 +236,7 @@ def _recording(log: _Log) -> Iterator[None]:
 
 
 class _Mode(FakeTensorMode):
-    """A mode that is not copied with a fake tensor by deepcopy."""
+    """A fake mode that deepcopy of a fake tensor does not copy."""
 
     def __deepcopy__(self, memo: Any) -> _Mode:
         return self
@@ -266,7 +266,7 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass(slots=True)
 class _Slot:
-    """A fake tensor of the model, and all modules and keys under which the model has it."""
+    """A fake tensor of the model, and every module and key where the model has it."""
 
     ref: _Ref
     tensor: Tensor
@@ -292,7 +292,7 @@ def _slots(model: nn.Module, log: _Log, keep: set[str] | None) -> dict[int, _Slo
 
 
 def _replay(log: _Log, slots: dict[int, _Slot], stored: Stored) -> None:
-    """Replay the ops, and put each slot's tensor in place after the last op on it."""
+    """Replay the ops. After the last op on a slot's tensor, put the tensor into the model."""
     needed, last = _liveness(log, {storage for storage, slot in slots.items() if slot.is_kept})
     for slot in slots.values():
         if not slot.is_kept:
@@ -317,7 +317,7 @@ def _replay(log: _Log, slots: dict[int, _Slot], stored: Stored) -> None:
 #     1  a.normal_()                  not needed, but runs, since it draws
 #     2  a.fill_(0)                   needed, and overwrites all of a
 def _liveness(log: _Log, wanted: set[int]) -> tuple[set[int], dict[int, int]]:
-    """Return the ops that the wanted storages depend on, and the last of these ops for each storage."""
+    """Return the ops that the wanted storages depend on, and the last of these ops on each storage."""
     live, needed, last = set(wanted), set(), {}
     for number in range(len(log.ops) - 1, -1, -1):
         op = log.ops[number]
@@ -334,7 +334,7 @@ def _liveness(log: _Log, wanted: set[int]) -> tuple[set[int], dict[int, int]]:
 
 
 def _run(op: _Op, real: dict[int, Tensor]) -> None:
-    """Run an op; add storages that it creates to `real`."""
+    """Run an op. Add the storages that it creates to `real`."""
 
     def window(value: Any) -> Any:
         return _window(real, value) if isinstance(value, _Ref) else value
@@ -346,7 +346,7 @@ def _run(op: _Op, real: dict[int, Tensor]) -> None:
 
 
 def _window(real: dict[int, Tensor], ref: _Ref) -> Tensor:
-    """Return a view of a storage, which is created if it does not exist."""
+    """Return the view of a storage that `ref` describes. Create the storage if it does not exist."""
     if ref.storage not in real:
         shape = (ref.size, ref.stride) if ref.whole else ((ref.elements,), (1,))
         real[ref.storage] = torch.empty_strided(*shape, dtype=ref.dtype)

@@ -1,4 +1,4 @@
-"""Denoisers of diffusers, with random weights (for measurements): their inputs and their loss."""
+"""Build denoisers of diffusers with random weights, for measurements. Define their inputs and their loss."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def denoiser(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.
 
 
 def denoiser_inputs(source: ModelSource, args: Mapping[str, Any], fed: Fed) -> NamedInputs:
-    """Return the training inputs: latents, step, prompt and noise. Raises ModelError."""
+    """Return the training inputs: latents, timestep, prompt and noise. Raises ModelError."""
     for name in fed.given():
         if name != "image":
             message = f"{source.name} (denoising) has no input {name}"
@@ -60,7 +60,7 @@ def _side(size: int | list[int] | tuple[int, ...]) -> int:
 
 
 def _conditions(kind: str, config: Config) -> list[NamedInput]:
-    """Return a denoiser's inputs except the latents: the step, the prompt or class, and sizes."""
+    """Return a denoiser's inputs except the latents: the timestep, the prompt or class, and sizes."""
 
     def floats(name: str, *shape: int) -> NamedInput:
         return NamedInput(name=name, shape=shape)
@@ -82,7 +82,7 @@ def _conditions(kind: str, config: Config) -> list[NamedInput]:
 
 
 def _described(source: ModelSource, args: ModelArgs) -> tuple[Any, Config]:
-    """Return the diffusers class of a source, and all its arguments. Raises ModelError."""
+    """Return the diffusers class of a source, and all arguments of the class. Raises ModelError."""
     if source.origin == "preset":
         published = dict(PRESETS[source.name])
     else:
@@ -133,9 +133,9 @@ def is_denoiser(model: nn.Module) -> bool:
 # The inputs are noise already, so no noise is added. The loss has no meaning, but memory and time are as in
 # training.
 def denoising_loss(model: nn.Module, named: dict[str, Tensor]) -> Tensor:
-    """Return the mean squared error of a denoiser's predicted noise; `named`: its inputs, and "noise".
+    """Return the mean squared error of a denoiser's predicted noise. `named`: the denoiser's inputs, and "noise".
 
-    A model that also predicts a variance (DiT) is only trained on the noise.
+    If a model also predicts a variance (DiT), the loss is on the noise only.
     """
     noise, arguments = named.pop("noise"), {}
     for name, tensor in named.items():

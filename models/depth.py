@@ -1,4 +1,4 @@
-"""The numbers of layers in a transformers config, and the same config with fewer layers."""
+"""Read the numbers of layers from a transformers config, and change them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _BOTH = ("encoder_layers", "decoder_layers", "num_layers", "num_encoder_layers",
 def depths(config: Any) -> dict[Path, int]:
     """Return the numbers of layers in a config: for each inner model, or for encoder and decoder.
 
-    An image encoder is left out if the config refers to its layers by number. With fewer layers, the model would use
-    different layers (LLaVA, Qwen3-VL), or layers with another kind of attention (Qwen2.5-VL).
+    An image encoder is left out if the config refers to the encoder's layers by number. With fewer layers, the model
+    would use different layers (LLaVA, Qwen3-VL), or layers with another kind of attention (Qwen2.5-VL).
     """
     within = [name for name in ("text_config", "vision_config") if hasattr(config, name)]
     if any(hasattr(c, name) for c in (config, getattr(config, "vision_config", None)) for name in _NUMBERED):
@@ -37,12 +37,12 @@ def depths(config: Any) -> dict[Path, int]:
 
 
 def _own(config: Any) -> str:
-    """Return a config's own key for its number of layers."""
+    """Return the key that a config's class has for the number of layers."""
     return getattr(config, "attribute_map", {}).get(DEPTH, DEPTH)
 
 
 def with_depths(args: Mapping[str, Any], wanted: Mapping[Path, int]) -> dict[str, Any]:
-    """Return the model args with these numbers of layers."""
+    """Return model arguments with the `wanted` numbers of layers."""
     changed = dict(args)
     for path, count in wanted.items():
         *within, key = path
@@ -54,9 +54,9 @@ def with_depths(args: Mapping[str, Any], wanted: Mapping[Path, int]) -> dict[str
 
 
 def of_all_layers(config: Any, name: str) -> Any:
-    """Return a config's value `name` that holds for all layers.
+    """Return a config's value `name` if it is the same for all layers.
 
-    None if the config lacks it or has a value per layer (Gemma 4's heads).
+    Returns None if the config lacks it, or if layers have different values (Gemma 4's heads).
     """
     try:
         return getattr(config, name, None)
@@ -65,12 +65,12 @@ def of_all_layers(config: Any, name: str) -> Any:
 
 
 def leading(config: Any) -> int:
-    """Return the number of first layers that differ from later layers: DeepSeek's first layers have no experts."""
+    """Return how many first layers differ from later layers. DeepSeek's first layers have no experts."""
     return of_all_layers(config, "first_k_dense_replace") or 0
 
 
 def part(config: Any, path: Path) -> Any:
-    """Return the inner config that has a path's last key."""
+    """Return the (inner) config that has the last key of a path."""
     for name in path[:-1]:
         config = getattr(config, name)
     return config

@@ -1,4 +1,4 @@
-"""torch's types for the precisions of a run."""
+"""Map the precisions of a run to torch's dtypes."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ NAMES: dict[torch.dtype, Precision] = {dtype: name for name, dtype in DTYPES.ite
 
 
 def torch_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a type, such as "float32"."""
+    """Return torch's name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")

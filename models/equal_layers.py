@@ -1,4 +1,4 @@
-"""Find equal layers in a transformers model; only a few of them need to be traced.
+"""Find equal layers in a transformers model, of which only a few need to be traced.
 
 The config's number of layers is not enough, so the built model is inspected. Swin's config counts stages, which all
 differ. The config of a hybrid counts layers of several kinds.
@@ -32,7 +32,7 @@ def equal_layers(source: ModelSource, inputs: Inputs | None, args: ModelArgs) ->
     """Return the config's keys that count equal layers, with their values; {} if all layers must be traced.
 
     Equal layers have the same modules, shapes and settings. The leading layers and the first equal layer may differ.
-    The number of parameters is checked with `few_layers`. Raises ModelError for a model that cannot be built.
+    A model with `few_layers` must have the right number of parameters. Raises ModelError if the model cannot be built.
     """
     if source.family != "transformers":
         return {}
@@ -41,7 +41,7 @@ def equal_layers(source: ModelSource, inputs: Inputs | None, args: ModelArgs) ->
 
 
 def few_layers(config: Any, path: Path) -> int:
-    """Return the number of layers to trace."""
+    """Return the number of layers to trace for a key of the config."""
     return leading(part(config, path)) + ENOUGH
 
 
@@ -86,7 +86,7 @@ def _all_equal(blocks: Sequence[nn.Module]) -> bool:
 
 
 def _equal(first: list[tuple[Any, ...]], facts: list[tuple[Any, ...]], place: int) -> bool:
-    """Return whether a block equals the first, except for numbers that count blocks."""
+    """Return whether a block equals the first block. Numbers that count blocks may differ by `place`."""
     return len(first) == len(facts) and all(
         a == b or (a[:-1] == b[:-1] and type(a[-1]) is int and type(b[-1]) is int and b[-1] - a[-1] == place)
         for a, b in zip(first, facts, strict=True)
@@ -94,7 +94,7 @@ def _equal(first: list[tuple[Any, ...]], facts: list[tuple[Any, ...]], place: in
 
 
 def _facts(block: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """Yield the modules of a block, their shapes and their settings."""
+    """Yield facts about a block: its modules, their shapes and their settings."""
     for name, module in block.named_modules():
         yield name, type(module)
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):

@@ -1,7 +1,8 @@
-"""transformers models, from a config or from a pretrained folder.
+"""Build transformers models from a config or from a pretrained folder.
 
-A seed gives the same initial weights for any kept part of the model. A model is built on the meta device and
-initialized module by module in transformers' order. Numbers for tensors that stay on meta are drawn too, and dropped.
+The same seed gives the same initial weights, whichever part of the model is kept. A model is built on the meta device
+and initialized module by module in transformers' order. Numbers for tensors that stay on meta are also drawn, and
+dropped.
 """
 
 from __future__ import annotations
@@ -85,8 +86,10 @@ def transformers_model(
 
 
 def _with_kernel(model: Any, source: ModelSource, args: ModelArgs) -> Any:
-    """Set an attention kernel of another package, which `make_config` replaces with a kernel of torch. Raises
-    ModelError."""
+    """Set the attention kernel of another package that `args` name. Raises ModelError.
+
+    `make_config` has replaced it with a kernel of torch.
+    """
     kernel = args.get(ATTENTION)
     if kernel not in PLAIN_KERNELS:
         try:
@@ -112,7 +115,7 @@ def _auto_class(task: str):
 
 
 def _from_config(source: ModelSource, config: Any) -> nn.Module:
-    """Build the model in fp32; transformers uses sdpa attention if the model supports it."""
+    """Build the model from its config, in fp32. transformers uses sdpa attention if the model supports it."""
     try:
         with _head_apart(config):
             return _auto_class(source.task).from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -145,7 +148,7 @@ def _head_apart(config: Any) -> Iterator[None]:
 
 
 def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str] | None) -> nn.Module:
-    """Load weights from the folder. Only a classifier's head may be missing or differ in shape; it is then random."""
+    """Load weights from the folder. Only a classifier's head may be missing or of other shape, and is then random."""
     quantized = source_config(source).get(QUANTIZED)
     if quantized:  # by one of the methods in DEQUANTIZED (`source_of`)
         config.quantization_config = {**quantized, "dequantize": True}
@@ -178,7 +181,7 @@ def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str]
 
 
 def _of_head(model: nn.Module, config: Any, name: str) -> bool:
-    """Return whether a tensor has one row per class, as the head does."""
+    """Return whether a tensor may belong to the head: it has one row per class, or is not in the model."""
     tensor = model.state_dict().get(name)
     return tensor is None or tuple(getattr(tensor, "ds_shape", tensor.shape))[:1] == (config.num_labels,)
 
@@ -220,9 +223,9 @@ def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[set[str]]
 def materialize(model: nn.Module, seed: int, keep: set[str] | None = None, stored: Stored = IN_FP32) -> nn.Module:
     """Initialize a transformers model that was built on the meta device, in place.
 
-    `keep` names the parameters to keep in memory (None: all); the others stay on meta. The weights are exactly those of
-    `build` after `torch.manual_seed(seed)`, then cast as `stored` requests. A tied parameter is kept if any of its
-    names is in `keep`. All buffers become real, on the CPU, since they are small.
+    `keep` names the parameters to keep in memory (None: all). Other parameters stay on meta. The weights are exactly
+    those of `build` after `torch.manual_seed(seed)`, then cast as `stored` requests. A tied parameter is kept if any of
+    its names is in `keep`. All buffers become real, on the CPU, since they are small.
     """
     torch.manual_seed(seed)
     return _initialize(model, keep, stored)
@@ -230,7 +233,7 @@ def materialize(model: nn.Module, seed: int, keep: set[str] | None = None, store
 
 @torch.no_grad()
 def _initialize(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.Module:
-    """Do the work of `materialize`, from the present state of torch's global generator."""
+    """Initialize a model as `materialize` does, from the present state of torch's global random generator."""
     from transformers.initialization import guard_torch_init_functions
 
     transformer = cast("PreTrainedModel", model)
@@ -257,7 +260,7 @@ def _initialize(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
 # transformers initializes before it ties: the numbers of both parameters are drawn, and one is dropped. If both shared
 # a tensor, the second draw would overwrite the first.
 def _untie(model: nn.Module, tied: dict[str, str]) -> None:
-    """Give each tied parameter its own tensor, since each is drawn before tying."""
+    """Give each tied parameter its own tensor, since transformers draws each one before it ties them."""
     for name in tied:
         parent, _, attribute = name.rpartition(".")
         owner = model.get_submodule(parent)
@@ -267,9 +270,10 @@ def _untie(model: nn.Module, tied: dict[str, str]) -> None:
 # transformers' `initialize_weights` visits modules in this order, and each draw depends on earlier draws. So every
 # module is initialized, also those whose parameters stay on meta: their numbers are drawn and dropped.
 def _apply(module: nn.Module, initialize_one: Any, real: dict[int, str], stored: Stored) -> None:
-    """Initialize a module like `initialize_weights`: children first, and inner models by their own rules.
+    """Initialize a module like transformers' `initialize_weights`: first children, inner models by their own rules.
 
-    `real`: the names of kept parameters, by id. Each is in fp32 on the CPU only while its module is initialized.
+    `real`: the names of kept parameters, by id. A parameter is in fp32 on the CPU only while its module is
+    initialized.
     """
     from transformers import PreTrainedModel
 
@@ -319,11 +323,10 @@ def _drawing_in_fp32() -> Iterator[None]:
 
 @contextmanager
 def _as_without_zero3() -> Iterator[None]:
-    """Draw the same initial weights for a model that transformers partitions while it is built (ZeRO-3) as for any
-    other model.
+    """Inside this context, a model that ZeRO-3 partitions while it is built gets the same weights as without ZeRO.
 
-    Initialization starts with the random state from before the constructors, since some of these draw values that are
-    overwritten later. It draws on the CPU in fp32, since other devices and precisions give different numbers.
+    Initialization starts with the random state from before the constructors, since some constructors draw values that
+    are overwritten later. It draws on the CPU in fp32, since other devices and precisions give different numbers.
     """
     from transformers import PreTrainedModel
 
@@ -346,9 +349,9 @@ def _as_without_zero3() -> Iterator[None]:
 
 @contextmanager
 def _exact_ranges() -> Iterator[None]:
-    """Make torch.arange return the requested type, since rotary frequencies are computed from fp32 ranges.
+    """Make torch.arange return the requested dtype, since rotary frequencies need ranges in fp32.
 
-    Under ZeRO-3 DeepSpeed casts them to 16 bits, which transformers prevents from 5.23 on.
+    Under ZeRO-3 DeepSpeed casts ranges to 16 bits, which transformers prevents from 5.23 on.
     (deepspeed/runtime/zero/partition_parameters.py)
     """
     from deepspeed.runtime.zero import partition_parameters as zero
@@ -399,7 +402,7 @@ def _gathered_with_children() -> Iterator[None]:
 
 @contextmanager
 def _held_on_cpu(module: nn.Module) -> Iterator[None]:
-    """Move the gathered parameters of a module and its children to fp32 on the CPU within the block."""
+    """Inside this context, gathered parameters of a module and its children are in fp32 on the CPU."""
     owners = [module, *module.children()]
     parameters = {id(p): p for owner in owners for p in owner.parameters(recurse=False)}
     gathered = {key: p.data for key, p in parameters.items()}

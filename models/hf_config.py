@@ -1,4 +1,4 @@
-"""Configs of transformers, from a preset or a file, adapted to the inputs and the user's arguments."""
+"""Make transformers configs from a preset or a file, and adapt them to the inputs and the user's arguments."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: ModelArgs):
 def traced_args(model_args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model's arguments that change the traced costs.
 
-    Fused attention kernels differ only in their rates. The run's precision replaces the weights' type.
+    A fused attention kernel is left out, since kernels differ only in their rates. The weights' dtype is left out,
+    since the run's precision replaces it.
     """
     fused = model_args.get(ATTENTION) in ATTENTION_KERNELS and model_args[ATTENTION] != "eager"
     left_out = (DTYPE, ATTENTION) if fused else (DTYPE,)
@@ -75,7 +76,7 @@ def traced_args(model_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_bytes(model_args: Mapping[str, Any]) -> int:
-    """Return the bytes of an element of the weights that FSDP2 trains: float32, or the type that `dtype` names."""
+    """Return the bytes per element of the weights that FSDP2 trains, which have the dtype `dtype` or float32."""
     return 2 if str(model_args.get(DTYPE)).removeprefix("torch.") in ("bfloat16", "float16") else 4
 
 
@@ -113,7 +114,7 @@ def _refuse_no_layers(name: str, config: Any) -> None:
 
 
 def notes_of_config(name: str, values: Config) -> list[str]:
-    """Return a note for each key of a config that training ignores, and for kernels that a trace does not have."""
+    """Return notes on the keys of a config that training ignores, and on kernels that a trace cannot use."""
     notes = [f"{name}: {key} {text}" for key, text in _left_out(values)]
     package = _KERNEL_PACKAGES.get(str(values.get("model_type")).removesuffix("_text"))
     if package:
@@ -179,7 +180,7 @@ def max_positions(config: Any) -> int | None:
 
 
 def _merge(cls: type, base: Config, args: ModelArgs, name: str) -> Config:
-    """Merge `args` into the config, with the config class's own key names."""
+    """Merge `args` into the config, under the key names of the config's class."""
     canonical = getattr(cls, "attribute_map", {})
     known = set(base) | set(canonical) | {"num_labels", ATTENTION} | (set(cls().to_dict()) if args else set())
     for key in args:
@@ -205,7 +206,7 @@ def _merge(cls: type, base: Config, args: ModelArgs, name: str) -> Config:
 
 # Configs like Qwen's list the kind of each layer. With another number of layers, transformers makes a new list.
 def _without_old_layers(base: Config, args: ModelArgs, canonical: dict[str, str]) -> Config:
-    """Drop the config's lists with a value per layer if the args change the number of layers."""
+    """Return the config without its lists of values per layer if the args change the number of layers."""
     if DEPTH not in {canonical.get(key, key) for key in args} | set(args):
         return base
     return {key: value for key, value in base.items() if key not in _OF_LAYERS or key in args}

@@ -1,4 +1,4 @@
-"""Images as rows of patches with a grid of positions: the inputs of Qwen's vision-language models.
+"""Make images into rows of patches with a grid of positions, the inputs of Qwen's vision-language models.
 
 The models read the grids' values to split attention and place tokens. All samples have one image of the same size, so
 these values are known on the host. They are numpy arrays, which also work with fake tensors.
@@ -22,7 +22,7 @@ from zerofit.models.inputs import NamedInput, NamedInputs
 def grid_arguments(model: Any, inputs: NamedInputs, named: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the arguments for one square image at the beginning of each sample's text.
 
-    `named`: the batch's tensors by name. The patches of all images become rows of one matrix.
+    `named`: the batch's tensors by name. The patches of all images become the rows of one matrix.
     """
     config, text = model.config, model.model.language_model
     if hasattr(text, "_deepstack_process"):  # Qwen3-VL's function would read the text's mask
@@ -43,7 +43,7 @@ def grid_arguments(model: Any, inputs: NamedInputs, named: Mapping[str, Tensor])
 
 
 def _facts(vision: Any) -> tuple[int, int, int]:
-    """Return merge size, patch size, and number of learned positions (or 0) of a vision config."""
+    """Return a vision config's merge size, patch size, and number of learned positions (0 if it has none)."""
     return vision.spatial_merge_size, vision.patch_size, getattr(vision, "num_position_embeddings", 0)
 
 
@@ -51,7 +51,7 @@ def _facts(vision: Any) -> tuple[int, int, int]:
 # allow. They depend only on the config and the image's size.
 @cache
 def _host_values(facts: tuple[int, int, int], side: int, count: int, window: int | None) -> dict[str, np.ndarray]:
-    """Return transformers' values for the grids of `count` equal images (transformers/vision_utils.py)."""
+    """Return the values that transformers computes from the grids of `count` equal images (vision_utils.py)."""
     from transformers import vision_utils
 
     merge, patch, learned = facts
@@ -77,7 +77,7 @@ def _host_values(facts: tuple[int, int, int], side: int, count: int, window: int
 
 
 def _positions(tokens: NamedInput, side: int, count: int, device: torch.device) -> Tensor:
-    """Return positions (3, count, tokens) in time, height and width. An image comes first, then the text after it."""
+    """Return positions (3, count, tokens) in time, height and width. The image comes first, then the text."""
     assert tokens.first is not None  # the image's tokens
     text_tokens = tokens.shape[0] - tokens.first[1]
     rows = torch.arange(side, device=device).repeat_interleave(side)

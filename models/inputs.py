@@ -1,4 +1,4 @@
-"""Inputs of a model: the facts about the data that a model's shape depends on."""
+"""Describe the inputs of a model: the facts about the data that decide a model's shape."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class NamedInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Fed:
-    """The user's settings of the inputs; None: from the model's config."""
+    """The user's settings of the inputs. None stands for the value of the model's config."""
 
     image: tuple[int, int] | None = None  # channels, side in pixels
     decoder: int | None = None  # tokens of the decoder
@@ -119,7 +119,7 @@ def inputs_from_dict(value: Any) -> Inputs:
 
 
 def are_packed(inputs: Inputs | None) -> bool:
-    """Return whether a sample has several documents, which must not attend to each other."""
+    """Return whether samples have several documents, which must not attend to each other."""
     return isinstance(inputs, TextInputs) and inputs.packed
 
 
@@ -134,7 +134,7 @@ def are_padded(inputs: Inputs | None) -> bool:
 
 
 def tensors_of(inputs: Inputs) -> tuple[NamedInput, ...]:
-    """Return the tensors of a sample; the first is "inputs" and the last "labels" in a batch."""
+    """Return the tensors of a sample. In a batch, the first one is "inputs" and the last one "labels"."""
     if isinstance(inputs, NamedInputs):
         return inputs.tensors
     if isinstance(inputs, ImageInputs):

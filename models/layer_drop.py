@@ -1,4 +1,4 @@
-"""LayerDrop for tensors without values: every layer runs."""
+"""Make every layer run in models with LayerDrop, which cannot compare tensors without values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class EveryLayer(TorchFunctionMode):
-    """Keeps all layers. LayerDrop skips a layer if torch.rand([]) is below a threshold.
+    """Inside this mode, LayerDrop keeps all layers. It skips a layer if torch.rand([]) is below a threshold.
 
     BART, Whisper and wav2vec 2.0 have LayerDrop. Before 5.23 transformers also draws if the threshold is 0.
     """

@@ -1,4 +1,4 @@
-"""A model as a list of layers with one tensor in and out, for pipeline parallelism."""
+"""Divide a model into a list of layers with one tensor in and one tensor out, for pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def layer_facts(layers: Iterable[Layer]) -> tuple[LayerFacts, ...]:
 
 
 def _carrying(layers: list[Layer], loss: RouterLoss) -> list[Layer]:
-    """Make the first block and all later layers pass on the sums of routers."""
+    """Return layers in which the first block and all later layers pass on the sums of routers."""
     first = next(index for index, layer in enumerate(layers) if layer.block)
     carriers = [
         replace(
@@ -105,7 +105,7 @@ def _maker(model: nn.Module) -> Maker:
 # A checkpoint has the names of the full model for any number of stages, so that it resumes in any other layout. So each
 # layer maps the keys of its module to the model's keys.
 def _layer(name: str, module: nn.Module, paths: dict[str, str], **more: Any) -> Layer:
-    """Return a layer; `paths` maps its submodules or parameters ("": the layer itself) to paths in the model."""
+    """Return a layer. `paths` maps its submodules or parameters ("": the layer itself) to paths in the model."""
     names = {}
     for key, _ in state_tensors(module):
         inside = max((p for p in paths if p == "" or key == p or key.startswith(p + ".")), key=len)
@@ -115,7 +115,7 @@ def _layer(name: str, module: nn.Module, paths: dict[str, str], **more: Any) -> 
 
 
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and persistent buffers, also on meta, by their keys in the state dict.
+    """Yield parameters and persistent buffers with their keys in the state dict, also on meta.
 
     The scales of quantized weights are left out, because bitsandbytes needs values to list them.
     """
@@ -126,12 +126,12 @@ def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own(model: nn.Module, path: str, **more: Any) -> Layer:
-    """Return a layer that is a submodule of the model."""
+    """Return the layer for a submodule of the model."""
     return _layer(path, model.get_submodule(path), {"": path}, **more)
 
 
 def _blocks(path: str, wrapped: Iterable[nn.Module]) -> list[Layer]:
-    """Return layers of modules that each wrap one of the model's blocks at `path`.0, `path`.1, ..."""
+    """Return a layer for each of `wrapped`, modules that wrap the model's blocks `path`.0, `path`.1, ..."""
     paths = ((f"{path}.{i}", block) for i, block in enumerate(wrapped))
     return [_layer(inner, block, {"block": inner}, block=True) for inner, block in paths]
 
@@ -198,7 +198,7 @@ def _sequential(model: nn.Sequential) -> list[Layer]:
 
 
 def _group(name: str, model: nn.Module, paths: Iterable[str], *more: tuple[str, nn.Module], **flags: bool) -> Layer:
-    """Return a layer of consecutive submodules of the model, followed by modules without state."""
+    """Return a layer that runs the model's submodules `paths`, then the modules `more`, which have no state."""
     keys = {path.replace(".", "_"): path for path in paths}
     modules = [(key, model.get_submodule(path)) for key, path in keys.items()]
     return _layer(name, nn.Sequential(OrderedDict([*modules, *more])), keys, **flags)
@@ -256,7 +256,7 @@ HEADS: dict[tuple[str, str], Maker] = {
 
 
 class RotaryBlock(nn.Module):
-    """A decoder block of Llama or a model like it; hidden states (batch, seq_len, hidden_size) in and out."""
+    """A decoder block of Llama or a similar model. Hidden states (batch, seq_len, hidden_size) in and out."""
 
     def __init__(self, block: nn.Module, rotary: nn.Module, config: Any, index: int):
         super().__init__()
@@ -297,7 +297,7 @@ class GPT2Positions(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """A decoder block of GPT-2; hidden states (batch, seq_len, hidden_size) in and out."""
+    """A decoder block of GPT-2. Hidden states (batch, seq_len, hidden_size) in and out."""
 
     def __init__(self, block: nn.Module, config: Any):
         super().__init__()
@@ -325,7 +325,7 @@ class EncoderBlock(nn.Module):
 
 
 class BertEmbeddingSum(nn.Module):
-    """The rest of BERT's embedding (batch, seq_len, hidden_size): segment 0, learned positions, a norm."""
+    """Adds segment 0 and learned positions to BERT's token embeddings (batch, seq_len, hidden_size), then a norm."""
 
     def __init__(self, embeddings: BertEmbeddings):
         super().__init__()
@@ -334,7 +334,7 @@ class BertEmbeddingSum(nn.Module):
         self.LayerNorm, self.dropout = embeddings.LayerNorm, embeddings.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sum in BERT's order."""
+        """Add in BERT's order, so that rounding is the same."""
         positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         segments = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
         x = x + self.token_type_embeddings(segments) + self.position_embeddings(positions)

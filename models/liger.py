@@ -1,4 +1,4 @@
-"""The memory of Liger's fused kernels, for traces on fake tensors.
+"""Reproduce the memory of Liger's fused kernels, for traces on fake tensors.
 
 These functions allocate and keep the same tensors as Liger's kernels, and compute no values. Liger itself needs Triton
 and a GPU. References are to liger-kernel 0.8.5, below liger_kernel/.
@@ -20,7 +20,7 @@ MULTIPROCESSORS = 132  # of an H100; each adds up a float32 gradient of a norm's
 
 
 def use_liger(model: nn.Module) -> None:
-    """Let a model's norms, gated MLPs and rotary embeddings use the memory of Liger's kernels.
+    """Make a model's norms, gated MLPs and rotary embeddings allocate like Liger's kernels.
 
     Models whose type is not in LIGER_TYPES are not changed.
     """
@@ -44,7 +44,7 @@ def _gated(module: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _rotary_of(module: nn.Module) -> Any:
-    """Return the function with which transformers' attention rotates queries and keys; None without one."""
+    """Return the function that transformers' attention rotates queries and keys with; None without one."""
     return getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
 
 
@@ -60,7 +60,7 @@ def _rotated(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Keeps the input and a float32 number for each row. The input's gradient overwrites the output's gradient."""
+    """RMSNorm. Saves the input and a float32 number per row. The input's gradient overwrites the output's."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """act(gate) x up. It keeps both inputs; their gradients overwrite them (ops/swiglu.py, ops/geglu.py)."""
+    """act(gate) x up. Saves both inputs, and their gradients overwrite them (ops/swiglu.py, ops/geglu.py)."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -105,19 +105,19 @@ class _Rotary(torch.autograd.Function):
 def fused_linear_loss(hidden: Tensor, weight: Tensor, labels: Tensor, _: int) -> Tensor:
     """Return a loss from hidden states (..., width), a head (classes, width) and labels (...).
 
-    Only one chunk of the logits exists at a time. It has about as many elements as the hidden states
+    Only one chunk of the logits exists at a time. A chunk has about as many elements as the hidden states
     (ops/fused_linear_cross_entropy.py).
     """
     return _FusedLinearLoss.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels)
 
 
 def fused_loss(logits: Tensor, *_: Any) -> Tensor:
-    """Return a loss from logits. Their gradient overwrites them (ops/cross_entropy.py)."""
+    """Return a loss from logits. The gradient overwrites the logits (ops/cross_entropy.py)."""
     return _FusedLoss.apply(logits)
 
 
 class _FusedLinearLoss(torch.autograd.Function):
-    """Forward computes the gradients of hidden states and head in their own types."""
+    """A loss whose forward computes the gradients of hidden states and head, in the dtypes of these."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

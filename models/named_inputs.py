@@ -1,4 +1,4 @@
-"""The named input tensors of a model that returns its own loss, from its config.
+"""List the named input tensors of a model that returns its own loss, from the model's config.
 
 An encoder-decoder gets tokens for both sides. Whisper gets spectrograms, and CLIP gets images and texts. A model with
 images in its text gets pixels and placeholder tokens.
@@ -56,7 +56,7 @@ def _pixels(name: str, config: Any, fed: Fed) -> NamedInput:
 
 
 def _pairs(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
-    """Return an image and its text; the text is the label."""
+    """Return an image and its text. The text is the label."""
     return _pixels(name, config, fed), _text("input_ids", config, seq_len)
 
 
@@ -79,7 +79,7 @@ def _tokens_of_image(name: str, config: Any, seq_len: int, patches: int) -> Name
 
 
 def _patches_text(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
-    """Return an image as rows of patches, like Qwen's processors, and a text that begins with its tokens."""
+    """Return an image as rows of patches, as from Qwen's processors, and a text that begins with image tokens."""
     vision = config.vision_config
     channels, pixels = fed.image or (vision.in_channels, PIXELS)
     side = vision.patch_size * vision.spatial_merge_size

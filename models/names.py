@@ -1,8 +1,8 @@
-"""Finding the preset for a typed model name: another spelling, a hub repository or a quantized file.
+"""Find the preset for a typed model name: another spelling, a hub repository or a quantized file.
 
 A name is split into words ("Qwen/Qwen3-8B-Instruct-GGUF": qwen, 3, 8b). Words that do not affect the shape are left out
-(instruct, dates). A preset matches if its name or one of its repositories has the same words. It also matches if no
-other preset has all the words ("deepseek-r1:7b"). So size and generation never differ from the typed name.
+(instruct, dates). A preset matches if its name or one of its repositories has the same words. A preset also matches
+if it is the only one with all the words ("deepseek-r1:7b"). So size and generation never differ from the typed name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Match:
 
 
 def preset_of(name: str) -> Match | None:
-    """Return the preset that matches a name, or None if none or several do.
+    """Return the preset that matches a name; None if no preset or several presets match.
 
     >>> preset_of("qwen3:8b").note, preset_of("Qwen/Qwen3-8B").note, preset_of("qwen3")
     ('using qwen3-8b for qwen3:8b', '', None)
@@ -59,14 +59,14 @@ def preset_of(name: str) -> Match | None:
 
 
 def left_out(model: str) -> str:
-    """Return a sentence about the parts of the published model that a preset leaves out, or ""."""
+    """Return a sentence about the parts of the published model that a preset leaves out; "" if there are none."""
     return f"{model} is {NAMED[model].note}" if model in NAMED and NAMED[model].note else ""
 
 
 def relatives(name: str) -> list[str]:
     """Return presets that a name may mean, in the table's order.
 
-    These are the names that begin with the same words, else the nearest spellings.
+    These are the presets whose names begin with the same words, or else the nearest spellings.
     """
     typed = _words(QUANTIZED.sub("", name.lower()))
     common = {spelled: _common(typed, words) for spelled, _, words in reversed(_spellings())}
@@ -81,9 +81,8 @@ def relatives(name: str) -> list[str]:
 def model_table(words: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Return name, kind (task), parameters and source of the models that match all `words`.
 
-    A word matches the name, kind, family or hub repository.
-
-    Denoisers are left out if diffusers is not installed. Raises UserError if no model matches.
+    A word matches the name, kind, family or hub repository of a model. Denoisers are left out if diffusers is not
+    installed. Raises UserError if no model matches.
     """
     rows = []
     for preset in NAMED.values():
@@ -98,7 +97,7 @@ def model_table(words: tuple[str, ...] = ()) -> list[dict[str, Any]]:
 
 
 def _of_words(plain: str) -> Preset | None:
-    """Return the only preset that matches these words. Dates are compared first, and then ignored."""
+    """Return the only preset that matches these words, first with dates, then without dates; None otherwise."""
     typed = _words(plain)
     for words in filter(None, (typed, _undated(typed))):
         if (key := _joined(words)) in _joins():
@@ -110,7 +109,7 @@ def _of_words(plain: str) -> Preset | None:
 
 
 def _words(name: str) -> tuple[str, ...]:
-    """Split a name without its owner into words. "base" is dropped if the name has a size, unlike bert-base."""
+    """Split a name without its owner into words. "base" is dropped if the name has a size."""
     words = WORDS.findall(name.lower().rpartition("/")[2])
     base = {"base"} if any(map(SIZE.fullmatch, words)) else set()
     return tuple(word for word in words if word not in SAME_SHAPE | base)
@@ -149,8 +148,10 @@ def _repositories() -> dict[str, Preset]:
 # repository Qwen3-8B-2507 without its date is the same. A spelling that two presets share matches neither.
 @cache
 def _joins() -> dict[str, Preset]:
-    """Return mappings from joined words to presets: for the words of preset names, of repositories, and of both
-    without dates."""
+    """Return three mappings from joined words to presets.
+
+    The words are those of preset names, those of repositories, and those of both without dates.
+    """
     presets = {_joined(_words(preset.name)): preset for preset in reversed(NAMED.values())}
     dated = [(_joined(words), preset) for _, preset, words in _spellings()]
     sized = [(preset, words) for _, preset, words in _spellings() if any(map(SIZE.fullmatch, words))]

@@ -20,7 +20,7 @@ _MASKED = {"full_attention", "sliding_attention", "chunked_attention"}  # other 
 
 @contextmanager
 def refuse_unseparated(model: nn.Module, name: str) -> Iterator[None]:
-    """Watch a forward with position ids. Raises ModelError "model-packing" unless its masks separate documents."""
+    """Watch a forward inside this context. Raises ModelError "model-packing" if it does not separate documents."""
     from transformers import masking_utils
 
     original, separates = masking_utils._preprocess_mask_arguments, []

@@ -1,4 +1,4 @@
-"""Training of a part of a model: peft's adapters on frozen weights, or parameters chosen by patterns."""
+"""Train a part of a model: peft's adapters on frozen weights, or parameters chosen by patterns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
 
     Adapters are initialized on the CPU in float32, in the order of modules. The values are those of peft after
     `torch.manual_seed` with the run's seed. So the numbers do not depend on this rank's part of the model. Weights on
-    meta get adapters too. Raises ModelError if nothing would be trained, or for names that the model does not have.
+    meta get adapters, too. Raises ModelError if nothing would be trained, or for names that the model does not have.
     """
     if partial.lora is not None:
         torch.manual_seed(partial.seed)
@@ -61,7 +61,7 @@ def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
 
 # In simulations and profiles a few layers represent many. This is wrong if only some of the layers are trained.
 def differ_by_layer(partial: PartialTraining | None, layers: int) -> bool:
-    """Return whether the patterns select some of a model's layers by number, and others not.
+    """Return whether the patterns select only some of a model's layers, by their numbers.
 
     A model with fewer layers would then be trained differently.
     """
@@ -139,10 +139,9 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
 
 
 def _linear_layers(model: nn.Module) -> str | list[str]:
-    """Return peft's keyword for all linear layers, or their names if peft's own search does not work.
+    """Return peft's keyword for all linear layers. Return their names if peft's own search is not usable.
 
-    peft finds linear layers and the head only in transformers models. It would include a mixture's fused experts and
-    router.
+    peft's search works only in transformers models, and would include the fused experts and the router of a mixture.
     """
     head = head_modules(model)
     if head:
@@ -164,7 +163,7 @@ def _target_names(lora: LoraSettings) -> list[str]:
 
 
 def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
-    """Refuse names without an adapter, and adapters of fused experts.
+    """Raise ModelError for names that have no adapter, and for adapters of fused experts.
 
     In every forward, peft would add the full adapter matrix to the full tensor of fused experts.
     """
@@ -185,7 +184,7 @@ def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
 
 # GPT-2's output matrix is its embedding. Merging an adapter of one of these layers would change both.
 def _refuse_shared(model: Any) -> None:
-    """Refuse an adapter of a weight that two layers share, since merging would change both layers."""
+    """Raise ModelError for an adapter of a weight that two layers share, since merging would change both."""
     adapted = {id(p): name for name, layer in lora_layers(model) for p in layer.get_base_layer().parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         adapter = adapted.get(id(parameter))

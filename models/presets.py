@@ -1,4 +1,4 @@
-"""All named models, read from data/*.json (without weights). To add a model, add an entry there.
+"""Read all named models from data/*.json, without weights. To add a model, add an entry there.
 
 Each file has the models of one family. An entry has a config of transformers or diffusers, on top of a shared template.
 An entry also has the number of parameters (counted on the meta device), the published number with its source, and the
@@ -27,7 +27,7 @@ Library = Literal["zerofit", "torchvision", "transformers", "diffusers"]
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A named model. A test checks every entry against these types."""
+    """A named model. A test checks every entry of data/ against these types."""
 
     name: str
     family: str  # the file's name
@@ -46,12 +46,12 @@ class Preset:
 
     @property
     def origin(self) -> str:
-        """The source that tables show."""
+        """The origin of the model that tables show."""
         return "preset" if self.config else self.library
 
 
 def read_presets(folder: Path = DATA) -> dict[str, Preset]:
-    """Read all files of a folder, zerofit's own models first."""
+    """Read all presets of a folder, zerofit's own models first."""
     files = sorted(folder.glob("*.json"), key=lambda path: (path.stem != "zerofit", path.stem))
     return {preset.name: preset for path in files for preset in _of_family(path)}
 
@@ -66,7 +66,7 @@ def _of_family(path: Path) -> Iterator[Preset]:
 
 
 def _merged(shared: Config, config: Config) -> Config:
-    """Merge a model's own keys over the shared keys, also in the inner configs."""
+    """Merge a model's own keys over the shared keys of its template, also in inner configs."""
     parts = {key for key, value in config.items() if key.endswith("_config") and isinstance(shared.get(key), dict)}
     return {**shared, **config, **{key: {**shared[key], **config[key]} for key in parts}}
 

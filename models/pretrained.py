@@ -1,4 +1,4 @@
-"""Initial weights from a file, for a model of zerofit, torchvision or a user. Code in the file is never run."""
+"""Load initial weights from a file into a model of zerofit, torchvision or a user. Code in it is never run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HeldWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class MatchedWeights:
-    """The mapping of a model's tensors to the tensors of a file."""
+    """The mapping from a model's tensors to the tensors of a file."""
 
     names: dict[str, str]  # the model's names -> the file's
     head: str | None  # layers (LR-ASPP has two) with another number of classes in the file, which stay random
@@ -77,7 +77,7 @@ def open_weights(path: Path) -> HeldWeights:
 
 
 def _load(file: Path) -> Any:
-    """Read a torch file, memory-mapped if possible; only tensors and plain values are loaded."""
+    """Read a torch file, memory-mapped if possible. Only tensors and plain values are loaded."""
     for mapped in (True, False):
         try:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
@@ -101,7 +101,7 @@ def _load(file: Path) -> Any:
 def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, held: HeldWeights) -> MatchedWeights:
     """Find each of the model's tensors in a file. Only a head may have another number of classes.
 
-    Raises ModelError with all missing and superfluous tensors and wrong shapes.
+    Raises ModelError with all missing tensors, superfluous tensors and wrong shapes.
     """
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     names = {_renamed(name, shapes): name for name in held.shapes}
@@ -127,7 +127,7 @@ def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, held: He
 
 
 def load_pretrained(model: nn.Module, source: ModelSource, inputs: Inputs | None) -> nn.Module:
-    """Load a file's weights into a built model, one tensor at a time; tensors on meta are only checked."""
+    """Load a file's weights into a built model, one tensor at a time. Tensors on meta are only checked."""
     assert source.pretrained
     if source.family == "transformers":
         message = f"--pretrained does not apply to the transformers model {source.name}"
@@ -141,7 +141,7 @@ def load_pretrained(model: nn.Module, source: ModelSource, inputs: Inputs | None
 
 
 def notes_on(model: nn.Module, source: ModelSource, inputs: Inputs | None) -> list[str]:
-    """Return notes for the user about how a file's weights are used; the model may be on meta."""
+    """Return notes for the user about how a file's weights are used. The model may be on meta."""
     assert source.pretrained
     held = open_weights(Path(source.pretrained))
     matched, notes = match(model, source, inputs, held), []

@@ -1,4 +1,4 @@
-"""Notes for the user about how a pretrained model's weights are used."""
+"""Write notes for the user about how a pretrained model's weights are used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def notes_of_pretrained(source: ModelSource, inputs: Inputs | None, args: ModelA
 
 
 def drawn_head(source: ModelSource, inputs: Inputs | None) -> int | None:
-    """Return the number of classes of a pretrained image classifier if the data has a different number, else None."""
+    """Return the classes of a pretrained image classifier if the data has a different number of classes, else None."""
     if source.origin != PRETRAINED or source.task != "image" or not isinstance(inputs, ImageInputs):
         return None
     classes = make_config(source, None, {}).num_labels

@@ -1,4 +1,4 @@
-"""Frozen weights, which bitsandbytes quantizes one by one while the model is built."""
+"""Quantize frozen weights with bitsandbytes, one by one, while the model is built."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOURCE = "source_of_bits"  # attribute of a quantized parameter with its BitsSou
 
 @dataclass(frozen=True, kw_only=True)
 class BitsSource:
-    """The original weight of a quantized parameter."""
+    """Facts about the original weight of a quantized parameter."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class BitsSource:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
+        """Number of elements of the original weight."""
         return self.shape.numel()
 
 
@@ -82,7 +82,7 @@ class Quantizer:
         return quantized.data
 
     def put_into(self, model: nn.Module) -> nn.Module:
-        """Replace the linear layers with bitsandbytes' layers; weights on meta are quantized there."""
+        """Replace the linear layers with bitsandbytes' layers. Weights on meta are quantized on meta."""
         for name in self._names:
             linear: Any = model.get_submodule(name)
             if name not in self._made:
@@ -114,7 +114,7 @@ def quantized_layers(model: Any) -> list[str]:
 
 
 def without_bits(source: ModelSource) -> ModelSource:
-    """Return the source of the same model (with adapters) without quantization."""
+    """Return the source of the same model, with the same adapters, without quantization."""
     partial_training = source.partial and replace(source.partial, quantization=None)
     return replace(source, partial=partial_training)
 
@@ -126,12 +126,12 @@ def quantized_share(model: nn.Module) -> tuple[int, int]:
 
 
 def source_of_bits(parameter: Tensor) -> BitsSource | None:
-    """Return the original weight of a quantized parameter, or None for other parameters."""
+    """Return the facts about a quantized parameter's original weight; None for other parameters."""
     return getattr(parameter, SOURCE, None)
 
 
 def elements(parameter: Tensor) -> int:
-    """Return a parameter's number of elements, also if it is quantized or partitioned (ZeRO-3)."""
+    """Return a parameter's number of elements before quantization and before ZeRO-3's partitioning."""
     source = source_of_bits(parameter)
     return source.elements if source else getattr(parameter, "ds_numel", parameter.numel())
 
@@ -162,9 +162,9 @@ def _state_bytes(state: Any) -> int:
 def _linear_4bit() -> type[nn.Module]:
     """Return a variant of bitsandbytes' 4-bit layer that does not keep the gathered weight for backward.
 
-    bitsandbytes 0.50.2 keeps the weight's bytes of forward in the graph (autograd/_functions.py, MatMul4Bit). ZeRO-3
-    gathers weights for forward and again for backward, so all full weights would be in memory after forward. Here
-    backward uses the bytes that the parameter has at that time.
+    bitsandbytes 0.50.2 keeps the weight's data of the forward in the graph (autograd/_functions.py, MatMul4Bit). ZeRO-3
+    gathers weights for forward and again for backward, so all full weights would be in memory after forward. In this
+    layer, backward uses the data that the parameter has during backward.
     """
     base: Any = library().Linear4bit
     product: Any = importlib.import_module(f"{PACKAGE}.autograd._functions").MatMul4Bit
@@ -195,7 +195,7 @@ def _linear_4bit() -> type[nn.Module]:
 
 
 def _layer(linear: nn.Linear, weight: Any, dtype: torch.dtype, quantization: Quantization) -> nn.Module:
-    """Return bitsandbytes' layer with this weight; it computes in `dtype`."""
+    """Return bitsandbytes' layer with this weight. The layer computes in `dtype`."""
     kinds, biased = library(), linear.bias is not None
     with torch.device("meta"):
         if quantization.kind == "nf4":

@@ -1,7 +1,7 @@
-"""The load balancing loss of a mixture's routers when its layers are on several pipeline stages.
+"""Compute the load balancing loss of a mixture's routers if its layers are on several pipeline stages.
 
-It depends on sums over the routers of all layers (Fedus et al., 2021, equations 4 to 6). So no stage can compute its
-part alone. The sums are passed on with the hidden states, and their gradients come back.
+The loss depends on sums over the routers of all layers (Fedus et al., 2021, equations 4 to 6). So no stage can compute
+a part of the loss alone. The sums are passed on with the hidden states, and their gradients come back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Carried = tuple[Tensor, Tensor]  # a layer's output, and the sums over routers s
 # Both are sums over layers divided by the number of rows, so a stage adds its layers' sums and passes them on.
 @dataclass(frozen=True)
 class RouterLoss:
-    """The loss from the sums that `Carrier` collects."""
+    """Computes the loss from the sums that `Carrier` collects."""
 
     coefficient: float
     experts: int
@@ -39,14 +39,14 @@ class RouterLoss:
 
 
 def router_loss(model: Any) -> RouterLoss | None:
-    """Return the loss of a transformers model's routers, or None without one."""
+    """Return the loss of a transformers model's routers; None if the model has no such loss."""
     config = getattr(model, "config", None)
     coefficient = getattr(config, "router_aux_loss_coef", 0) if getattr(config, "output_router_logits", False) else 0
     return RouterLoss(coefficient, model.num_experts, model.num_experts_per_tok) if coefficient else None
 
 
 class Carrier(nn.Module):
-    """A layer that also passes on the sums over routers, after adding its own router's values.
+    """A layer that adds its own router's values to the sums over routers, and passes the sums on.
 
     Sums are float32 (2, experts): each expert's number of tokens, and the sum of its probabilities.
     """
@@ -60,7 +60,7 @@ class Carrier(nn.Module):
                 part.register_forward_hook(self._note)
 
     def forward(self, given: Tensor | Carried) -> Carried:
-        """Run the layer on the previous layer's output and sums; the first layer gets only a tensor."""
+        """Run the layer on the previous layer's output and sums. The first carrier gets only the output."""
         x, sums = given if isinstance(given, tuple) else (given, None)
         if sums is None:
             sums = torch.zeros(2, self._loss.experts, device=x.device)
@@ -71,7 +71,7 @@ class Carrier(nn.Module):
             self._logits = []  # also after an exception: checkpointing ends a recomputation with an exception
 
     def _note(self, gate: nn.Module, args: Any, out: Any) -> None:
-        """Keep a router's logits, the first output of transformers' routers and the only output of AutoEP's routers."""
+        """Keep a router's logits: the first output of transformers' routers, the only output of AutoEP's routers."""
         self._logits.append(out[0] if isinstance(out, tuple) else out)
 
     def _sums(self, logits: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Carrier(nn.Module):
 
 
 def ends(output: Tensor, sums: Tensor) -> Carried:
-    """Detach both tensors. The graph's backward runs once, when the second tensor gets its gradient.
+    """Return both tensors detached. The graph's backward runs once, when `sums` gets its gradient.
 
     DeepSpeed runs a backward from each tensor that it sends, in order (runtime/pipe/engine.py, `_exec_backward_pass`).
     """

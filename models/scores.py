@@ -1,4 +1,4 @@
-"""Scores: accuracy and F1 (scikit-learn), mean IoU, and ROUGE (rouge-score)."""
+"""Compute scores: accuracy and F1 (scikit-learn), mean IoU, and ROUGE (rouge-score)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ROUGE = {"rouge1": "rouge1", "rouge2": "rouge2", "rougeL": "rouge_l"}  # the lib
 
 
 def tabled_classes(inputs: Inputs | None) -> int:
-    """Return the number of classes in `class_table` for these inputs; 0 if they have no table."""
+    """Return the number of classes for `class_table` for these inputs; 0 if these inputs need no table."""
     if isinstance(inputs, SegmentationInputs):
         return inputs.classes
     return len(inputs.classes) if isinstance(inputs, LabelledTextInputs) else 0
 
 
 def class_table(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Return a confusion matrix, float64 (classes * classes,): counts of label i predicted as j (label -100: ignored).
+    """Return a confusion matrix, float64 (classes * classes,): counts of label i predicted as j. Skips label -100.
 
     Its shape does not depend on values, so it can be simulated. If each pixel has a label, dimension 1 of the logits is
     the class.
@@ -39,7 +39,7 @@ def class_table(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
 
 
 def class_scores(table: Sequence[float], classes: Sequence[str], tags: bool) -> dict[str, float]:
-    """Return accuracy and macro F1 from a confusion matrix; with `tags` also the micro F1 of all tags except O."""
+    """Return accuracy and macro F1 from a confusion matrix and, with `tags`, the micro F1 of all tags except O."""
     from sklearn.metrics import accuracy_score, f1_score
 
     counted = np.asarray(table).reshape(len(classes), len(classes))
@@ -59,7 +59,7 @@ def class_scores(table: Sequence[float], classes: Sequence[str], tags: bool) -> 
 
 
 def mean_iou(counts: Sequence[float]) -> float:
-    """Return the mean intersection over union of the classes in labels or predictions."""
+    """Return the mean intersection over union, over the classes that occur in labels or predictions."""
     classes = math.isqrt(len(counts))
     table = torch.tensor(counts, dtype=torch.float64).view(classes, classes)
     both, either = table.diag(), table.sum(0) + table.sum(1) - table.diag()
@@ -76,7 +76,7 @@ def rouge_scores(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
 
 
 def takes_cache(config: Any) -> bool:
-    """Return whether transformers creates a large enough cache. For T5 it counts the encoder's layers."""
+    """Return whether transformers' cache has all decoder layers. For T5 it has as many as encoder layers."""
     return (getattr(config, "num_decoder_layers", None) or 0) <= config.get_text_config(decoder=True).num_hidden_layers
 
 
@@ -84,9 +84,10 @@ def takes_cache(config: Any) -> bool:
 def write_targets(
     model: nn.Module, batch: Mapping[str, Tensor], most: int, end_id: int | None, together: bool = False
 ) -> Tensor:
-    """Generate at most `most` tokens greedily with an encoder-decoder for each source of a batch.
+    """Generate text greedily with an encoder-decoder, at most `most` tokens for each source of a batch.
 
-    Returns int64 (batch, tokens) without the start token. `together`: all ranks run the same number of forwards.
+    Returns int64 (batch, tokens) without the start token. `together`: whether all ranks must run the same number of
+    forwards.
     """
     from transformers import GenerationConfig
 
@@ -112,7 +113,7 @@ def write_targets(
 
 
 def compared(written: Tensor, labels: Tensor, real: Sequence[bool], data: Any) -> list[tuple[str, str]]:
-    """Return (reference, generated text) for each real sample; `data` is a zerofit.data.Data."""
+    """Return (reference, generated text) for each real sample, decoded by `data`, a zerofit.data.Data."""
     pairs = []
     for ids, label_ids, counts in zip(written.tolist(), labels.tolist(), real, strict=True):
         if counts:

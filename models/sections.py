@@ -1,4 +1,4 @@
-"""Sections of a model whose costs are measured separately: embedding, blocks and head, or a pipeline's layers."""
+"""Divide a model into sections to measure: embedding, blocks and head, or a pipeline's layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Mark = Callable[[int, Any], None]  # called with a section's index and its input
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """A part of the forward with separate costs. It begins when `start` is called (`after`: when it has returned)."""
+    """A part of the forward with separate costs. It begins when `start` is called or, with `after`, returns."""
 
     name: str
     start: nn.Module | None  # None: begins with the model
@@ -41,7 +41,7 @@ class ModelSection:
 
 @contextmanager
 def watched(sections: list[ModelSection], begin: Mark) -> Iterator[None]:
-    """Call `begin(index, inputs)` when a section of a forward begins."""
+    """Inside this context, `begin(index, inputs)` is called when a section of a forward begins."""
     inside: set[int] = set()  # running checkpoints, whose inner forwards must not begin a section again
 
     def before(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -108,7 +108,7 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def block_lists(model: Any, inputs: Inputs | None) -> list[tuple[nn.ModuleList, Path]]:
-    """Return the lists of equal blocks, in the order of the forward, and the config's key that counts each."""
+    """Return the lists of blocks, in the order of the forward, each with the config's key that counts it."""
     known, named_lists = depths(model.config), []
     for name, module in model.named_modules():
         inside = any(name.startswith(outer + ".") for outer, _, _ in named_lists)
@@ -124,7 +124,7 @@ def block_lists(model: Any, inputs: Inputs | None) -> list[tuple[nn.ModuleList, 
 
 
 def _is_of(name: str, path: Path) -> bool:
-    """Return whether the config counts the layers of the module `name` at this path."""
+    """Return whether the config's key at this path counts the layers of the module `name`."""
     inside, key = set(name.split(".")), path[-1]
     if len(path) > 1:
         return bool(inside & set(_WITHIN[path[0]]))
@@ -136,7 +136,7 @@ def _is_of(name: str, path: Path) -> bool:
 def _as_run(
     model: nn.Module, inputs: Inputs, lists: list[tuple[nn.ModuleList, Path]]
 ) -> list[tuple[nn.ModuleList, Path]]:
-    """Return the lists that a forward runs, in order."""
+    """Return the lists of blocks that a forward runs, in the order in which it runs them."""
     run_order: list[int] = []
     handles = [
         blocks[0].register_forward_pre_hook(lambda *_, index=index: run_order.append(index))
@@ -168,7 +168,7 @@ def _as_run(
 #
 # With an encoder and a decoder, "between" is the part after the encoder's last block.
 def block_sections(lists: list[tuple[nn.ModuleList, int | None]]) -> list[ModelSection]:
-    """Return embedding, blocks, head, and the part between two lists of blocks.
+    """Return a section for the embedding, each block, the head, and the part between two lists of blocks.
 
     If a list has a count, its last block represents all further equal blocks.
     """
@@ -215,7 +215,7 @@ def stage_sections(model: nn.Module) -> list[ModelSection]:
 
 
 def _denoiser_sections(model: nn.Module) -> list[ModelSection]:
-    """Return embedding, blocks and head of a denoiser, in the order of the forward."""
+    """Return sections for the embedding, blocks and head of a denoiser, in the order of the forward."""
     parts = []
     for name in ("down_blocks", "mid_block", "up_blocks", "transformer_blocks", "single_transformer_blocks"):
         part = getattr(model, name, None)

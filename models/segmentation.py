@@ -1,4 +1,4 @@
-"""The loss of models that classify each pixel.
+"""Compute the loss of models that classify each pixel.
 
 Logits are (batch, classes, height, width), labels (batch, height, width).
 """
@@ -17,9 +17,9 @@ def are_dense(logits: Tensor, labels: Tensor) -> bool:
 
 
 def mean_of_images(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Return the sum over all images of each image's mean cross entropy over its labelled pixels, float32.
+    """Return the sum of all images' losses, float32. An image's loss is the mean over its labelled pixels.
 
-    Each image has the same weight, so the loss does not depend on the layout.
+    The loss is cross entropy. Each image has the same weight, so the loss does not depend on the layout.
     """
     options = {"ignore_index": IGNORE_INDEX, "reduction": "none", "label_smoothing": smoothing}
     pixels = functional.cross_entropy(logits.float(), labels, **options)

@@ -1,4 +1,4 @@
-"""Profiles of named models that ship with zerofit (profiles/*.xz). A plan for such a model needs no torch.
+"""Read the profiles of named models that ship with zerofit (profiles/*.xz), for plans without torch.
 
 A file has the models of one family on one kind of device, in one precision, at one length. The name is
 FAMILY-DEVICE-PRECISION.xz at the default length (without --seq-len), else FAMILY-DEVICE-PRECISION-TOKENS.xz. A line has
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent / "profiles"
 def shipped_profile(model: str, device: str, precision: str, seq_len: int | None = None) -> Profile | None:
     """Return the shipped profile of a model; None if there is none for this device, precision and length.
 
-    `device` is "cpu" or "cuda"; `seq_len` None: the default length.
+    `device` is "cpu" or "cuda". `seq_len` None stands for the default length.
     """
     if model not in NAMED:
         return None
@@ -49,7 +49,7 @@ def profile_file(family: str, device: str, precision: str, seq_len: int | None =
 
 
 def read_lines(file: Path) -> dict[str, tuple[str, str]]:
-    """Return the digest of the config and the profile's JSON by the model's name; {} if there is no file."""
+    """Return for each model name the digest of its config and its profile's JSON; {} if there is no file."""
     if not file.is_file():
         return {}
     lines = lzma.decompress(file.read_bytes()).decode().splitlines()

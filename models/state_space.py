@@ -1,7 +1,8 @@
-"""Stand-ins for Mamba's kernels, which allocate and keep the same tensors as mamba_ssm and causal_conv1d.
+"""Replace Mamba's kernels by functions that allocate and save the same tensors without computing them.
 
-Without these packages transformers runs Mamba token by token. Training on GPUs uses the kernels. The stand-ins create
-the same tensors in the same order as mamba_ssm/ops/selective_scan_interface.py (2.2) and csrc/selective_scan.
+Without these packages transformers runs Mamba token by token. Training on GPUs uses the kernels. The
+functions of this module (stand-ins) create the same tensors in the same order as
+mamba_ssm/ops/selective_scan_interface.py (2.2) and csrc/selective_scan.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SCANS = (*_INNER, "transformers.models.falcon_mamba.modeling_falcon_mamba", "tr
 # autograd functions below, each `empty` or `zeros` stands for a tensor that the CUDA kernels allocate.
 @contextmanager
 def mamba_kernels() -> Iterator[None]:
-    """Make imported Mamba modules of transformers use the stand-ins within the block."""
+    """Inside this context, Mamba modules of transformers that are imported use the stand-ins."""
     with ExitStack() as stack:
         for module, name, function in _places():
             stack.enter_context(patch.object(module, name, function))
@@ -83,7 +84,7 @@ def _last_dense(tensor: Tensor | None) -> Any:
 
 
 def _scan_gradients(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of u, delta, A, B and C; the gradients of B and C are summed in float32."""
+    """Return the gradients of u, delta, A, B and C. Those of B and C are summed in float32."""
     du, ddelta, dA = torch.empty_like(u), torch.empty_like(delta), torch.zeros_like(A)
     dB, dC = torch.zeros_like(B, dtype=torch.float32), torch.zeros_like(C, dtype=torch.float32)
     return du, ddelta, dA, dB.to(B.dtype), dC.to(C.dtype)

@@ -1,4 +1,4 @@
-"""MLPs that process a long sequence in tiles and recompute each tile in backward.
+"""Make MLPs process a long sequence in tiles, and recompute each tile in backward.
 
 An MLP's saved activations are several times as wide as its input. Each token is independent, so tiling does not
 change the result.
@@ -18,7 +18,7 @@ _TOKENS = "tile_tokens"  # attribute of a tiled MLP
 
 
 def tile_mlps(model: nn.Module, tokens: int) -> None:
-    """Make each block's MLP process `tokens` tokens at a time. Changes the model in place; names stay the same."""
+    """Make each block's MLP process `tokens` tokens at a time. Changes the model in place. Names stay the same."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == "mlp":
             vars(module)[_TOKENS] = tokens

@@ -1,4 +1,4 @@
-"""torchtitan's Llama and Qwen 3 as one rank runs them, for traces: the ops that decide memory and time.
+"""Build torchtitan's Llama and Qwen 3 as one rank runs them, for traces of memory and time.
 
 References are to torchtitan 0.3. Weights have no values, so the model cannot be trained.
 
@@ -31,10 +31,10 @@ CHUNKS = 8  # of the sequence, in the loss (components/loss.py, ChunkedLossWrapp
 
 
 class TitanModel(nn.Module):
-    """A rank's decoder by transformers' config.
+    """A rank's part of the decoder that a transformers config describes.
 
     `seq_len`: length of the rotary tables. `tp`: number of ranks that divide matrices and tokens. Raises ModelError if
-    they cannot.
+    `tp` does not divide them.
     """
 
     def __init__(self, config: Any, checkpointing: Checkpointing, seq_len: int, tp: int):
@@ -62,7 +62,7 @@ class TitanModel(nn.Module):
         return self.lm_head
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """Return a rank's part of the tokens, embedded (models/common/embedding.py)."""
+        """Return the embeddings of a rank's part of the tokens (models/common/embedding.py)."""
         if self.tp == 1:
             return self.tok_embeddings(tokens)
         mine = (tokens >= 0) & (tokens < self.tok_embeddings.num_embeddings)
@@ -74,8 +74,8 @@ class TitanModel(nn.Module):
     ) -> Tensor:
         """Return the loss. Its backward runs through the blocks only, since the head's backward has already run.
 
-        `tokens`, `labels`: (batch, sequence). `chunks`: returns the starts of the chunks to run, for a length and a
-        step. `begin`: called before the first chunk.
+        `tokens`, `labels`: (batch, sequence). `chunks`: a function that returns the starts of the chunks to run,
+        from a length and a step. `begin`: called before the first chunk.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
         hidden = self._embedded(tokens)
@@ -108,7 +108,7 @@ class TitanModel(nn.Module):
 
 
 class _DividedLoss(torch.autograd.Function):
-    """The loss of a rank's part of the vocabulary (_LossParallelCrossEntropy), without its small tensors."""
+    """The loss over a rank's part of the vocabulary (_LossParallelCrossEntropy). Small tensors are left out."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -138,13 +138,13 @@ def _all_gather(part: Tensor, tp: int) -> Tensor:
 
 
 def _reduce_scatter(whole: Tensor, tp: int) -> Tensor:
-    """Return a rank's tokens. Tokens are the first dimension in the collective."""
+    """Return a rank's part of the tokens. Tokens are the first dimension in the collective."""
     sent = whole.movedim(1, 0).contiguous()
     return sent.new_empty(len(sent) // tp, *sent.shape[1:]).movedim(0, 1)
 
 
 class _Exchanged(torch.autograd.Function):
-    """Tokens after a collective. `back` is the collective of their gradient."""
+    """Applies `collective` to tokens in forward, and `back` to their gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, tp: int, collective: Collective, back: Collective) -> Tensor:
@@ -170,7 +170,7 @@ class _BlocksLoss(torch.autograd.Function):
 
 
 class _Checkpointed(nn.Module):
-    """A block with its checkpointing; backward runs the entire block again (early_stop is off)."""
+    """A block with checkpointing. Backward runs the entire block again, since early_stop is off."""
 
     def __init__(self, block: nn.Module, checkpointing: Checkpointing):
         super().__init__()
@@ -243,7 +243,7 @@ class _Attention(nn.Module):
 
 
 class _WithMaxima(torch.autograd.Function):
-    """Keeps a second statistic per row, as flex_attention's backward needs the maxima of scores, too."""
+    """Saves a second number per row, since flex_attention's backward also needs the maxima of scores."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, sums: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""zerofit's small models for images and tables, DCGAN, and torchvision's models for any image size and classes."""
+"""Build zerofit's small models for images and tables, DCGAN, and torchvision's models for any image size."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class ResidualBlock(nn.Module):
 def resnet18_small(inputs: ImageInputs, width: int = 64, bias: bool = False) -> nn.Sequential:
     """Build ResNet-18 for small images: a 3x3 stem of stride 1, no max-pool (as in He et al., 2016, section 4.2).
 
-    `bias` adds biases to the convolutions, as in textbooks; the batch norms make them superfluous.
+    `bias` adds biases to the convolutions, as in textbooks, although the batch norms make biases superfluous.
     """
     stem = nn.Sequential(nn.Conv2d(inputs.channels, width, 3, padding=1, bias=bias), nn.BatchNorm2d(width), nn.ReLU())
     blocks: dict[str, nn.Module] = {}
@@ -145,7 +145,7 @@ def resnet18_bias(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
 
 
 def fcn_tiny(inputs: SegmentationInputs, width: int = 16) -> nn.Sequential:
-    """Build a small fully convolutional network: it halves the size twice, classifies pixels, and upsamples."""
+    """Build a small fully convolutional network, which halves the size twice, classifies pixels, and upsamples."""
     if inputs.size % 4:
         message = f"fcn-tiny needs images of a multiple of 4 pixels, not {inputs.size}"
         raise ModelError("model-shape", message, f"set --image-size {max(4, inputs.size // 4 * 4)}")
@@ -202,7 +202,7 @@ class Discriminator(nn.Sequential):
 
 
 class DCGAN(nn.Module):
-    """A generator and a symmetric discriminator; forward returns the discriminator's logits for images."""
+    """A generator and a symmetric discriminator. The forward returns the discriminator's logits for images."""
 
     def __init__(self, inputs: ImageInputs, latent_size: int = 100, width: int = 64):
         super().__init__()
@@ -258,7 +258,7 @@ def published_inputs(source: ModelSource) -> ImageInputs | TableInputs:
 
 
 def torchvision_model(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.Module:
-    """Build a torchvision model with random weights for these images; `args` are its keyword arguments."""
+    """Build a torchvision model with random weights for these images. `args` are its keyword arguments."""
     import torchvision
 
     name, wanted = source.name, inputs or published_inputs(source)
@@ -279,7 +279,7 @@ def torchvision_model(source: ModelSource, inputs: Inputs | None, args: ModelArg
 
 
 def _size_keywords(source: ModelSource, size: int | None) -> dict[str, Any]:
-    """Return keywords that some families need: the image size, and no auxiliary heads."""
+    """Return the keyword arguments that some families need: the image size, or no auxiliary heads."""
     name = source.name
     if source.task == "segmentation":
         without = {} if name.startswith("lraspp") else {"aux_loss": False}

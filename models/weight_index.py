@@ -1,4 +1,4 @@
-"""The files of weights in a model's folder, from the index of shards if the folder has an index."""
+"""List the files of weights in a model's folder, from the index of shards if the folder has one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = ("model.safetensors", "model.safetensors" + INDEX, "pytorch_model.bin", 
 
 
 def weight_names(folder: Path) -> list[str]:
-    """Return the names of a folder's weight files (from the index if there are shards); [] if there are none.
+    """Return the names of a folder's weight files, from the index if it has one; [] if there are no weights.
 
     Shards may be missing. Raises Unreadable for a bad index, and for a file outside the folder.
     """
@@ -40,7 +40,7 @@ def _shard_names(index: Path) -> list[str]:
 def _lies_in(folder: Path, name: str) -> bool:
     """Return whether a file is in its folder after links are followed.
 
-    The hub's cache also counts: files in REPOSITORY/snapshots/REVISION are links to REPOSITORY/blobs.
+    In the hub's cache, files in REPOSITORY/snapshots/REVISION are links to REPOSITORY/blobs. These count as inside.
     """
     home = folder.resolve()
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]

@@ -1,4 +1,4 @@
-"""torch without its compiler: torch imports the compiler needlessly, which takes a second."""
+"""Import torch without its compiler, which torch imports needlessly and which takes a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLAGS = {"fake_tensor_cache_enabled": True, "fake_tensor_cache_crosscheck_enable
 # `import torch._dynamo` takes about a second, in every process of a run. Most of torch only wants decorators from it.
 # The stand-ins have these; any other attribute imports the real module and removes the stand-ins.
 class _StandIn(ModuleType):
-    """A stand-in for a module of the compiler; imports the real one for any missing attribute."""
+    """A stand-in for a module of the compiler. It imports the real module for any missing attribute."""
 
     def __getattr__(self, name: str) -> Any:
         looked_into = name == "__path__" and self.__name__ == NAME  # another module of the package is imported
@@ -33,7 +33,7 @@ def _disable(fn: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callab
 
 
 def _assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark the function like the real decorator, for a later compilation (transformers/integrations/deepgemm.py)."""
+    """Mark the function as the real decorator does, for a later compilation (transformers/integrations/deepgemm.py)."""
     vars(fn)["_dynamo_marked_constant"] = True
     return fn
 
@@ -43,7 +43,7 @@ def _graph_break() -> None:
 
 
 def _is_compile_supported(device_type: str) -> bool:
-    """Call the real function; torchvision imports it (torchvision/ops/roi_align.py) but hardly ever calls it."""
+    """Call the real function, which torchvision imports but hardly ever calls (torchvision/ops/roi_align.py)."""
     _leave()
     return importlib.import_module(f"{NAME}.utils").is_compile_supported(device_type)
 
@@ -82,7 +82,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Keep torch and torchvision from importing the compiler within the block.
+    """Inside this context, torch and torchvision do not import the compiler.
 
     Both import the compiler in optimizers, fake tensors, dispatch modes and process groups. Compiling still works and
     imports the real module. If the real module is already imported, nothing changes.

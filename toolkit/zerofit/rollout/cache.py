@@ -1,4 +1,4 @@
-"""The KV cache of vLLM: pages, groups of layers, blocks, and how many sequences they hold.
+"""Compute how vLLM divides its KV cache into blocks, and how many sequences fit into the cache.
 
 The rules are those of vLLM 0.27 (v1/kv_cache_interface.py, v1/core/kv_cache_utils.py), or of the older V0 engine.
 """
@@ -16,7 +16,7 @@ NEARLY_EQUAL = 1.5  # if the numbers of layers of two kinds have a smaller ratio
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayers:
-    """Layers of a model whose caches have the same shape. Bytes are of one layer on one rank."""
+    """Layers of a model whose caches have the same shape. Bytes are for one layer on one rank."""
 
     count: int
     token_bytes: int = 0  # keys and values of one token; 0 for a state
@@ -25,7 +25,7 @@ class CacheLayers:
 
 
 class Need(NamedTuple):
-    """The tokens that one request can occupy."""
+    """The limits on the tokens that one request occupies."""
 
     length: int  # max_model_len
     batched: int  # max_num_batched_tokens
@@ -41,12 +41,12 @@ class CachePlan:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all layers that it spans."""
+        """Bytes of a block, over all layers that the block spans."""
         return self.group_layers * self.page_bytes
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of the smallest block."""
+        """Tokens of the block with the fewest tokens, over all groups."""
         return min(tokens for _, _, tokens in self.groups)
 
     def blocks(self, available_bytes: float) -> int:
@@ -58,7 +58,7 @@ class CachePlan:
         return sum(count * _blocks(layers, tokens, need) for layers, count, tokens in self.groups)
 
     def sequences(self, blocks: int, need: Need) -> float:
-        """Return how many requests of `need.length` tokens the cache holds; vLLM's "maximum concurrency"."""
+        """Return how many requests of `need.length` tokens fit into the cache. vLLM calls it "maximum concurrency"."""
         return blocks / self.blocks_of_request(need)
 
     def tokens(self, blocks: int, need: Need) -> int:

@@ -1,4 +1,4 @@
-"""The memory of TRL's fused head: log-probs of the scored tokens, without a tensor of all logits.
+"""Compute the memory of TRL's fused head, which computes log-probs without a tensor of all logits.
 
 Since 1.15, TRL computes logits in tiles, and adds up the head's gradient in fp32 (trl/kernels/chunked_logprob.py).
 """
@@ -16,10 +16,10 @@ TILE_TOKENS, TILE_WORDS = 4096, 32768  # fewer tokens have a smaller tile
 def with_fused_head(
     profile: Profile, scored: int, element_bytes: int, micro_batch: int | None = None, *, scored_first: bool
 ) -> Profile:
-    """Return a profile with TRL's head instead of a loss of all logits.
+    """Return a profile with TRL's fused head instead of a loss that needs all logits.
 
-    `scored`: number of tokens per sample with log-probs. `micro_batch`: number of samples; None: any large number.
-    `scored_first`: as in the profile.
+    `scored`: number of tokens per sample that get log-probs. `micro_batch`: number of samples. None stands for any
+    large number. `scored_first`: value for the profile's field.
     """
     head, hidden = profile.layers[-1], profile.hidden_size or 0
     owner = next((layer for layer in profile.layers if layer.name == head.tied_to), head)
@@ -56,7 +56,7 @@ def with_head(
     read: Callable[[tuple[LayerCost, ...]], tuple[LayerCost, ...]],
     scored_first: bool,
 ) -> Profile:
-    """Return a profile whose head has other costs. `read` changes which modules read the head's weight."""
+    """Return a profile with `changed` costs of the head. `read` changes which modules read the head's weight."""
 
     def of(settings: dict[str, tuple[LayerCost, ...]]) -> dict[str, tuple[LayerCost, ...]]:
         return {key: read((*costs[:-1], changed(costs[-1]))) for key, costs in settings.items()}
@@ -71,9 +71,10 @@ class _ScoredProfile(Profile):
 
 
 def _read_by_model(head: LayerRun, costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:
-    """Return costs in which the model's own module reads the head's weight, since TRL does not call the head.
+    """Return costs in which the model's module reads the head's weight, since TRL does not call the head.
 
-    `head`: the last layer. DeepSpeed gathers an external parameter with its reader (zero/parameter_offload.py:88).
+    `head`: the last layer. DeepSpeed gathers an external parameter when the module that reads it runs
+    (zero/parameter_offload.py:88).
     """
     first, last = costs[0].calls, costs[-1].calls
     if not (first and last):

@@ -1,4 +1,4 @@
-"""Methods of reinforcement learning and distillation: the models that a step needs, and a trainer's settings."""
+"""Define methods of reinforcement learning and distillation: the models of a step, and a trainer's settings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ COPIES: tuple[int, int] = (0, 9)  # verl's first release that copies the logits 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMethod:
-    """What a step of a method keeps on the GPUs besides the trained model."""
+    """A method: which models a step keeps on the GPUs besides the trained model, and how samples are used."""
 
     generates: bool = True
     reference: bool = False  # a frozen copy of the model
@@ -69,7 +69,7 @@ METHODS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """A trainer's arguments that decide the rollout's memory and time. The names are those of TRL's GRPOConfig."""
+    """A trainer's arguments that decide the rollout's memory and time. Most names are those of TRL's GRPOConfig."""
 
     trainer: Trainer = "trl"
     num_generations: int = 8
@@ -93,7 +93,7 @@ class RolloutSettings:
 
     @classmethod
     def read(cls, values: dict[str, Any], where: str) -> RolloutSettings:
-        """Return the settings of pairs, also in the trainer's own names. Raises UserError with all problems."""
+        """Return the settings from names (also a trainer's own) and values. Raises UserError with all problems."""
         trainer = str(values.get("trainer", "trl"))
         problems, own = Problems(), OWN_NAMES.get(trainer, {})
         known = [field.name for field in fields(cls) if trainer in ONLY.get(field.name, (trainer,))]
@@ -113,27 +113,27 @@ class RolloutSettings:
         return cls(**found)
 
     def own_name(self, name: str) -> str:
-        """Return the trainer's name of a setting."""
+        """Return the name that the trainer uses for a setting."""
         return OWN_NAMES.get(self.trainer, {}).get(name, name)
 
     def needs_reference(self, method: RolloutMethod) -> bool:
-        """Return whether a frozen copy of the model is kept. OpenRLHF's default weight is 0.01."""
+        """Return whether a frozen reference model is kept. In OpenRLHF it is by default (with a weight of 0.01)."""
         return method.reference or self.trainer == "openrlhf" if self.beta is None else self.beta > 0
 
     @property
     def is_early(self) -> bool:
-        """Whether the release of verl divides logits in place, and returns the actor to the GPU to send its weights."""
+        """Whether this verl is old: it divides logits in place, and moves the actor to the GPU to send its weights."""
         major, minor = map(int, self.trainer_release.split(".")[:2])
         return (major, minor) < COPIES
 
     @property
     def defers(self) -> bool:
-        """Whether gradients are reduced once per step; 0.9.0 always does so (verl#7458)."""
+        """Whether gradients are reduced once per step, as always in verl 0.9.0 (verl#7458)."""
         return self.use_no_sync_for_gradient_accumulation or self.trainer_release == "0.9.0"
 
 
 def _wrong(name: str, value: Any) -> str:
-    """Return which values a setting can have; "" if it can have `value`."""
+    """Return a hint on the allowed values of a setting; "" if `value` is allowed."""
     choices = {"vllm_mode": get_args(Mode), "trainer": get_args(Trainer)}
     switches = ("vllm_enable_sleep_mode", "param_offload", "optimizer_offload", "use_fused_kernels")
     switches += ("use_no_sync_for_gradient_accumulation", "reference_offload")

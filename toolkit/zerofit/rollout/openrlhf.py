@@ -1,7 +1,8 @@
-"""The phases of a step of OpenRLHF with --train.colocate_all: actor, reference and vLLM are processes of each GPU.
+"""Compute the memory of OpenRLHF with --train.colocate_all: actor, reference and vLLM share each GPU.
 
-Files are those of August 2026, below openrlhf/. The order is that of trainer/ppo_trainer.py: vLLM has its weights from
-one sync to the end of the next generation, and its cache in the generation (trainer/ppo_utils/samples_generator.py).
+Files are those of August 2026, below openrlhf/. The order is that of trainer/ppo_trainer.py. vLLM has its weights on
+the GPU from one sync to the end of the next generation, and its cache during the generation
+(trainer/ppo_utils/samples_generator.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class OpenRlhfMemory(ProcessMemory):
 
     @cached_property
     def resident(self) -> dict[str, int]:
-        """Bytes that stay on the GPU in all phases: weights in 16 bits, the reference, and what does not sleep.
+        """Bytes that stay on the GPU in all phases, by kind: 16-bit weights, and all states that are not offloaded.
 
         --ds.enable_sleep offloads all states but the 16-bit weights (utils/deepspeed/deepspeed_utils.py).
         """
@@ -57,35 +58,35 @@ class OpenRlhfMemory(ProcessMemory):
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of the actor's states that a step moves to the host and back."""
+        """Bytes of the actor's states that a step moves, counted in both directions."""
         return 2 * self._states if self.settings.optimizer_offload else 0
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of one rank: offloaded states, and the page-locked weights of vLLM asleep (sleep level 1)."""
+        """Host memory of one rank: offloaded states and reference, and a sleeping vLLM's page-locked weights."""
         found = self.memory.host_bytes + (self._states if self.settings.optimizer_offload else 0)
         found += self._frozen if self._reference and self.settings.reference_offload else 0
         return found + (self.engine_weights if self.settings.vllm_enable_sleep_mode else 0)
 
     @property
     def _weights(self) -> int:
-        """The actor's weights in 16 bits, which only stage 3 divides."""
+        """Bytes of the actor's 16-bit weights, which only stage 3 divides."""
         share = self.layout.zero_ranks if self.layout.zero_stage == 3 else 1
         return round(self.layout.element_bytes * self.profile.parameters / share)
 
     @property
     def _frozen(self) -> int:
-        """The reference's weights: stage 3 if the actor has it, else stage 0 (deepspeed.py, get_ds_eval_config)."""
+        """Bytes of the reference's weights. Stage 3 divides them as the actor's (deepspeed.py, get_ds_eval_config)."""
         return self._weights
 
     @property
     def _states(self) -> int:
-        """Master weights, moments and buffers of gradients."""
+        """Bytes of master weights, moments and gradient buffers."""
         return max(0, self.memory.static_bytes - self._weights)
 
     @cached_property
     def _scoring(self) -> dict[str, int]:
-        """The peak of a forward without gradients: in a block, or later in the head."""
+        """The memory at the peak of a forward without gradients, which is in a block or in the head."""
         samples, costs = self.scored, self.profile.costs_of(self._key)
         inputs = 2 * costs[0].output_bytes.at(samples)
         blocks = [cost for layer, cost in zip(self.profile.layers, costs, strict=True) if layer.count > 1]

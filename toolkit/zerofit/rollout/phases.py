@@ -1,4 +1,4 @@
-"""The phases of a step of reinforcement learning, and the memory of a GPU in each of them."""
+"""Compute the memory of a GPU in each phase of a step of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENGINE = "vLLM"  # names of parts that the engine allocates begin with this
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A phase of a step, and the bytes of one GPU by kind."""
+    """A phase of a step, and the bytes that it needs on one GPU, by kind."""
 
     name: str
     parts: Mapping[str, int]
@@ -37,7 +37,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMemory:
-    """The memory of a step on one GPU: the training, frozen models, and the engine if it runs on this GPU."""
+    """The memory of a step on one GPU: training, frozen models, and the engine if it shares this GPU."""
 
     method: RolloutMethod
     settings: RolloutSettings
@@ -65,7 +65,7 @@ class RolloutMemory:
 
     @property
     def _reference(self) -> bool:
-        """Whether a frozen copy is kept. Adapters need no copy: the base model is the reference."""
+        """Whether a frozen reference is kept. With adapters, the base model is the reference and no copy is needed."""
         return self.settings.needs_reference(self.method) and not self._adapts
 
     @cached_property
@@ -92,17 +92,17 @@ class RolloutMemory:
 
     @property
     def room(self) -> int:
-        """Bytes that the GPU has left in the highest phase; negative if it does not fit."""
+        """Bytes that are left on the GPU in the highest phase; negative if this phase does not fit."""
         return self.fit.device_available_bytes - self.highest.bytes
 
     @property
     def fits(self) -> bool:
-        """Whether all phases fit, and the engine holds a sequence of the full length."""
+        """Whether all phases fit, and the engine's cache has room for a sequence of the full length."""
         return self.room >= 0 and self.fit.exceeded is None and (self.engine is None or self.engine.sequences >= 1)
 
     @property
     def largest_utilization(self) -> float:
-        """The largest `gpu_memory_utilization`, in hundredths, that is safe in every phase; at least 0."""
+        """The largest `gpu_memory_utilization` that is safe in every phase. A multiple of 0.01, at least 0."""
         assert self.engine
         total, own = self.fit.device_available_bytes, max(self.engine.requested, self.engine.counted)
         fixed = [phase.bytes - own for phase in self.phases if f"{ENGINE} KV cache" in phase.parts]
@@ -110,12 +110,12 @@ class RolloutMemory:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of one rank: offloaded states, and at sleep level 1 the engine's page-locked weights."""
+        """Host memory of one rank: offloaded states and, at sleep level 1, the engine's page-locked weights."""
         sleeping = self.engine and self.settings.vllm_enable_sleep_mode and self.settings.sleep_level == 1
         return self.memory.host_bytes + (self.engine.weights if self.engine and sleeping else 0)
 
     def _awake(self) -> dict[str, int]:
-        """Return the engine's memory: its budget by kind, and the CUDA graphs if the budget does not include them."""
+        """Return the running engine's memory by kind. Old releases need CUDA graphs besides their budget."""
         assert self.engine
         engine = self.engine
         graphs = 0 if engine.settings.release >= GRAPHS_COUNTED else engine.graphs
@@ -125,7 +125,7 @@ class RolloutMemory:
 
     @cached_property
     def _asleep(self) -> dict[str, int]:
-        """The engine's memory while it does not generate. Asleep, it keeps CUDA graphs and memory outside torch."""
+        """The engine's memory by kind while it does not generate. Sleep keeps CUDA graphs and memory outside torch."""
         if self.engine is None:
             return {}
         if not self.settings.vllm_enable_sleep_mode:
@@ -138,15 +138,15 @@ class RolloutMemory:
 
     @property
     def _key(self) -> str:
-        """The setting of a forward without gradients: a checkpointed block frees its activations, too."""
+        """The key in `Profile.costs` for a forward without gradients, which frees activations like checkpointing."""
         layout = self.layout
         keys = [setting(layout.precision, kept, layout.tp, layout.sp, layout.ep) for kept in (True, False)]
         return next(key for key in keys if key in self.profile.costs)
 
     def _forward(self, scores: bool = False) -> dict[str, int]:
-        """Return the memory of a forward without gradients: in a block, or later for logits and their log-softmax.
+        """Return the peak of a forward without gradients, which is in a block or at the logits' log-softmax.
 
-        Beside a block's activations, the model keeps the embeddings and the block's input.
+        During a block, the model also keeps the embeddings and the block's input.
         """
         layout, key = self.layout, self._key
         costs = self.profile.costs_of(key)
@@ -166,12 +166,12 @@ class RolloutMemory:
 
     @property
     def _largest(self) -> int:
-        """Bytes of the largest parameter: embedding or head."""
+        """Bytes of the largest parameter: the embedding or the head."""
         sizes = [size for layer in self.profile.layers for size in layer.matrices + layer.frozen]
         return self.layout.element_bytes * max(sizes, default=0)
 
     def _sent(self) -> dict[str, int]:
-        """Return rank 0's buffers that send weights to a server. At stage 3, it gathers a buffer's weights at once."""
+        """Return rank 0's buffers for sending weights to a server. Stage 3 gathers all weights of a buffer at once."""
         weights = round(self.layout.element_bytes * self.profile.parameters)
         gathered = self._gathered()
         if size := gathered.get("gathered parameters"):
@@ -179,9 +179,9 @@ class RolloutMemory:
         return {"weight buffers": min(SENT_BUFFERS * SENT_BYTES, weights), **gathered}
 
     def _gathered(self) -> dict[str, int]:
-        """Return the memory for reading weights for vLLM: one gathered parameter.
+        """Return the memory for copying weights to vLLM: at stage 3 one gathered parameter.
 
-        With adapters, all parameters are gathered, and the largest product of an adapter is added.
+        With adapters, stage 3 gathers all parameters, and the largest product of an adapter is added.
         """
         found = {MERGED: self._merged} if self._adapts else {}
         if self.layout.zero_stage == 3:
@@ -195,6 +195,6 @@ class RolloutMemory:
 
     @property
     def _merged(self) -> int:
-        """Bytes of an adapter's product for the largest matrix of a block, before and after it is scaled."""
+        """Bytes of an adapter's product for a block's largest matrix, counted twice: before and after scaling."""
         blocks = [layer.frozen + layer.quantized for layer in self.profile.layers if layer.count > 1]
         return 2 * self.layout.element_bytes * max((size for sizes in blocks for size in sizes), default=0)

@@ -1,4 +1,4 @@
-"""The memory of a GPU that the processes of a trainer and of vLLM share: verl and OpenRLHF."""
+"""Compute the memory of a GPU that a trainer's process and vLLM's process share (verl, OpenRLHF)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROCESS, FRAGMENTATION = "process", "fragmentation"  # neither is allocated by t
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessMemory(RolloutMemory):
-    """The memory of a step on one GPU, on which vLLM runs in a process of its own."""
+    """The memory of a step on one GPU, where vLLM runs in its own process."""
 
     process_bytes: int  # context and communicators of the trainer's process
     host_room: float  # bytes of host memory for each rank
@@ -22,16 +22,16 @@ class ProcessMemory(RolloutMemory):
     @property
     @abstractmethod
     def carried_bytes(self) -> int:
-        """Bytes of the actor that a step moves to the host and back."""
+        """Bytes of the actor that a step moves between GPU and host, counted in both directions."""
 
     @property
     def fits(self) -> bool:
-        """Whether all phases fit the GPU and the host, and the engine holds a sequence of the full length."""
+        """Whether all phases fit on GPU and host, and the engine's cache has room for a sequence of full length."""
         return super().fits and self.host_bytes <= self.host_room
 
     @property
     def scored(self) -> int:
-        """Samples of a forward that computes log-probs."""
+        """Number of samples in a forward that computes log-probs."""
         return self.settings.log_prob_micro_batch_size_per_gpu or self.layout.micro_batch
 
     @property
@@ -41,10 +41,10 @@ class ProcessMemory(RolloutMemory):
         return self.engine.weights
 
     def _phase(self, name: str, parts: Mapping[str, int]) -> Phase:
-        """Return a phase with its share of the trainer's fragmentation.
+        """Return a phase, with the trainer's fragmentation added to its parts.
 
-        Before vLLM wakes, both trainers return free blocks to the GPU: verl/utils/memory_utils.py,
-        aggressive_empty_cache; openrlhf/trainer/ray/ppo_actor.py.
+        Before vLLM wakes, verl and OpenRLHF return free blocks to the GPU (verl/utils/memory_utils.py,
+        aggressive_empty_cache; openrlhf/trainer/ray/ppo_actor.py).
         """
         kinds = {**self.resident, **parts}
         own = sum(size for kind, size in kinds.items() if not kind.startswith(ENGINE) and kind != PROCESS)

@@ -1,4 +1,4 @@
-"""The sizes of a model that decide an engine's memory, from the config and the number of parameters."""
+"""Read the sizes of a model that decide an engine's memory, from its config and its number of parameters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ServedModel:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token uses, without the experts that the router does not choose for it."""
+        """Number of parameters that one token uses. Of the experts, only those that the router chooses count."""
         return self.parameters - (self.experts - self.experts_of_token) * self._of_expert(self.hidden, self.expert)
 
     def _of_expert(self, hidden: int, width: int) -> int:
@@ -86,7 +86,7 @@ class ServedModel:
         )
 
     def cache_layers(self, cache_bytes: int, element_bytes: int, tensor_parallel: int) -> list[CacheLayers]:
-        """Return one rank's layers by the shape of their cache. Every rank has the full latent of MLA."""
+        """Return one rank's layers, grouped by the shape of their cache. Every rank has the full latent of MLA."""
         found = []
         for count, kind, sizes in self.kinds:
             if kind == "state":
@@ -139,7 +139,7 @@ class ServedModel:
 
 
 def refuse_unless(decoder: bool, name: str) -> None:
-    """Raise a UserError for a model that is no decoder."""
+    """Raise a UserError if a model is not a decoder."""
     if not decoder:
         message = f"{name} is not a decoder that generates text; --serve and --method need a decoder"
         raise UserError(Problem(kind="usage", message=message, hint="name a language model", where="MODEL"))
@@ -149,7 +149,7 @@ def unquantized_modules(quantization: Any) -> tuple[str, ...]:
     """Return the patterns of modules that a `quantization_config` leaves in 16 bits.
 
     The keys are those of transformers, compressed-tensors, bitsandbytes and ModelOpt. Raises UserError for a pattern
-    that is no regular expression.
+    that is not a valid regular expression.
     """
     if not isinstance(quantization, Mapping):
         return ()
@@ -167,7 +167,7 @@ def unquantized_modules(quantization: Any) -> tuple[str, ...]:
 
 
 def matches(module: str, pattern: str) -> bool:
-    """Return whether a pattern names a module or one that contains it: "re:...", a name with *, or parts of a name."""
+    """Return whether a pattern ("re:...", with *, or parts of a name) matches a module or one around the module."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     if "*" in pattern:
@@ -176,9 +176,9 @@ def matches(module: str, pattern: str) -> bool:
 
 
 def published_format(quantization: Any) -> str | None:
-    """Return the format of weights with this `quantization_config`: a name of BITS, or a method of unknown bytes.
+    """Return the format of weights with this `quantization_config`: a key of BITS, else the method's name.
 
-    Returns None for full weights.
+    Returns None for weights that are not quantized.
     """
     if not isinstance(quantization, Mapping):
         return str(quantization) if quantization else None
@@ -204,12 +204,12 @@ def _up(size: int, multiple: int) -> int:
 
 
 def _turns(text: Any) -> bool:
-    """Return whether positions are rotary; these need a table of sines."""
+    """Return whether the model has rotary positions, which need a table of sines."""
     return bool(getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None))
 
 
 def _expert_layers(text: Any) -> int:
-    """Return the number of layers with experts; the first layers of DeepSeek are dense, and Jamba's take turns."""
+    """Return the number of layers with experts. DeepSeek's first layers have none, nor has a part of Jamba's."""
     layers, period = text.num_hidden_layers, getattr(text, "expert_layer_period", None)
     if period:
         return len(range(text.expert_layer_offset, layers, period))
@@ -246,7 +246,7 @@ def _layers(text: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _multi_query(text: Any) -> bool:
-    """Return whether all heads share one pair of keys and values; Falcon's newer models have groups."""
+    """Return whether all heads share one pair of keys and values. Newer Falcon models share it by groups."""
     return bool(getattr(text, "multi_query", False)) and not getattr(text, "new_decoder_architecture", False)
 
 

@@ -1,4 +1,4 @@
-"""The time of a step of reinforcement learning: generation, log-probs, training and synchronization."""
+"""Compute the time of a step of reinforcement learning: generation, log-probs, training and weight sync."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerofit.rollout.vllm import EngineMemory
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTime:
-    """Seconds of each phase of a step, if all completions have the maximal length. Phases do not overlap."""
+    """Seconds of each phase of a step. All completions have the maximum length, and phases do not overlap."""
 
     generate_s: float
     logprobs_s: float
@@ -27,7 +27,7 @@ class RolloutTime:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second of generation, of all engines."""
+        """Tokens that all engines generate, per second of generation."""
         return self.generated_tokens / self.generate_s if self.generate_s else 0.0
 
     def to_dict(self) -> dict[str, float]:
@@ -36,7 +36,7 @@ class RolloutTime:
 
 
 def generation_s(engine: EngineMemory, rates: Rates, sequences: int, prompt: int, completion: int) -> float:
-    """Return the seconds in which one engine generates `completion` tokens for each of `sequences` prompts.
+    """Return the seconds that one engine needs to generate `completion` tokens for each of `sequences` prompts.
 
     Each token reads all weights and the cache of all running sequences. If many sequences run, the matmuls take
     longer than these reads. The cache decides how many sequences run at once. A prompt of `prompt` tokens is computed

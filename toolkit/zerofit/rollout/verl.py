@@ -1,7 +1,7 @@
-"""The phases of a step of verl, whose FSDP2 workers share each GPU with a vLLM process (hybrid engine).
+"""Compute the memory of a step of verl, whose FSDP2 workers share each GPU with vLLM (hybrid engine).
 
-Files are those of verl 0.9, below verl/. The order is that of trainer/ppo/ray_trainer.py, `fit`: vLLM sleeps before the
-log-probs, and wakes after the checkpoint, first its weights, then its cache (workers/engine_workers.py,
+Files are those of verl 0.9, below verl/. The order is that of trainer/ppo/ray_trainer.py, `fit`. vLLM sleeps before the
+log-probs and wakes after the checkpoint. Its weights wake first, then its cache (workers/engine_workers.py,
 `update_weights`).
 """
 
@@ -42,7 +42,7 @@ class VerlMemory(ProcessMemory):
 
     @cached_property
     def resident(self) -> dict[str, int]:
-        """Bytes that stay on the GPU in all phases: what the actor does not offload, and the process."""
+        """Bytes that stay on the GPU in all phases, by kind: what the actor does not offload, and the context."""
         kept = {} if self._offloads("param_offload") else self._weights
         kept = kept | ({} if self._offloads("optimizer_offload") else self._moments)
         kinds = {**kept, "workspaces": self.memory.breakdown.get("workspaces", 0), PROCESS: self.process_bytes}
@@ -50,17 +50,17 @@ class VerlMemory(ProcessMemory):
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of the actor that a step moves to the host and back: weights twice, moments once."""
+        """Bytes of the actor that a step moves, in both directions. Weights move there and back twice, moments once."""
         weights = 2 * sum(self._weights.values()) if self._offloads("param_offload") else 0
         moments = sum(self._moments.values()) if self._offloads("optimizer_offload") else 0
         return 2 * (weights + moments)
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of one rank: what is offloaded, the reference, and the weights of vLLM asleep beside adapters.
+        """Host memory of one rank: offloaded states, the reference and, with adapters, a sleeping vLLM's weights.
 
-        The reference always has FSDP's offload policy, in float32 as the actor (`forward_only`). Copies to the host
-        are page-locked (utils/fsdp_utils.py, offload_fsdp2_model_to_cpu).
+        The reference always has FSDP's offload policy, and is in float32 like the actor (`forward_only`). Copies to the
+        host are page-locked (utils/fsdp_utils.py, offload_fsdp2_model_to_cpu).
         """
         host = replace(self.layout, offload_optimizer="cpu", offload_param="cpu")
         parts = block_persistent(self._line, host).host
@@ -83,7 +83,7 @@ class VerlMemory(ProcessMemory):
 
     @cached_property
     def _weights(self) -> dict[str, int]:
-        """The actor's shard. With adapters, verl keeps the frozen weights in float32, too (`_build_module`)."""
+        """The actor's shard of the weights. With adapters, frozen weights are in float32, too (`_build_module`)."""
         kept = block_persistent(self._line, self.layout).device
         if self.layout.offload_param != "none":
             return {}
@@ -98,7 +98,7 @@ class VerlMemory(ProcessMemory):
 
     @property
     def _step(self) -> int:
-        """The training beside weights and moments: forward and backward, or AdamW, which is not fused.
+        """Bytes of training without weights and moments: at the peak of the passes or of AdamW, which is not fused.
 
         torch's `foreach` AdamW takes the square root of all second moments at once (torch/optim/adamw.py).
         """
@@ -108,9 +108,9 @@ class VerlMemory(ProcessMemory):
 
     @property
     def _sent_bucket(self) -> dict[str, int]:
-        """The bucket that both processes share, and the gathered parameter (`get_per_tensor_param`).
+        """The weight bucket that both processes share, and the gathered parameter (`get_per_tensor_param`).
 
-        Before 0.9 and with adapters, an offloaded actor returns to the GPU for it.
+        Before verl 0.9, and with adapters, an offloaded actor is on the GPU meanwhile.
         """
         layout, bucket = self.layout, {"weight bucket": BUCKET_BYTES}
         if self._adapts:
@@ -120,9 +120,9 @@ class VerlMemory(ProcessMemory):
 
 
 def scoring(line: StageTimeline, layout: PlannedLayout, inputs: Point, samples: int) -> dict[str, int]:
-    """Return the peak of a forward without gradients of `samples`: activations or logits, and gathered parameters.
+    """Return the peak of a forward of `samples` samples without gradients, with gathered parameters.
 
-    `inputs`: bytes that the model keeps beside a layer's activations: the embeddings and the layer's input.
+    `inputs`: bytes of the embeddings and the layer's input, which the model keeps besides a layer's activations.
     """
     forward = []
     for layer, before, points in line.forward:

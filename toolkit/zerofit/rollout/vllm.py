@@ -1,4 +1,4 @@
-"""vLLM's memory by its own rule: the bytes that are left for the KV cache at the start, by release.
+"""Compute vLLM's memory by vLLM's own rule: the bytes left for the KV cache at the start, by release.
 
     KV cache = gpu_memory_utilization x total - weights - activations of the profile run - memory outside torch
                - CUDA graphs (from 0.21)
@@ -96,7 +96,7 @@ class EngineSettings:
         return cls(**found)
 
     def settled(self, model: ServedModel, device: Device) -> EngineSettings:
-        """Return the settings with vLLM's defaults for this model and device (engine/arg_utils.py)."""
+        """Return the settings, where vLLM's defaults for this model and device replace None (engine/arg_utils.py)."""
         length = self.max_model_len or model.positions or 2048
         large = device.memory_bytes >= 70 * GIB and "A100" not in device.name
         batched = (8192 if large else 2048) if self.is_v1 else 2048 if length > 32768 else max(length, 2048)
@@ -115,7 +115,7 @@ class EngineSettings:
 
     @property
     def is_early_v1(self) -> bool:
-        """Whether the engine is V1 in a release in which it was experimental."""
+        """Whether the engine is V1 in an old release, where V1 was experimental."""
         return self.is_v1 and self.release < V1
 
 
@@ -128,7 +128,7 @@ class EnginePart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory:
-    """The memory of one GPU of an engine after its start."""
+    """The memory of an engine on one GPU, after the engine's start."""
 
     model: ServedModel
     settings: EngineSettings  # with vLLM's defaults filled in (`settled`)
@@ -144,7 +144,7 @@ class EngineMemory:
 
     @cached_property
     def activations(self) -> int:
-        """Peak of the profile run above the weights, in an MLP with all tokens or in sampling all sequences."""
+        """Peak of the profile run above the weights. It is in an MLP with all tokens, or in sampling all sequences."""
         model, s = self.model, self.settings
         tokens = s.max_num_batched_tokens or 0
         element, rank = ELEMENT_BYTES[s.dtype], s.tensor_parallel_size
@@ -163,7 +163,7 @@ class EngineMemory:
 
     @property
     def graphs(self) -> int:
-        """Bytes of the CUDA graphs; V1 captures two kinds."""
+        """Bytes of the CUDA graphs. V1 captures two kinds of graphs."""
         settings = self.settings
         if settings.enforce_eager:
             return 0
@@ -188,18 +188,18 @@ class EngineMemory:
 
     @property
     def requested(self) -> int:
-        """Bytes that the utilization allows."""
+        """Bytes that `gpu_memory_utilization` allows."""
         return math.ceil(self.settings.gpu_memory_utilization * self.device.memory_bytes)
 
     @property
     def counted(self) -> int:
-        """Bytes that the start subtracts from `requested`."""
+        """Bytes that vLLM subtracts from `requested` at its start."""
         graphs = self.graphs if self.settings.release >= GRAPHS_COUNTED else 0
         return self.weights + self.activations + self.outside + graphs
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes for the KV cache; negative if there is no room."""
+        """Bytes for the KV cache; negative if no memory is left."""
         return self.requested - self.counted
 
     @cached_property
@@ -223,29 +223,29 @@ class EngineMemory:
 
     @property
     def sequences(self) -> float:
-        """Sequences of `max_model_len` that the cache holds."""
+        """Number of sequences of `max_model_len` tokens that fit into the cache."""
         return self.cache.sequences(self.blocks, self.need)
 
     @property
     def fits(self) -> bool:
-        """Whether vLLM starts: the cache holds one request of `max_model_len`, and the GPU holds the engine."""
+        """Whether vLLM starts: one request of `max_model_len` fits into the cache, and the engine fits on the GPU."""
         return self.sequences >= 1 and self.settings.gpu_memory_utilization <= self.largest_utilization
 
     @property
     def largest_utilization(self) -> float:
-        """The largest utilization, in hundredths, that leaves room for memory that vLLM does not count."""
+        """The largest utilization that leaves room for memory that vLLM does not count. A multiple of 0.01."""
         uncounted = UNSEEN_BYTES + (self.graphs if self.settings.release < GRAPHS_COUNTED else 0)
         return math.floor(STEP * (1 - uncounted / self.device.memory_bytes)) / STEP
 
     @property
     def smallest_utilization(self) -> float:
-        """The smallest utilization, in hundredths, at which one request of `max_model_len` fits."""
+        """The smallest utilization with which one request of `max_model_len` fits. A multiple of 0.01."""
         needed = self.counted + self.cache.blocks_of_request(self.need) * self.cache.block_bytes
         return math.ceil(STEP * needed / self.device.memory_bytes) / STEP
 
     @property
     def longest(self) -> int:
-        """The largest `max_model_len` at which one request fits, at most the model's positions; 0 if none fits."""
+        """The largest `max_model_len` with which one request fits, at most the model's positions; 0 if none fits."""
         low, high = 0, self.model.positions or 2**20
         while low < high:
             middle = (low + high + 1) // 2

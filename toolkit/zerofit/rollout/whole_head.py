@@ -1,4 +1,4 @@
-"""The memory of a head that computes the log-probs of all tokens at once, or by verl's fused kernels.
+"""Compute the memory of a head that computes the log-probs of all tokens at once, or with verl's kernels.
 
 verl's rules are those of verl/workers/engine/fsdp/transformer_impl.py (`prepare_model_outputs`) and
 verl/utils/experimental/torch_functional.py (FusedLinearForPPO). OpenRLHF's are those of openrlhf/models/actor.py
@@ -21,7 +21,7 @@ CHUNK_FORWARD, CHUNK_BACKWARD = 12, 20
 
 
 class LogitBytes(NamedTuple):
-    """Bytes of each logit that are alive at once."""
+    """Bytes in use at once for each logit, in each phase."""
 
     forward: int
     saved: int  # until the backward
@@ -37,9 +37,9 @@ OPENRLHF = LogitBytes(forward=6, saved=4, backward=10, product=6)
 
 
 def with_whole_head(profile: Profile, each: LogitBytes | None, element_bytes: int) -> Profile:
-    """Return a profile with log-probs of all tokens instead of a loss.
+    """Return a profile whose head computes log-probs of all tokens instead of a loss.
 
-    `each`: bytes of each logit; None: verl's use_fused_kernels with the backend "torch".
+    `each`: bytes of each logit. None stands for verl's use_fused_kernels with the backend "torch".
     """
     head, hidden, length = profile.layers[-1], profile.hidden_size or 0, profile.seq_len or 0
     owner = next((layer for layer in profile.layers if layer.name == head.tied_to), head)

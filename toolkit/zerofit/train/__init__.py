@@ -1,1 +1,1 @@
-"""Training: the DeepSpeed engine, the loop and metrics. The pipeline engine and GANs have a file each."""
+"""Train one rank: the DeepSpeed engine, the loop and metrics. `pipeline` and `gan` have their own trainers."""

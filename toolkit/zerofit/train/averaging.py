@@ -1,4 +1,4 @@
-"""Weights averaged over the steps (`--ema`). Each rank averages the stretches that its optimizer updates.
+"""Average the weights over the steps (`--ema`). Each rank averages the weights that its optimizer updates.
 
 The average is torch's (torch.optim.swa_utils, with buffers): it starts with the first step's weights, then becomes
 decay x average + (1 - decay) x weights after each step. A rank needs one float32 number for each weight that it
@@ -30,7 +30,7 @@ from zerofit.train.zero_layouts import to_training_precision
 # To evaluate or save them, they are swapped with the masters, and the engine then copies masters to its low-precision
 # weights as after a step. So no second copy of the model is needed in any layout.
 class AveragedWeights:
-    """Running average of one rank's stretches of weights, and of its floating-point buffers."""
+    """Running average of the weights that one rank's optimizer updates, and of its floating-point buffers."""
 
     def __init__(self, trainer: EngineTrainer, decay: float):
         self._trainer, self._average = trainer, get_ema_multi_avg_fn(decay)
@@ -53,7 +53,7 @@ class AveragedWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Swap the averages into the model; afterwards restore its weights, bit for bit."""
+        """Inside this context, the model has the averages. Afterwards its weights are restored bit for bit."""
         self._exchange()
         try:
             yield
@@ -61,7 +61,7 @@ class AveragedWeights:
             self._exchange()
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's averages for a checkpoint: stretches with name and start, and buffers."""
+        """Return this rank's averages for a checkpoint: parts of weights with their name and start, and buffers."""
         shards = self._found()
         places = [{"name": indexed.name, "start": indexed.shard.start} for indexed in shards]
         averages, buffers = self.tensors[: len(shards)], self.tensors[len(shards) :]
@@ -69,7 +69,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def restore(self, checkpoint: Path, own_rank: int | None) -> None:
-        """Restore averages from a checkpoint: from this rank's file in the same layout, else from all ranks' files.
+        """Restore averages from a checkpoint, from this rank's file if the layout is the same, else from all files.
 
         If the checkpoint has no averages, they start at the next step.
         """
@@ -120,7 +120,7 @@ class AveragedWeights:
 
 
 def _stretches(states: list[dict[str, Any]], name: str) -> Iterator[tuple[int, Tensor]]:
-    """Yield the start of each stretch of the parameter `name`, and its flat values."""
+    """Yield each saved part of the parameter `name`: the part's start in the parameter, and its flat values."""
     for state in states:
         for place, values in zip(state["places"], state["averages"], strict=True):
             if place["name"] == name:

@@ -1,4 +1,4 @@
-"""Building the model for its layout: complete, under zero.Init, or only one pipeline stage's layers."""
+"""Build the model for its layout: in full, or partitioned by zero.Init while it is built."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zerofit.train.process_group import rank_device
 
 
 def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
-    """Build the full model as the engine stores it; at ZeRO stage 3 a transformers model is partitioned instead.
+    """Build the model as the engine stores it: in full or, for a transformers model at ZeRO-3, partitioned.
 
     Parameters are stored and partitioned while the model is built. The weights depend on the seed alone, not on the
     layout.
@@ -52,7 +52,7 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
 
 
 def prepare_batch_norms(job: Job, model: nn.Module) -> nn.Module:
-    """Make batch norms of a built model use the samples of all ranks, if requested, or compute in float32."""
+    """Prepare batch norms as the run requests: with statistics over all ranks, or computed in float32."""
     if job.run.sync_batch_norm:
         synchronize_batch_norms(model)
     elif job.precision != "fp32":
@@ -67,7 +67,7 @@ def build_on_meta(job: Job, inputs: Inputs | None, checkpointing: Checkpointing 
 
 
 def build_from_seed(job: Job, inputs: Inputs | None, stored: Stored, keep: set[str] | None = None) -> nn.Module:
-    """Build the run's model with its initial weights; store only the weights named in `keep` (None: all)."""
+    """Build the run's model with its initial weights. Store only the weights named in `keep` (None: all)."""
     torch.manual_seed(job.run.seed)
     return build(source_of(job.run), inputs, dict(job.run.model_args), stored=stored, keep=keep)
 
@@ -82,7 +82,7 @@ def _as_vector(parameter: nn.Parameter) -> None:
 
 
 def stored_by_engine(job: Job) -> Stored:
-    """Return the type and the device in which the engine stores parameters (engine.py, _configure_distributed_model).
+    """Return dtype and device with which the engine stores parameters (engine.py, _configure_distributed_model).
 
     If DeepSpeed itself slices the model for tensor parallel ranks, the model stays in host memory.
     """
@@ -95,7 +95,7 @@ def stored_by_engine(job: Job) -> Stored:
 def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any], inputs: Inputs | None) -> Iterator[bool]:
     """Make transformers build the model under zero.Init, if that is possible.
 
-    transformers enters zero.Init while an HfDeepSpeedConfig of stage 3 is alive. Yields whether it will do so.
+    transformers enters zero.Init while an HfDeepSpeedConfig of stage 3 is alive. Yields whether it will enter it.
     """
     zero = ds_config.get("zero_optimization", {})
     if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None:
@@ -128,13 +128,13 @@ def _is_quantized(source: ModelSource) -> bool:
 
 
 def _divider(ds_config: dict[str, Any]) -> Callable[[nn.Parameter], None]:
-    """Return the function with which DeepSpeed's engine partitions a parameter, so it can be called earlier."""
+    """Return the function that DeepSpeed's engine partitions a parameter with, to call it before the engine starts."""
     nothing = nn.Module()  # with a module it replaces the linear function, as the engine does
     return Init(module=nothing, config_dict_or_path=ds_config)._zero_init_param
 
 
 def _store_others(model: nn.Module, stored: Stored) -> None:
-    """Cast and move parameters that are not partitioned. The engine skips a model with partitioned parameters.
+    """Cast and move parameters that are not partitioned, since the engine skips partly partitioned models.
 
     (runtime/engine.py, _configure_distributed_model)
     """
@@ -152,9 +152,9 @@ def batch_norm_in_fp32(model: nn.Module) -> None:
     """Give every batch norm float32 statistics and weights, with bf16 or fp16 inputs and outputs.
 
     Running statistics in low precision would stop changing, because an update of the mean is below half an ulp. The
-    kernels of CPUs and GPUs compute in float32, so backward keeps the input in its own type. The kernels need weights
-    of the same type as the statistics. So DeepSpeed's low-precision weights (one number per channel) are cast in each
-    call.
+    kernels of CPUs and GPUs compute in float32, so backward can keep the input in the input's dtype. The kernels need
+    weights in the dtype of the statistics. So DeepSpeed's low-precision weights (one number per channel) are cast in
+    each call.
     """
 
     def forward(self: BatchNorm, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Callbacks that a run calls while it trains, including its loggers.
+"""Define the callbacks that a run calls while it trains, and the loggers that use them.
 
 Metrics files, TensorBoard, Weights & Biases, users and benchmarks all use this interface.
 """
@@ -81,7 +81,7 @@ class Callback:
         """Called before step `step` (0-based). The time of the call is not counted as part of the step."""
 
     def on_step(self, record: StepRecord) -> None:
-        """Called for each step in order, up to half a second late: ranks exchange losses in blocks."""
+        """Called for each step in order, up to half a second late, since ranks exchange losses in blocks of steps."""
 
     def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
         """Called after an evaluation, when `step` steps are done. `figures`: loss, and accuracy or perplexity."""
@@ -94,13 +94,13 @@ class Callback:
 
 
 def overridden(callbacks: Sequence[Callback], method: str) -> list[Callable[..., None]]:
-    """Return the overridden methods of this name, so that callbacks without the method cost nothing."""
+    """Return the method `method` of each callback that overrides it, so that other callbacks cost no time."""
     inherited = getattr(Callback, method)
     return [getattr(callback, method) for callback in callbacks if getattr(type(callback), method) is not inherited]
 
 
 def load_callbacks(names: Sequence[str]) -> list[Callback]:
-    """Construct the callbacks that a run names; modules in the current folder can be named.
+    """Construct the callbacks that a run names. Their modules may be in the current folder.
 
     Raises UserError with every name that cannot be imported or is not a Callback.
     """
@@ -124,7 +124,7 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
 
 
 class JsonLines(Callback):
-    """metrics.jsonl: one JSON object per step, each written before the next step starts."""
+    """Writes metrics.jsonl: one JSON object per step."""
 
     def __init__(self, path: Path):
         self._file = open_jsonl(path)
@@ -135,10 +135,10 @@ class JsonLines(Callback):
 
 
 class EventLog(Callback):
-    """events.jsonl: phases, evaluations and checkpoints, for the live view and `zerofit plot`. Also sets the phase."""
+    """Writes events.jsonl for the live view and `zerofit plot`, and passes each phase to the heartbeat."""
 
     def __init__(self, path: Path | None, progress: RankProgress):
-        """Append to `path`; ranks other than 0 pass None and write nothing."""
+        """Append to `path`. Ranks other than 0 pass None and write nothing."""
         self._file = open_jsonl(path) if path else None
         self._progress = progress
 
@@ -156,20 +156,20 @@ class EventLog(Callback):
         self._write("training", **steps)
 
     def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
-        """Record the figures; training continues."""
+        """Record the figures, and that training continues."""
         self._progress.begin(TRAINING)
         self._write("eval", step=step, **figures)
 
     def on_save(self, checkpoint: SavedCheckpoint) -> None:
-        """Record a visible checkpoint."""
+        """Record that a checkpoint is complete."""
         self._write("saved", step=checkpoint.step, save_s=checkpoint.save_s, stalled_s=checkpoint.stalled_s)
 
     def note(self, text: str) -> None:
-        """Record a decision."""
+        """Record a decision of zerofit, for the user."""
         self._write("note", text=text)
 
     def stages(self, stages: Sequence[PipelineStage]) -> None:
-        """Record which ranks hold which layers of a pipeline."""
+        """Record which layers of a pipeline are on which ranks."""
         self._write("stages", stages=[asdict(stage) for stage in stages])
 
     def warning(self, text: str) -> None:
@@ -229,7 +229,7 @@ class WeightsAndBiases(_NumberLogger):
 
 
 def make_loggers(job: Job, folder: RunFolder) -> list[Callback]:
-    """Return the loggers of steps that the run requests."""
+    """Return the loggers that the run requests."""
     loggers: list[Callback] = [JsonLines(folder.metrics)]
     if job.run.tensorboard:
         loggers.append(TensorBoard(folder.tensorboard))

@@ -1,4 +1,4 @@
-"""`--check-loss`: stops all ranks before an optimizer step whose loss or gradients are not finite."""
+"""Stop all ranks before an optimizer step whose loss or gradients are not finite (`--check-loss`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerofit.train.zero_layouts import inner_optimizer, loss_scaler
 
 
 class LossCheck:
-    """Raises RunFailed on every rank before a bad update, so that weights and optimizer states stay as they were."""
+    """Raises RunFailed on every rank before a bad update, so that weights and optimizer states stay unchanged."""
 
     def __init__(self, engines: Iterable[Any]):
         self._engines = list(engines)
@@ -29,7 +29,7 @@ class LossCheck:
             inner_optimizer(engine).register_step_pre_hook(partial(self._before_update, engine))
 
     def see(self, loss: Tensor) -> None:
-        """Start to exchange whether a micro batch's loss is finite; call it before backward."""
+        """Start to exchange whether a micro batch's loss is finite. Must be called before backward."""
         self.losses.append(loss.detach())
         flag = torch.isfinite(loss.detach()).all().logical_not().float()
         self._pending.append((flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)))

@@ -1,4 +1,4 @@
-"""Checkpoint engine for DeepSpeed that syncs and hashes its files."""
+"""Write DeepSpeed's checkpoint files, sync them to disk and hash them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SYNCING = 2  # threads that sync and hash files while the next one is written
 #                      comes from the page cache, so the hash costs no disk time
 #     background       save() copies tensors to host memory instead; another thread writes them while training goes on
 class SyncedCheckpointEngine(CheckpointEngine):
-    """Writes files at once or, between `begin_snapshot` and `take_snapshot`, keeps copies of their contents.
+    """Writes files. Between `begin_snapshot` and `take_snapshot`, it keeps copies of their contents instead.
 
-    A write failure is stored and raised in `marks`. Raised at once, it would make other ranks wait for this rank, since
+    A write failure is stored, and `marks` raises it. If `save` raised it, other ranks would wait for this rank, since
     they are in the middle of the same save.
     """
 
@@ -47,11 +47,11 @@ class SyncedCheckpointEngine(CheckpointEngine):
         """Do nothing before a save."""
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Return True; the Saver makes the checkpoint visible once all ranks' files are complete."""
+        """Return True. The Saver makes the checkpoint visible once all ranks' files are complete."""
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        """Return True unless saves are copied. If this is True, DeepSpeed clones views before it writes them."""
+        """Return whether DeepSpeed must clone views before it saves them, which a snapshot does not need."""
         return self._snapshot is None
 
     def save(self, state_dict: Any, path: str | Path) -> None:
@@ -108,7 +108,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
 
 @contextmanager
 def _without_crc() -> Iterator[None]:
-    """Disable torch's CRC32 of each tensor, which is as slow as writing it; the manifest has a stronger hash."""
+    """Disable torch's CRC32, which takes as long as writing. The manifest has a stronger hash."""
     former = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -118,23 +118,23 @@ def _without_crc() -> Iterator[None]:
 
 
 def _synced(path: Path) -> FileMark:
-    """Hash a file by reading it back, and sync it."""
+    """Read a file back to hash it, sync it to disk, and return its mark."""
     mark = mark_of(path)
     sync_file(path)
     return mark
 
 
 class HostCopies:
-    """Copies of state dicts in host memory, written while training changes the originals.
+    """Makes copies of state dicts in host memory, which are written while training changes the originals.
 
-    Keeps its buffers for the next checkpoint: first-time access to memory costs as much as the copy.
+    The buffers are kept for the next checkpoint, since the first access to new memory costs as much as the copy.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def of(self, value: Any, file: str) -> Any:
-        """Return the structure with its tensors copied; shared tensors stay shared. `file` identifies the structure."""
+        """Return a structure with its tensors copied. Shared tensors stay shared. `file` identifies the structure."""
         copies: dict[tuple[object, ...], Tensor] = {}  # by address, offset, shape and strides
 
         def copy(item: Any) -> Any:

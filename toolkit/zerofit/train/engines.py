@@ -1,4 +1,4 @@
-"""Start of the DeepSpeed engine, and the trainer for every layout except the pipeline."""
+"""Start the DeepSpeed engine. Define the trainer for every layout except the pipeline."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TEMPERATURE = 0.7
 
 
 def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
-    """Call deepspeed.initialize with exactly the run folder's JSON; the learning rate follows the run's schedule."""
+    """Call deepspeed.initialize with the run folder's JSON, unchanged, and the run's learning rate schedule."""
     run = job.run
     if "scheduler" not in job.ds_config:
         assert run.lr  # a job's run is resolved
@@ -106,7 +106,7 @@ def import_muon() -> None:
 
 
 def learning_rate_factor(step: int, *, total: int, warmup: int, schedule: str, floor: float) -> float:
-    """Return the factor on the peak learning rate at a 0-based step; cosine and linear end at `floor`.
+    """Return the factor on the peak learning rate at a step (from 0). Cosine and linear schedules end at `floor`.
 
     The first step already has 1/(warmup + 1) of the peak, and the last step stays above the floor, since a step with
     rate 0 would be wasted.
@@ -164,10 +164,10 @@ def _count_slices() -> None:
 
 @cache
 def _scale_losses() -> None:
-    """Make backward multiply losses by the scale; fp16 without ZeRO only divides gradients by it (DeepSpeed#8393).
+    """Make backward multiply losses by the loss scale, which fp16 without ZeRO does not do (DeepSpeed#8393).
 
-    DeepSpeed scales only for ZeRO's optimizers (runtime/engine.py:3417). A version whose backward checks for fp16 has
-    the fix and is left unchanged.
+    It only divides the gradients. DeepSpeed scales losses only for ZeRO's optimizers (runtime/engine.py:3417). A
+    version whose backward checks for fp16 has the fix and is left unchanged.
     """
     original: Any = DeepSpeedEngine.backward
     if "fp16" in inspect.getsource(original):
@@ -184,7 +184,7 @@ def _scale_losses() -> None:
 
 
 def _unscale_norm(optimizer: Any) -> None:
-    """Keep the norm of the unscaled gradients in the fp16 optimizers without ZeRO and in stage 3's optimizer.
+    """Correct the gradient norm that the fp16 optimizers without ZeRO and at stage 3 keep: remove the loss scale.
 
     FP16_UnfusedOptimizer keeps the scaled norm (runtime/fp16/unfused_optimizer.py:224). The other optimizers divide by
     the scale of the next step, which may have risen (runtime/fp16/fused_optimizer.py:340, runtime/zero/stage3.py:2897).
@@ -203,7 +203,7 @@ def _unscale_norm(optimizer: Any) -> None:
 
 
 def _keep_gradient_norm(engine: Any) -> None:
-    """Keep the norm that DeepSpeed computes and drops in fp32 without ZeRO (runtime/engine.py, clip_fp32_gradients)."""
+    """Keep the gradient norm, which DeepSpeed drops in fp32 without ZeRO (runtime/engine.py, clip_fp32_gradients)."""
 
     def clip() -> None:
         engine._global_grad_norm = clip_grad_norm_(
@@ -227,7 +227,7 @@ def _sequence_parallel_excess(job: Job) -> int:
 
 
 def _register_sequence_parallel(job: Job, model: Any) -> Any:
-    """Register DeepSpeed's sequence parallel attention with transformers; return its groups as the engine's `mpu`."""
+    """Register DeepSpeed's sequence parallel attention with transformers. Return its groups, the engine's `mpu`."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     return UlyssesSPAttentionHF.register_with_transformers(
@@ -283,7 +283,7 @@ class ZeroTrainer(EngineTrainer):
         assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed has another layout"
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """Make one optimizer step over the micro batches of a gradient accumulation; return their losses, float32."""
+        """Make one optimizer step over all micro batches of an accumulation. Return their losses, float32."""
         # engine.step() after each micro batch: the engine counts micro batches and updates only at the last of them
         losses = []
         for _ in range(self.job.batch.accumulation):
@@ -294,7 +294,7 @@ class ZeroTrainer(EngineTrainer):
         return torch.stack(losses) if len(losses) > 1 else losses[0].reshape(1)
 
     def _backward(self, batch: Batch) -> Tensor:
-        """Run forward and backward of a micro batch; return its loss, without the graph.
+        """Run forward and backward of a micro batch. Return its loss, detached from the graph.
 
         The graph would keep alive the tensors that a model's own autograd functions store on its nodes.
         """
@@ -323,7 +323,7 @@ class ZeroTrainer(EngineTrainer):
         return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
 
     def written_figures(self, data: Data) -> dict[str, float]:
-        """Return the ROUGE scores of an encoder-decoder's output for some validation samples; {} for other models."""
+        """Return an encoder-decoder's ROUGE scores on some validation samples; {} for other models."""
         job = self.job
         most = min(job.run.generate_samples, job.run.eval_samples or len(data.valid))
         if self._named is None or not self._named.padded or not most:
@@ -341,7 +341,7 @@ class ZeroTrainer(EngineTrainer):
         return rouge_scores([pair for part in gathered for pair in part])
 
     def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
-        """Sample text from a language model, if one call of the engine returns the next token."""
+        """Return a sample of text from a causal language model; {} for other models, and with sequence parallelism."""
         job = self.job
         if job.layout.sp > 1 or job.facts.own or job.facts.task != "causal-lm" or not (data.encode and data.decode):
             return {}
@@ -354,9 +354,9 @@ class ZeroTrainer(EngineTrainer):
     def _continue(self, prompt: list[int], context: int) -> list[int]:
         """Return the prompt and the token ids after it. Tokens are drawn one at a time at temperature 0.7.
 
-        It draws SAMPLE_TOKENS tokens, or as many as it can in SAMPLE_S seconds. Every rank runs the same forward, since
-        under ZeRO-3 and tensor parallelism each rank has only a part of the weights. Rank 0 draws and watches the time,
-        so that ranks stay in step.
+        Draws SAMPLE_TOKENS tokens, or as many as SAMPLE_S seconds allow. Every rank runs the same forward, since
+        under ZeRO-3 and tensor parallelism each rank has only a part of the weights. Rank 0 draws the token and checks
+        the time for all ranks, so that they run equally many forwards.
         """
         self.engine.eval()
         deadline = time.monotonic() + SAMPLE_S
@@ -417,13 +417,13 @@ class ZeroTrainer(EngineTrainer):
         return torch.cat([sums, class_table(logits, labels, self._classes)]) if self._classes else sums
 
     def _logits(self, x: Tensor, extra: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return logits and the routers' loss. A replaced head returns its result for the labels instead of logits."""
+        """Return logits and the routers' loss. If `_head` is set, its result for the labels replaces the logits."""
         with self._head.with_labels(labels) if self._head else nullcontext():
             logits, aux = forward_logits(self.engine, x, **extra)
         return (output_part(logits, "logits") if self.job.facts.own else logits), aux
 
     def _own_eval(self, x: Tensor, labels: Tensor, extra: dict[str, Tensor]) -> Tensor:
-        """Return the model's own mean loss over samples that are not padding. Every rank runs a forward in any case."""
+        """Return the model's own loss, summed over real samples, their number, and 0. Every rank runs a forward."""
         # A model's own loss is a mean over all samples it gets, so padding samples of the last batch are left out. A
         # rank whose samples are all padding must still run a forward: others wait for it in ZeRO-3's gathers.
         real = (labels.reshape(len(labels), -1) != IGNORE_INDEX).any(dim=1)

@@ -1,7 +1,7 @@
-"""Expert parallelism with the layers of DeepSpeed's AutoEP, where a rank builds only its own experts.
+"""Expert parallelism with DeepSpeed's AutoEP layers. A rank builds only its own experts.
 
-The engine would convert a model that is complete in each rank's memory (runtime/engine.py:816). Here the model is
-converted on the meta device and then filled with weights.
+DeepSpeed's engine can only convert a model that every rank has in full (runtime/engine.py:816). This module converts
+the model on the meta device, then fills it with weights.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class ExpertShare:
 
 
 def build_spread(shape: nn.Module, layout: Layout, stored: Stored, make: Callable[[Stored], nn.Module]) -> nn.Module:
-    """Return `shape`, a model on the meta device, with weights and only this rank's experts.
+    """Fill `shape`, a model on the meta device, with weights, and reduce it to this rank's experts.
 
-    `make` builds the model with weights and keeps the experts that its argument selects.
+    `make` builds the model with weights, and keeps only the experts that its argument `stored` selects.
     """
     sizes, rank = {name: tuple(p.shape) for name, p in shape.named_parameters()}, expert_rank(dist.get_rank(), layout)
     convert(shape, layout.ep, rank)
@@ -103,7 +103,7 @@ def share_of(p: nn.Parameter) -> ExpertShare | None:
 
 
 def published_names(module: nn.Module) -> dict[str, str]:
-    """Return transformers' names of the parameters and buffers of AutoEP's layers, by AutoEP's names."""
+    """Return transformers' name for each AutoEP name of a parameter or buffer."""
     names = {own: share.name for own, p in module.named_parameters() if (share := share_of(p))}
     for path, layer in expert_layers(module).items():
         names[f"{path}.router.gate.weight"] = f"{path}.gate.weight"
@@ -112,11 +112,9 @@ def published_names(module: nn.Module) -> dict[str, str]:
 
 
 def gathered_experts(experts: GroupedExperts, layout: Layout, collect: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full weights of a layer's experts, on the CPU, if `collect`.
+    """Gather the full weights of a layer's experts. Yield them on the CPU if `collect`.
 
-    The rank with the first experts sets `collect`.
-
-    All ranks iterate over this together.
+    The rank with the first experts sets `collect`. All ranks must iterate over this together.
     """
     weights: dict[str, Tensor] = {}
     with GatheredParameters(list(experts.parameters()), enabled=layout.zero_stage == 3):
@@ -131,7 +129,7 @@ def gathered_experts(experts: GroupedExperts, layout: Layout, collect: bool) -> 
 
 
 def _gathered(p: Any) -> list[Tensor]:
-    """Return each rank's part of an expert weight on the first rank of the expert group, [] elsewhere."""
+    """Return all ranks' parts of an expert weight on the first rank of the expert group; [] on other ranks."""
     group, own = groups._get_expert_parallel_group(p.group_name), p.detach().contiguous()
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))] if dist.get_rank(group) == 0 else None
     dist.gather(own, parts, group=group, group_dst=0)
@@ -143,7 +141,7 @@ def _take(first: int, count: int, weight: Tensor) -> Tensor:
 
 
 def _own_weights(block: Any) -> dict[str, nn.Parameter]:
-    """Remove the weights of transformers' expert block and return them by AutoEP's names."""
+    """Remove the weights from transformers' expert block, and return them under AutoEP's names."""
     weights = {"router.gate.weight": block.gate.weight}
     for own, (source, half) in SOURCES.items():
         weight = getattr(block.experts, source)
@@ -184,17 +182,17 @@ def _mend_registry() -> None:
 
 
 class RouterBalance:
-    """Counts tokens per expert in the forwards of a step; without spread experts records only the routers' loss."""
+    """Counts tokens per expert in a step's forwards. Without expert parallelism, it records only routers' losses."""
 
     def __init__(self, module: nn.Module, group: Any, shared: bool = False):
-        """`group`: the ranks that hold the same layers; `shared`: whether only some ranks record losses."""
+        """`group`: the ranks with the same layers. `shared`: whether only some of these ranks record losses."""
         self._group, self._shared = group, shared
         self._counters: list[Any] = [layer.tokens_per_expert for layer in expert_layers(module).values()]
         self._losses: list[Tensor] = []
         self._tokens: list[Tensor] = []  # (layers, experts) of each forward
 
     def begin(self) -> None:
-        """Begin a forward, and discard the tokens that evaluations and recomputation in backward have counted."""
+        """Begin a forward. Discard counts from evaluations and from recomputation in backward."""
         for counter in self._counters:
             counter.zero_()
 
@@ -208,7 +206,7 @@ class RouterBalance:
         self._losses.append(router_loss.detach().float())
 
     def figures(self) -> dict[str, Tensor]:
-        """Return the step's figures over all ranks, and reset the counts; all ranks call this.
+        """Return the step's figures over all ranks, and reset the counts. All ranks must call this.
 
         `router_loss`: the part of the loss that comes from routers. `expert_load_most` and `expert_load_least`: tokens
         of the experts with the most and the fewest tokens in any layer, divided by an even share.

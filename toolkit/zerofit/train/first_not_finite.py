@@ -1,4 +1,4 @@
-"""Finds where a step stops being finite: the first op with finite inputs and a result that is not finite."""
+"""Find the first op of a step that has finite inputs and a result that is not finite."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The op whose inputs are finite and whose result is not."""
+    """The origin of numbers that are not finite: an op with finite inputs, or a tensor that no op has made."""
 
     phase: str  # FORWARD or BACKWARD
     output: TensorFacts
@@ -71,14 +71,14 @@ class Origin:
 
 @dataclass
 class _Place:
-    """Module and line of a forward op."""
+    """The module and the line of an op in forward."""
 
     module: str
     line: str
 
 
 class FirstNotFinite(TorchDispatchMode):
-    """Watches all ops of a step for results that are not finite; use it as a context around forward and backward."""
+    """Watches all ops of a step for results that are not finite. A context around forward and backward."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -108,7 +108,7 @@ class FirstNotFinite(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[FirstNotFinite]:
-        """Watch within the block: ops, modules, and the gradients of parameters."""
+        """Watch ops, modules and gradients of parameters inside this context."""
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 stack.callback(module.register_forward_pre_hook(partial(self._enter, name)).remove)
@@ -176,11 +176,11 @@ class FirstNotFinite(TorchDispatchMode):
         return result
 
     def _dependence(self, tensor: Tensor) -> frozenset[str]:
-        """Return what a tensor is computed from; a tensor that no op has made is a weight."""
+        """Return which of weights, inputs and labels a tensor depends on. A tensor that no op has made is a weight."""
         return self._depends.get(_key(tensor), frozenset([WEIGHTS] if tensor.is_floating_point() else []))
 
     def _known(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Origin | None:
-        """Return the origin of an input that is not finite, or None if all are finite."""
+        """Return the origin of an op's first input that is not finite; None if all inputs are finite."""
         written = {_key(output) for output in outputs}
         for tensor in inputs:
             if not tensor.is_floating_point():
@@ -249,7 +249,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _rows(tensor: Tensor, samples: int) -> tuple[int, ...]:
-    """Return the samples with numbers that are not finite; () if the first dimension is not samples or tokens."""
+    """Return the numbers of samples that are not finite; () if the first dimension does not count samples."""
     if not tensor.dim() or not samples or tensor.shape[0] % samples:
         return ()
     bad = torch.isfinite(tensor.detach()).logical_not().reshape(samples, -1).any(1)
@@ -257,7 +257,7 @@ def _rows(tensor: Tensor, samples: int) -> tuple[int, ...]:
 
 
 def _wide(func: Callable[..., Any], args: Any, kwargs: Any, output: Tensor) -> float | None:
-    """Return the largest result of a 16-bit op in float32, or None if it is not finite there either."""
+    """Return the largest result of a 16-bit op if it runs in float32; None if that is not finite either."""
     if output.dtype not in (torch.float16, torch.bfloat16):
         return None
     inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -272,7 +272,7 @@ def _wide(func: Callable[..., Any], args: Any, kwargs: Any, output: Tensor) -> f
 
 
 def model_line() -> str:
-    """Return file:line of the innermost frame of a model or loss outside of torch and DeepSpeed, or ""."""
+    """Return file:line of the innermost frame of the model or loss, outside of torch and DeepSpeed; "" if none."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

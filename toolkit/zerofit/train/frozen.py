@@ -1,4 +1,4 @@
-"""Frozen weights of a run: left out of checkpoints and identified by a checksum."""
+"""Leave a run's frozen weights out of checkpoints, and identify them by a checksum."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXTRAS = (".SCB", ".weight_format")  # of Linear8bitLt
 
 
 def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:
-    """Return the checksum, dtype and count of frozen parameters; all ranks call this together."""
+    """Return checksum, dtype and count of the frozen parameters. All ranks must call this together."""
     total, parameters, dtype = 0, 0, torch.float32
     for tag, engine in trainer.engines().items():
         for indexed in indexed_frozen(trainer, engine, tag):
@@ -53,7 +53,7 @@ def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:
 def refuse_other_frozen(trainer: EngineTrainer, saved: FrozenWeights | None) -> None:
     """Raise UserError if the frozen weights differ from the weights of the run that wrote the checkpoint.
 
-    Weights in another precision are not compared, since their bits differ.
+    Weights in different precisions are not compared, since their bits differ.
     """
     if saved is None:
         return
@@ -67,7 +67,7 @@ def refuse_other_frozen(trainer: EngineTrainer, saved: FrozenWeights | None) -> 
 
 
 def leave_out_frozen(engine: Any) -> None:
-    """Keep frozen weights out of DeepSpeed's files under all names. By default ties are saved (engine.py:4013)."""
+    """Keep frozen weights out of DeepSpeed's files under all their names. DeepSpeed saves ties (engine.py:4013)."""
     original = engine.module_state_dict
 
     def module_state_dict(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ def _of_bits(name: str, layers: set[str]) -> bool:
 
 
 def _stretch(indexed: IndexedShard) -> Tensor:
-    """Return this rank's stretch of a frozen weight. All ranks gather a weight on NVMe to read it."""
+    """Return this rank's part of a frozen weight. If it is on NVMe, all ranks gather the weight."""
     shard, parameter = indexed.shard, indexed.shard.parameter
     partitioned: Any = getattr(parameter, "ds_tensor", None)
     if partitioned is not None and partitioned.status is not PartitionedParamStatus.AVAILABLE:

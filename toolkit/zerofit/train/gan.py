@@ -1,4 +1,4 @@
-"""Training of a DCGAN pair: two DeepSpeed engines that alternate on the same batch (Radford et al., 2016)."""
+"""Train a DCGAN pair with two DeepSpeed engines, which alternate on the same batch (Radford et al., 2016)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DRAWINGS = 64
 
 
 class GanTrainer(EngineTrainer):
-    """Trainer of a generator of images, and of a discriminator between real and generated images.
+    """Trainer of an image generator, and of a discriminator that separates real from generated images.
 
     The recorded loss is the sum of both networks' losses; `loss_d` and `loss_g` are recorded too.
     """
@@ -56,7 +56,7 @@ class GanTrainer(EngineTrainer):
         return nn.ModuleDict({"generator": self.generator.module, "discriminator": self.engine.module})
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """Make one step of each network; return loss_d + loss_g, float32 (micro batches,)."""
+        """Make one step of each network. Return loss_d + loss_g, float32 (micro batches,)."""
         pairs = []
         for _ in range(self.job.batch.accumulation):
             real = next(batches)["inputs"].to(self.device, DTYPES[self.job.precision])
@@ -87,7 +87,7 @@ class GanTrainer(EngineTrainer):
         return {"state": self.engine, "generator": self.generator}
 
     def generators(self) -> dict[str, torch.Generator]:
-        """Return the generator of the noise for sample images."""
+        """Return the random generator that draws the noise for sample images."""
         return {"noise": self._noise}
 
     def extra_metrics(self) -> dict[str, Any]:
@@ -139,13 +139,13 @@ class GanTrainer(EngineTrainer):
 
 
 class EpochDrawings(Callback):
-    """Saves a grid of generated images after every epoch (drawings/epoch-N.png), always from the same noise.
+    """Saves a grid of generated images after every epoch (drawings/epoch-N.png), from the same noise each time.
 
-    Batch norm uses rank 0's running statistics. Sampling does not consume random numbers of the training.
+    Batch norm uses rank 0's running statistics. Drawing these images does not change the training's random numbers.
     """
 
     def __init__(self, trainer: GanTrainer, folder: RunFolder, samples: int):
-        """Draw with rank 0's trainer; `samples` is the number of samples in an epoch."""
+        """Draw images with rank 0's trainer. `samples`: number of samples in an epoch."""
         self._trainer, self._samples = trainer, samples
         self._folder = folder.path / "drawings"
         self._folder.mkdir(exist_ok=True)

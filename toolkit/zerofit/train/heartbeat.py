@@ -1,4 +1,4 @@
-"""Heartbeat of a rank: once a second it reports to the rank's guard what the rank is doing.
+"""Report once a second to a rank's guard what the rank is doing.
 
 A separate thread inspects the main thread, so it does not slow the training.
 """
@@ -33,7 +33,7 @@ LOADER = "data/loader.py"
 
 @dataclass
 class RankProgress:
-    """Progress of a rank. The loop and its event log write it, and the heartbeat thread reads it."""
+    """Progress of a rank. The loop and the event log write it, and the heartbeat thread reads it."""
 
     step: int = 0  # optimizer steps done
     first: int = 0  # steps done before this start
@@ -41,9 +41,9 @@ class RankProgress:
     changed: threading.Event = field(default_factory=threading.Event)  # a phase began since the last heartbeat
 
     def begin(self, phase: str) -> None:
-        """Record a phase and send a heartbeat now.
+        """Record a phase, and send a heartbeat immediately.
 
-        Otherwise the last heartbeat of a killed rank could name an earlier step than its last checkpoint.
+        Otherwise the last heartbeat of a killed rank could name an earlier step than the rank's last checkpoint.
         """
         self.phase = phase
         self.changed.set()
@@ -84,7 +84,7 @@ class Heartbeat:
                 data = data[os.write(self._pipe, data) :]
 
     def look(self) -> dict[str, Any]:
-        """Return one heartbeat."""
+        """Inspect the main thread, and return one heartbeat."""
         progress, frames, flows = self._progress, sys._current_frames(), tcp_flows()
         main = frames.get(self._main)
         collective = next((c for c in map(_collective, frames.values()) if c), None)

@@ -1,4 +1,4 @@
-"""Notices memory that grows from step to step, and names the line whose tensors stay."""
+"""Detect memory that grows from step to step, and name the lines whose tensors are not freed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHOWN, SHARE = 2, 0.05  # lines in the warning, and the least share of the leak 
 
 
 class LeakWatch:
-    """Watches one rank's memory at the end of each step; warns once."""
+    """Watches one rank's memory at the end of each step. It warns once."""
 
     def __init__(self, device: torch.device, warn: Callable[[str], None]):
         self._device, self._warn = device, warn
@@ -39,7 +39,7 @@ class LeakWatch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Watch the optimizer step that runs within the block."""
+        """Watch the optimizer step that runs inside this context."""
         if self._done or self._watched is not None or not self._growing():
             yield
         else:
@@ -53,7 +53,7 @@ class LeakWatch:
         return len(sizes) > GROWING and sizes[-1] - sizes[-1 - GROWING] >= LEAST_BYTES
 
     def _look(self) -> None:
-        """Note the memory after a step; name the lines of a watched step whose tensors still live."""
+        """Record the memory after a step. Warn if tensors of a watched step live for too long."""
         if self._done:
             return
         size = self._size()
@@ -84,7 +84,7 @@ class LeakWatch:
 
 
 class _Allocations(TorchDispatchMode):
-    """Notes the storages that ops allocate, with the model's line."""
+    """Records the storages that ops allocate, with the model's line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _Allocations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the op, and note its new storages."""
+        """Run the op, and record its new storages."""
         result = func(*args, **(kwargs or {}))
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if _is_plain(t)}
         for tensor in tree_leaves(result):

@@ -37,12 +37,12 @@ TELL_EVERY_S = 2.0  # progress messages of an evaluation, and exchanges of stop 
 
 
 class _StopAsked(Exception):
-    """A rank was asked to stop during an evaluation. All ranks raise this at the same batch."""
+    """Raised on all ranks at the same batch if a rank was asked to stop during an evaluation."""
 
 
 @dataclass(frozen=True)
 class LoopResult:
-    """How a loop ended: the step, whether it was stopped, the last evaluation."""
+    """The end of a loop: its last step, whether it was stopped, and the figures of the last evaluation."""
 
     step: int  # optimizer steps done, earlier starts included
     stopped: bool  # stopped on request before the last step
@@ -93,7 +93,7 @@ class Loop:
         return LoopResult(step=job.steps, stopped=self.interrupted, figures=figures)
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """Make one optimizer step; return the losses of its micro batches. Raises RunFailed with --check-loss."""
+        """Make one optimizer step. Return its micro batches' losses. --check-loss raises RunFailed for a bad loss."""
         try:
             with self.leaks.step() if self.leaks else nullcontext():
                 losses = self.trainer.train_step(batches)
@@ -105,7 +105,7 @@ class Loop:
         return losses
 
     def steps(self) -> Iterator[tuple[int, Iterator[Batch], list[np.ndarray]]]:
-        """Yield each remaining step (0-based), its micro batches, and a list that gets their sample indices."""
+        """Yield each remaining step (from 0), its micro batches, and a list that gets their sample indices."""
         order = Order.of(self.data.train, self.job.run.seed)
         images = StepImages.of(self.job.run, self.job.steps, self.data.inputs)
         slices, mixing = self._slices(order, images), images and images.mixing
@@ -163,7 +163,7 @@ class Loop:
             yield loaded | {"weight": weight}
 
     def save_and_stop(self, done: int) -> bool:
-        """Save if it is due after `done` steps or was requested; return whether to stop."""
+        """Save if a save is due after `done` steps or was requested. Return whether to stop."""
         requests, recorder = self.requests, self.recorder
         last = done == self.job.steps and not self.interrupted
         stop = recorder.stop_requested and not last
@@ -182,10 +182,11 @@ class Loop:
         return stop
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return loss and accuracy (images) or perplexity (text) over the validation samples, exact in any layout.
+        """Return loss and accuracy (images) or perplexity (text) over the validation samples. Exact in any layout.
 
         For masks the result also has the mean IoU, for labelled text the F1 score, and for text that an encoder-decoder
-        generates ROUGE. Names of figures of averaged weights begin with ema_. {} if a rank was asked to stop meanwhile.
+        generates ROUGE. Names of figures of averaged weights begin with ema_. The
+        result is {} if a rank was asked to stop meanwhile.
         """
         self.recorder.flush()
         self.events.phase("evaluating")
@@ -224,7 +225,7 @@ class Loop:
         return figures
 
     def _telling(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-        """Yield the batches; every few seconds, report progress and stop all ranks if one was asked to."""
+        """Yield the batches. Every few seconds, report progress, and stop all ranks if any rank was asked to stop."""
         start = reported = time.monotonic()
         exchange_at = 1 if self.job.layout.pp == 1 else count  # a pipeline's stages do not read the same batches
         for done, batch in enumerate(batches):
@@ -253,7 +254,7 @@ def average_batch_statistics(model: nn.Module, group: Any) -> None:
     """Give all ranks of a data parallel group the mean of batch norm's running means and variances.
 
     Each rank's statistics come from its own micro batches, and DeepSpeed does not synchronize them. Evaluation and the
-    saved model use the mean over ranks; training does not read it.
+    saved model use the mean over ranks. Training does not read it.
     """
     statistics = [
         tensor for norm in batch_norms(model) for tensor in (norm.running_mean, norm.running_var) if tensor is not None

@@ -1,4 +1,4 @@
-"""The loss: cross entropy, weighted so that all layouts average over the same targets; heads that compute it."""
+"""Compute the loss: cross entropy, weighted so that all layouts average over the same targets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerofit.spec.model_facts import IGNORE_INDEX, PLAIN_HEAD_TYPES
 def weighted_cross_entropy(
     logits: Tensor, labels: Tensor, weight: Tensor | float, chunk: int | None = None, smoothing: float = 0.0
 ) -> Tensor:
-    """Return weight x the sum of cross entropies over targets, in float32; logits (..., classes), labels (...).
+    """Return weight x the sum of cross entropies in float32, for logits (..., classes) and labels (...).
 
     If each pixel has a class, the targets are images (see `mean_of_images`). Float labels are probabilities (...,
     classes), as for mixed images. `smoothing`: torch's label_smoothing.
@@ -42,7 +42,7 @@ def weighted_cross_entropy(
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """Return the sum of cross entropies over targets in float32, computed directly from hidden states.
+    """Return the sum of cross entropies in float32, computed from hidden states without all logits.
 
     The logits are hidden (..., width) times a head's weight (classes, width). Only the logits of `chunk` targets exist
     at a time. The shape of `labels` is (...).
@@ -58,7 +58,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
 #
 # The gradient is computed in forward, while the chunk's p exists, so backward only multiplies by the incoming scale.
 class _FromHidden(torch.autograd.Function):
-    """Sum of cross entropies; forward computes the gradients of hidden states and head chunk by chunk.
+    """Sum of cross entropies. Forward computes the gradients of hidden states and head chunk by chunk.
 
     No matmul is computed twice, and backward does not need the weight. The head's gradient is summed in float32.
     """
@@ -89,10 +89,10 @@ class _FromHidden(torch.autograd.Function):
 
 
 class _Chunked(torch.autograd.Function):
-    """Sum of cross entropies; forward computes the gradient chunk by chunk and keeps it in the logits' precision.
+    """Sum of cross entropies. Forward computes the gradient chunk by chunk, in the logits' precision.
 
-    It keeps one extra tensor of the logits' size. Plain cross entropy keeps a float32 copy and log-probabilities and
-    allocates two more in backward, but rounds the gradient to the logits' precision once less.
+    This keeps one extra tensor of the logits' size. Plain cross entropy keeps two (a float32 copy and
+    log-probabilities) and allocates two more in backward, but rounds the gradient to the logits' precision once less.
     """
 
     @staticmethod
@@ -120,7 +120,7 @@ def chunk_starts(targets: int, chunk: int) -> Iterable[int]:
 
 
 def _with_gradient(logits: Tensor, labels: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
-    """Return the sum of cross entropies in float32 and, if wanted, its gradient in the logits' precision."""
+    """Return the sum of cross entropies in float32 and, if `wanted`, its gradient in the logits' precision."""
     log_p = functional.log_softmax(logits.float(), dim=-1)
     loss = functional.nll_loss(log_p, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     if not wanted:
@@ -151,7 +151,7 @@ def counts(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return float32 outputs in the labels' shape. Raises ValueError unless there is one output per label."""
+    """Return outputs as float32, in the labels' shape. Raises ValueError if there is not one output per label."""
     if logits.numel() != labels.numel():
         message = f"--loss mse needs one output per sample: got {tuple(logits.shape)} for labels {tuple(labels.shape)}"
         raise ValueError(message)
@@ -168,7 +168,7 @@ class HeadLoss:
         self._labels: Tensor | None = None
 
     def of(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum of cross entropies of hidden states (..., width), or float64 (3,) without gradients."""
+        """Return the sum of cross entropies of hidden states (..., width). Without gradients, return `counts`."""
         if torch.is_grad_enabled():
             return linear_cross_entropy(hidden, self._head.weight, labels, self._chunk)
         hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
@@ -177,7 +177,7 @@ class HeadLoss:
 
     @contextmanager
     def with_labels(self, labels: Tensor) -> Iterator[None]:
-        """Give the head these labels for the forwards inside the context."""
+        """Inside this context, the head's forwards use these labels."""
         self._labels = labels
         try:
             yield
@@ -185,7 +185,7 @@ class HeadLoss:
             self._labels = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return `of` the hidden states inside `with_labels`, else logits."""
+        """Inside `with_labels`, return the result of `of`. Otherwise return logits."""
         if self._labels is None:
             return functional.linear(hidden, self._head.weight)
         return self.of(hidden, self._labels)
@@ -195,8 +195,8 @@ def head_loss(model: Any, chunk: int | None, *, inside: bool) -> HeadLoss | None
     """Replace the head of a transformers model and return the object that computes the loss.
 
     `inside`: the head's own forward computes the loss, since ZeRO-3 gathers the head for this forward. Otherwise the
-    head returns hidden states. Returns None without a chunk, or if the logits are not one product with a matrix that is
-    complete on this rank.
+    head returns hidden states. Returns None without a chunk, or if the logits are not the product of the hidden states
+    and one matrix that this rank has in full.
     """
     if chunk is None or getattr(getattr(model, "config", None), "model_type", None) not in PLAIN_HEAD_TYPES:
         return None

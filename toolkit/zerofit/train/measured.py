@@ -1,4 +1,4 @@
-"""Measured memory and step time of a run, compared with the forecast."""
+"""Compare the measured memory and step time of a run with the forecast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN, SHARED = "memory of the process (tensors, Python, libraries)", "shared or p
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredMemory:
-    """Peak bytes so far on the device and on the host, for the rank that uses most of each."""
+    """Peak bytes so far on the device and on the host, each for the rank that uses the most."""
 
     memory_bytes: int  # tensors on the device; on CPUs `host_bytes`
     reserved_bytes: int | None  # reserved on the device by torch's allocator; None on CPUs
@@ -70,7 +70,7 @@ def memory_figures(taken: MeasuredMemory, forecast: MemoryForecast | None) -> di
 
 
 def outgrown(taken: MeasuredMemory, forecast: MemoryForecast) -> str | None:
-    """Return a message that names what grew most if a rank exceeds its forecast plus margin; else None."""
+    """Return a message that names what grew most if a rank exceeds forecast plus margin; None otherwise."""
     pairs = memory_figures(taken, forecast)
     above = {name: int(pair.measured - (pair.forecast or 0)) for name, pair in pairs.items()}
     shared = taken.shared_bytes - forecast.pinned_bytes

@@ -1,4 +1,4 @@
-"""Memory use of this rank, measured once per block of steps and compared with its forecast."""
+"""Measure this rank's memory use once per block of steps, and compare it with the forecast."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ class RankMemory:
     """The peak memory of this rank so far and, after an exchange, of all ranks."""
 
     def __init__(self, device: torch.device, free_bytes: int | None):
-        """Start measuring; `free_bytes`: free device memory before any rank started, or None if unknown."""
+        """Start measuring. `free_bytes`: free device memory before any rank started; None if unknown."""
         self._device, self._free, self._outside = device, free_bytes, 0
         start = resident_memory()
         self._files, self._host = start.file, start.peak
         forget_resident_peak()
 
     def slots(self) -> list[float]:
-        """Return a slot per rank. A rank fills only its own slots, the others are zero, so a sum over ranks fills all
-        of them."""
+        """Return slots for the figures of all ranks, where only this rank's slots are filled.
+
+        Other slots are zero, so a sum over all ranks has every rank's figures.
+        """
         figures = self._look()
         before = FIGURES * dist.get_rank()
         return [0.0] * before + figures + [0.0] * (FIGURES * (dist.get_world_size() - 1) - before)
 
     def most(self, slots: Sequence[float]) -> MeasuredMemory:
-        """Return the largest device memory and the largest host memory of any rank."""
+        """Return the largest device memory and the largest host memory of any rank, from the summed slots."""
         figures = [round(figure) for figure in slots]
         rows = [figures[first : first + FIGURES] for first in range(0, len(figures), FIGURES)]
         allocated, reserved, outside, _, _ = max(rows, key=lambda row: row[1] + row[2])
@@ -74,7 +76,7 @@ class RankMemory:
 
 
 def record_allocations(file: Path) -> None:
-    """Record the last allocations on this rank's GPU with their lines; write them to `file` if an allocation fails."""
+    """Record the last allocations on this rank's GPU, with their lines. If one fails, write them to `file`."""
     torch.cuda.memory._record_memory_history(max_entries=RING_EVENTS)
     # called before the error unwinds the stack, so tensors that it would free are still in the snapshot
     attach: Any = vars(torch._C)["_cuda_attach_out_of_memory_observer"]  # torch declares no types for it
@@ -92,7 +94,7 @@ class MemoryWatch(Callback):
         self.look(MeasuredMemory.of(record), f"step {record['step']}")
 
     def look(self, measured: MeasuredMemory, when: str) -> None:
-        """Compare the memory used with the forecast."""
+        """Warn if the memory used exceeds the forecast plus margin, unless it has warned before."""
         text = None if self._warned else outgrown(measured, self._forecast)
         if text:
             self._warned = True

@@ -1,4 +1,4 @@
-"""Process groups of layouts that combine tensor, pipeline and sequence parallelism; attention over split sequences.
+"""Make process groups of combined layouts (tensor, pipeline, sequence), and attention over split sequences.
 
 DeepSpeed creates tensor groups as if there were no sequence groups, and vice versa. Both use the engine's `mpu`
 (runtime/engine.py:957, runtime/sequence_parallel/parallel_state_sp.py:50). So the engine gets one `data` axis and one
@@ -34,17 +34,17 @@ class MeshGroups:
 
     @cached_property
     def tensor(self) -> Any:
-        """Ranks that each have a slice of this rank's layers."""
+        """The group of ranks that each have a slice of this rank's layers."""
         return self._group("tp")
 
     @cached_property
     def sequence(self) -> Any:
-        """Ranks that each have a part of this rank's sequences."""
+        """The group of ranks that each have a part of this rank's sequences."""
         return self._group("sp")
 
     @cached_property
     def data(self) -> Any:
-        """Ranks with the same layers and slices; the engine averages, partitions and clips over them."""
+        """The group of ranks with the same layers and slices. The engine averages, partitions and clips over it."""
         return self._group("dp", "sp")
 
     def _group(self, *axes: str) -> Any:
@@ -56,7 +56,7 @@ class MeshGroups:
         return self.data
 
     def get_data_parallel_world_size(self) -> int:
-        """Return the size of that group."""
+        """Return the size of the data parallel group."""
         return dist.get_world_size(self.data)
 
     def get_data_parallel_rank(self) -> int:
@@ -68,11 +68,11 @@ class MeshGroups:
         return self.tensor
 
     def get_model_parallel_world_size(self) -> int:
-        """Return the size of that group."""
+        """Return the size of the model parallel group."""
         return self._layout.tp
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank's number in that group, which also appears in the names of its files."""
+        """Return this rank's number in the model parallel group, which is also in the names of its files."""
         return dist.get_rank(self.tensor)
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -81,7 +81,7 @@ class MeshGroups:
 
 
 def exchange_heads(config: Any, job: Job, group: Any) -> None:
-    """Make transformers' attention exchange sequences for heads over the group.
+    """Make transformers' attention exchange parts of sequences for heads with the other ranks of the group.
 
     `UlyssesSPAttentionHF.register_with_transformers` creates its own groups of neighboring ranks and exchanges all
     heads of the config. It cannot be used, since tensor ranks have only a part of the heads (ulysses_sp.py:401).

@@ -1,4 +1,4 @@
-"""Metrics: one record per step. Ranks exchange losses in blocks of steps, so metrics take almost no time.
+"""Record the metrics of each step. Ranks exchange losses in blocks of steps, so metrics take almost no time.
 
 A block is about half a second of steps. One all-reduce exchanges the losses of a block. It also tells every rank
 whether a loss was not finite, and whether a rank was asked to save or stop.
@@ -56,7 +56,7 @@ class _Step:
 
 
 class MetricsRecorder:
-    """Turns steps into metrics records on rank 0, and stops all ranks at a loss that is not finite."""
+    """Turns steps into metrics records on rank 0, and stops all ranks if a loss is not finite."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class MetricsRecorder:
         grad_norm: Any,
         extra: dict[str, Any],
     ) -> None:
-        """Add an issued step; exchange and write the block if it is full."""
+        """Add a step that was issued to the device. If the block is full, exchange and write it."""
         now = time.perf_counter()
         self._block.append(_Step(step, losses, indices, now - self._last_end, lr, grad_norm, extra))
         self._last_end = now
@@ -98,7 +98,7 @@ class MetricsRecorder:
             self.flush()
 
     def skip_time(self) -> None:
-        """Exclude the time until now (an evaluation, say) from the next step's time."""
+        """Exclude the time until now, e.g. of an evaluation, from the next step's time."""
         self._last_end = time.perf_counter()
 
     def flush(self) -> None:
@@ -132,7 +132,7 @@ class MetricsRecorder:
         self._last_end = synced  # the cost of recording counts as part of the next step
 
     def exchange_stop(self, seconds: float) -> float:
-        """Exchange whether a rank was asked to stop, between steps; return the mean of the ranks' `seconds`."""
+        """Exchange, between steps, whether a rank was asked to stop. Return the mean of all ranks' `seconds`."""
         shared = torch.tensor([seconds, self._requests.of_this_rank()[0]], device=self._device)
         dist.all_reduce(shared)
         mean_s, stop = (shared / dist.get_world_size()).tolist()
@@ -177,7 +177,7 @@ class MetricsRecorder:
 
     @property
     def step_s(self) -> float | None:
-        """Median step time of this start except the first step, which connects and compiles; None before any step."""
+        """Median step time since this start; None before any step. The first step counts only if there is no other."""
         times = list(self._times)
         return statistics.median(times[1:] or times) if times else None
 
@@ -197,7 +197,7 @@ class MetricsRecorder:
         return f"last good: step {good['step']}, loss {good['loss']:.4f}" if good else "no good step before"
 
     def _stop(self, step: _Step, loss: float) -> None:
-        """Raise RunFailed with the samples whose loss is not finite; all ranks call this together."""
+        """Raise RunFailed with the samples whose loss is not finite. All ranks must call this together."""
         finite = torch.isfinite(step.losses).tolist()  # one loss for each micro batch, or one for all micro batches
         bad = [part for i, part in enumerate(step.indices) if not finite[i if len(finite) > 1 else 0]]
         gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]

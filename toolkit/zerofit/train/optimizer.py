@@ -1,4 +1,4 @@
-"""Optimizers that DeepSpeed cannot create by name, such as bitsandbytes' 8-bit and paged AdamW."""
+"""Create optimizers that DeepSpeed cannot create by name, e.g. bitsandbytes' 8-bit and paged AdamW."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerofit.spec.errors import Problem
 
 
 def own_optimizer(config: Mapping[str, Any], groups: list[dict[str, Any]], on_cpu: bool) -> Optimizer | None:
-    """Return the optimizer of a DeepSpeed JSON if DeepSpeed cannot create it, else None."""
+    """Return the optimizer that a DeepSpeed JSON names if DeepSpeed cannot create it; None otherwise."""
     entry = of_json(get(config, "optimizer.type"))
     path = entry and (entry.cpu_class if on_cpu else entry.gpu_class)
     if not entry or not path:

@@ -1,4 +1,4 @@
-"""Trainer for one rank of DeepSpeed's pipeline engine."""
+"""Define the trainer for one rank of DeepSpeed's pipeline engine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _Pair = tuple[Tensor, tuple[Tensor, Tensor]]  # the first layer's input; labels 
 
 
 class PipelineTrainer(EngineTrainer):
-    """Trainer for pipeline parallelism with data, tensor, sequence or expert parallelism; ZeRO stage 0 or 1."""
+    """Trainer for pipelines at ZeRO stage 0 or 1, also with data, tensor, sequence or expert parallelism."""
 
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs):
         self.job, self.coords = job, coords
@@ -89,7 +89,7 @@ class PipelineTrainer(EngineTrainer):
         return [ModelSection(name=names[n], start=self._layers[n].module) for n in chain(*self.parts)]
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """Make one optimizer step; return float32 (1,), the loss over all stages and replicas of the pipeline."""
+        """Make one optimizer step. Return the loss over all replicas of the pipeline, float32 (1,)."""
         return self.engine.train_batch(data_iter=(self._pair(b) for b in batches)).detach().float().reshape(1)
 
     def extra_metrics(self) -> dict[str, Any]:
@@ -110,12 +110,12 @@ class PipelineTrainer(EngineTrainer):
         return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
 
     def _evaluate_in_rounds(self, pairs: Iterator[_Pair], count: int) -> None:
-        """Evaluate in rounds of as many micro batches as training accumulates.
+        """Evaluate in rounds, each with as many micro batches as training accumulates.
 
-        Micro batches without targets pad the last round.
+        The last round is filled with micro batches without targets.
 
-        DualPipeV's engine chooses its backward buffers by the number of micro batches in training, even if it gets a
-        different number (runtime/pipe/dualpipev.py, `_phase1_buffer`).
+        DualPipeV's engine chooses its backward buffers by the number of micro batches in training, even if it runs
+        a different number (runtime/pipe/dualpipev.py, `_phase1_buffer`).
         """
         each = self.job.batch.accumulation
         rounds = -(-count // each)
@@ -124,7 +124,7 @@ class PipelineTrainer(EngineTrainer):
             self.engine.eval_batch(filled, num_micro_batches=each)
 
     def state_names(self, engine: Any) -> StateNames:
-        """Return the names of this stage's state; a shared weight is named after its first layer."""
+        """Return the names of this stage's state. A shared weight has the name that it has in its first layer."""
         names, firsts = StateNames(), {}
         for layer in self._layers:
             if layer.tied and layer.tied_attr:
@@ -141,7 +141,7 @@ class PipelineTrainer(EngineTrainer):
         return names
 
     def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the full model on rank 0; the first replica of each stage writes its part to a file."""
+        """Yield the full model's weights on rank 0. Each stage's first replica writes its part to a file for rank 0."""
         coords, weights = self.coords, {}
         collect = not (coords.dp_rank or coords.sp_rank or coords.tp_rank)
         for layer in self._own_layers:
@@ -195,7 +195,7 @@ class PipelineTrainer(EngineTrainer):
 
 
 def _filled(pairs: Iterator[_Pair], count: int) -> Iterator[_Pair]:
-    """Yield the micro batches, then the last micro batch again without targets, `count` times."""
+    """Yield the micro batches. Then yield the last one `count` times more, without targets."""
     for x, (labels, weight) in pairs:
         yield x, (labels, weight)
     for _ in range(count):
@@ -233,7 +233,7 @@ def _even_norms(engine: Any) -> None:
 
 
 def _count_once(module: PipelineModule, coords: RankCoords) -> None:
-    """Mark the parameters that this rank adds to the gradient norm, for DeepSpeed's fp32 clipping without ZeRO.
+    """Mark the parameters that this rank adds to the gradient norm in DeepSpeed's fp32 clipping without ZeRO.
 
     DeepSpeed would count split parameters on every stage, and all other parameters only on the first stage
     (runtime/utils.py:394).
@@ -246,7 +246,7 @@ def _count_once(module: PipelineModule, coords: RankCoords) -> None:
 
 
 class _Staged(PipelineModule):
-    """PipelineModule with given stage bounds, so no rank builds every layer to find them."""
+    """PipelineModule with given stage bounds, so that no rank has to build every layer to find the bounds."""
 
     def __init__(self, layers: list[Layer], bounds: list[int], job: Job, loss_fn: Any):
         self._bounds, layout = bounds, job.layout
@@ -261,7 +261,7 @@ class _Staged(PipelineModule):
         super().__init__(ready, topology=topology, loss_fn=loss_fn)
 
     def forward(self, forward_input: Any) -> Any:
-        """Run this stage's layers. All output tensors for the next stage share one backward."""
+        """Run this stage's layers. If several tensors go to the next stage, they share one backward."""
         outputs = super().forward(forward_input)
         goes_on = isinstance(outputs, tuple) and self._local_stop != self._last and torch.is_grad_enabled()
         return ends(*outputs) if goes_on else outputs
@@ -272,11 +272,11 @@ class _Staged(PipelineModule):
 
 
 class _StagedV(DualPipeVModule, _Staged):
-    """Pipeline stage of two parts, one in each direction, with given bounds."""
+    """Stage of DualPipeV with given bounds. It has two parts, one for each direction of the pipeline."""
 
 
 def _parts_of(stage: int, job: Job, bounds: list[int]) -> list[range]:
-    """Return the indices of the layers in each model part of a stage."""
+    """Return the indices of the layers in each part of a stage."""
     parts = parts_of_stage(stage, job.layout.pp, job.run.pipeline_schedule)
     return [range(bounds[part], bounds[part + 1]) for part in parts]
 
@@ -295,7 +295,7 @@ def _tied_apart(layers: list[Layer], bounds: list[int], job: Job) -> set[str]:
 
 
 class _Tied(TiedLayerSpec):
-    """An existing layer that shares its weight with another layer. DeepSpeed uses it on the layer's own stage."""
+    """Spec of a built layer that shares its weight with another layer."""
 
     def __init__(self, layer: Layer):
         super().__init__(layer.tied, nn.Module, tied_weight_attr=layer.tied_attr)
@@ -308,8 +308,10 @@ class _Tied(TiedLayerSpec):
 def _build_stage(
     job: Job, coords: RankCoords, inputs: Inputs
 ) -> tuple[list[Layer], list[int], tuple[PipelineStage, ...], HeadLoss | None, RouterLoss | None]:
-    """Return all layers (of other stages on meta), bounds of the parts, stages, the loss of the head and of the
-    routers."""
+    """Return all layers, the bounds of the parts, the stages, and the losses of the head and of the routers.
+
+    Layers of other stages are on the meta device.
+    """
     run, layout, shape = job.run, job.layout, build_on_meta(job, inputs)
     layers = as_layers(shape)
     stack = layer_facts(layers)
@@ -342,7 +344,7 @@ def _build_stage(
 
 
 def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
-    """Raise RunFailed if a stage has no spread experts. It would average and save its weights differently."""
+    """Raise RunFailed if a stage has no spread experts, since it would average and save weights differently."""
     for stage in range(job.layout.pp):
         held = (layers[index].names.values() for index in chain(*_parts_of(stage, job, bounds)))
         if not any(".experts." in name for name in chain(*held)):
@@ -352,7 +354,7 @@ def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
 
 
 def _share_sequences(job: Job, coords: RankCoords, config: Any, layers: list[Layer], groups: MeshGroups) -> None:
-    """Give the blocks the position of this rank's first token, and make attention exchange heads."""
+    """Set the position of this rank's first token in all blocks, and make attention exchange heads."""
     assert job.run.seq_len  # a job's run on text is resolved
     exchange_heads(config, job, groups.sequence)
     first = own_tokens(job.run.seq_len, job.layout, coords).start
@@ -362,7 +364,7 @@ def _share_sequences(job: Job, coords: RankCoords, config: Any, layers: list[Lay
 
 
 def _measured(job: Job, source: Any, inputs: Inputs) -> list[float]:
-    """Return the seconds for forward and backward of each layer. Rank 0 measures them in the second of two rounds."""
+    """Return the seconds of each layer's forward and backward. Rank 0 measures them in the second of two rounds."""
     seconds: list[float] = []
     if dist.get_rank() == 0:
         torch.manual_seed(job.run.seed)

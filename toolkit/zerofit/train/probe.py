@@ -1,4 +1,4 @@
-"""Facts about a model, read on the meta device in a second or two, without memory and without a download."""
+"""Read facts about a model on the meta device, in a second or two, without memory and without a download."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def probe(
     pipelined: bool,
     model: nn.Module | None = None,
 ) -> ModelFacts:
-    """Return the facts of a model for these inputs. Without inputs FLOPs are not counted.
+    """Return the facts about a model for these inputs. Without inputs, FLOPs are not counted.
 
     `args`: the run's `model_args`. `pipelined`: whether the list of layers is needed. `model`: an existing model to
     use instead of building it from the source. Raises UserError if model and data do not match.
@@ -95,12 +95,12 @@ def expert_count(config: Any) -> int | None:
 
 
 def are_experts(name: str, child: nn.Module) -> bool:
-    """Return whether a module's child is a list of experts with weights of their own."""
+    """Return whether a module's child is a list of experts, each a module with its own weights."""
     return "expert" in name.lower() and isinstance(child, nn.ModuleList | nn.ModuleDict) and len(child) > 1
 
 
 def expert_lists(model: nn.Module) -> tuple[str, ...]:
-    """Return the classes that have a list of experts, named like DeepSpeed's leaf modules."""
+    """Return the classes that have a list of experts, in the form of DeepSpeed's leaf modules: module.Class."""
     owners = (m for m in model.modules() if any(are_experts(*child) for child in m.named_children()))
     return tuple({f"{type(m).__module__}.{type(m).__qualname__}": None for m in owners})
 
@@ -119,7 +119,7 @@ def _hidden_size(config: Any) -> int | None:
 
 
 def task_of(source: ModelSource, run: Run) -> Task:
-    """Return the task of a model. For a user's own model see `fed_with`."""
+    """Return the task of a model. A user's own model gets its task from `fed_with`."""
     if source.task != "custom":
         return source.task
     with models_say("MODEL"), torch.device("meta"):
@@ -127,7 +127,7 @@ def task_of(source: ModelSource, run: Run) -> Task:
 
 
 def fed_with(model: nn.Module, run: Run) -> Task:
-    """Return the task of a user's own model: text if its forward has input_ids, else by the data, else images."""
+    """Return the task of a user's own model: causal-lm if its forward has `input_ids`, else by the run's data."""
     if "input_ids" in inspect.signature(model.forward).parameters:
         return "causal-lm"
     if (run.data or "").startswith("segmentation:"):

@@ -1,4 +1,4 @@
-"""Joining and leaving the ranks' process group."""
+"""Join and leave the ranks' process group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stop() -> None:
 
 
 def leave() -> None:
-    """Leave the group if this process is in one. An exit while the group's threads run may abort the process."""
+    """Leave the group if this process is in one. If a process exits while the group's threads run, it may abort."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

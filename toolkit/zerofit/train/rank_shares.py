@@ -1,4 +1,4 @@
-"""Division of a step's samples among ranks of unequal speed, measured before the first step."""
+"""Divide a step's samples among ranks of unequal speed, which is measured before the first step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_S = 5.0  # limit of the counted passes
 
 @dataclass(frozen=True, kw_only=True)
 class RankShares:
-    """A batch with a micro batch per rank, and the measured speeds of the ranks."""
+    """A batch with a micro batch size for each rank, and the measured speeds of the ranks."""
 
     batch: Batch
     samples_per_s: tuple[float, ...]  # of each rank, forward

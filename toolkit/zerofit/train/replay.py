@@ -1,4 +1,4 @@
-"""One rank of `zerofit replay`: repeats steps of a run and looks where they stop being finite."""
+"""Run one rank of `zerofit replay`: repeat steps of a run, and find where numbers stop being finite."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zerofit.train.zero_layouts import Unsupported, states_of
 def replay(
     job: Job, folder: RunFolder, signals: SignalNotes | None = None, progress: RankProgress | None = None
 ) -> dict[str, Any]:
-    """Repeat the job's steps up to `job.replay.step`; write and return the findings of all ranks."""
+    """Repeat the job's steps up to `job.replay.step`. Write and return the findings of all ranks."""
     assert job.replay
     run = RankRun(job, folder, signals, progress)
     if job.replay.double:
@@ -52,7 +52,7 @@ class _RankReplay:
         self._found: dict[str, Any] = {"rank": dist.get_rank(), "weights": [], "sizes": [], "done": run.loop.first}
 
     def findings(self, last: int) -> dict[str, Any]:
-        """Repeat the steps up to `last`, or until something is wrong; return what this rank found."""
+        """Repeat the steps up to `last`, but stop if a number is not finite or ranks differ. Return the findings."""
         self._look_at_weights(states=True)
         if self._any(bool(self._found["weights"])):
             return self._found
@@ -72,7 +72,7 @@ class _RankReplay:
         return self._found
 
     def _step(self, step: int, batches: list[dict[str, Any]], indices: list[Any]) -> bool:
-        """Make a step as in training. If --check-loss stops it, watch it in a second pass and return True."""
+        """Make a step as in training. If --check-loss stops the step, run it again under watch and return True."""
         trainer, engines = self._trainer, self._trainer.engines().values()
         before = trainer.rank_state()  # random states and buffers
         micro_steps = [engine.micro_steps for engine in engines]
@@ -93,7 +93,7 @@ class _RankReplay:
         return True
 
     def _watch(self, batches: list[dict[str, Any]]) -> None:
-        """Run the micro batches of the stopped step again, and note the first op whose result is not finite."""
+        """Run the micro batches of the stopped step again, and record the first op whose result is not finite."""
         check = self._trainer.loss_check
         assert check
         check.losses.clear()
@@ -121,7 +121,7 @@ class _RankReplay:
 
     @torch.no_grad()
     def _look_at_weights(self, states: bool = False) -> None:
-        """Note weights that are not finite (with `states` also optimizer states), and the size of all weights."""
+        """Record weights (with `states`, also states) that are not finite, and the root mean square of all weights."""
         total, count = 0.0, 0
         for name, kind, tensor in _tensors(self._trainer, states):
             bad = int(torch.isfinite(tensor).logical_not().sum())
@@ -132,7 +132,7 @@ class _RankReplay:
         self._found["sizes"].append((total / max(1, count)) ** 0.5)
 
     def _any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
+        """Return whether `flag` is True on any rank."""
         shared = torch.tensor(float(flag), device=self._trainer.device)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return bool(shared)

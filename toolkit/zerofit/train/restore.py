@@ -1,4 +1,4 @@
-"""Resume from a checkpoint: with DeepSpeed if it can read the files, else shard by shard into any layout."""
+"""Resume from a checkpoint, with DeepSpeed if it can read the files, else shard by shard in any layout."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ TELL_EVERY_S = 2.0
 
 
 def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Load a checkpoint into freshly built engines; return the figures of its last step.
+    """Load a checkpoint into freshly built engines. Return the figures of the checkpoint's last step.
 
-    In the same layout random states are restored too, so training continues bit for bit. DeepSpeed cannot read the
-    files in another layout. With some settings it cannot read them in the same layout either. In these cases zerofit
+    If the layout is the same, random states are restored, too, so training continues bit for bit. DeepSpeed cannot read
+    files of a different layout, and with some settings it cannot read files of the same layout. In these cases zerofit
     reads the parameters' shards one by one.
     """
     checkpoint = Path(start.checkpoint)
@@ -70,7 +70,7 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
 
 
 class _RunSettings:
-    """Optimizer settings of this start that loading would silently change: learning rate, weight decay, betas."""
+    """Optimizer settings of this start that a load would overwrite: learning rate, weight decay, betas."""
 
     def __init__(self, engine: Any):
         self._engine = engine
@@ -96,7 +96,7 @@ def _restore_shards(
     """Load weights, optimizer states, counters and schedule into an engine from a checkpoint of any layout.
 
     Each rank reads only the data of its own partitions, one parameter at a time. Raises UserError if the checkpoint
-    lacks a parameter or has another shape for it, or if the engine's layout is not supported.
+    lacks a parameter or has it with a different shape, or if the engine's layout is not supported.
     """
     try:
         shards = list(indexed_shards(trainer, engine, tag))
@@ -153,7 +153,7 @@ def _zeros(inner: Any, indexed: IndexedShard, kind: str) -> Tensor:
 
 
 def _step(inner: Any, step: int, master: Tensor) -> Any:
-    """Return the step count in the type that this optimizer uses."""
+    """Return the step count in the form that this optimizer uses."""
     counting = getattr(inner, "aux_optimizer", None) or inner  # Muon updates only matrices; an Adam updates the rest
     if not type(counting).__module__.startswith("torch.optim"):
         return step
@@ -209,7 +209,7 @@ def _set_counters(engine: Any, counters: dict[str, Any]) -> None:
 
 
 def _set_steps_done(scheduler: Any, done: int) -> None:
-    """Make a fresh scheduler continue after `done` steps."""
+    """Make a new scheduler continue after `done` steps."""
     if hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's own, which count from -1
         if done:
             scheduler.step(done - 1)
@@ -222,7 +222,7 @@ def _set_steps_done(scheduler: Any, done: int) -> None:
 
 
 def _set_rates(scheduler: LambdaLR) -> None:
-    """Set the optimizer's learning rates to the scheduler's own curve at its current step."""
+    """Set the optimizer's learning rates to the values of the scheduler's curve at its current step."""
     curves = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
     rates = [base * curve(scheduler.last_epoch) for base, curve in curves]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):

@@ -1,4 +1,4 @@
-"""One rank's run, from the job in the run folder to the trained model in that folder."""
+"""Train a job on one rank, from the job in the run folder to the trained model in that folder."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def train(
     progress: RankProgress | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Train the job on this rank of an initialized process group; return the run's result (the same on all ranks).
+    """Train the job on this rank of an initialized process group. Return the run's result, equal on all ranks.
 
     If a signal or the file `folder.stop_request` stops the run, write `folder.stopped` and return {}.
     """
@@ -133,7 +133,7 @@ class RankRun:
             self._events.note("--record-memory has no effect: it needs GPUs")
 
     def _shared_out(self, job: Job) -> Job:
-        """Return the job with samples distributed by the ranks' measured speeds, if the run requests it."""
+        """Return the job. If the run requests it, divide its samples by the ranks' measured speeds."""
         trainer, shares = self.trainer, job.start and job.start.shares
         if job.batch.limit <= job.batch.micro or shares or not isinstance(trainer, ZeroTrainer):
             return job
@@ -146,7 +146,7 @@ class RankRun:
         return job
 
     def run(self) -> dict[str, Any]:
-        """Train, save the model and write the result; return {} if the run was stopped on request."""
+        """Train, save the model and write the result. Return {} if the run was stopped on request."""
         self.begin()
         return self.finish(self.loop.run())
 
@@ -155,7 +155,7 @@ class RankRun:
         self._events.training(steps=self.job.steps, done=self.loop.first)
 
     def finish(self, ended: LoopResult) -> dict[str, Any]:
-        """Save the model and write the result of a finished loop; return {} if the run was stopped on request."""
+        """Save the model, and write and return the result. Return {} if the loop was stopped on request."""
         # The result is written before samples and drawings are made: if samples or drawings fail, the trained model is
         # already complete.
         job, folder, events = self.job, self.folder, self._events
@@ -183,7 +183,7 @@ class RankRun:
         return result
 
     def _against_forecast(self) -> dict[str, ForecastFigure]:
-        """Return measured memory and step time of the run with their forecasts; check the memory a last time."""
+        """Return measured memory and step time with their forecasts, after a last check of the memory."""
         job, recorder = self.job, self.loop.recorder
         memory = recorder.memory_of_all_ranks()
         if self._watch and self.rank == 0:
@@ -195,7 +195,7 @@ class RankRun:
 
 
 def _profile_of(job: Job, rank: int, trainer: EngineTrainer, folder: RunFolder) -> StepProfile | None:
-    """Return the profile of the chosen steps; None on ranks that are not profiled."""
+    """Return the profiler for the chosen steps; None on ranks that are not profiled."""
     if job.run.profile is None or rank not in Numbers.parse(job.run.profile_ranks):
         return None
     sections = list[ModelSection]()
@@ -251,9 +251,9 @@ def _result(job: Job, last: StepRecord, figures: dict[str, float], data: Data) -
 
 
 def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, scratch: Path) -> None:
-    """Write the trained model into a folder, in transformers' format or (other models) as a safetensors file.
+    """Write the trained model into a folder: transformers models in their format, others as a safetensors file.
 
-    For a model with adapters only the adapters are written, in peft's format. All ranks call this and rank 0 writes.
+    If the model has adapters, only these are written, in peft's format. All ranks call this, and rank 0 writes.
     Rank 0 needs host memory for one module at a time (transformers models) or for the full model (all others).
     `scratch`: see `EngineTrainer.weights`.
     """
@@ -284,7 +284,7 @@ def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, s
 
 
 def _without_shared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights with copies of tensors that share memory: safetensors cannot store aliases."""
+    """Return the weights, with tensors that share memory copied, since safetensors cannot store shared memory."""
     seen: set[int] = set()
     out = {}
     for name, tensor in weights.items():
@@ -295,7 +295,7 @@ def _without_shared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_replicas(trainer: EngineTrainer) -> None:
-    """Raise RunFailed unless every parameter has the same float64 sum on all ranks that hold a replica.
+    """Raise RunFailed if a parameter's float64 sum differs between ranks that have a replica of it.
 
     Replicas get the same gradients, so a difference means that a collective or a device has failed. ZeRO-3 has no
     replicas.
@@ -308,7 +308,7 @@ def check_replicas(trainer: EngineTrainer) -> None:
 
 
 def replicas_apart(trainer: EngineTrainer) -> list[str]:
-    """Return the names of parameters that differ between ranks with replicas. All ranks must call this."""
+    """Return the names of parameters whose replicas differ between ranks. All ranks must call this."""
     if trainer.job.layout.zero_stage == 3:
         return []
     engine, held = trainer.engine, dict(trainer.module.named_parameters())

@@ -1,4 +1,4 @@
-"""Saving a checkpoint: DeepSpeed writes files, all ranks sync them, rank 0 verifies and makes the checkpoint visible.
+"""Save checkpoints: DeepSpeed writes files, all ranks sync them, and rank 0 verifies and publishes them.
 
 Ranks acknowledge to rank 0 through small files in `acks/`, not through collectives, so writing can continue in the
 background while the ranks train.
@@ -55,7 +55,7 @@ class _Save:
 
 
 class Saver:
-    """Saves checkpoints; all ranks call `save` and `wait` at the same steps."""
+    """Saves checkpoints. All ranks must call `save` and `wait` at the same steps."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Saver:
                 leave_out_frozen(engine)
 
     def save(self, step: int, figures: dict[str, Any], background: bool) -> Problem | None:
-        """Save the state after `step` optimizer steps. If it fails, return the problem, which is the same on all ranks.
+        """Save the state after `step` optimizer steps. If the save fails, return the problem, equal on all ranks.
 
         `background`: copy the state and write the copy while training continues. A failure is then reported as an
         event. `figures`: the latest metrics record, written to the manifest.
@@ -116,7 +116,7 @@ class Saver:
             dist.barrier()
 
     def _write(self, staging: Path) -> None:
-        """Write DeepSpeed's files, this rank's own state, and the index of their contents."""
+        """Write DeepSpeed's files, this rank's own state, and the index of the files' contents."""
         for tag, engine in self._trainer.engines().items():
             engine.save_checkpoint(
                 str(staging), tag=tag, save_latest=False, exclude_frozen_parameters=self._job.run.partial is not None
@@ -126,7 +126,7 @@ class Saver:
         own.with_suffix(".json").write_text(json.dumps(build_index(self._trainer)))
 
     def _write_ack(self, staging: Path) -> None:
-        """Acknowledge that this rank's files are on disk, or report why not."""
+        """Acknowledge that this rank's files are on disk, or report why they are not."""
         try:
             marks = {p.relative_to(staging).as_posix(): vars(mark) for p, mark in self._files.marks().items()}
             write_json(staging / ACKS / f"rank-{self._rank:05}.json", {"files": marks, "failure": None})
@@ -140,7 +140,7 @@ class Saver:
             (staging / ACKS / f"rank-{self._rank:05}.failed").touch()
 
     def _finish(self, save: _Save, snapshot: list[tuple[Any, Path]], stalled_s: float) -> None:
-        """Finish a save after the copies are made. Catch all errors, since nobody would see them in this thread."""
+        """Write the copies in this thread and finish the save. All errors are caught and reported."""
         try:
             self._files.write_snapshot(snapshot)
             self._write_ack(save.staging)
@@ -161,7 +161,7 @@ class Saver:
             self._failed(save, problem)
 
     def _complete(self, save: _Save) -> Problem | None:
-        """Gather all ranks' marks, write the manifest, make the checkpoint visible, delete old ones (on rank 0)."""
+        """On rank 0: gather all ranks' marks, write the manifest, make the checkpoint visible, delete old ones."""
         try:
             marks = self._gather(save.staging)
             shutil.rmtree(save.staging / ACKS)
@@ -190,7 +190,7 @@ class Saver:
         return None
 
     def _gather(self, staging: Path) -> dict[str, FileMark]:
-        """Return the marks of all ranks' files once each has acknowledged. Raises OSError for the first failure."""
+        """Wait for all ranks' acknowledgements. Return the marks of their files. Raises OSError for a failure."""
         marks: dict[str, FileMark] = {}
         for rank in range(self._world):
             ack, failed = (staging / ACKS / f"rank-{rank:05}.{kind}" for kind in ("json", "failed"))
@@ -205,7 +205,7 @@ class Saver:
         return marks
 
     def _make_room(self, staging: Path) -> Problem | None:
-        """Make the staging folder, or return a problem if the disk has no room for another checkpoint."""
+        """Make the staging folder. Return a problem if the disk has too little space for another checkpoint."""
         self._folder.checkpoints.mkdir(exist_ok=True)
         sizes = [entry.manifest.total_bytes for entry in self._store.entries() if entry.manifest]
         needed = sizes[-1] if sizes else self._job.facts.checkpoint_bytes(self._job.precision)
@@ -219,7 +219,7 @@ class Saver:
         return None
 
     def _shared(self, work: Callable[[], Problem | None]) -> Problem | None:
-        """Return rank 0's result of `work` on all ranks."""
+        """Run `work` on rank 0, and return its result on all ranks."""
         answer: list[Problem | None] = [None]
         if self._rank == 0:
             try:

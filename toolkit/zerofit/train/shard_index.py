@@ -1,4 +1,4 @@
-"""Index of a checkpoint's files: the places of this rank's stretches of the full model's parameters."""
+"""Index a checkpoint's files: where each has which part of the full model's parameters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from zerofit.train.zero_layouts import (
 
 @dataclass(frozen=True)
 class IndexedShard:
-    """A stretch of one parameter on this rank."""
+    """A part of one parameter that this rank has, with the parameter's name and shape in the full model."""
 
     name: str  # in the full model
     shape: tuple[int, ...]  # of the tensor in the full model
@@ -48,15 +48,15 @@ class IndexedShard:
 
 
 def build_index(trainer: EngineTrainer) -> dict[str, Any]:
-    """Return this rank's index of the files of `engine.save_checkpoint`, as JSON (see `checkpoint.full_state`)."""
+    """Return an index of this rank's files from `engine.save_checkpoint`, as JSON (see `checkpoint.full_state`)."""
     engines = {tag: _engine_index(trainer, engine, tag) for tag, engine in trainer.engines().items()}
     return {"world_size": dist.get_world_size(), "engines": engines}
 
 
 def indexed_shards(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[IndexedShard]:
-    """Yield this rank's shards of an engine that a checkpoint contains. Raises Unsupported if they cannot be found.
+    """Yield this rank's shards of an engine for a checkpoint. Raises Unsupported if they cannot be located.
 
-    Weights that the run freezes are left out; weights that a user's model fixes by itself are included.
+    Weights that the run freezes are left out. Weights that a user's model freezes itself are included.
     """
     shards = local_shards(engine, tag, frozen=trainer.job.run.partial is None)
     yield from _named(trainer, engine, (shard for shard in shards if shard.numel))  # without shards of padding only
@@ -137,7 +137,7 @@ def _whole_shape(p: nn.Parameter, coords: RankCoords, layout: Layout) -> tuple[t
 
 
 def _is_first(trainer: EngineTrainer, shard: ParamShard, cut: TensorSlice | None) -> bool:
-    """Return whether no lower rank holds the same stretch of the same parameter."""
+    """Return whether this rank is the first that has this part of the parameter."""
     coords = trainer.coords
     if getattr(shard.parameter, "ds_pipe_replicated", False):
         return False  # a tied weight that an earlier stage also has

@@ -1,6 +1,6 @@
-"""torch.profiler traces of chosen steps of one rank, with marks for the running layer and phase.
+"""Trace chosen steps of one rank with torch.profiler, and mark the running layer and phase.
 
-`report.traces` reads the marks: events between two marks belong to the first.
+`report.traces` reads the marks. An event belongs to the last mark before it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _INSTRUCTIONS = {ForwardPass: "forward", BackwardPass: "backward", OptimizerStep
 
 
 class StepProfile:
-    """Traces of one rank's chosen steps: one file for consecutive steps, written after the last of them.
+    """Traces one rank's chosen steps. Consecutive steps share one file, which is written after their last step.
 
-    A run that ends earlier writes the steps that were profiled so far.
+    If a run ends earlier, the steps that were profiled so far are written.
     """
 
     def __init__(
         self, trainer: EngineTrainer, steps: Numbers, file: Callable[[int], Path], sections: Sequence[ModelSection]
     ):
-        """Profile `steps` (1-based); `file` returns the path of a trace from its first step.
+        """Profile `steps` (from 1). `file` returns a trace's path from the number of its first step.
 
         `sections`: marked sections of the model or of this rank's pipeline stage, named as in forecasts.
         """
@@ -44,7 +44,7 @@ class StepProfile:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Run a step (1-based), profiled if it was chosen."""
+        """Profile step `number` (from 1), which runs inside this context, if it was chosen."""
         if number not in self._steps:
             self.close()
             yield
@@ -74,7 +74,7 @@ class StepProfile:
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
-        """Mark phases and sections."""
+        """Mark phases and sections inside this context."""
         names = [section.name for section in self._sections] or [""]
 
         def begin(section: int, tensors: Any) -> None:

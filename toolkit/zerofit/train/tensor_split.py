@@ -1,4 +1,4 @@
-"""Tensor parallelism in any process group: transformers' plan, with the layers of DeepSpeed's AutoTP.
+"""Split a model over any process group, by transformers' plan and with the layers of DeepSpeed's AutoTP.
 
 The model is split on the meta device, so a rank has only its slice of each parameter at any time.
 """
@@ -25,9 +25,9 @@ from zerofit.models.deferred import Stored
 # Splitting on the meta device costs no memory and shows which slice of which weight each rank needs. The model is then
 # built a second time with weights, and every weight is cut to that slice as soon as it exists.
 def build_split(shape: nn.Module, group: Any, stored: Stored, make: Callable[[Stored], nn.Module]) -> nn.Module:
-    """Split `shape`, a model on the meta device, over the group; return it with weights.
+    """Split `shape`, a model on the meta device, over the group. Fill it with weights and return it.
 
-    `make` builds the same model with weights and keeps the slices that its argument selects.
+    `make` builds the same model with weights, and keeps only the slices that its argument `stored` selects.
     """
     degree, rank = dist.get_world_size(group), dist.get_rank(group)
     auto = _split(shape, degree, group)
@@ -84,7 +84,7 @@ def _split(model: nn.Module, degree: int, group: Any) -> AutoTP:
 
 
 def fill(shape: nn.Module, weights: nn.Module, renamed: Mapping[str, nn.Parameter]) -> None:
-    """Move the parameters and buffers of `weights` into a split model on the meta device, keeping marks on parameters.
+    """Move parameters and buffers of `weights` into `shape`, a split model on meta. Marks on parameters stay.
 
     `renamed`: parameters that have different names in `weights`.
     """

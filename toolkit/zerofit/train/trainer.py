@@ -1,4 +1,4 @@
-"""Interface of all trainers, used by the loop, checkpoints and the saved model."""
+"""Define the interface of trainers, which the loop, checkpoints and the saved model use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Batch = dict[str, Any]  # one micro batch: "inputs", "labels", "weight", "indice
 
 @dataclass
 class StateNames:
-    """Names of an engine's parameters and buffers in the full model."""
+    """Names in the full model of an engine's parameters and buffers."""
 
     parameters: dict[int, str] = field(default_factory=dict)  # by id, in the order of the model
     ties: dict[str, str] = field(default_factory=dict)  # other names of the same tensor
@@ -45,7 +45,7 @@ class StateNames:
 
 
 class EngineTrainer(ABC):
-    """One rank's DeepSpeed engines and how to train them."""
+    """One rank's DeepSpeed engines, and the methods that train, evaluate and save them."""
 
     job: Job
     coords: RankCoords
@@ -61,7 +61,7 @@ class EngineTrainer(ABC):
 
     @abstractmethod
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """Make one optimizer step on the next micro batches; return their losses on this rank, float32."""
+        """Make one optimizer step on the next micro batches. Return their losses on this rank, float32."""
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
@@ -71,7 +71,7 @@ class EngineTrainer(ABC):
         """
 
     def written_figures(self, data: Data) -> dict[str, float]:
-        """Return scores of text that the model generates for some validation samples; all ranks call this."""
+        """Return scores of text that the model generates for some validation samples. All ranks must call this."""
         return {}
 
     def engines(self) -> dict[str, Any]:
@@ -79,11 +79,11 @@ class EngineTrainer(ABC):
         return {"state": self.engine}
 
     def generators(self) -> dict[str, torch.Generator]:
-        """Return the trainer's own random generators, whose states a checkpoint must keep."""
+        """Return the trainer's own random generators. Checkpoints keep their states."""
         return {}
 
     def extra_metrics(self) -> dict[str, Any]:
-        """Return metrics of the last step besides the metrics that all runs record. All ranks call this."""
+        """Return metrics of the last step in addition to those that all runs record. All ranks must call this."""
         if self.job.precision != "fp16":
             return {}
         return {"loss_scale": self.engine.optimizer.loss_scale, "skipped_steps": self.engine.skipped_steps}
@@ -102,14 +102,14 @@ class EngineTrainer(ABC):
 
     @property
     def saves_adapters(self) -> bool:
-        """Whether only the adapters are saved as the model."""
+        """Whether the saved model has only the adapters."""
         return self.job.run.lora is not None
 
     def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full model's weights by name, on the CPU, one module at a time; other ranks than 0 yield nothing.
+        """On rank 0, yield the full model's weights by name, on the CPU, one module at a time.
 
-        With `saves_adapters`, yield only the adapters' weights. All ranks iterate over this together. `scratch`: a
-        folder that all ranks share, for parts in transit; the next start deletes the files that a killed run leaves
+        With `saves_adapters`, yield only the adapters' weights. All ranks must iterate over this together. `scratch`: a
+        folder that all ranks share, for temporary files. The next start deletes the files that a killed run leaves
         there.
         """
         layout, collect, trained_only = self.job.layout, dist.get_rank() == 0, self.saves_adapters
@@ -128,11 +128,11 @@ class EngineTrainer(ABC):
             self.engine.optimizer.checkpoint_event_epilogue()
 
     def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
-        """Show samples of the trained model's output; return entries for the result. All ranks call this."""
+        """Make samples of the trained model's output, and return entries for the result. All ranks must call this."""
         return {}
 
     def rank_state(self) -> dict[str, Any]:
-        """Return copies of this rank's state that DeepSpeed does not save: random states, buffers and averages."""
+        """Return copies of the rank's state that DeepSpeed does not save: random states, buffers and averages."""
         numpy_state: Any = np.random.get_state(legacy=True)
         return {
             "torch": torch.get_rng_state(),
@@ -169,10 +169,10 @@ def own_tokens(length: int, layout: Layout, coords: RankCoords) -> slice:
 def gathered_state(
     module: nn.Module, layout: Layout, names: Mapping[str, str], collect: bool, trained_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's state on the CPU if `collect`, gathered from all ranks one submodule at a time.
+    """Gather a module's state from all ranks, one submodule at a time. Yield it on the CPU if `collect`.
 
-    `names`: names in the full model, for tensors that have another name here. `trained_only`: leave out frozen
-    parameters and buffers. All ranks that have a part of the module iterate over this together.
+    `names`: names in the full model, for tensors whose name in `module` differs. `trained_only`: leave out frozen
+    parameters and buffers. All ranks that have a part of the module must iterate over this together.
     """
     for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, GroupedExperts):
@@ -192,7 +192,7 @@ def gathered_state(
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that belong to the model's state, by their names in `rank_state`."""
+    """Yield the buffers that belong to the model's state, with their names in `rank_state`."""
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:

@@ -1,4 +1,4 @@
-"""Layouts of the master weights and states of each DeepSpeed optimizer: in memory, on NVMe and in checkpoint files.
+"""Find the master weights and states of each DeepSpeed optimizer, in memory, on NVMe and in checkpoint files.
 
 The layouts follow the source of DeepSpeed 0.19.8. No other module uses these attributes of DeepSpeed.
 """
@@ -36,12 +36,12 @@ Address = tuple[str, tuple[Any, ...]]  # path of a file in the checkpoint, and k
 
 
 class Unsupported(Exception):
-    """Raised if a checkpoint cannot address a part of an engine's state."""
+    """Raised if a part of an engine's state has no known place in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class StateSlot:
-    """One kind of state for one stretch of a parameter: its tensor, and its address in a checkpoint."""
+    """One kind of state for a part of a parameter: its tensor, and its address in a checkpoint."""
 
     tensor: Tensor  # the tensor that contains it; empty while it is on NVMe
     at: Address  # of that tensor in a file; without keys the file holds its raw numbers
@@ -51,14 +51,14 @@ class StateSlot:
 
     @property
     def live(self) -> Tensor:
-        """The stretch, flat or in the parameter's shape; writing to it changes the engine."""
+        """The state as a view, flat or in the parameter's shape. A write to this view changes the engine."""
         stored = self.tensor.detach()
         return stored if stored.numel() == self.numel else stored.view(-1).narrow(0, self.offset, self.numel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamShard:
-    """A stretch of one parameter that this rank's optimizer updates (or that this rank only keeps, if frozen)."""
+    """A part of one parameter that this rank's optimizer updates or, if the parameter is frozen, only keeps."""
 
     parameter: nn.Parameter
     master: Tensor  # tensor that the optimizer updates: a flat partition, or one parameter in its own shape
@@ -73,7 +73,7 @@ class ParamShard:
     on_nvme: dict[int, str] = field(default_factory=dict)  # files of the tensors on NVMe, by id of the tensor
 
     def slots(self, states: dict[str, Any]) -> dict[str, StateSlot]:
-        """Return the slots by kind. `states`: the optimizer states of `master`. Raises Unsupported for other shapes."""
+        """Return the slots by kind. `states`: the states of `master`. Raises Unsupported for states of other sizes."""
         slots = {MASTER: self._slot(self.master, self.master_at)}
         for kind, tensor in states.items():
             if not isinstance(tensor, Tensor) or kind == "step" or self.states_at is None:
@@ -118,7 +118,7 @@ _OPTIMIZERS = {
 
 
 def check_attributes(engine: Any) -> None:
-    """Raise RunFailed if DeepSpeed's engine or optimizer lacks an attribute that a save would need hours later."""
+    """Raise RunFailed if DeepSpeed's engine or optimizer lacks an attribute that a save needs."""
     optimizer = engine.optimizer
     wanted = [(engine, _ENGINE), (optimizer, _OPTIMIZERS.get(type(optimizer).__name__, ()))]
     missing = [f"{type(obj).__name__}.{name}" for obj, names in wanted for name in names if not hasattr(obj, name)]
@@ -142,7 +142,7 @@ def loss_scaler(engine: Any) -> Any | None:
 
 
 def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
-    """Return the states of a master by kind; {} for optimizers that keep numbers per block, row or column.
+    """Return the states of a master tensor by kind; {} for optimizers that keep numbers per block, row or column.
 
     Such numbers are only in the engine's own files, for the layout that wrote them (checkpoint/compatible.py).
     """
@@ -152,7 +152,7 @@ def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
 
 
 def local_shards(engine: Any, tag: str, frozen: bool = True) -> list[ParamShard]:
-    """Return the shards of this rank (`frozen`: also of frozen weights). `tag`: the folder of the engine's files.
+    """Return this rank's shards, with `frozen` also those of frozen weights. `tag`: folder of the engine's files.
 
     Raises Unsupported if their layout is unknown.
     """
@@ -180,7 +180,7 @@ def to_training_precision(engine: Any) -> None:
 
 
 def _plain(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards without ZeRO in fp32: torch's optimizer on the module's own parameters."""
+    """Yield shards without ZeRO in fp32, where torch's optimizer updates the module's own parameters."""
     module, states, index = _module_addresses(engine, tag), engine._get_ckpt_name("", tag), count()
     for group in engine.optimizer.param_groups:
         for p in group["params"]:
@@ -189,7 +189,7 @@ def _plain(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _unfused(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards without ZeRO in bf16 or fp16: a float32 copy of each parameter."""
+    """Yield shards without ZeRO in bf16 or fp16, where each parameter has a float32 copy."""
     optimizer, states, index = engine.optimizer, engine._get_ckpt_name("", tag), count()
     for i, (group, masters) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)):
         for j, (p, master) in enumerate(zip(group, masters, strict=True)):
@@ -198,7 +198,7 @@ def _unfused(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _fused(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards without ZeRO in bf16 or fp16 with FusedAdam: one flat float32 copy of each group."""
+    """Yield shards without ZeRO in bf16 or fp16 with FusedAdam, where each group has one flat float32 copy."""
     optimizer, file = engine.optimizer, engine._get_ckpt_name("", tag)
     for i, (group, master) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
         at = (file, ("optimizer", "fp32_groups_flat", i))
@@ -208,7 +208,7 @@ def _fused(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _zero12(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards of stages 1 and 2: each group flat, in equal partitions, reordered by round_robin_gradients."""
+    """Yield shards of stages 1 and 2, which divide each flat group equally. round_robin_gradients reorders it."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     for i, group in enumerate(optimizer.round_robin_bit16_groups):
         first = dist.get_rank(optimizer.real_dp_process_group[i]) * optimizer.partition_size[i]
@@ -225,7 +225,7 @@ def _zero12(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards of a bf16 pipeline at stage 0 or 1, laid out as at stage 1."""
+    """Yield shards of a bf16 pipeline at stage 0 or 1, which are laid out as at stage 1."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     for i, (group, master) in enumerate(zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)):
         first = dist.get_rank(optimizer.real_dp_process_group[i]) * master.numel()
@@ -236,7 +236,7 @@ def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _zero3(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards of stage 3: equal parts of each parameter (the last is padded), flat in a rank's sub groups."""
+    """Yield shards of stage 3, which divides each parameter equally (with padding) and flattens sub-groups."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     if optimizer.offload_optimizer and optimizer.partial_offload < 1:
         raise Unsupported("offload_optimizer.ratio below 1 keeps states in an optimizer that DeepSpeed does not save")
@@ -276,7 +276,7 @@ def frozen_shards(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _alone(parameter: nn.Parameter, master: Tensor, master_at: Address, states_at: Address | None) -> ParamShard:
-    """Return the shard of a parameter that has its own master tensor, the same on every data parallel rank."""
+    """Return the shard of a parameter with its own master tensor, which is equal on all data parallel ranks."""
     return ParamShard(
         parameter=parameter,
         master=master,
@@ -292,7 +292,7 @@ def _alone(parameter: nn.Parameter, master: Tensor, master_at: Address, states_a
 def _partitioned(
     p: Any, master: Tensor, offset: int, master_at: Address, states_at: Address | None, on_nvme: dict[int, str]
 ) -> ParamShard:
-    """Return this rank's part of a ZeRO-3 parameter, without padding; it may be empty."""
+    """Return this rank's part of a ZeRO-3 parameter, without padding. The part may be empty."""
     start = dist.get_rank(p.ds_process_group) * p.ds_tensor.ds_numel
     return ParamShard(
         parameter=p,
@@ -308,7 +308,7 @@ def _partitioned(
 
 @dataclass(frozen=True, kw_only=True)
 class _Partition:
-    """A stretch of a flat group of parameters that this rank's optimizer updates."""
+    """A part of a flat group of parameters that this rank's optimizer updates."""
 
     master: Tensor
     first: int  # its first element in the group
@@ -318,7 +318,7 @@ class _Partition:
     muon: bool = False  # Muon's momentum covers the complete parameters that overlap the partition
 
     def shards(self, group: list[nn.Parameter], offsets: list[int]) -> Iterator[ParamShard]:
-        """Yield the shards of the group's parameters, which begin at these offsets, in this partition."""
+        """Yield this partition's shards of the group's parameters. `offsets`: where each parameter begins."""
         first, last = self.first, self.first + self.master.numel()
         inside = [(p, o) for p, o in zip(group, offsets, strict=True) if o < last and o + p.numel() > first]
         *before, total = accumulate((p.numel() for p, _ in inside), initial=0)
@@ -338,7 +338,7 @@ class _Partition:
 
 
 def _packed(group: list[nn.Parameter]) -> list[int]:
-    """Return the offsets of parameters packed one after another."""
+    """Return the offsets of parameters that are stored one after another."""
     return [0, *accumulate(p.numel() for p in group)][:-1]
 
 
@@ -358,7 +358,7 @@ def _module_addresses(engine: Any, tag: str) -> dict[int, Address]:
 
 
 def _parts_exposed(module: Any) -> Iterator[None]:
-    """Make a pipeline module expose each of its parts in turn; yield once per part."""
+    """Yield once for each part of a pipeline module, while the module gives access to that part."""
     if not isinstance(module, DualPipeVModule):
         yield
         return
@@ -368,7 +368,7 @@ def _parts_exposed(module: Any) -> Iterator[None]:
 
 
 def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:
-    """Return the files to which a save copies a sub group on NVMe, by id of the tensor."""
+    """Return the files that a save copies a sub-group on NVMe to, by id of the tensor."""
     if not optimizer._swappable_optimizer_subgroup(sub_group):
         return {}
     info = optimizer.optimizer_swapper.swap_params_info[optimizer.fp32_partitioned_groups_flat[sub_group].ds_id]
@@ -378,7 +378,7 @@ def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:
 
 @contextmanager
 def in_memory(engine: Any, master: Tensor) -> Iterator[None]:
-    """Read a master and its states from NVMe into memory within the block, and write them back afterwards."""
+    """Inside this context, a master tensor and its states on NVMe are in memory. Afterwards they are written back."""
     optimizer = engine.optimizer
     groups = optimizer.fp32_partitioned_groups_flat if getattr(optimizer, "swap_optimizer", False) else []
     sub_group = next((i for i, flat in enumerate(groups) if flat is master), None)
