@@ -81,10 +81,10 @@ def store_parameters(model: nn.Module, stored: Stored, keep: set[str] | None = N
 
 
 def build_deferred(make: Callable[[], nn.Module], stored: Stored, keep: set[str] | None = None) -> nn.Module:
-    """Return the model that `make` builds. Each parameter is `stored` as soon as it has values. Buffers are on the CPU.
+    """Return the model that `make` builds. Each parameter is `stored` as soon as it has values.
 
-    `keep` names the parameters to keep in memory (None: all). Other parameters are on meta. Extra memory is needed for
-    only one tensor at a time.
+    Buffers are on the CPU. `keep` names the parameters to keep in memory (None: all). Other parameters are on meta.
+    Extra memory is needed for only one tensor at a time.
 
     Raises NotDeferrableError, and restores torch's random state, if `make` needs values or hides a tensor (in a
     closure).

@@ -46,7 +46,7 @@ def as_layers(model: nn.Module, checkpointing: Checkpointing = False, loss: Rout
 
     The layers use the model's own submodules. With `checkpointing` each block recomputes its activations in backward.
     With `loss` (of a mixture's routers) the layers also return the sums that make up that loss. BERT's logits may
-    differ in the last bit, since its output bias is added after the matrix product.
+    differ in the last bit, since the layers add BERT's output bias after the matrix product.
     """
     layers = _maker(model)(model)
     if loss is not None:

@@ -42,7 +42,7 @@ def simplecnn_112(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
 
 
 def lenet(inputs: ImageInputs) -> nn.Sequential:
-    """Build LeNet-5 (LeCun et al., 1998) with max-pooling and ReLU; 61,706 parameters for 28x28, as in textbooks.
+    """Build LeNet-5 (LeCun et al., 1998) with max-pooling and ReLU, as in textbooks: 61,706 parameters for 28x28.
 
     For images below 16 pixels the second 5x5 kernel is replaced by 3x3 with padding.
     """
@@ -62,10 +62,10 @@ def lenet(inputs: ImageInputs) -> nn.Sequential:
 
 
 def lenet_scratch(inputs: ImageInputs, std: float = 0.01) -> nn.Sequential:
-    """Build the LeNet of "Dive into Deep Learning", chapter on several GPUs; 129,068 parameters for 28x28.
+    """Build the LeNet of "Dive into Deep Learning" (chapter on several GPUs): 129,068 parameters for 28x28.
 
-    Two convolutions with average pooling, two linear layers, ReLU. Weights are normal with standard deviation `std`,
-    biases 0.
+    It has two convolutions with average pooling, two linear layers and ReLU. Weights are normal with standard deviation
+    `std`, and biases are 0.
     """
     side = ((inputs.size - 2) // 2 - 4) // 2
     if side < 1:
@@ -86,7 +86,7 @@ def lenet_scratch(inputs: ImageInputs, std: float = 0.01) -> nn.Sequential:
 
 
 def mlp_table(inputs: TableInputs, hidden: int = 100) -> nn.Sequential:
-    """Build two linear layers on a row of numbers; 2,110 parameters for 10 features and 10 classes."""
+    """Build two linear layers on a row of numbers: 2,110 parameters for 10 features and 10 classes."""
     return _stages(
         hidden=nn.Sequential(nn.Linear(inputs.features, hidden), nn.ReLU()),
         head=nn.Linear(hidden, inputs.classes),

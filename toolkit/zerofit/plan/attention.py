@@ -16,7 +16,7 @@ NARROW = 64  # elements of a head up to which kernels are slower
 
 
 # A kernel's rate is plateau / ((1 + half / keys) (1 + blocks / its blocks)). Blocks on the diagonal of a mask are
-# computed whole, each block has a beginning and an end, and few blocks leave multiprocessors idle. Forward and backward
+# computed in full, each block has start-up costs, and few blocks leave multiprocessors idle. Forward and backward
 # have one common rate; separate rates change a step by 2 %.
 @dataclass(frozen=True, kw_only=True)
 class AttentionRate:

@@ -28,14 +28,14 @@ class Piece(NamedTuple):
     flops: float = 0.0
 
 
-# Pieces are first laid out as if links and device did not slow each other. Then time is stretched: while both are busy,
-# a second of the lay-out takes (1 + exposed) real seconds.
+# Pieces are first placed on a timeline as if links and device did not slow each other. Then time is stretched: while
+# both are busy, a second of this timeline takes (1 + exposed) real seconds.
 #
-#     lay-out   links   [======]    [===]          real   links   [=========]    [===]
+#     timeline  links   [======]    [===]          real   links   [=========]    [===]
 #               device     [==========]                   device      [=============]
 #                          ^^^  ^^ both busy: stretched
 #
-# Real time is therefore piecewise linear in the time of the lay-out. This is the same model as `flow_s`
+# Real time is therefore piecewise linear in the time of this timeline. This is the same model as `flow_s`
 # in closed form.
 class Clock:
     """Converts times without contention to real times.

@@ -71,7 +71,7 @@ def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_typ
 
 
 def _undivided(degrees: Degrees, heads: tuple[int | None, int | None]) -> tuple[bool, bool]:
-    """Return whether the ranks cannot divide the attention heads, and whether they cannot divide the key-value heads.
+    """Return two flags: whether the ranks do not divide the attention heads, and the key-value heads.
 
     Ulysses repeats key-value heads if there are fewer than sequence ranks
     (deepspeed/runtime/sequence_parallel/ulysses_sp.py).

@@ -1,6 +1,6 @@
 """Simulate DualPipeV as DeepSpeed runs it: the order and the times of the actions of each rank.
 
-The order is that of deepspeed/runtime/pipe/schedule.py, DualPipeVSchedule; tests compare them.
+The order is that of deepspeed/runtime/pipe/schedule.py, DualPipeVSchedule. Tests compare both.
 """
 
 from __future__ import annotations

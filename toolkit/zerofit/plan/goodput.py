@@ -173,8 +173,8 @@ def draw_months(
 ) -> np.ndarray:
     """Return the useful share of each month's time, shape (months,).
 
-    Failures are equally likely at any time, also during restarts. Each takes a node out for `repair_s`; if no spare
-    node is left, training waits until the first is back. Work that was not saved is repeated.
+    Failures are equally likely at any time, also during restarts. A failed node is out for `repair_s`. If no spare
+    node is left, training waits until the first node is back. Work that was not saved is repeated.
     """
     import numpy as np  # not needed for a plan without failures
 

@@ -64,7 +64,7 @@ def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
 
 
 def _grouped(kernel: Kernel, sizes: list[float], rates: Rates) -> float:
-    """Return the FLOPs per second of a grouped convolution; the rate grows with the channels per group."""
+    """Return the FLOPs per second of a grouped convolution, which grow with the channels per group."""
     channels = sizes[1] if sizes else 1.0
     least = rates.depthwise if kernel.dtype == "float16" else 0.0
     return min(rates.flops, max(least, channels * rates.general))

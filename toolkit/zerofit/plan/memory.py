@@ -1,6 +1,6 @@
 """Forecast a layout's memory from a stored profile: the peak of start-up and of a training step.
 
-The terms follow the source of DeepSpeed 0.19.8 and torch's optimizers; nothing is fitted. Kernels' scratch
+The terms follow the source of DeepSpeed 0.19.8 and torch's optimizers. Nothing is fitted. Kernels' scratch
 memory, the communication library, the device's context and the allocator's rounding are not included.
 """
 

@@ -51,7 +51,7 @@ class PersistentMemory(NamedTuple):
 # Offloading moves columns to the host or to disk, and adds page-locked buffers. Page-locked blocks are
 # rounded up, so the number of tensors matters besides their sizes.
 def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, tied: int = 0) -> PersistentMemory:
-    """Return the persistent memory of a rank's layers at a ZeRO stage; `tied`: elements of a tied matrix."""
+    """Return the persistent memory of a rank's layers at a ZeRO stage. `tied`: elements of a tied matrix."""
     if layout.zero_stage == 3:
         found = _partitioned(line, layout, device, tied)
     elif layout.zero_stage:

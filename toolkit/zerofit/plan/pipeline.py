@@ -107,7 +107,7 @@ def most_in_flight(layout: PlannedLayout, stage: int) -> tuple[int, ...]:
 def _idle(line: StageTimeline) -> Point:
     """Return the memory kept between steps: buffers for received activations (:1123) and gradients (:1180).
 
-    The last stage keeps the logits, inputs and inputs' gradients of its two buffers until they are reused (:751).
+    The last stage has two buffers. It keeps logits, inputs and gradients of inputs until a buffer is reused (:751).
     """
     logits, inputs = (2.0, 4.0) if line.logits[1] else (0.0, 0.0)
 

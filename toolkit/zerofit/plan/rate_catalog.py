@@ -31,7 +31,7 @@ def rate_of(name: str) -> SourcedRate:
 
 
 def entry_of(section: str, device: str) -> dict[str, Any]:
-    """Return a device's entry of a section, by the name that torch reports; else the entry of other devices."""
+    """Return a section's entry for a device, by the name that torch reports, or else the entry of other devices."""
     entries = rate_catalog()[section]
     found = entries.get(device, entries["other"])
     return entries[found] if isinstance(found, str) else found

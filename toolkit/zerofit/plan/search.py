@@ -260,7 +260,7 @@ def _divide(
 
 
 def _count(misfits: dict[str, Misfits], misfit: Misfits) -> None:
-    """Add layouts to the misfits with the same reason; keep the misfit that needs the least memory."""
+    """Add layouts to the misfits with the same reason. Keep the layout that needs the least memory."""
     place = misfit.fit.exceeded
     reason = f"device-memory-{misfit.memory.peak_phase}" if place == "device" else f"{place}-memory"
     known = misfits.get(reason)

@@ -22,7 +22,7 @@ class RolloutTime:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds of a step: the sum of all phases."""
         return self.generate_s + self.logprobs_s + self.train_s + self.sync_s + self.sleep_s
 
     @property

@@ -110,7 +110,7 @@ class VerlMemory(ProcessMemory):
     def _sent_bucket(self) -> dict[str, int]:
         """The weight bucket that both processes share, and the gathered parameter (`get_per_tensor_param`).
 
-        Before verl 0.9, and with adapters, an offloaded actor is on the GPU meanwhile.
+        During the transfer an offloaded actor is on the GPU, before verl 0.9 and with adapters.
         """
         layout, bucket = self.layout, {"weight bucket": BUCKET_BYTES}
         if self._adapts:

@@ -51,7 +51,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def is_about_memory(text: str) -> bool:
-    """Return whether the last lines of an output report a lack of memory."""
+    """Return whether the last lines of an output report too little memory."""
     return bool(_SAID.search(text[-2000:]))
 
 

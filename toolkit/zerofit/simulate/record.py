@@ -128,7 +128,7 @@ class PhaseFlops:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPoint:
-    """Live bytes on the device by kind; `t` counts allocations and releases."""
+    """Live bytes on the device by kind, after `t` allocations and releases."""
 
     t: int
     phase: str

@@ -399,7 +399,7 @@ class ZeroTrainer(EngineTrainer):
         return loss if aux is None else loss + aux
 
     def eval_counts(self, batch: Batch) -> Tensor:
-        """Return loss, targets and right answers, summed over one of this rank's batches; float64 (3,)."""
+        """Return loss, targets and right answers, summed over one of this rank's batches, float64 (3,)."""
         x, labels, extra = self.to_device(batch)
         if self._named and self._named.padded:
             batch = {"inputs": x, "labels": labels, **extra}

@@ -32,7 +32,7 @@ DRAWINGS = 64
 class GanTrainer(EngineTrainer):
     """Trainer of an image generator, and of a discriminator that separates real from generated images.
 
-    The recorded loss is the sum of both networks' losses; `loss_d` and `loss_g` are recorded too.
+    The recorded loss is the sum of both networks' losses. `loss_d` and `loss_g` are recorded, too.
     """
 
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs | None):

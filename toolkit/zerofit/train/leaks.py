@@ -76,7 +76,7 @@ class LeakWatch:
             self._sizes = []  # not torch's tensors: look again after GROWING steps
 
     def _size(self) -> int:
-        """Return the bytes of tensors on a GPU; on CPUs, the process's memory without mapped files."""
+        """Return the bytes of tensors on a GPU. On a CPU, return the process's memory without mapped files."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])

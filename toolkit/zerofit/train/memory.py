@@ -57,7 +57,7 @@ class RankMemory:
         )
 
     def _look(self) -> list[float]:
-        """Return bytes: on the device allocated, reserved and outside torch; on the host resident and shared.
+        """Return five figures in bytes: allocated, reserved, outside torch (device), resident and shared (host).
 
         The kernel's peak is reset each time, to separate pages of data files from other resident memory. The kernel
         reclaims such pages when memory is short.

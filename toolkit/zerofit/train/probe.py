@@ -113,7 +113,7 @@ def trained_count(model: nn.Module) -> int | None:
 
 
 def _hidden_size(config: Any) -> int | None:
-    """Return the width of a transformers model (of its text model if it has several); "auto" values use it."""
+    """Return the width of a transformers model (of its text model if it has several), for "auto" values."""
     text = getattr(config, "text_config", None)
     return of_all_layers(config, "hidden_size") or of_all_layers(text, "hidden_size")
 

@@ -173,7 +173,7 @@ def _bad_samples(batches: Sequence[Mapping[str, Any]], classes: int | None) -> I
 
 
 def _widen(trainer: EngineTrainer) -> None:
-    """Make an engine without ZeRO compute in float64; this process trains nothing else afterwards."""
+    """Make an engine without ZeRO compute in float64. This process must not train anything afterwards."""
     from zerofit.models.dtypes import DTYPES
 
     DTYPES["fp32"] = torch.float64  # dtype of inputs

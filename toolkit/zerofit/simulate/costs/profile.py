@@ -132,15 +132,15 @@ def _traced(
 def _differs_at_zero3(model: nn.Module, one: TraceSetting) -> bool:
     """Return whether the memory of a step under ZeRO-3 differs in more than the parameters from other steps.
 
-    DeepSpeed's linear layer keeps its input even if the weight is frozen; torch's layer does not
-    (runtime/zero/linear.py).
+    Even if the weight is frozen, DeepSpeed's linear layer keeps its input (runtime/zero/linear.py). torch's layer does
+    not keep it.
     """
     frozen = any(not module.weight.requires_grad for module in model.modules() if isinstance(module, nn.Linear))
     return frozen or (one.precision != "fp32" and bool(cast_by_zero3(model)))
 
 
 def _whole(costs: list[LayerCost], subject: TracedModel) -> tuple[LayerCost, ...]:
-    """Return the costs of the units that are layers.
+    """Return the costs of the units that count as layers.
 
     With activations in host memory the model still keeps the first block's input. These extra bytes are added to the
     layer before the first block.

@@ -88,8 +88,10 @@ class GradientLog:
 
 
 def _in_buckets(optimizer: Any) -> list[int]:
-    """Return the indices of the parameters whose gradients wait in buckets; DeepSpeed up to 0.16 has a single
-    bucket."""
+    """Return the indices of the parameters whose gradients wait in buckets.
+
+    DeepSpeed up to 0.16 has a single bucket.
+    """
     if not hasattr(optimizer, "ipg_buckets"):
         return [entry[-1] for entry in optimizer.params_in_ipg_bucket]
     return [entry[-1] for bucket in optimizer.ipg_buckets.values() for entry in bucket.params]

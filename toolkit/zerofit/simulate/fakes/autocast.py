@@ -65,7 +65,7 @@ class CastCache:
         return is_float and value.device.type == self.device
 
     def cast(self, value: Any, to: torch.dtype) -> object:
-        """Return a tensor or a list's tensors in another type; return other values unchanged."""
+        """Return a tensor, or a list of tensors, in another dtype. Return other values unchanged."""
         if isinstance(value, (list, tuple)):
             return [self.cast(one, to) for one in value]
         if not self.eligible(value) or value.dtype == to:

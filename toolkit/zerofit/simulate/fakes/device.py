@@ -178,7 +178,7 @@ class SimulatedGpu(SimulatedHost):
         self._meter.streams.synchronize()
 
     def pin_memory(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return a copy in pinned memory; the CPU accelerator's method does nothing."""
+        """Return a copy of a tensor in pinned memory. The CPU accelerator's own method does nothing."""
         if _TORCH_PINS:
             return DeepSpeedAccelerator.pin_memory(self, tensor, *args, **kwargs)
         return self._torch_pin_memory(tensor)

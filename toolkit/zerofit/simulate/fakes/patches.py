@@ -1,6 +1,6 @@
 """Patch torch, transformers and DeepSpeed so that the unmodified engine runs on fake tensors.
 
-The patches are applied once, and only in the process of a simulation. Each patch is a function; its docstring explains
+The patches are applied once, and only in the process of a simulation. Each patch is a function. Its docstring explains
 why it is needed. `tests/simulate/test_patches.py` has a test for each patch. The test fails if a new version lacks the
 attribute that the patch replaces.
 """

@@ -48,7 +48,7 @@ class Knob:
 
 
 def knobs(job: Job, written: dict[str, object], named: str | None = None) -> list[Knob]:
-    """Return changes to try for a job with the DeepSpeed JSON `written`, roughly from the least to the most slowdown.
+    """Return changes to try for a job with the JSON `written`, roughly from the least to the most slowdown.
 
     The changes do not alter the mathematics of training. Changes that DeepSpeed or zerofit refuses for this model are
     dropped later, when they are resolved. `named`: the name of the run's bundled JSON, if it has one. In that

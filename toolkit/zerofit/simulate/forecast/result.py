@@ -197,7 +197,7 @@ SimulateKnobs = Callable[[OnEvent | None], tuple[KnobResult, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The memory that one rank needs, and whether it fits. Bytes are for one rank; `host_node_bytes` are for a node."""
+    """The memory that one rank needs, and whether it fits. Bytes are for one rank, except `host_node_bytes`."""
 
     world_size: int
     rank: int

@@ -264,7 +264,7 @@ def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, pe
 
 
 def _highest(peaks: list[KindPeak]) -> list[KindPeak]:
-    """Return the highest peak of each kind; `peaks` are sorted by height."""
+    """Return the highest peak of each kind. `peaks` must be sorted by height."""
     found: dict[str, KindPeak] = {}
     for peak in peaks:
         found.setdefault(peak.key, replace(peak, which=""))

@@ -82,7 +82,7 @@ def overheads(
 def unseen_on_cpu(peak_bytes: int, largest_bytes: int, experts: bool) -> list[Overhead]:
     """Return the memory that libraries allocate on a CPU outside of torch.
 
-    `largest_bytes`: bytes of the model's largest parameter; `experts`: whether the model is a mixture of experts.
+    `largest_bytes`: bytes of the model's largest parameter. `experts`: whether the model is a mixture of experts.
     """
     found = {
         "gaps in the C library's heap": round(CPU_HEAP * peak_bytes),

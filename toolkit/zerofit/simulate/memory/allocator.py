@@ -131,7 +131,7 @@ def replay(
 def _change(
     allocator: CachingAllocator, sizes: dict[int, int], number: int, storage: int, change: int, stream: int = 0
 ) -> bool:
-    """Apply an event; return False if it does not fit."""
+    """Apply an allocation or a release. Return False if an allocation does not fit."""
     old = sizes.get(storage, 0)
     new = sizes[storage] = old + change
     if not new:

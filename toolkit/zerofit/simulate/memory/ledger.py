@@ -199,7 +199,7 @@ def device_events(ledger: Ledger) -> list[Event]:
 def timeline(ledger: Ledger, points: int = 2000) -> tuple[MemoryPoint, ...]:
     """Return device memory by kind over the run, at about `points` moments.
 
-    Events are divided into stretches within a phase. The timeline has the highest moment of each stretch.
+    Each phase's events are divided into intervals. The timeline has the highest moment of each interval.
     """
     events = list(ledger.events)  # a copy: garbage collection may add releases during the loop
     stretch = max(1, len(events) // points)

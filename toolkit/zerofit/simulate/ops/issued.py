@@ -54,7 +54,7 @@ class IssuedLog:
         self._awaited: dict[int, tuple[object, int, int]] = {}  # id of a handle -> the handle, its stream, its place
 
     def send(self, work: IssuedWork, ranks: CommunicatingRanks, handles: Sequence[object]) -> None:
-        """Record a collective on the stream of its group; `handles`: the objects that wait for it."""
+        """Record a collective on the stream of its group. `handles`: the objects that a rank waits for it with."""
         stream = self._communicators.setdefault(ranks.name, -1 - len(self._communicators))
         self.items.append(work._replace(stream=stream, behind=work.stream, ranks=ranks))
         for handle in handles:  # kept alive, so no other object gets its id

@@ -75,7 +75,7 @@ CallSite = tuple[str, CodeType | None, int]  # running module, function that cal
 class AllocationTracker(TorchDispatchMode):
     """Records all allocations of ops in the ledger. Fake tensors count as memory, meta tensors do not.
 
-    `device`: type of the simulated device; on "cpu", host and device are one. `workspace_bytes`: bytes that torch
+    `device`: type of the simulated device. On "cpu", host and device are one. `workspace_bytes`: bytes that torch
     allocates and keeps for matrix products, per thread and stream (aten/src/ATen/cuda/CublasHandlePool.cpp). Autograd
     runs backward in a thread of its own, so it gets its own workspace.
     """

@@ -1,4 +1,4 @@
-"""Replace torch.distributed in a script. Nothing is sent, and other ranks are assumed to have this rank's values."""
+"""Replace torch.distributed in a script. Nothing is sent, as if all ranks had this rank's values."""
 
 from __future__ import annotations
 

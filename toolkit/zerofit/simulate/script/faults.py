@@ -141,7 +141,7 @@ def _padding(script: Script) -> Iterator[Found]:
 
 
 def _second_copy(script: Script) -> Iterator[Found]:
-    """Find copies of the weights: storages of the same sizes, made by one line, that nothing in training owns."""
+    """Find copies of the weights: storages of the same sizes that one line has allocated and no training uses."""
     meter, owned = script.log.meter, {id(storage) for storage in _owned(script)}
     parameters = [p for model in script.models for p in model.parameters()]
     elements = Counter(map(elements_of, parameters))

@@ -28,7 +28,7 @@ class IssuingTracker(AllocationTracker):
         self.gpus = 1  # per node
         # handle of a collective, or the result of a functional one -> its name in the log of issued work
         self._awaited = WeakIdKeyDictionary()
-        self._works: list[Work] = []  # of the last collective, until its caller has them
+        self._works: list[Work] = []  # handles of the last collective, until its caller gets them
 
     def _issued(self, kind: str, module: str | None = None, **more: Any) -> IssuedWork:
         """Return a record of work that is issued now on the current stream."""

@@ -148,7 +148,7 @@ class _FlashAttention(torch.autograd.Function):
 def flash_attention_package(meter: ScriptTracker) -> None:
     """Replace the flash_attn package, installed or not, since it needs a GPU to build and to import. (sys.modules)
 
-    Only its functions for attention, padding and gathering exist; other names raise an ImportError.
+    The replacement has only the functions for attention, padding and gathering. Other names raise an ImportError.
     """
 
     def attention(packed: int, varlen: bool) -> object:

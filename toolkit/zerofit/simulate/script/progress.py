@@ -13,7 +13,7 @@ from zerofit.spec.errors import Problem
 
 LIMIT_S = 600.0  # a phase of the largest models that were simulated takes a minute
 POLL_S = 1.0
-_BUSY = 0.5  # share of a core: below it the host waits for something
+_BUSY = 0.5  # share of a core, below which the host counts as waiting
 
 
 def watch_progress(meter: ScriptTracker, log: PhaseLog, give_up: Callable[[Problem], object]) -> None:

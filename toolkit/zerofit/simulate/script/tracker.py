@@ -141,7 +141,7 @@ class ScriptTracker(ValueTracker):
         return out
 
     def _higher_order(self, op: HigherOrderOperator, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
-        """Run the ops of a higher-order op's body like torch's eager kernel; without such a kernel, use its shape rule.
+        """Run the ops of a higher-order op's body as torch does eagerly. Without eager kernel, use the shape rule.
 
         If the script compiles, attention is one kernel that stores no scores (torch/_inductor/kernel/flex).
         """
@@ -158,7 +158,7 @@ class ScriptTracker(ValueTracker):
             return out
 
     def _placed(self, value: object) -> object:
-        """Replace a CUDA device by the simulated one, and "cpu:0" by "cpu"; return anything else unchanged."""
+        """Replace a CUDA device by the simulated device, and "cpu:0" by "cpu". Return other values unchanged."""
         if isinstance(value, torch.device) and value.type == "cpu":
             return _HOST
         return on_simulated(value) if self.device == "cuda" else value
@@ -256,7 +256,7 @@ def is_real(value: object) -> bool:
 
 
 def on_simulated(value: object) -> object:
-    """Return the simulated device for a CUDA device; anything else unchanged."""
+    """Return the simulated device for a CUDA device. Return other values unchanged."""
     return SIMULATED if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
