@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
@@ -14,6 +16,8 @@ from click.testing import CliRunner
 
 from tests.simulate.targets import TINY
 from zerofit.cli.main import main
+from zerofit.cli.simulate import _write_config
+from zerofit.simulate.forecast.result import Simulation
 
 SMALL = ["--model-args", json.dumps(TINY), "--seq-len", "16", "--micro-batch", "2"]
 KEYS = {
@@ -124,6 +128,16 @@ def test_a_json_is_written_only_where_it_can_be(tmp_path: Path):
         assert answer(*args, str(tmp_path / name), code=2)["error"]["kind"] == kind
     assert answer(*args, str(tmp_path / "new.json"), "--no-knobs", code=2)["error"]["kind"] == "usage"
     assert (tmp_path / "there.json").read_text() == "mine"
+
+
+def test_the_written_json_is_named_as_the_user_named_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    change = "TrainingArguments(gradient_checkpointing=True, deepspeed='zero3_offload.json')"
+    row = SimpleNamespace(fits=True, config="zero3_offload", file=None, change=change, cost_rank=1)
+    _write_config(cast("Simulation", SimpleNamespace(tried=[row])), tmp_path / "mine.json")
+    assert json.loads((tmp_path / "mine.json").read_text())["zero_optimization"]["stage"] == 3
+    assert (
+        f"TrainingArguments(gradient_checkpointing=True, deepspeed='{tmp_path}/mine.json')" in capsys.readouterr().err
+    )
 
 
 def test_a_model_that_cannot_be_simulated_says_where():

@@ -77,7 +77,7 @@ def test_a_rank_that_waits_for_data_is_in_data(workers):
     pulse = Heartbeat(0, on_gpu=False, progress=RankProgress(phase=TRAINING))  # looks, and sends nothing
     batches = micro_batches(Slow(), Order(100, 0), (range(n, n + 1) for n in range(3)), workers)
     assert seen(pulse, lambda: list(batches))["phase"] == "data"
-    assert pulse.look()["phase"] == "between steps"
+    assert pulse.look()["phase"] == "training loop"
 
 
 class Slow(Dataset):
@@ -113,7 +113,7 @@ def test_phases_follow_the_events():
     events.phase("reading the data")
     assert (pulse.look()["phase"], pulse.look()["training"]) == ("reading the data", False)
     events.training(steps=3)
-    assert (pulse.look()["phase"], pulse.look()["training"]) == ("between steps", True)
+    assert (pulse.look()["phase"], pulse.look()["training"]) == ("training loop", True)
 
 
 def test_the_end_of_a_save_is_sent_at_once(monkeypatch):

@@ -238,14 +238,16 @@ def test_a_mask_of_unknown_values_is_all_true(folder):
 
 def test_the_scripts_own_error_comes_out_as_it_is(folder):
     problem = refused(ENGINE + "{'a': 1}['b']\n")
-    assert problem.message.startswith("this is the script's error:\nTraceback (most recent call last):\n  File \"train")
+    said = "this is the script's error: KeyError: 'b'\nTraceback (most recent call last):\n  File \"train"
+    assert problem.message.startswith(said)
     assert problem.message.endswith("KeyError: 'b'") and problem.where == "train.py:7"
     assert "zerofit/simulate" not in problem.message
 
 
 def test_an_error_inside_of_a_module_comes_out_as_it_is(folder):
     problem = refused(ASKS.replace("if y.max() > 3", "if self.inner[5]"))
-    assert problem.message.startswith("this is the script's error:\nTraceback") and problem.where == "train.py:13"
+    assert problem.message.startswith("this is the script's error: IndexError: index 5 is out of range\nTraceback")
+    assert problem.where == "train.py:13"
     assert problem.message.endswith("IndexError: index 5 is out of range")
 
 
@@ -277,7 +279,11 @@ parser.parse_args(["--bf16"])
             "",
         ),
         ("raise KeyboardInterrupt('stop')\n", "this is the script's error", ALONE),
-        ("import torch\ntorch.tensor([1, 2])[5]\n", "this is the script's error:", ALONE),
+        (
+            "import torch\ntorch.tensor([1, 2])[5]\n",
+            "this is the script's error: IndexError: index 5 is out of bounds",
+            ALONE,
+        ),
         ("import numpy\nnumpy.ones(1 << 45)\n", "too little memory", "a larger machine"),
         (
             "import ctypes\nctypes.string_at(0)\n",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import replace
@@ -185,7 +186,9 @@ def _write_config(result: Simulation, path: Path) -> None:
 
         as_yaml = path.suffix in (".yaml", ".yml")
         write_text(path, yaml.safe_dump(best.file) if as_yaml else json.dumps(best.file, indent=2) + "\n")
-    click.echo(f"wrote {path}, {'the DeepSpeed JSON' if best.config else 'the file'} of {best.change}", err=True)
+    # a script's change names a file that does not exist; the user has chosen its name
+    change = re.sub(r"[\w-]+\.(json|yaml)\b", lambda _: str(path), best.change)
+    click.echo(f"wrote {path}, {'the DeepSpeed JSON' if best.config else 'the file'} of {change}", err=True)
 
 
 def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:

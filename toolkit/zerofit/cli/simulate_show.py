@@ -24,6 +24,7 @@ KINDS = 3  # of memory at the peak in one line
 NOTES = 3  # on a script
 CHANGES = 5
 NOT_ENOUGH = "not enough"
+WORTH_SAYING = 0.05  # share of a device's or a node's memory that gets a line of its own
 
 
 def show(result: Simulation, details: bool) -> None:
@@ -44,8 +45,12 @@ def show(result: Simulation, details: bool) -> None:
 def _needs(result: Simulation) -> str:
     """Return the line with needed and available memory: of the device, or of the host if that is too small."""
     needed, available = _needed(result), result.device_total_bytes
-    most = "" if result.verdict in COLORS else f" to {shown_bytes(available - result.margin_bytes)}"
-    of = f"needs {shown_bytes(needed)}{most} of {shown_bytes(available)} on {result.device}"
+    figures = shown_bytes(needed)
+    if result.verdict not in COLORS:
+        # torch's allocator can return cached memory, so even the likely bytes may be more than the device has
+        most = shown_bytes(available - result.margin_bytes)
+        figures = f"up to {most}" if needed > available else f"{figures} to {most}"
+    of = f"needs {figures} of {shown_bytes(available)} on {result.device}"
     if result.margin_bytes >= 0 and result.verdict == NOT:
         host = f"{shown_bytes(result.host_node_bytes)} of {shown_bytes(result.host_total_bytes)}"
         return f"needs {host} of host memory on a node ({HOST_RESERVE:.0%} is reserved for the system)"
@@ -78,10 +83,18 @@ def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
     yield "peak", f"{shown_bytes(result.peak_bytes)} in {result.peak_phase}{step}{module} ({result.peak_at.line})"
     if result.peak_at.own and not result.peak_at.line.endswith(result.peak_at.own):
         yield "your line", result.peak_at.own
+    if result.device != "cpu" and result.reserved_bytes - result.peak_bytes > WORTH_SAYING * result.device_total_bytes:
+        yield (
+            "reserved",
+            f"{shown_bytes(result.reserved_bytes)} by torch's allocator, which keeps freed memory",
+        )
     largest = sorted(result.breakdown.items(), key=lambda pair: -pair[1])[:KINDS]
     yield "largest", ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in largest if size)
     for stage in result.stages:
         yield f"rank {stage.rank}", f"{shown_bytes(stage.peak_bytes)} in {stage.peak_phase}"
+    if result.device != "cpu" and result.host_node_bytes > WORTH_SAYING * result.host_total_bytes:
+        host = f"{shown_bytes(result.host_node_bytes)} of {shown_bytes(result.host_total_bytes)} on a node"
+        yield "host memory", f"{host} (--host-memory)"
     if result.picture:
         yield "picture", str(result.picture)
     if result.trace:
@@ -138,7 +151,7 @@ def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]
     for fault in run.facts.faults:
         yield "fault", f"{fault.line}: {fault.problem}" if fault.line else fault.problem
         yield "", fault.mend
-    exact = "figures are an upper bound" if run.is_upper_bound else "figures are exact"
+    exact = "sizes of tensors are an upper bound" if run.is_upper_bound else "sizes of tensors are exact"
     yield "script", f"{run.facts.ended}; {exact}"
     notes = run.facts.notes if every else run.facts.notes[:NOTES]
     for note in notes:

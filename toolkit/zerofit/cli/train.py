@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -152,9 +153,12 @@ def _next_commands(result: TrainingResult) -> list[list[str]]:
     """Return the words of commands that use this run."""
     folder, sample = _from_here(result.run_dir), (result.sample or "").split()
     prompt = ["--chat"] if result.conversations else ["--prompt", *sample[:1]]
-    use = ["zerofit", "generate", folder, *prompt] if sample else ["zerofit", "eval", folder]
+    generates = sample or result.conversations
+    use = ["zerofit", "generate", folder, *prompt] if generates else ["zerofit", "eval", folder]
     activate = [] if shutil.which("zerofit") else [["source", f"{_from_here(sys.prefix)}/bin/activate"]]
-    return [*activate, use, ["zerofit", "report", folder], ["zerofit", "ckpt", "export", folder, "exported"]]
+    has_adapters = Path(result.run_dir, "model", "adapter_config.json").is_file()
+    exported = ["merged", "--merge"] if has_adapters else ["exported"]
+    return [*activate, use, ["zerofit", "report", folder], ["zerofit", "ckpt", "export", folder, *exported]]
 
 
 def _from_here(path: str) -> str:
@@ -164,10 +168,10 @@ def _from_here(path: str) -> str:
 
 
 def _against_forecast(name: str, pair: Mapping[str, float | None]) -> str:
-    """Return a measured figure with its forecast and the difference."""
-    unit = (lambda value: f"{value:.3g} s") if name.endswith("_s") else shown_bytes
+    """Return a measured figure with its forecast, in the same unit, and the difference."""
     measured, forecast, difference = (pair[key] for key in ("measured", "forecast", "difference"))
     assert measured is not None
+    unit = (lambda value: f"{value:.3g} s") if name.endswith("_s") else partial(shown_bytes, unit_of=measured)
     if forecast is None or difference is None:
         return f"{unit(measured)}  (not forecast)"
     return f"{unit(measured)}  ({unit(forecast)} forecast, {difference:+.1%})"

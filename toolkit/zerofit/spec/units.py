@@ -60,12 +60,13 @@ def shown_score(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
 
 
-def shown_bytes(value: float) -> str:
-    """Format bytes with three digits and a binary unit: "79.1 GiB"."""
+def shown_bytes(value: float, unit_of: float | None = None) -> str:
+    """Format bytes with three digits and a binary unit: "79.1 GiB". `unit_of`: use the unit of this number of bytes."""
+    scale = value if unit_of is None else unit_of
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 999.5 or unit == "TiB":
+        if abs(scale) < 999.5 or unit == "TiB":
             break
-        value /= 1024
+        value, scale = value / 1024, scale / 1024
     digits = 0 if unit == "B" or abs(value) >= 99.95 else 2 if abs(value) < 9.995 else 1
     return f"{value:.{digits}f} {unit}"
 

@@ -139,7 +139,7 @@ def _collective(frame: FrameType | None) -> str | None:
 
 def _part(frame: FrameType | None) -> str:
     """Return the part of a step in which the main thread is: the outermost engine call, or the data loader."""
-    part = "between steps"
+    part = "training loop"
     for outer in _up(frame):
         file, name = outer.f_code.co_filename, outer.f_code.co_name
         if file.endswith(ENGINES) and (name in PARTS or name.startswith("_exec_")):

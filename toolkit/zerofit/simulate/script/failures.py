@@ -67,7 +67,9 @@ def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) ->
         hint = RETRY
         if isinstance(error, ModuleNotFoundError):
             hint = f"the script runs with the packages of {sys.executable}: install the module there"
-        return Problem(kind="script", message=f"this is the script's error:\n{text.rstrip()}", hint=hint, where=where)
+        said = ": ".join(filter(None, (type(error).__name__, first_lines(error))))
+        message = f"this is the script's error: {said}\n{text.rstrip()}"
+        return Problem(kind="script", message=message, hint=hint, where=where)
     message, hint = _not_simulated(target, meter, error)
     return Problem(kind="not-simulated", message=message, hint=hint, where=where)
 
