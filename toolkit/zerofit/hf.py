@@ -73,10 +73,10 @@ def run_of(
 
     Args:
         model: a name known to zerofit or transformers, a folder, a config, or a model.
-        args: batch, accumulation, precision, checkpointing, optimizer, steps and the DeepSpeed JSON are read from it.
-        cluster: the ranks' devices; `args.world_size` belongs to this process and is ignored.
-        seq_len: tokens per sample, which is not in the arguments.
-        on_event: is called with notes about assumptions.
+        args: the Trainer's batch, accumulation, precision, checkpointing, optimizer, steps and DeepSpeed JSON.
+        cluster: the devices of the ranks. `args.world_size` is ignored, since it describes this process.
+        seq_len: tokens per sample; the Trainer's arguments do not contain this number.
+        on_event: gets notes about assumptions.
 
     Raises UserError with all settings that the Trainer would refuse or zerofit cannot simulate.
     """
@@ -202,7 +202,7 @@ def _written(args: TrainingArguments, report: Reporter) -> dict[str, Any]:
 
 
 class _AsOnCluster:
-    """The arguments, with the world size of a cluster."""
+    """The Trainer's arguments, with the world size of the cluster instead of this process's."""
 
     def __init__(self, args: TrainingArguments, ranks: int):
         self._args, self.world_size = args, ranks
@@ -217,7 +217,7 @@ def _filled(
     """Let transformers fill the JSON's "auto" values. Raises UserError if JSON and arguments disagree."""
     trainers = getattr(args, "hf_deepspeed_config", None)
     try:
-        filler = HfTrainerDeepSpeedConfig(written)  # replaces the Trainer's for from_pretrained
+        filler = HfTrainerDeepSpeedConfig(written)  # until it is reset below, from_pretrained uses this config
         cluster_args = _AsOnCluster(args, ranks)
         filler.trainer_config_process(cluster_args)
         filler.trainer_config_finalize(cluster_args, SimpleNamespace(config=config), steps)  # only reads model.config
@@ -245,8 +245,8 @@ def _folder(chosen: Path | str | None, args: TrainingArguments) -> Path:
 class MemoryAgainstForecast(TrainerCallback):
     """Compares the memory of this rank with a forecast, and warns once if the memory exceeds the forecast.
 
-    `forecast` is a simulation, or bytes. `measured_bytes` is torch's peak allocation on this rank's GPU; on a CPU it is
-    the growth of the process since this callback was created, which should be before the model.
+    `forecast` is a simulation or a number of bytes. `measured_bytes` is torch's peak allocation on this rank's GPU. On
+    a CPU it is the growth of the process since this callback was created, so create the callback before the model.
     """
 
     def __init__(self, forecast: Simulation | int, *, tolerance: float = 0.05):
@@ -282,8 +282,8 @@ class MemoryAgainstForecast(TrainerCallback):
 class NanFinding:
     """A loss that is not finite, and its batch."""
 
-    step: int  # optimizer steps before it
-    micro_batch: int  # forward passes of this rank before it, from 0
+    step: int  # optimizer steps before this loss
+    micro_batch: int  # forward passes of this rank before this loss
     rank: int
     loss: str  # "nan", "inf" or "-inf", which JSON does not have
     indices: list[int] | None  # of the samples in the training set; None if unknown
@@ -294,8 +294,8 @@ class NanFinding:
 class NanReport(TrainerCallback):
     """Reports the first loss that is NaN or infinite, and saves its batch and sample indices.
 
-    Writes `nan-rank-R.json` and `nan-rank-R.pt` into `folder` (default: `args.output_dir`), warns, and stops the
-    training if `stop`. Sample indices are unknown for an IterableDataset.
+    Writes `nan-rank-R.json` and `nan-rank-R.pt` into `folder` (default: `args.output_dir`) and warns. If `stop` is
+    true, it also stops the training. Sample indices are unknown for an IterableDataset.
     """
 
     def __init__(self, folder: Path | str | None = None, *, stop: bool = False):
@@ -318,7 +318,7 @@ class NanReport(TrainerCallback):
         """Start to record the model's losses and the loader's indices."""
         self._count, self._losses = 0, []
         self._hook = model.register_forward_hook(self._forward, with_kwargs=True)
-        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # accelerate wraps torch's
+        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # accelerate wraps torch's loader
         sampler = getattr(loader, "batch_sampler", None)
         if sampler is not None and state.global_step == 0:  # a resumed run gets another loader
             self._drawn = _RecordedBatches(sampler)

@@ -36,7 +36,7 @@ PEER_LOST = ("Connection closed by", "Connection reset by peer", "Connection was
 PEER_LOST += ("Timed out waiting", "Watchdog caught", "remote process exited", "ncclRemoteError", "Connection refused")
 BACKENDS = ("gloo", "NCCL")
 NO_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc")
-LINES = 3  # shown of a library's message: validators name the key in the second
+LINES = 3  # of a library's message that are shown: validators name the key in the second line
 
 
 def main() -> NoReturn:
@@ -99,7 +99,7 @@ def _share(folder: RunFolder, rank: int) -> float:
 
 
 def refuse_small_host(folder: RunFolder, rank: int) -> None:
-    """Raise RunFailed if this host has too little memory for its ranks and the command could not check it.
+    """Raise RunFailed if this host has too little memory for its ranks. Skip hosts that the command has checked.
 
     Only the host's first rank checks, before any rank there allocates memory.
     """

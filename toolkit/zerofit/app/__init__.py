@@ -1,1 +1,1 @@
-"""The commands' work without a terminal: typed requests in, typed results out, progress as events."""
+"""What the commands do, without a terminal: functions accept typed requests, return results and report events."""

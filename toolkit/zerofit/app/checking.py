@@ -76,7 +76,7 @@ class CheckResult:
 
     @property
     def allowed_ranks(self) -> str:
-        """Numbers of data parallel ranks that the file's `train_batch_size` allows; "" for any other file."""
+        """The numbers of data parallel ranks that `train_batch_size` allows; "" if the file does not limit them."""
         if not isinstance(self.document.config, dict):
             return ""
         try:
@@ -103,19 +103,19 @@ class CheckResult:
         return mend(self.document, self.hardware)
 
     def errors_of(self, text: str) -> tuple[Finding, ...]:
-        """Return the errors of another text for this file, for example of the fixed text."""
+        """Return the errors that this file would have with another text, for example the fixed text."""
         if text == self.document.text:
             return self.errors
         return tuple(f for f in find_all(self.document.reread(text), self.hardware) if f.severity == "error")
 
     def migrated(self) -> Migrated:
-        """Return the text migrated from an older DeepSpeed to the installed one, and what was lost."""
+        """Return the text migrated from an older DeepSpeed to the installed one, and the settings that were lost."""
         return migrate(self.document, self.hardware)
 
     def write(self, text: str, word: str) -> Path | None:
-        """Write `text` next to the file as NAME.`word`.json without overwriting; return its path, None if unchanged.
+        """Write `text` to NAME.WORD.json next to the file NAME.json; return the path, None if the text is unchanged.
 
-        Raises UserError if the folder is not writable.
+        No file is overwritten: the name gets a number if it is taken. Raises UserError if the folder is not writable.
         """
         if text == self.document.text:
             return None
@@ -139,8 +139,9 @@ class CheckResult:
     def resolve(self) -> ResolvedConfig:
         """Return the plain JSON for a run, with every "auto" filled. Raises UserError with all problems.
 
-        For a file of the Trainer or Accelerate this is the JSON that they pass to DeepSpeed, otherwise the JSON of
-        zerofit. It is also the JSON of zerofit if a model is given and the reader of the file is only a guess.
+        If the Trainer or Accelerate reads the file, this is the JSON that they pass to DeepSpeed. Otherwise it is the
+        JSON that `zerofit train` passes to DeepSpeed. With a model, it is that of `zerofit train`, too, if the reader
+        is only a guess.
         """
         guessed = bool(self.reader.why)
         if self.reader.name in HUGGING_FACE and not (guessed and self.hardware.facts):
@@ -226,12 +227,13 @@ def check(
     Args:
         ds_config: a file, the name of a bundled JSON, or the configuration itself; None for the JSON that
             `training_args` or `accelerate_config` name.
-        run: the run that uses it. If it names a model, sizes are checked against the model (which imports torch).
-        cluster: where it will run; with only a device kind ("h100-80gb") the run gives the number of ranks.
+        run: the run that uses the JSON. If the run names a model, sizes are checked against it (this imports torch).
+        cluster: the hardware. With only a device kind ("h100-80gb") the run gives the number of ranks.
         reader: the program that reads the file, one of `zerofit.check.reader.READERS`; None: zerofit guesses it.
         training_args: arguments of the Trainer to compare the JSON with: a JSON, a YAML (axolotl's and
             LLaMA-Factory's too), a shell script with the flags, or the values.
-        accelerate_config: Accelerate's YAML, or its values; if it names no JSON, its own keys are the JSON.
+        accelerate_config: Accelerate's YAML, or its values. If neither it nor another argument names a JSON, its own
+            DeepSpeed keys are checked.
         on_event: gets progress.
 
     Raises UserError if a file does not parse, or the run's model or the device kind is unknown.
@@ -266,7 +268,7 @@ def check(
     requested, given = [*_requested_by_flags(request.run)], dict[str, GivenArgument]()
     for arguments in argument_files:
         given |= given_by(arguments)
-        if arguments.file != file:  # else Accelerate's own keys are the JSON
+        if arguments.file != file:  # otherwise the checked JSON consists of Accelerate's own keys
             requested += requested_by(arguments, ranks)
     stages = request.run.pipeline
     hardware = TargetHardware(
@@ -346,7 +348,7 @@ def _document(
 
 
 def _reader(reader: str | None, document: Document, argument_files: list[ArgumentFile]) -> Reader:
-    """Return the reader of the JSON: the given one, else the program of the other files, else a guess from its keys."""
+    """Return the JSON's reader: the given one, else the program of the argument files, else a guess from the keys."""
     if reader:
         return Reader(name=reader)
     if argument_files:

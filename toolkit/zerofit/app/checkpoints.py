@@ -114,11 +114,11 @@ class VerifyResult:
 
 
 class Checkpoint:
-    """A checkpoint of a run: a `checkpoints/step-...` folder, or a run folder for its newest complete checkpoint.
+    """A checkpoint: a `checkpoints/step-...` folder, or a run folder, whose newest complete checkpoint is used.
 
-    It can also be the checkpoint of another program: a folder by DeepSpeed, the Trainer, Accelerate, Lightning or
-    PyTorch DCP. No method needs a GPU or the ranks and layout that wrote the checkpoint. No method runs code from the
-    checkpoint. `on_event` gets progress and warnings. Bad input raises UserError.
+    The folder can also come from DeepSpeed, the Trainer, Accelerate, Lightning or PyTorch DCP. No method needs a GPU,
+    or the ranks and the layout that wrote the checkpoint. No method runs code from the checkpoint. `on_event` gets
+    progress and warnings. Bad input raises UserError.
 
     >>> import zerofit as zf
     >>> result = zf.train(zf.Run(model="mlp", data="digits", steps=20, ranks=1, output="runs/mlp"))
@@ -135,12 +135,12 @@ class Checkpoint:
 
     @classmethod
     def latest(cls, run_folder: str | Path, *, on_event: OnEvent | None = None) -> Checkpoint:
-        """Return a run's newest checkpoint that has all files in the right size. `verify` also checks their bytes."""
+        """Return the run's newest checkpoint with all files in the right size. `verify` also checks their bytes."""
         return cls(locate(Path(run_folder), report=Reporter(on_event)))
 
     @staticmethod
     def list(run_folder: str | Path, *, deep: bool = False, on_event: OnEvent | None = None) -> CheckpointList:
-        """List the checkpoints of a run, including damaged ones; with `deep` check every byte against its checksum."""
+        """List a run's checkpoints, including damaged ones. With `deep`, check every file against its checksum."""
         path, report = Path(run_folder), Reporter(on_event)
         if not is_own(path) and (found := foreign_in(path)):
             report.status("importing torch ...")
@@ -178,7 +178,7 @@ class Checkpoint:
         )
 
     def verify(self, *, on_event: OnEvent | None = None) -> VerifyResult:
-        """Compare every file with its checksum. For a run folder, check its newest checkpoint, damaged or not."""
+        """Compare every file with its checksum. In a run folder, check the newest checkpoint, damaged or not."""
         if not is_own(self.path) and (found := foreign_at(self.path)):
             from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
 
@@ -202,14 +202,14 @@ class Checkpoint:
         trust_model_code: bool = False,
         on_event: OnEvent | None = None,
     ) -> ExportResult:
-        """Verify every byte, then write the model as a Hugging Face folder; other models as one safetensors file.
+        """Verify every byte, then write a transformers model as a folder, and any other model as one safetensors file.
 
-        Adapters are written in peft's format, or with `merge` merged into the full model. With `merge` the path may
-        also be a folder of adapters, or of a run without checkpoints. `dtype`: of the parameters (default: the run's
-        precision). `max_shard_size`: limit for the files of a transformers model. A custom model
-        `package.module:callable` is imported and called only with `trust_model_code`. `model`: for another program's
-        checkpoint, the folder with config.json and the tokenizer, if they are elsewhere. `repair`: if the file of
-        a rank is lost, use its 16-bit weights in the checkpoint.
+        Adapters are written in peft's format. With `merge` they are merged into the full model; the path may then also
+        be a folder of adapters, or a run folder without checkpoints. `dtype`: type of the parameters (default: the
+        run's precision). `max_shard_size`: size limit of each file of a transformers model. A custom model
+        `package.module:callable` is imported and called only with `trust_model_code`. `model`: the folder with
+        config.json and the tokenizer, if another program's checkpoint does not contain them. `repair`: if the file of
+        a rank is lost, use its weights from the 16-bit copy in the checkpoint.
         """
         shard_bytes, report = parse_bytes(max_shard_size, "--max-shard-size"), Reporter(on_event)
         report.status("importing torch ...")
@@ -242,7 +242,7 @@ class Checkpoint:
         `to` is the format: "universal" (a DeepSpeed engine on any number of ranks), "deepspeed" (an engine on `ranks`
         at ZeRO `stage`, without further settings), "dcp" (FSDP2 and other programs with PyTorch's distributed
         checkpoints) or "hf" (weights only, like `export`). `dtype`: type of the weights (default: as in training).
-        `repair`: as in `export`; the optimizer's states of the lost rank become zero.
+        `repair`: as in `export`; the optimizer states of the lost rank become zero.
         """
         report = Reporter(on_event)
         if to == "deepspeed" and (ranks is None or stage is None or ranks < 1 or not 0 <= stage <= 3):

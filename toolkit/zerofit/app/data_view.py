@@ -40,7 +40,7 @@ class SeenText:
 class SampleView:
     """One sample."""
 
-    documents: tuple[tuple[SeenText, ...], ...]  # without attention between them
+    documents: tuple[tuple[SeenText, ...], ...]  # no attention between documents
     padding: int  # padding tokens at the end
 
 

@@ -55,7 +55,7 @@ def explain(
     *,
     on_event: OnEvent | None = None,
 ) -> Explanation:
-    """Explain why a run ran out of memory or failed: the cause, the line, and what would help.
+    """Explain why a run ran out of memory or failed: the cause, the line of code, and changes that would help.
 
     Args:
         what: the log of any program, a memory snapshot of torch, or a run folder. "-": a log on standard input.
@@ -144,7 +144,7 @@ def _of_run_folder(folder: RunFolder) -> Explanation:
 
 
 def _with_snapshot(found: Explanation, snapshot: Explanation) -> Explanation:
-    """Return the snapshot's explanation and the log's message; the log's explanation if the snapshot has no cause."""
+    """Return the snapshot's explanation with the log's message. If the snapshot shows no cause, use the log's."""
     if not snapshot.is_known:
         return replace(found, alive=snapshot.alive, lines=snapshot.lines)
     figures = snapshot.figures if found.figures.total_bytes is None else found.figures
@@ -177,7 +177,7 @@ def _texts(folder: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def _of_plan(found: Explanation, job: Job, measured: Mapping[str, Any]) -> ForecastAtMoment:
-    """Return the forecast made at the run's start, and how the run's last record of metrics differs from it."""
+    """Return the forecast made at the run's start, and sentences that compare it with the last measured memory."""
     forecast = job.forecast
     assert forecast is not None
     phase = PHASES.get(found.phase, "")
@@ -215,7 +215,7 @@ def _with_simulation(found: Explanation, simulation: Simulation) -> Explanation:
 
 
 def _parts(found: Explanation, simulation: Simulation, expected: int) -> Iterator[str]:
-    """Yield sentences that compare the run with its simulation, also where both agree."""
+    """Yield sentences that compare the run with its simulation, including where both agree."""
     figures = found.figures
     if not simulation.fits:
         needed, total = shown_bytes(simulation.smi_bytes), shown_bytes(simulation.device_total_bytes)

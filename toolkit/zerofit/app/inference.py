@@ -53,7 +53,8 @@ class EvalDataOptions(TypedDict, total=False):
 class InferenceOptions(TypedDict, total=False):
     """Options for the placement of a model's weights, and their type.
 
-    `max_memory`: all devices that may be used, such as {0: "20GiB", "cpu": "60GiB"}; default: most of the free memory.
+    `max_memory`: the devices that may be used, each with a limit, such as {0: "20GiB", "cpu": "60GiB"}. By default all
+    devices are used, with most of their free memory.
     `offload_folder`: a folder for weights that have to be converted first. A custom model `package.module:callable` is
     imported and called only with `trust_model_code`.
     """
@@ -135,8 +136,9 @@ def generate(
 ) -> Generation:
     """Continue `prompt` with a causal language model; `on_event` gets each piece as an event of kind "text".
 
-    `temperature` 0 always uses the most likely token; otherwise tokens are sampled from the most likely ones that
-    together have probability `top_p`. Other keyword arguments are those of InferenceOptions; raises like `evaluate`.
+    With `temperature` 0 every token is the most likely one. Otherwise tokens are sampled from the most likely tokens
+    that together have probability `top_p`. Other keyword arguments are those of InferenceOptions. Raises the errors of
+    `evaluate`.
 
 
     >>> import zerofit as zf
@@ -187,7 +189,7 @@ def chat(
     >>> [turn["role"] for turn in said.turns]
     ['user', 'assistant', 'user', 'assistant']
 
-    Raises as `generate` does, and UserError for a model without a chat template.
+    Raises the errors of `generate`, and UserError for a model without a chat template.
     """
     report, problems = Reporter(options.get("on_event")), Problems()
     with _opened(Path(folder), options, problems, report) as session:

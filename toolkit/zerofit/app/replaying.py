@@ -1,4 +1,4 @@
-"""Repeat steps of a run, and name where and why they stop being finite (`zerofit replay`)."""
+"""Repeats steps of a run, and finds where and why values stop being finite (`zerofit replay`)."""
 
 from __future__ import annotations
 

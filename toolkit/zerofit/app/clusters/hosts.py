@@ -1,4 +1,4 @@
-"""The hosts of a run: selected by flags, examined, described as a launch site, and cleared of processes afterwards."""
+"""Selects the hosts of a run by flags, examines them, describes how to start ranks there, and kills leftovers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class HostRequest:
 
     @property
     def again(self) -> str:
-        """The command with its hosts, for hints."""
+        """The `zerofit launch` command with these hosts, as hints print it."""
         words = ["zerofit", "launch"]
         words += ["--hostfile", str(self.hostfile)] if self.hostfile else []
         words += ["--launcher", self.runner] if self.runner != "pdsh" else []
@@ -153,7 +153,7 @@ def launcher_command(run: Run, hosts: Sequence[Host], options: HostRequest) -> l
 def examine_hosts(
     hosts: Sequence[Host], options: HostRequest, folder: Path, model: str, run_file: Path | None, port: int | None
 ) -> Preflight:
-    """Ask all hosts for the facts that a start needs; `port`: the port on which this command already listens."""
+    """Ask all hosts for the facts that a start needs. `port`: this command listens on it for the hosts' connections."""
     return preflight(
         hosts,
         PreflightRequest(
@@ -171,7 +171,7 @@ def examine_hosts(
 def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
     """Return all devices as one machine: GPUs if every host has GPUs, else CPUs.
 
-    Without facts, use this host's kind.
+    If the hosts were not examined, use the kind of this host's devices.
     """
     here = replace(this_machine(), devices=sum(host.slots for host in hosts))
     if found is None:
@@ -194,7 +194,7 @@ def cluster_site(
     found: Preflight | None,
     folder: RunFolder,
 ) -> LaunchSite:
-    """Return the launch site of the job's ranks. Hosts are in order, and each is filled before the next."""
+    """Return how to start the job's ranks on these hosts. Each host is filled, in order, before the next."""
     used, problems = filled(hosts, job.layout.world_size), Problems()
     options.deepspeed_runner.check(used, problems)
     problems.raise_if_any()

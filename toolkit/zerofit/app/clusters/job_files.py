@@ -192,7 +192,7 @@ def _elsewhere(name: str | Path | None) -> bool:
 
 
 def _words(options: JobFileRequest) -> list[str]:
-    """Return the flags as command line words, without the output folder."""
+    """Return the flags as command-line arguments, without the output folder."""
     words = ["--trust-model-code"] if options.trust_model_code else []
     for field, value in options.flags.items():
         name = field.replace("_", "-")

@@ -61,7 +61,7 @@ def follow(
 
 
 def _finished(folder: RunFolder, began: float) -> bool:
-    """Return whether node 0 has finished: this start has rewritten or touched its result."""
+    """Return whether node 0 has finished: it has written or touched the run's result since `began`."""
     try:
         return folder.result.stat().st_mtime > began - RECENT_S
     except OSError:

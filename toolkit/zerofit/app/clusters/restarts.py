@@ -123,7 +123,7 @@ class RestartingRun:
             finished = finished_before(job, folder)
             if finished:
                 self.report.note(f"all {job.steps} steps of this run are done")
-                os.utime(folder.result)  # nodes that start by themselves check its age
+                os.utime(folder.result)  # nodes that start by themselves check this file's age
                 return finished
             if self.folder is None:
                 stack.enter_context(held(folder, self.report.status))
@@ -145,13 +145,13 @@ class RestartingRun:
     def _would_recur(self, failure: RunFailed) -> bool:
         """Return whether a restart would fail in the same way.
 
-        With --fit it would not run out of memory again: its layout is smaller.
+        With --fit, the next start uses a smaller layout, so running out of memory would not recur.
         """
         fitted_layout = self.job is not None and self.job.fit is not None
         return failure.problem.kind in RECURRING and not (fitted_layout and failure.problem.kind == OUT_OF_MEMORY)
 
     def _ready(self, port: int) -> Preflight | None:
-        """Examine all hosts; None without ssh. Raises UserError with all problems."""
+        """Examine all hosts and return their facts; None without ssh. Raises UserError with all problems."""
         if not self.options.over_ssh:
             return None
         folder = self.folder or find_folder(self.request.run)

@@ -60,7 +60,7 @@ def compare_strategies(
     Args:
         run: the model, data, ranks, global batch, steps and seed; the optimizer is SGD with momentum 0.9.
         strategies: names from `zerofit compare strategies --list`; all if None. "single" always runs.
-        slow: rank -> factor by which its steps take longer; every step then takes at least 0.05 s.
+        slow: rank -> factor by which this rank's steps take longer. If given, every step takes at least 0.05 s.
         straggle: probability that a rank's step takes five times as long.
         target: validation accuracy; rows of parameter servers record when they reached this accuracy.
         hostfile: hosts to run on over ssh, lines `node1 slots=2`; this machine if None.
@@ -111,7 +111,7 @@ def compare_sizes(
         scale_lr: how the learning rate grows with the batch size.
         per_rank: samples per rank and step, so larger sizes use more ranks with DistributedDataParallel; all
             sizes train on one device if None.
-        finish: (size, epochs): every run ends with this number of epochs at this size, with the size's learning rate.
+        finish: (size, epochs): every run ends with this number of epochs at this batch size and its learning rate.
         seeds: runs per size, with seeds counted up from `run.seed`.
         hostfile: hosts to run on over ssh, lines `node1 slots=2`; this machine if None.
         anyway: start even what cannot fit into the free memory.
@@ -204,7 +204,7 @@ class _RowRunner:
     """Measures the rows of one comparison. Rows that are already in its folder are not measured again."""
 
     def __init__(self, setup: ComparisonSetup, kind: Kind, job: CompareJob, question: Mapping[str, Any], anyway: bool):
-        """`question`: the inputs of the rows besides the job. Raises UserError for a folder with different content."""
+        """`question`: inputs of the rows, besides the job. Raises UserError if the folder has other contents."""
         code = model_code(job.model)  # rows from before and after a change of a user's model must not mix
         identity = {"job": vars(job), **question, "code": code_hash(code) if code else None}
         self.store, self._report = RowStore(setup.request.run.output, kind, identity), setup.report
@@ -258,7 +258,7 @@ def _named(names: Sequence[str], option: str, problems: Problems) -> list[Strate
 def _check_sizes(
     ranks: Mapping[int, int], epochs: int, per_rank: int | None, finish: tuple[int, int] | None, problems: Problems
 ) -> None:
-    """Check sizes against --per-rank and --finish; `ranks`: ranks by size."""
+    """Check sizes against --per-rank and --finish; `ranks`: batch size -> number of ranks."""
     for size in ranks:
         if per_rank and size % per_rank:
             message = f"{size} samples per step is not a multiple of --per-rank {per_rank}"

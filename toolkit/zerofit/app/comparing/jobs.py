@@ -36,7 +36,7 @@ class ComparisonSetup:
         """Read the hostfile, if there is one. Raises UserError."""
         self.request, self.report, self.problems = RunRequest.of(run), Reporter(on_event), Problems()
         self.hosts = [(host.name, host.slots) for host in read_hostfile(Path(hostfile))] if hostfile else []
-        self.parameters = self.samples = 0  # of the model and of its training data, after `resolve`
+        self.parameters = self.samples = 0  # facts of the model and of its training data; set by `resolve`
 
     def epochs(self, default: int) -> int:
         """Return the epochs of the run; a fraction is a problem."""
@@ -49,7 +49,7 @@ class ComparisonSetup:
     def resolve(
         self, fields: set[str], *, batch_option: str = "--global-batch", has_accuracy: bool = False, **settings: Any
     ) -> CompareJob:
-        """Return the job of the comparison; open its data once.
+        """Return the job of the comparison. Opens the data once.
 
         `fields`: fields of the run that only this comparison uses. `settings`: further values for the job.
         `batch_option`: the option that sets the batch. Raises UserError with all problems so far.

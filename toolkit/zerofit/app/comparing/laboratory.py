@@ -158,7 +158,7 @@ def _section(done: Done, folder: Path) -> Evidence:
 def conduct(
     experiment: Experiment, folder: Path, common: Mapping[str, Any], shared: Mapping[str, Any] | None = None, **how: Any
 ) -> Done:
-    """Run one experiment in a folder; `common`: fields of the run, `shared` and `how`: options of the comparison."""
+    """Run one experiment in a folder. `common`: fields of the run; `shared`, `how`: options of the comparison."""
     shared = shared or {}
     of_run = {name: value for name, value in experiment.options.items() if name in Run.model_fields}
     options = {name: value for name, value in experiment.options.items() if name not in of_run}
@@ -173,7 +173,7 @@ def command(experiment: Experiment, common: Mapping[str, Any]) -> str:
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
-    """Return the command line words for fields of a run and options: the model first, then flags."""
+    """Return the command-line arguments for fields of a run and for options: the model first, then the flags."""
     words = [options["model"]]
     for name, value in options.items():
         if name != "model":

@@ -1,7 +1,7 @@
 """One process of a row on another host, started over ssh: `python -m zerofit.app.comparing.on_host`.
 
-The first line of its standard input contains its order as JSON. It exits when that input ends, since its parent has
-died then.
+The first line of standard input is JSON: the job's folder, the device, the slots and the environment. The process
+exits when standard input ends, since the command that started it has then died.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ KEPT = ("ZEROFIT_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "TOKENIZE
 
 
 def order(folder: Path, accelerator: str, slots: int, variables: Mapping[str, str]) -> bytes:
-    """Return the first input line of a process. `variables`: of this rank only; `slots`: ranks on its host."""
+    """Return a process's first input line. `slots`: ranks on its host; `variables`: environment of this rank only."""
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
     env = forwarded | dict(variables)
     return json.dumps({"folder": str(folder), "accelerator": accelerator, "slots": slots, "env": env}).encode() + b"\n"
 
 
 def main() -> NoReturn:
-    """Measure this process's part in the environment of its order."""
+    """Read the first input line, set its environment, and measure this process's part of the row."""
     instructions = json.loads(sys.stdin.readline())
     folder, forwarded = Path(instructions["folder"]), instructions["env"]
     if not (folder / "job.json").is_file():

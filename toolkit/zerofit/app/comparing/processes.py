@@ -81,7 +81,7 @@ _SERVER: ContextVar[RankServer | None] = ContextVar("server", default=None)
 
 @contextmanager
 def one_server() -> Iterator[None]:
-    """Fork all ranks that start in this block from one server process; nested blocks share it."""
+    """Fork all ranks that start in this block from one server process. Nested blocks share the server."""
     if _SERVER.get() is not None:
         yield
         return

@@ -25,7 +25,7 @@ from zerofit.spec.local_machine import versions
 AGREES = 1e-5  # largest difference of fp32 weights between layouts that compute the same sums
 # "not-here": unsupported on these devices or in this installation; "does-not-fit": exceeds free memory
 Status = Literal["ok", "not-here", "does-not-fit", "failed"]
-DETAILS = {"efficiency", "process", "loss", "lines"}  # columns that only a comparison's own page and files have
+DETAILS = {"efficiency", "process", "loss", "lines"}  # columns left out of a page about several comparisons
 Mode = Literal["weak", "strong"]
 Kind = Literal["strategies", "batch-size", "scaling"]
 
@@ -94,7 +94,7 @@ class ScalingRow(StrategyRow):
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRow(Row):
-    """One batch size with one seed. Without a run, figures are None; times to an unreached target are None."""
+    """One batch size with one seed. Figures are None if it did not run or did not reach the target."""
 
     batch_size: int
     seed: int
@@ -142,13 +142,10 @@ class RowStore:
     """A folder with one file per row."""
 
     def __init__(self, output: Path | None, kind: str, identity: Mapping[str, Any]):
-        """Use a new folder, or one with rows of the same comparison.
+        """Use a new folder, or a folder with rows of the same comparison.
 
-        `identity`: everything that determines the rows, including the job; without `output` it determines the folder's
-        name.
-
-        Raises:
-            UserError: if the folder has another comparison or other files.
+        `identity`: everything that determines the rows, including the job. If `output` is None, the folder's name is
+        made from it. Raises UserError if the folder contains another comparison or other files.
         """
         # Through JSON and back, so that tuples compare equal to the lists that are read from the file.
         identity = json.loads(json.dumps({"kind": kind, **identity, "versions": versions()}))
@@ -381,7 +378,7 @@ class Comparison(Generic[AnyRow]):
         return [description(self.kind)["first"].replace("_", " "), *labels(self.kind)], rows
 
     def short_table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the table of all rows, or of batch sizes over their seeds: the median and (range)."""
+        """Return the table of all rows. For batch sizes it has one row per size: median and range over the seeds."""
         if self.summary is None:
             return self.table()
         target = f"{self.about['target']:.1%}"

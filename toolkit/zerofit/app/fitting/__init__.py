@@ -1,1 +1,1 @@
-"""`--fit`: the layout of a run is chosen when it starts."""
+"""`--fit`: zerofit chooses the layout of a run when the run starts."""

@@ -1,4 +1,4 @@
-"""The choice of a layout: plan's forecasts order the options, simulations of the engine decide what fits."""
+"""Chooses a layout: formulas forecast all options, and simulations of the engine decide which of them fit."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.overhead import REPLAYED
 
 MOST = 6  # options to simulate
-# Among options this close to the fastest the simplest is chosen: forecasts of time are not more precise
-# (benchmarks/fit.py: with 0 the choice reaches 97 % of the best throughput that fits, with 0.1 98 %)
+# The simplest option this close to the fastest is chosen, since forecasts of time are not more precise. In
+# benchmarks/fit.py the choice reaches 97 % of the best throughput that fits with 0, and 98 % with 0.1.
 ALIKE = 0.1
 
 Simulate = Callable[[LayoutOption], Sequence[Simulation]]  # raises Refused
@@ -66,7 +66,7 @@ class FitSearch:
 
     @property
     def leanest(self) -> LayoutOption | None:
-        """The option that needs the least of the scarcest memory according to plan's forecast."""
+        """The option with the lowest forecast share of the memory (device or host) that it fills most."""
         remaining = [option for option in self.options if _kind(option) not in self._refused]
         return min(
             remaining, key=lambda option: check_fit(option.memory, option.layout, self.free).utilization, default=None
@@ -116,7 +116,7 @@ class FitSearch:
 
 
 def _machinery(option: LayoutOption) -> tuple[int, ...]:
-    """Return a sort key that puts simple options first: plan's order without sizes, then loss chunks."""
+    """Return a sort key that puts simple options first: few offloads, low degrees, few further memory savings."""
     offloads, degrees, checkpointing, stage, overlap, *_ = plain(option.layout)
     return (offloads, degrees, checkpointing, stage, len(option.savings.fields), overlap)
 

@@ -36,7 +36,7 @@ from zerofit.spec.units import shown_bytes
 
 PLACE = "--fit"
 KEPT = {"ranks", "precision", "micro_batch_by_rank", "ema", *CHOSEN}  # fields of the run that can be chosen
-LEANER = 0.9  # part of the forecast of a rank that ran out of memory: a larger layout would run out again
+LEANER = 0.9  # after a rank ran out of memory, layouts above this share of its forecast are not chosen
 HINT = "leave out layout options, use shorter sequences or fewer --ranks; `zerofit plan` lists devices that fit; "
 HINT += "--anyway starts the smallest layout anyway"
 OUT_OF_MEMORY = "out-of-memory"

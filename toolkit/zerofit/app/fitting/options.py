@@ -26,7 +26,7 @@ from zerofit.spec.local_machine import read_calibration
 from zerofit.spec.profile import Profile, Savings, offered
 from zerofit.spec.run import Run, RunRequest
 
-ALL, AMPLE = 10**6, 10**18  # number of layouts; and bytes of an unlimited memory
+ALL, AMPLE = 10**6, 10**18  # ALL: more layouts than a search finds; AMPLE: bytes of unlimited memory
 CHOSEN = (*FIELDS.values(), "global_batch", *Savings._fields, "ds_config")  # fields of the run
 
 
@@ -58,9 +58,10 @@ def given_fields(request: RunRequest) -> dict[str, Any]:
 def options_of(
     resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster, report: Reporter, *, lean: bool = False
 ) -> tuple[Profile, tuple[LayoutOption, ...]]:
-    """Return the model's profile and all layouts with the run's global batch, by plan's time, fastest first.
+    """Return the model's profile and all layouts with the run's global batch, sorted by forecast time.
 
-    Among equally fast layouts the simplest comes first. `lean`: use every option that makes longer sequences fit.
+    The fastest comes first, and the simplest of equally fast ones. `lean`: use every option that makes longer
+    sequences fit.
     Raises UserError and ModelError.
     """
     job, run, knobs = resolved.job, resolved.job.run, decided(given)
@@ -97,7 +98,7 @@ def options_of(
 
 
 def _choices(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savings]:
-    """Return the options for the given layouts, each without and with a loss in chunks."""
+    """Return the memory savings to try: the given ones, also with a loss in chunks if that is left open."""
     given_savings, chunk = savings_of(given, given.get("ds_config", {})), _able(resolved).loss_chunk
     return (
         [given_savings]
@@ -107,7 +108,7 @@ def _choices(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savings]:
 
 
 def _leanest(resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster) -> list[Savings]:
-    """Return further memory savings not excluded by given values: tiled MLPs, then checkpoints in host memory."""
+    """Return further memory savings that the given values allow: tiled MLPs, then checkpoints in host memory too."""
     given_savings, able = savings_of(given, given.get("ds_config", {})), _able(resolved)
     kept = {name: getattr(given_savings, name) for name in Savings._fields if name in given}
     if cluster.on_cpu or given.get("activation_checkpointing") is False:
@@ -148,7 +149,7 @@ def chosen_fields(
 ) -> dict[str, Any]:
     """Return the fields of the run for an option, including the full DeepSpeed JSON.
 
-    `optimizer`: the run's optimizer; with offloading the default could differ.
+    `optimizer`: the run's optimizer. It is fixed, since the default may change with offloading.
     """
     config = planned_config(option.layout, profile, str(_nvme_path(given) or "/local_nvme"))
     degrees = {FIELDS[name]: getattr(option.layout, name) for name in DEGREES}

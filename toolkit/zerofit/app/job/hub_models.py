@@ -37,7 +37,7 @@ def with_local_model(request: RunRequest, report: Reporter) -> RunRequest:
 
 
 def with_shape(request: RunRequest, report: Reporter) -> RunRequest:
-    """Return the request with the preset of the same shape as its hub model. It suffices for forecasts."""
+    """Return the request with a preset of the same shape instead of its hub model; forecasts need only the shape."""
     return _with_preset(request, shape_named(request.run.model), report) if request.run.model else request
 
 

@@ -38,8 +38,8 @@ def as_request(run: Run | RunRequest | str | Path) -> RunRequest:
 def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunRequest:
     """Return the request of a model saved by zerofit (a CNN's RUN/model, say) with its name and weights.
 
-    The request for a transformers model (a folder with config.json) is returned unchanged. Raises UserError, also for a
-    folder that names code unless `trust_model_code`.
+    The request for a transformers model (a folder with config.json) is returned unchanged. Raises UserError, for
+    example if the folder names code and `trust_model_code` is false.
     """
     folder = Path(request.run.model)
     if request.run.pretrained or not folder.is_dir() or (folder / "config.json").is_file():
@@ -91,7 +91,7 @@ def is_run_file(target: str) -> bool:
 def assumed_inputs(
     source: ModelSource, task: Task, seq_len: int | None, image: str | None, model_args: dict[str, Any]
 ) -> Inputs:
-    """Return the inputs of `--input`, else published images or tokens of the full vocabulary. Raises UserError."""
+    """Return the inputs that `--input` describes, else the model's published inputs. Raises UserError."""
     if gives_loss(task):
         from zerofit.models.named_inputs import named_inputs
         from zerofit.train.probe import models_say
@@ -126,7 +126,7 @@ def _assumed_labels(config: Any, task: Task, seq_len: int) -> LabelledTextInputs
 
 
 def input_option(inputs: Inputs | None) -> str | None:
-    """Return the `--input` value for a model's inputs, as `parse_input` reads it; None for tokens alone."""
+    """Return the `--input` value that `parse_input` would read as these inputs; None for plain tokens."""
     if are_packed(inputs):
         return PACKED
     if isinstance(inputs, ImageInputs):

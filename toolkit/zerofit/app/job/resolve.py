@@ -307,7 +307,7 @@ def ds_name(run: Run) -> str | None:
 
 
 def seq_len_of(run: Run, source: ModelSource, task: Task, usual: int = DEFAULT_SEQ_LEN) -> int | None:
-    """Return the tokens per sample: the requested number, else the default or the model's limit; None for images."""
+    """Return the tokens per sample: `run.seq_len`, else `usual` or the model's smaller limit; None without text."""
     if not is_text(task):
         return None
     if run.seq_len:

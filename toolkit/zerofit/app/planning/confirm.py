@@ -59,12 +59,12 @@ def confirm_written(plan: Plan, report: Reporter) -> Plan:
 #     value      0 ...... fitting ...... guess ...... refused
 #                         simulated: fits             simulated or forecast: does not fit
 #
-# The guess is scaled by the memory that the last simulation lacked. Once a value fits, the guess is the middle.
+# Until a value fits, the guess is the refused value times available / needed memory. Then the guess is the middle.
 def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], report: Reporter) -> Plan:
     """Return the plan for the largest size (see `LargestFit`) that fits when its smallest layout is simulated.
 
-    Starts at the forecast's value, scales down by the memory that the simulation lacks, then bisects between the last
-    two values.
+    Starts at the forecast's value. While simulations do not fit, the value is scaled by available / needed memory. Then
+    the function bisects between the last value that fits and the last that does not.
     """
     value, step, looked, best = answer.value or 0, answer.step, answer.looked, None
     fitting, refused = 0, value + step

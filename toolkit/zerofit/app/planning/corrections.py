@@ -45,7 +45,7 @@ MEASURED_FLAG = "--measured"
 _SPEED = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(samples/s|images/s|tokens/s|s)\s*", re.IGNORECASE)
 AMPLE = 10**18  # bytes, unlimited: the measured layout did fit
 TRACE_FLAG = "--from-trace"
-MOST_FACTOR = 100.0  # a kind whose measured and forecast times differ by more than this factor is not the same work
+MOST_FACTOR = 100.0  # if measured and forecast times of a kind differ by more, they are not of the same kernels
 TUNED_FLAG = "--from"
 TUNED_HINT = "use the folder of `zerofit tune --output`"
 TRIALS_FILE = "trials.json"  # in the folder of a tuning
@@ -171,7 +171,7 @@ class MeasuredScaling:
         return self.factor * step_s
 
     def known(self, result: PlanResult) -> PlanResult:
-        """Return the result with the narrower error intervals of a measured plan."""
+        """Return the result with narrower error intervals, since a measurement has corrected its step times."""
 
         def narrowed(ranked: tuple[RankedLayout, ...]) -> tuple[RankedLayout, ...]:
             return tuple(replace(r, errors=AS_MEASURED if r.layout == self.layout else PAIRS) for r in ranked)
@@ -179,7 +179,7 @@ class MeasuredScaling:
         return replace(result, layouts=narrowed(result.layouts), misfits=narrowed(result.misfits))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return `measured` in `zerofit plan --json`."""
+        """Return the value of `measured` in `zerofit plan --json`."""
         times = {"forecast_step_s": self.forecast_step_s, "measured_step_s": self.measured_step_s}
         return {"layout": self.layout.to_dict(), **times, "factor": self.factor}
 
@@ -237,7 +237,7 @@ class TraceCalibration:
     measured_step_s: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return `from_trace` in `zerofit plan --json`."""
+        """Return the value of `from_trace` in `zerofit plan --json`."""
         return {
             "trace": str(self.path),
             "layout": self.layout.to_dict() if self.layout else None,
@@ -263,7 +263,8 @@ def calibrated(
 ) -> TraceCalibration:
     """Return the calibration of this kind of device from a trace, on top of stored measurements.
 
-    Raises UserError, also if the run folder names code and `trust_model_code` is not set: its model is built.
+    The model of the trace's run folder is built. Raises UserError, for example if the folder names code for it and
+    `trust_model_code` is false.
     """
     trace = read_trace(path, TRACE_FLAG)
     if trace.forecast:

@@ -29,7 +29,7 @@ TOKENS = 256  # distance between tried sequence lengths
 
 
 class LongerSequence(NamedTuple):
-    """The longest sequence by forecast, with further options that reduce activations."""
+    """The longest sequence that fits by forecast, and the options with which it fits."""
 
     savings: Savings
     value: int  # tokens
@@ -40,7 +40,7 @@ class LongerSequence(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LargestFit:
-    """The largest value of a size with which a layout fits."""
+    """The largest sequence length, micro batch or number of layers with which a layout fits."""
 
     what: Maximum
     value: int | None  # None: not even the smallest fits
@@ -48,8 +48,8 @@ class LargestFit:
     looked: int  # number of tried values
     bounded: bool  # no larger value was tried
     limit: int | None = None  # the model's limit
-    layer: str | None = None  # the repeated layer
-    now: int | None = None  # how many of this layer the model has now
+    layer: str | None = None  # the kind of layer whose number is searched
+    now: int | None = None  # the number of these layers that the model has now
     longer: tuple[LongerSequence, ...] = ()  # longest sequences; each entry adds one option to the entry before
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class FewestDevices:
 
 
 def maximum_of(setup: SearchSetup, cluster: Cluster, what: Maximum, report: Reporter) -> tuple[SearchSetup, LargestFit]:
-    """Return the setup with the largest sequence, micro batch or number of layers that fits, and this value."""
+    """Return the largest sequence length, micro batch or number of layers that fits, and the setup with it."""
     if what == "seq-len":
         return _longest(setup, cluster, report)
     return _deepest(setup, cluster, report) if what == "layers" else _widest(setup, cluster)
@@ -118,7 +118,7 @@ def with_value(setup: SearchSetup, what: Maximum, value: int, report: Reporter) 
 
 
 def fewest(setup: SearchSetup, cluster: Cluster, full: int | None = None) -> Cluster | None:
-    """Return the smallest cluster that fits a layout, with nodes of `full` devices; None beyond MOST_GPUS."""
+    """Return the smallest cluster on which a layout fits, in nodes of `full` devices; None if MOST_GPUS are too few."""
     forecast = forecast_of(setup.profile, cluster)
 
     def wants(gpus: int, nodes: int) -> float:
@@ -200,9 +200,9 @@ def _degrees_on(cluster: Cluster, profile: Profile) -> tuple[Degrees, ...]:
 def _longer(
     setup: SearchSetup, cluster: Cluster, found: int | None, most: int, report: Reporter
 ) -> Iterator[LongerSequence]:
-    """Yield longer and longer sequences.
+    """Yield ever longer sequences, each with one more option that saves memory.
 
-    Each adds the option that needs the least memory at twice the previous length.
+    The added option is the one with which twice the previous length needs the least memory.
     """
     traced, known = setup.traced, setup.profile
     assert traced

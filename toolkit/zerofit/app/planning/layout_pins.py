@@ -131,7 +131,7 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def savings_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Savings:
-    """Return the memory savings, besides checkpointing, that fields of a run and a DeepSpeed JSON request."""
+    """Return the memory savings (without checkpointing) that the fields of a run and a DeepSpeed JSON request."""
     found = {name: given[name] for name in Savings._fields if given.get(name)}
     if get(config, "activation_checkpointing.cpu_checkpointing") is True:
         found["activation_offload"] = True

@@ -1,4 +1,4 @@
-"""The work, price and failures of a full run, read from options and checked."""
+"""Reads and checks the options for the length of a full run, its price, and how often machines fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST_PHASE = "reading the data"  # first phase of each start in events.jsonl
 
 
 class WorkOptions(TypedDict, total=False):
-    """Length of a run, its price and how often machines fail; numbers, or words like "15T"."""
+    """The length of a run, its price, and how often machines fail. Values are numbers, or texts like "15T"."""
 
     epochs: float | None  # passes over `samples` or `tokens`
     tokens: float | str | None
@@ -34,7 +34,7 @@ class WorkOptions(TypedDict, total=False):
 
 
 def read_work(options: Mapping[str, Any]) -> Work | None:
-    """Return the work that the options request; None without options. Raises UserError with all problems."""
+    """Return the length, price and failures that the options describe; None without options. Raises UserError."""
     given = {name: value for name, value in options.items() if value is not None}
     if not given:
         return None

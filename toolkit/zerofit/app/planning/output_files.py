@@ -184,7 +184,7 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
 
 
 def for_trainer(config: Mapping[str, Any], layout: PlannedLayout, profile: Profile) -> dict[str, Any]:
-    """Return a DeepSpeed JSON in which the HF Trainer can fill in each "auto", with the plan's buckets.
+    """Return a DeepSpeed JSON with the plan's buckets, in which the HF Trainer can fill in each "auto".
 
     The Trainer does not fill in `allgather_bucket_size`. DeepSpeed offloads the state of its own optimizers only.
     """

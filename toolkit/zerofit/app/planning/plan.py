@@ -52,7 +52,7 @@ class Confirmation:
         return self.described(details=True)
 
     def described(self, details: bool) -> str:
-        """Return the verdict on one line; `details` adds how the memory is used."""
+        """Return the verdict in one line. With `details` the line adds what the memory is used for."""
         layout = f"layout {self.layout + 1}"
         if self.problem:
             return f"{layout} cannot be simulated, so only plan's forecast is known: {self.problem}"

@@ -51,31 +51,31 @@ def plan(
     on_event: OnEvent | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """Rank the layouts of a model that fit a cluster by speed, with their memory, and explain why others do not fit.
+    """Return the layouts of a model that fit a cluster, fastest first, and the reasons why others do not fit.
 
     Args:
-        model: a model's name, or a run, whose fields that `options` could name stay fixed.
-        cluster: the cluster; None: this machine. For several clusters, the plan of the fastest is returned; its `boxes`
-            are the plans of all.
+        model: a model's name, or a run. Fields of the run that are also `options` are kept fixed.
+        cluster: the cluster; None: this machine. For several clusters, the plan of the fastest is returned, and its
+            `boxes` are the plans of all of them.
         profile: a stored profile (`Plan.profile_file`) instead of a model; torch is not imported then.
         image: "image:3x224x224", input of an image model.
         maximum: "seq-len", "micro-batch" or "layers": plan for the largest value that fits (`Plan.answer`).
         minimum: "gpus": plan for the fewest devices that suffice (`Plan.answer`).
         tuned: folder of `zerofit tune`; its trials correct step times.
-        measured: "5.33samples/s", "21000tokens/s" or "0.52s" per step of the layout that `options` describe; it scales
-            the step times of all layouts, which are then searched freely.
+        measured: "5.33samples/s", "21000tokens/s" or "0.52s" (per step): the measured speed of the layout that
+            `options` describe. It corrects the step times of all layouts. `options` then fix no layout.
         from_trace: a trace of `zerofit train --profile`, whose kernel times replace the catalog's.
         top: number of layouts to return.
         nvme_path: folder for layouts that offload to disk.
-        confirm: also simulate this many of the best layouts (`Plan.confirmed`); `Plan.write` skips refused ones.
-        trust_model_code: import a model of the form package.module:callable that `profile`, or the run folder of
-            `from_trace`, names.
-        engines: "deepspeed" and "fsdp2": whose layouts to rank.
+        confirm: simulate this many of the best layouts (`Plan.confirmed`). `Plan.write` skips layouts that do not fit.
+        trust_model_code: allow the import of a model package.module:callable that `profile` or the run folder of
+            `from_trace` names.
+        engines: the engines whose layouts are searched: "deepspeed", "fsdp2".
         on_event: gets progress.
-        **options: two kinds. For the `outlook` of each layout: the length of the training (`epochs`, `tokens`,
-            `samples`), the price of a GPU hour (`price`), and how often machines fail (`mtbf`; `storage` or `timed_by`
-            give the time of a save), like "15T", "2.5", "6000/node". Fixed values of the layouts: `global_batch`,
-            `micro_batch`, `micro_batch_by_rank`, `gradient_accumulation_steps`, `seq_len`, `precision`,
+        **options: two kinds. The `outlook` of each layout uses the length of the training (`epochs`, `tokens` such as
+            "15T", `samples`), the price of a GPU hour (`price`), how often machines fail (`mtbf`, such as "6000/node"),
+            and the time of a save (`storage` or `timed_by`). All other options fix a value of the layouts:
+            `global_batch`, `micro_batch`, `micro_batch_by_rank`, `gradient_accumulation_steps`, `seq_len`, `precision`,
             `activation_checkpointing`, `activation_offload`, `loss_chunk`, `mlp_chunk`, `tensor_parallel`, `pipeline`,
             `pipeline_schedule`, `sequence_parallel`, `expert_parallel`, `zero_stage`, `offload` (of the optimizer),
             `offload_param`, `overlap_comm`, `model_args`, the trained part (`lora` and its options, `train`, `freeze`),

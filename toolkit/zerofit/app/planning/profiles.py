@@ -1,4 +1,4 @@
-"""The profile behind a plan: read from a file, stored earlier, shipped, or traced now (which needs torch)."""
+"""Gets the profile for a plan from a file, this machine's cache or the shipped profiles, or traces the model now."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zerofit.spec.process import deepspeed_quiet
 from zerofit.spec.profile import NOTHING_SAVED, LayerCost, Profile, Savings, setting
 from zerofit.spec.run import Run
 
-Costs = tuple[LayerCost, ...]  # of the layers, in one setting
+Costs = tuple[LayerCost, ...]  # the costs of all layers, in one setting
 TRACED_RANKS = 8  # largest traced tensor and sequence parallel degree
 
 
@@ -52,7 +52,7 @@ class ProfileRequest:
     task: str | None = None  # Run.task: the training task, if it differs from the config's
     liger_kernel: bool = False  # with the memory of Liger's kernels
     split_sequence: bool = False  # whether tensor parallel ranks split the sequence between matrix multiplications
-    engines: tuple[Engine, ...] = ()  # engines that have their own models: trace these, too
+    engines: tuple[Engine, ...] = ()  # engines that train their own version of the model: trace it as well
     engine: Engine = "deepspeed"  # whose code of the model is traced
 
     @classmethod
@@ -86,9 +86,10 @@ def read_profile(path: Path) -> Profile:
 # torch. A trace is stored in the cache. Its name contains a hash of all that it depends on, so a changed
 # config gets another file.
 def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path | None]:
-    """Return the profile and its file: stored, shipped or traced now (None for a user's own code, not stored).
+    """Return a stored or shipped profile, or trace the model now. Also return the profile's file.
 
-    Raises UserError (also if the model has to be traced but torch is not installed) and ModelError.
+    The file is None for a user's own code, whose profile is not stored. Raises ModelError, and UserError, for example
+    if the model has to be traced and torch is not installed.
     """
     for note in _notes(wanted.model):
         report.note(note)
@@ -122,7 +123,7 @@ def _with_own_models(profile: Profile, wanted: ProfileRequest, report: Reporter)
 
 
 def _shipped(wanted: ProfileRequest) -> Profile | None:
-    """Return the shipped profile for a request; None if it was made by a different version of the code."""
+    """Return the shipped profile for a request; None if there is none, or if other code made it."""
     own = (wanted.image, wanted.model_args, wanted.partial, wanted.task, wanted.liger_kernel)
     if any(own) or wanted.engine != "deepspeed" or wanted.savings != NOTHING_SAVED:
         return None
@@ -273,7 +274,7 @@ def _place(wanted: ProfileRequest) -> Path | None:
 
 
 def _content(model: str) -> Any:
-    """Return the config behind a model's name; None for a user's own code."""
+    """Return the config of the named model; None for a user's own code."""
     if model in PRESETS:
         return PRESETS[model]
     path = Path(model)

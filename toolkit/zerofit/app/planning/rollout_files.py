@@ -15,7 +15,7 @@ from zerofit.spec.cluster import Cluster
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """An arrangement whose config is written."""
+    """An arrangement of trainer and engine (`rollouts.Arrangement`) whose config is written."""
 
     method: str
     planned: PlannedRun
@@ -70,7 +70,7 @@ def trl_config(chosen: Chosen, ds_config: str, colocated: bool) -> dict[str, Any
 
 
 def verl_script(chosen: Chosen, cluster: Cluster) -> str:
-    """Return the script that starts verl in this arrangement."""
+    """Return the script that starts verl with this layout and engine."""
     release = chosen.settings.trainer_release
     lines = [
         "python3 -m verl.trainer.main_ppo",
@@ -140,7 +140,7 @@ def verl_overrides(chosen: Chosen, cluster: Cluster) -> dict[str, Any]:
 
 
 def openrlhf_script(chosen: Chosen, cluster: Cluster) -> str:
-    """Return the script that starts OpenRLHF in this arrangement."""
+    """Return the script that starts OpenRLHF with this layout and engine."""
     words = [word for flag, value in openrlhf_flags(chosen, cluster).items() for word in _flag(flag, value)]
     lines = ["python3 -m openrlhf.cli.train_ppo_ray", '--data.prompt_dataset "${DATASET:?}"', *words, '"$@"']
     start = "#!/usr/bin/env bash\n# for OpenRLHF; set DATASET, and add your reward as arguments\nset -eu\n"
@@ -148,7 +148,7 @@ def openrlhf_script(chosen: Chosen, cluster: Cluster) -> str:
 
 
 def openrlhf_flags(chosen: Chosen, cluster: Cluster) -> dict[str, Any]:
-    """Return the flags of openrlhf/cli/train_ppo_ray.py; False stands for a switch that is left out."""
+    """Return the flags of openrlhf/cli/train_ppo_ray.py. A switch with the value False is left out."""
     layout, s, engine = chosen.planned.layout, chosen.settings, chosen.engine
     assert engine
     degree = engine.settings.tensor_parallel_size

@@ -1,4 +1,4 @@
-"""What `zerofit plan --method` remarks about an arrangement: problems, wasted memory, and the setting to change."""
+"""Finds problems and wasted memory in a trainer with its rollout engine, and names the settings to change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LARGE = 0.08  # a part that needs more than this share of the GPU is a finding
 
 
 def findings(memory: RolloutMemory) -> Iterator[tuple[str, str]]:
-    """Yield slug and message of each problem of an arrangement, most urgent first."""
+    """Yield a slug and a message for each problem, most urgent first."""
     engine, trainer = memory.engine, memory.settings.trainer
     total, highest = memory.fit.device_available_bytes, memory.highest
     if memory.room < 0:

@@ -51,7 +51,7 @@ SAMPLES_OF_RANK = 16  # completions per rank and step, if no batch is given
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """A training layout and an engine on the same or on other GPUs, with the memory by phase and the time."""
+    """A training layout combined with a rollout engine on the same or on other GPUs: memory by phase, and time."""
 
     name: str
     ranked: RankedLayout
@@ -224,7 +224,7 @@ def plan_rollouts(
 
 
 def _with_log_probs(setup: SearchSetup, settings: RolloutSettings, name: str) -> SearchSetup:
-    """Return a setup with the trainer's head, and with what its layouts have in common."""
+    """Return the setup with the way in which the trainer computes log-probs and synchronizes gradients."""
     profile, element, method = setup.profile, ELEMENT_BYTES[setup.request.precision], METHODS[name]
     if settings.trainer == "verl":
         each = None if settings.use_fused_kernels else EARLY_VERL if settings.is_early else VERL
@@ -261,7 +261,7 @@ def _data_parallel(request: PlanningRequest, cluster: Cluster, group: int) -> Pl
 
 @dataclass(frozen=True, kw_only=True)
 class _Planner:
-    """Makes arrangements; its fields are the same for all of them."""
+    """Combines training layouts with engines. The fields are the same for all combinations."""
 
     name: str
     setup: SearchSetup
@@ -329,7 +329,7 @@ class _Planner:
     def _colocated(
         self, name: str, ranked: RankedLayout, timer: Timer, settings: RolloutSettings | None
     ) -> Arrangement:
-        """Return an arrangement with the engine on the training's GPUs, or without an engine if `settings` is None."""
+        """Return an arrangement with the engine on the training's GPUs. If `settings` is None, it has no engine."""
         layout = ranked.layout
         memory = self._memory(ranked, settings or self.settings)
         if settings is None:
@@ -379,7 +379,7 @@ class _Planner:
         return kind(**fields, context_bytes=context, process_bytes=process, host_room=room)
 
     def _apart(self, gpus: int) -> Arrangement | None:
-        """Return the fastest arrangement with `gpus` GPUs for vLLM alone; None if nothing trains on the others."""
+        """Return the fastest arrangement with `gpus` GPUs only for vLLM; None if no layout fits on the other GPUs."""
         left = self.cluster.gpus - gpus
         trained = replace(self.cluster, gpus=left, host_memory=self.cluster.host_bytes)
         try:
@@ -438,5 +438,5 @@ class _Planner:
 
 
 def _order(row: Arrangement) -> tuple[bool, float]:
-    """Sort arrangements that fit by time, and the others by the memory that they lack."""
+    """Return a sort key: arrangements that fit, by time, then the others, by the memory that they lack."""
     return not row.fits, row.time.step_s if row.fits else -row.memory.room

@@ -101,7 +101,7 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
 
 
 def _scaled(setup: SearchSetup, cluster: Cluster, speed: MeasuredSpeed | None) -> SearchSetup:
-    """Return the setup of a free search with the measured global batch; the measurement scales its step times."""
+    """Return the setup with no fixed values but the measured global batch, and step times scaled by `speed`."""
     if speed is None:
         return setup
     profile, wanted = setup.profile, setup.request

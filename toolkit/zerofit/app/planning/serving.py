@@ -25,7 +25,7 @@ from zerofit.spec.units import shown_bytes
 
 SETTINGS = "--rollout"
 GENERATING = ("causal-lm", "image-text")  # tasks of models that generate text without an encoder of text
-# options of a run that are settings of vLLM, too
+# options of a run that vLLM has as settings
 SAME = {
     "seq_len": "max_model_len",
     "tensor_parallel": "tensor_parallel_size",

@@ -32,7 +32,7 @@ HAS = "import sys; from importlib.metadata import version; print(*map(version, s
 
 
 def rerun_with(releases: Mapping[str, str], places: Mapping[str, str], report: Reporter, *, own: bool) -> None:
-    """Replace this process with the same command with these releases; return if they are installed here.
+    """Run this process's command again with these releases, in its place. Return if they are installed already.
 
     Args:
         releases: package -> version ("0.19.5"); other packages keep the installed version.
@@ -97,7 +97,7 @@ def python_with(releases: Mapping[str, str], report: Reporter, *, where: str = "
 
 
 def _is(installed: str, version: str) -> bool:
-    """Return whether this version is installed, by pip's rules: a local part (2.11.0+cpu) may follow."""
+    """Return whether `installed` is this version. As in pip, `installed` may have a local part (2.11.0+cpu)."""
     return SpecifierSet(f"=={version}").contains(installed, prereleases=True)
 
 

@@ -90,9 +90,9 @@ class PreparedSimulation:
         )
 
     def knobs(self, rank: int, *, heaviest: bool = True, exact: bool = False) -> KnobSimulations:
-        """Return the changes worth trying. They are simulated on demand, for `rank`.
+        """Return the changes worth trying. Calling the result simulates them, as `rank`.
 
-        `heaviest`: for the heaviest of the ranks that differ from `rank` only in their partitions.
+        `heaviest`: simulate the heaviest of the ranks that differ from `rank` only in their partitions.
         """
         return KnobSimulations(prepared=self, rank=rank, heaviest=heaviest, exact=exact)
 

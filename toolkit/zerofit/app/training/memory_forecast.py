@@ -102,7 +102,7 @@ def least_bytes(job: Job) -> int:
 
 
 def _margin(rank: Simulation) -> int:
-    """Return the verdict's margin: bytes on top of the reserved peak and of the mean estimate outside torch."""
+    """Return the bytes that a verdict adds, as a margin, to the reserved peak and the memory outside torch."""
     late = rank.reserved_ahead_bytes - rank.reserved_bytes  # other streams free memory late
     uncertain = sum(part.high_bytes - part.bytes for part in rank.overheads)
     return late + round(REPLAYED * rank.reserved_bytes) + uncertain
@@ -168,8 +168,8 @@ def _saved_bytes(job: Job, on_cpu: bool) -> list[int]:
     """Return the bytes copied to host memory when the model is saved: on rank 0, then on a rank of each stage.
 
     `EngineTrainer.weights` gathers partitioned modules one at a time, and copies one tensor at a time from a GPU. A
-    pipeline stage copies its part before it writes it. Rank 0 keeps all of a model outside transformers, and all
-    adapters (`train.run.save_model`).
+    pipeline stage copies its part before it writes it. Rank 0 keeps copies of all adapters, or of all weights if the
+    model is not from transformers (`train.run.save_model`).
     """
     layout, facts, weights = job.layout, job.facts, job.facts.weight_bytes(job.precision)
     streamed = find(job.run.model).family == "transformers"

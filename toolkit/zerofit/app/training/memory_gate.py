@@ -72,9 +72,9 @@ class MemoryGate:
         hosts: Sequence[Host] | None = None,
         facts: Mapping[str, Facts] | None = None,
     ):
-        """Use hosts in the order of their ranks (None: this machine) and the facts gathered from each.
+        """`hosts`: in the order of their ranks; None: this machine. `facts`: what each host has reported.
 
-        Without `facts` only this machine, the first host, is checked. With an empty mapping no host is checked.
+        If `facts` is None, only this machine, the first host, is checked. If `facts` is empty, no host is checked.
         `anyway`: warn instead of refusing.
         """
         self._report, self._anyway, self._hosts, self._facts = report, anyway, hosts, facts

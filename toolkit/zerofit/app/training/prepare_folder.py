@@ -1,4 +1,4 @@
-"""The run folder of a start: found, filled with the resolved job, and cleaned up if it was used before."""
+"""Finds the run folder of a start, writes the resolved job into it, and archives leftovers of earlier starts."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def prepare(
 ) -> PreparedRun:
     """Resolve the run, prepare its data, find the checkpoint to resume from and create the run folder.
 
-    `machine`: the devices of all hosts together; None: this machine. `folder`: the run folder if this command has
-    locked it already. `model`: used instead of the run's model. `gate`: forecasts memory, and raises an error before
-    anything is written if the run does not fit. `fitter`: chooses the layout if the run requests it. Raises UserError
-    with all problems.
+    `machine`: the devices of all hosts together; None: this machine. `folder`: the run folder, if this command has
+    locked it already. `model`: used instead of the run's model. `gate`: forecasts memory. If the run does not fit, the
+    gate raises an error before anything is written. `fitter`: chooses the layout if the run requests it. Raises
+    UserError with all problems.
     """
     problems = Problems()
     folder = folder or problems.attempt(lambda: find_folder(request.run))
@@ -225,7 +225,7 @@ def _newest(checkpoints: Path, report: Reporter) -> CheckpointEntry | None:
 
 
 def _named(path: Path, report: Reporter) -> CheckpointEntry:
-    """Return the checkpoint that --resume names, or the newest checkpoint of a run folder that it names."""
+    """Return the checkpoint that --resume names. If it names a run folder, return the newest checkpoint there."""
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if not (path / "manifest.json").exists() and path.is_dir():

@@ -91,7 +91,7 @@ def outcome(
     """Return the result that rank 0 wrote.
 
     `again`: the command that resumes a run folder. `seen`: the failure that the guards or the command saw. `heard`:
-    failures that ranks reported to the command; the folder's disk may be full.
+    failures that ranks reported directly to the command, since the disk of the folder may be full.
 
     Raises RunFailed with the cause, DoesNotFit if a host that the command could not examine has too little memory, and
     Stopped if the ranks stopped on request.

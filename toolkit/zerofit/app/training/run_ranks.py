@@ -1,4 +1,4 @@
-"""Starts the ranks of a job at a launch site, supervises them to the end, and returns their result."""
+"""Starts the ranks of a job on their hosts, supervises them to the end, and returns their result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RunEvents:
         self._phase, self._told = "", time.monotonic()
 
     def look(self, ranks: str) -> None:
-        """Report new events. `ranks`: the state of the ranks, "" if there is nothing to report."""
+        """Report new events. `ranks`: a description of the ranks' state; "" if there is nothing to report."""
         if ranks != self._ranks:
             self._ranks = ranks
             self._report.on_event(Event(kind="ranks", text=ranks))

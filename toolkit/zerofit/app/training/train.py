@@ -106,10 +106,10 @@ def claim(
     machine: Machine | None = None,
     hosts: Sequence[Host] = (),
 ) -> tuple[PreparedRun, TrainingResult | None]:
-    """Check a run and prepare its folder; its memory and folder stay reserved until `stack` closes.
+    """Check a run and prepare its folder. The run's memory and folder stay reserved until `stack` closes.
 
-    `machine`, `hosts`: all devices together, and the hosts of the ranks, this host first. None and empty: this machine.
-    Also returns the result of a run that is already complete, whose folder is then not locked.
+    `machine`: the devices of all hosts together; None: this machine. `hosts`: the hosts of the ranks, this host first;
+    empty: this machine. If the run is already complete, its result is returned, too, and its folder is not locked.
     """
     gate = stack.enter_context(closing(MemoryGate(report, anyway=anyway, hosts=hosts or None)))
     fitter = partial(fitted, report=report, gate=gate, anyway=anyway, machine=machine, hosts=hosts)
@@ -133,7 +133,7 @@ def train_at(
     attempt: int = 1,
     handle_signals: bool = False,
 ) -> TrainingResult:
-    """Start the ranks of a prepared job, and supervise them to the end."""
+    """Start the ranks of a prepared job, supervise them to the end, and return their result."""
     build_ops(needed_ops(prepared.job.ds_config, prepared.machine), site.env(""), report.phase)
     with leaner_next(prepared.folder, site.again):
         result = run_ranks(prepared.folder, site, watch, report, attempt=attempt, handle_signals=handle_signals)

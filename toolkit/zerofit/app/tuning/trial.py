@@ -39,8 +39,8 @@ def run_trial(
 ) -> Trial:
     """Train with this configuration until its step time is known or it fails.
 
-    `best_s`: step time at which the candidate equals the best so far. `deadline`: a time of `time.monotonic`. Raises
-    RunFailed if the failure is caused by the hosts, not by the configuration.
+    `best_s`: the step time at which this candidate would be as fast as the best one so far. `deadline`: as a time of
+    `time.monotonic`. Raises RunFailed if the hosts, not the configuration, caused the failure.
     """
     began = time.monotonic()
     shared = Path.cwd() if job.hosts else None  # all hosts must see it
@@ -88,9 +88,11 @@ def _watch(
     deadline: float,
     show: Callable[[str], None],
 ) -> tuple[Timing | None, bool]:
-    """Return (timing, False) once it is precise enough, or (timing, True) once it is surely worse than the best.
+    """Return the step time, and whether the trial was cut short because it is surely slower than the best.
 
-    Returns None if the run or its time ends first. Adds the steps that it reads to `records`.
+    Returns as soon as the step time is precise enough. If the time limit comes first, the step time is what was
+    measured so far. It is None if the run ends first, or if too few steps were measured. Adds the read steps to
+    `records`.
     """
     began, first = time.monotonic(), None
     while process.poll() is None:

@@ -57,7 +57,7 @@ def tune(
     and compile stay fixed unless `space` names them. Trials are stored by run: the same call resumes after a kill.
 
     Args:
-        run: a run or a run file; degrees above 1 are kept.
+        run: a run or a run file. Degrees above 1 in it are kept.
         trials: the maximum number of trials, including earlier trials of the same run.
         minutes: start no trial after this time; None: no limit.
         space: allowed values by knob, or a YAML file of them: `{"zero_stage": [1, 2], "pp": 1}`.
@@ -82,7 +82,7 @@ def tune(
 
 
 def run_trials(job: TuneJob, *, trials: int, minutes: float | None, report: Reporter) -> Search:
-    """Run trials until there are `trials` (including earlier trials), time is over, or no candidate is promising."""
+    """Run trials until there are `trials`, earlier trials included, the time is over, or no candidate is promising."""
     deadline, store = time.monotonic() + 60 * minutes if minutes else math.inf, TrialStore(job)
     search = Search(job.candidates, store.trials())
     if search.trials:
