@@ -1,1 +1,1 @@
-"""Measure classic ways to train in parallel on the same work; each is a small, readable file."""
+"""Measures classic ways to train in parallel on the same task. Each way is a small, readable file."""

@@ -1,6 +1,6 @@
 """Define the task of every strategy: the same weights, samples, order of samples, optimizer and loss.
 
-It also measures time, memory and traffic. A request for the next batch means that a step is done.
+The task also measures time, memory and traffic. When a strategy requests the next batch, its step is done.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NotHereError(Exception):
 
 
 class BenchmarkTask:
-    """One process's share of the work."""
+    """The task as one process sees it: weights, batches, optimizer, loss and measurements."""
 
     def __init__(self, job: CompareJob, folder: Path, rank: int):
         self.job, self.rank = job, rank
@@ -92,7 +92,7 @@ class BenchmarkTask:
         return model.train()
 
     def stage(self, number: int, stages: int) -> LayerStage:
-        """Return the layers of one of several stages with similar numbers of parameters. Raises NotHereError."""
+        """Return the layers of stage `number` of `stages` with similar numbers of parameters. Raises NotHereError."""
         if self.task == "gan":
             raise NotHereError("a pair of networks is not a list of layers")
         layers = as_layers(self._full_model())
@@ -159,7 +159,7 @@ class BenchmarkTask:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, places: range | None = None) -> dict[str, float | None]:
-        """Return mean loss and accuracy on the validation samples with the indices `places` (None: all)."""
+        """Return mean loss and accuracy on the validation samples at the indices `places` (None: all samples)."""
         was, total, targets, right = model.training, 0.0, 0, 0
         model.eval()
         positions = range(self.eval_samples) if places is None else places
@@ -182,7 +182,7 @@ class BenchmarkTask:
         return {"loss": loss if math.isfinite(loss) else None, "accuracy": accuracy}
 
     def keep(self, model: nn.Module, steps: float) -> None:
-        """Keep weights and time after a number of global batches for `curve`; fractions of a batch are ignored.
+        """Store weights and time after `steps` global batches, for `curve`; fractions of a batch are ignored.
 
         Does nothing if no accuracy is requested, or if only the workers have batch norm's statistics.
         """

@@ -48,7 +48,7 @@ class CompareJob:
     def run(self) -> Run:
         """A run with the same data and model, for `zerofit.data.open_data`.
 
-        Strategies feed only tokens to a model.
+        For text its samples are not packed, because strategies pass nothing but tokens to a model.
         """
         root = Path(self.data_root) if self.data_root else None
         names = ("model", "model_args", "data", "image_size", "seq_len", "tokenizer", "seed")

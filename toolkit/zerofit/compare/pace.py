@@ -1,4 +1,4 @@
-"""Set the speed of unequal ranks: which ranks are slow, and which steps are slow."""
+"""Decide which ranks and which steps are slowed down, and for how long."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From a run and a layout to the engine's DeepSpeed JSON, with all conflicts found before a rank starts."""
+"""Turns a run and a layout into the engine's DeepSpeed JSON, and finds all conflicts before a rank starts."""

@@ -14,10 +14,10 @@ DEFAULT_MICRO = 8  # samples: fills a device with a small model; a large model n
 
 
 def solve(given: Mapping[str, Any], dp: int, least: int, where: str, problems: Problems) -> Batch:
-    """Return the batch from the given values among micro_batch, gradient_accumulation_steps and global_batch.
+    """Return the batch. `given` has any of micro_batch, gradient_accumulation_steps and global_batch.
 
     Missing values are chosen: at least `least` accumulation steps (for a pipeline), and the largest micro batch up to
-    DEFAULT_MICRO that divides the batch. Sizes that contradict each other are added to `problems`.
+    DEFAULT_MICRO that divides the batch. A problem is added if the given sizes contradict each other.
     """
     micro, steps, total = (given.get(k) for k in ("micro_batch", "gradient_accumulation_steps", "global_batch"))
     if total is None:
@@ -53,7 +53,7 @@ def _hint(batch: Batch, total: int) -> str:
 
 
 def regroup(batch: Batch, inner: int, ranks: int) -> tuple[int, Batch] | None:
-    """Return the number of ranks (at most `ranks`) to use for an unchanged global batch, and their batch sizes.
+    """Return how many of at most `ranks` ranks to use for the same global batch, and their batch sizes.
 
     `inner`: the tensor x pipeline x sequence degree, which does not change. The micro batch does not grow, since memory
     was planned for it; gradient accumulation compensates. None if not even one data parallel rank is left.
@@ -74,7 +74,7 @@ def shown(batch: Batch) -> str:
 
 
 def brief(batch: Batch) -> str:
-    """Describe a batch in the words of a plan: "micro batch 4 x 2, 24 samples per step"."""
+    """Describe a batch as plans do: "micro batch 4 x 2, 24 samples per step"."""
     return f"micro batch {_sizes(batch)} x {batch.accumulation}, {counted(batch.total, 'sample')} per step"
 
 

@@ -1,4 +1,4 @@
-"""Degrees, batch sizes, precision and optimizer, from a run and a DeepSpeed JSON.
+"""Decides degrees, batch sizes, precision and optimizer from a run and a DeepSpeed JSON.
 
 A value may be in the run or in the JSON. If both set it and differ, the error names both places.
 """

@@ -75,7 +75,7 @@ def read_for_run(name: str, where: str = "--ds-config") -> Document:
 
 
 def for_run(document: Document) -> Document:
-    """Return a bundled document with "auto" where the run decides."""
+    """Return a bundled document with "auto" for each value that the run decides."""
     config = copy.deepcopy(document.config)
     for path in RUN_DECIDES:
         if get(config, path) is not None:
@@ -88,7 +88,7 @@ def for_run(document: Document) -> Document:
 
 
 def write_for_trainer(name: str, path: Path) -> None:
-    """Write a bundled JSON with "auto" where the Trainer and Accelerate fill in their arguments."""
+    """Write a bundled JSON with "auto" for each value that the Trainer or Accelerate fills in."""
     write_text(path, json.dumps(read_for_run(name).config, indent=2) + "\n")
 
 
@@ -130,9 +130,9 @@ def read_text(path: Path) -> tuple[str, str]:
 
 
 def parse_text(text: str, *, yaml: bool = False) -> Document:
-    """Parse a JSON, another program's YAML, or HJSON like DeepSpeed's own reader.
+    """Parse a JSON, another program's YAML, or HJSON as DeepSpeed reads it.
 
-    Raises SyntaxFault for the JSON, or for the YAML if `yaml`.
+    Raises SyntaxFault, with the position of the error in the JSON, or in the YAML if `yaml` is true.
     """
     try:
         document = parse(text)

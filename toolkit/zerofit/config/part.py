@@ -1,4 +1,4 @@
-"""Refused combinations with adapters or frozen weights, with the reasons."""
+"""Refuses combinations that adapters or frozen weights do not support, with the reasons."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LORA_FIELDS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_init")
 
 
 def part_flag(run: Run) -> str | None:
-    """Return the flag that trains a part of the model, or None."""
+    """Return the flag of the run that trains only a part of the model; None if there is none."""
     partial = run.partial
     return partial and ("--lora" if partial.lora else "--train" if partial.train else "--freeze")
 
 
 def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
-    """Check adapters and frozen weights against each other and against the layout."""
+    """Check that adapters, frozen weights and the layout can be combined."""
     fields = type(run).model_fields
     of_lora = [name for name in (*LORA_FIELDS, "dora", "rslora") if getattr(run, name) != fields[name].default]
     if run.lora is None and of_lora:

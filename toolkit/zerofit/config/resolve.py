@@ -1,4 +1,4 @@
-"""From a run and a DeepSpeed JSON with "auto" values to the plain DeepSpeed JSON for the engine."""
+"""Fills in the "auto" values of a run's DeepSpeed JSON. The result is the plain JSON for the engine."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def resolve(
 
 
 def _fill_degrees(config: dict[str, Any], layout: Layout, problems: Problems) -> None:
-    """Fill in the degrees. Remove them for a combined layout, because zerofit creates its groups."""
+    """Fill in the degrees. For a combined layout remove them, because zerofit, not DeepSpeed, creates the groups."""
     if layout.combined:
         for key in ("tensor_parallel", "sequence_parallel_size", "expert_parallel"):
             config.pop(key, None)
@@ -186,7 +186,7 @@ def _fill_scheduler(config: dict[str, Any], run: Run, steps: int) -> None:
 
 
 def warmup_steps(run: Run, steps: int) -> int:
-    """Return the warm-up steps: as given, else 5 % of the run, rounded up."""
+    """Return the warm-up steps: the run's, else 5 % of all steps, rounded up."""
     return -(-steps // 20) if run.warmup_steps is None else run.warmup_steps
 
 

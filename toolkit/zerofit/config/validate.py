@@ -1,4 +1,4 @@
-"""Combinations that DeepSpeed does not support or silently ignores, refused with the reason before a process starts.
+"""Refuses combinations that DeepSpeed does not support or silently ignores, before a process starts.
 
 Each rule was observed with DeepSpeed 0.19.8. If DeepSpeed has its own error for a rule, the rule gives its source line.
 """
@@ -32,7 +32,7 @@ from zerofit.spec.run_folder import Layout
 
 
 def check_combination(layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
-    """Check keys of the JSON against a layout whose groups zerofit creates."""
+    """Check that the JSON's keys work in this layout, if zerofit creates the layout's groups."""
     if not layout.combined:
         return
     degrees = {"--tensor-parallel": layout.tp, "--pipeline": layout.pp, "--sequence-parallel": layout.sp}
@@ -73,7 +73,7 @@ def _check_experts(layout: Layout, problems: Problems) -> None:
 
 
 def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
-    """Check the optimizer against clipping and layout; `run` is settled."""
+    """Check that the optimizer works with clipping and the layout; `run` is settled."""
     accumulation = run.gradient_accumulation_steps or 1
     setting = TrainingSetting(
         precision=run.precision,
@@ -146,7 +146,7 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
 
 
 def _check_selective(run: Run, layout: Layout, problems: Problems) -> None:
-    """Refuse selective checkpointing where it was not verified: in-place collectives change what it keeps."""
+    """Refuse selective checkpointing with untested settings: collectives that work in place change what it keeps."""
     used = {"--tensor-parallel": layout.tp > 1, "--sequence-parallel": layout.sp > 1, "--compile": run.compile}
     used |= {"--expert-parallel": layout.ep > 1, "--quantize": run.quantize is not None}
     used["--activation-offload"] = run.activation_offload

@@ -33,7 +33,7 @@ class Dataset(ABC):
         """Return the samples `indices` as {"inputs", "labels"}, first dimension len(indices).
 
         Images: float32 (batch, channels, size, size) and int64 (batch,); rows of a table: float32 (batch, features).
-        Text: int64 (batch, seq_len) both; labels ignored by the loss are -100. Packed documents have "position_ids".
+        Text: both are int64 (batch, seq_len). The loss ignores labels of -100. Packed documents have "position_ids".
         `keys`: one integer per sample, which determines its randomness (augmentation, masking).
         """
 

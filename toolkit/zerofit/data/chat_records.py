@@ -59,7 +59,7 @@ class ChatForm:
 
     title: str  # as shown to the user
     field: str  # field that identifies the form
-    partner: str | None = None  # a second field that identifies it; without it, the first field is plain text
+    partner: str | None = None  # a second field that must exist; if it is missing, `field` contains plain text
     read: Callable[[Record], list[Message]]  # returns the messages of a record; raises NotAConversation
     fields: tuple[str, ...]  # all fields that it reads
 

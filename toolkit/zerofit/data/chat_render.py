@@ -1,4 +1,4 @@
-"""Render a conversation with a chat template: its text, the assistant's parts in it, and fields without effect."""
+"""Render conversations with a chat template: the text, the assistant's parts of it, and fields without effect."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Renderer:
     def _learned(self, chat: ChatMessages, spans: list[Span]) -> list[Span]:
         """Return the marked spans of the messages that are learned. Raises NotRendered.
 
-        A message's spans are found by rendering the conversation up to it, without and with it.
+        To find a message's spans, the conversation up to this message is rendered twice: without and with the message.
         """
         dropped: set[int] = set()
         for n, message in enumerate(chat.messages):

@@ -48,7 +48,7 @@ class ChatTokens:
 # Positions that restart separate the conversations: transformers builds block masks from them.
 @dataclass(frozen=True, kw_only=True)
 class ChatRows(Dataset):
-    """Row i: conversations one after the other, with positions from 0 in each; labels are the assistant's next tokens.
+    """Rows of packed conversations. Positions start at 0 in each conversation. Labels are the assistant's next tokens.
 
     A conversation of n tokens takes n - 1 positions, since its last token is only a label. The rest of a row is padding
     and counts as a separate document.
@@ -68,7 +68,7 @@ class ChatRows(Dataset):
         return len(self.ends)
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """Return "inputs", "labels" and, packed, "position_ids", int64 (batch, seq_len); `keys` are not used."""
+        """Return "inputs", "labels" and, if packed, "position_ids", each int64 (batch, seq_len); `keys` are unused."""
         import torch
 
         shape = (len(indices), self.seq_len)
@@ -101,7 +101,7 @@ class ChatRows(Dataset):
         return int(self.row_targets[np.asarray(indices, dtype=np.int64)].sum())
 
     def _conversation(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids int64 and targets of a conversation, at most seq_len + 1 tokens."""
+        """Return the ids (int64) and targets of a conversation's first seq_len + 1 tokens."""
         start, stop = self.tokens.starts.array()[number : number + 2]
         part = slice(start, min(stop, start + self.seq_len + 1))
         return self.tokens.ids.array()[part].astype(np.int64), self.tokens.targets.array()[part]

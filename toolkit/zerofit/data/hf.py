@@ -44,8 +44,8 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY
 def hub_if_reachable(*clients: ModuleType) -> Iterator[None]:
     """Make hub clients use only local files if this machine cannot resolve the hub's address.
 
-    Otherwise they retry each file five times with growing delays. `clients`: modules with a flag HF_HUB_OFFLINE,
-    besides huggingface_hub's own.
+    Otherwise they retry each file five times with growing delays. `clients`: modules, besides huggingface_hub, that
+    have a flag HF_HUB_OFFLINE.
     """
     from huggingface_hub import constants
 
@@ -89,7 +89,7 @@ def open_hf(run: Run, argument: str) -> Source:
 
 
 def named_splits(argument: str) -> dict[str, Any]:
-    """Return "name", "train" and "valid" (None: no such split) of an HfSet. Raises UserError "hf"."""
+    """Return the fields `name`, `train` and `valid` (None: no such split) for an HfSet. Raises UserError "hf"."""
     splits = load_splits(argument)
     if "train" not in splits:
         message = f"--data hf:{argument} has no split 'train'; it has {', '.join(splits)}"

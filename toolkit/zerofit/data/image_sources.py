@@ -34,17 +34,17 @@ class Scaling:
 
     @classmethod
     def of_units(cls, mean: Sequence[float], std: Sequence[float], largest: float) -> Scaling:
-        """Return the scaling of values up to `largest` from mean and std of values between 0 and 1."""
+        """Return the scaling of values up to `largest`. `mean` and `std` are of the same values between 0 and 1."""
         units = {"mean": tuple(largest * value for value in mean), "std": tuple(largest * value for value in std)}
         return cls(**units, largest=largest)
 
     def units(self) -> dict[str, tuple[float, ...]]:
-        """Return "mean" and "std" of values between 0 and 1."""
+        """Return "mean" and "std", converted to values between 0 and 1."""
         return {name: tuple(value / self.largest for value in getattr(self, name)) for name in ("mean", "std")}
 
     @classmethod
     def symmetric(cls, channels: int, largest: float) -> Scaling:
-        """Return the scaling of 0 to -1 and `largest` to 1, the range of a generator that ends in tanh."""
+        """Return the scaling that maps 0 to -1 and `largest` to 1, the range of a generator that ends in tanh."""
         return cls(mean=(largest / 2,) * channels, std=(largest / 2,) * channels, largest=largest)
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +97,7 @@ class PixelImages(LabelledDataset):
 
 
 def _shifted(pixels: np.ndarray, keys: Integers, by: int) -> np.ndarray:
-    """Pad by `by` on each side and crop the old size at a random place."""
+    """Pad each side by `by` pixels, and crop each image to its old size at a random place."""
     n, _, height, width = pixels.shape
     padded = np.pad(pixels, ((0, 0), (0, 0), (by, by), (by, by)))
     cuts = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))

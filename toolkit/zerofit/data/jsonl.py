@@ -88,7 +88,7 @@ class JsonlSet(FileSet):
         return Survey(super().survey(progress).digest + self.what, sum(1 for _ in self.lines()))
 
     def lines(self) -> Iterator[JsonLine]:
-        """Yield lines that are not blank; for an array, or objects over several lines, the elements."""
+        """Yield the lines that are not blank. From arrays and objects of several lines, yield the elements instead."""
         for name, path in self.files:
             with open_plain(path) as file:
                 first = next(filter(bytes.strip, _bounded_lines(file)), b"")
@@ -108,7 +108,7 @@ class JsonlSet(FileSet):
         return ((line, line.read(), name_hash(line.key) <= limit) for line in self.lines())
 
     def held_out_up_to(self, documents: int, whole_documents: bool = False) -> int:
-        """Return the largest name hash of a validation line (see `held_out_hash`)."""
+        """Return the name hash up to which lines are held out (see `held_out_hash`)."""
         return held_out_hash((line.key for line in self.lines()), documents, whole_documents)
 
 

@@ -1,4 +1,4 @@
-"""From rows of labelled text to ids: text with a class, words with tags, or text with a target text."""
+"""Converts labelled text to ids: texts with a class, words with tags, or texts with a target text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Labelled(NamedTuple):
 
 
 class EncodedLabelled(NamedTuple):
-    """One sample: ids, the segment of a pair that each belongs to, and labels."""
+    """One sample: ids, the segment of each id (for pairs of texts), and labels."""
 
     ids: np.ndarray
     types: np.ndarray  # segment of each id; zeros without a pair

@@ -106,9 +106,10 @@ def micro_batches(
 
     Ranges are not empty. All have the same length, except the last. Ranges are consumed lazily (2 * workers ahead, or a
     block of about 64 KiB), and there may be infinitely many. With workers > 0, loader processes live until the iterator
-    is closed. Loader processes do not change the result or its order. `indices` is read-only. A MicroSlice instead of a
-    range has the image settings of its step; `mixing` mixes each MicroSlice that has a `before`. `pinned`: loader
-    processes return pinned memory, so copies to a GPU overlap with computation; positions are then a list.
+    is closed. Loader processes do not change the result or its order. `indices` is read-only. `slices` may also yield
+    MicroSlices, which have the image settings of their step. `mixing` mixes each MicroSlice that has a `before`.
+    `pinned`: loader processes return pinned memory, so copies to a GPU overlap with computation. Positions are then a
+    list.
     """
     maker, remaining = _MicroBatches(dataset, order, mixing), iter(slices)
     first = next(remaining, None)

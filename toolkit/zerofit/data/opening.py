@@ -46,7 +46,7 @@ class SourceKind:
     """One kind of data source."""
 
     media: frozenset[str]  # "image", "masks", "table", "text" or some of them
-    argument: str = ""  # text for the argument after the colon; "" if there is none
+    argument: str = ""  # describes the argument after the colon; "" if the kind has none
     required: bool = False
 
 

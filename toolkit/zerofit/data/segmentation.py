@@ -99,7 +99,7 @@ def _transform(train: bool, size: int):
 
 
 def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open images and masks; without a validation folder 10 %, by the hash of their names, are held out.
+    """Open images and masks. Without a validation folder, the hash of the names holds out 10 %.
 
     Classes are 0 to the largest value of any mask except 255. All files are decoded once, with the result cached.
     Raises UserError "data-missing", "empty-data", "bad-image" or "data-classes".

@@ -56,7 +56,7 @@ class _Reader:
 
     @property
     def place(self) -> dict[str, Any]:
-        """The position as JSON: state before the last rows read, and the number of their tokens used."""
+        """The position as JSON: the set's state before the rows read last, and the number of used tokens of them."""
         return {"rows": self._state, "tokens": self._at}
 
     def take(self, tokens: int) -> np.ndarray:
@@ -85,7 +85,7 @@ class _Reader:
 
     def _rows(self) -> Iterator[str]:
         name, column = self._stream.name, self._stream.column
-        for passes in count():  # a stream that goes on can stand at its end: then the first pass has no rows
+        for passes in count():  # a resumed stream may be at its end; its first pass then has no rows
             empty = True
             for row in self._set:
                 empty = False
@@ -189,7 +189,7 @@ class StreamedText(Dataset):
 
     @property
     def ordered_in(self) -> int:
-        """Windows per block, within which samples are shuffled."""
+        """The number of windows in a block. Samples are shuffled within a block."""
         return self.stream.block_tokens // self.seq_len
 
     def __len__(self) -> int:

@@ -92,9 +92,10 @@ class ChatSource(Source):
 
 
 def held_out_hash(names: Iterable[str], documents: int, whole_documents: bool = False) -> int:
-    """Return the largest name hash of validation documents; 5 % of the documents, at least one, are at or below it.
+    """Return the name hash up to which documents are held out, so that 5 % of them are, and at least one.
 
-    Returns -1 for fewer than 20 documents, unless `whole_documents` is set: then the end of each document is held out.
+    For fewer than 20 documents return -1: the end of each document is held out instead. `whole_documents`: hold out
+    full documents even then.
     """
     if documents < WHOLE_DOCUMENTS_FROM and not whole_documents:
         return -1
@@ -179,7 +180,7 @@ class FileSource(FileSet, TextSource):
 
 
 def _cut_at_line(path: Path, wanted: int, size: int) -> int:
-    """Return the start of the first line at or after `wanted`; without one, of the first character."""
+    """Return the start of the first line at or after `wanted`; if no line starts there, of the first character."""
     with open_plain(path) as file:
         skip(file, wanted)
         tail = file.read(CHUNK_BYTES)

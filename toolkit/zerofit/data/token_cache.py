@@ -44,9 +44,9 @@ class SplitWriter:
     """Files of one split, SPLIT.PART with numbers of one type each, that grow sample by sample."""
 
     def __init__(self, folder: Path, split: str, dtypes: Mapping[str, str], starts: Sequence[str] = ()):
-        """`dtypes`: type of each part.
+        """`dtypes`: the type of each part's numbers.
 
-        `starts`: parts with the start of each sample, and the end of the last sample.
+        `starts`: the parts that contain the start of each sample, and the end of the last sample.
         """
         self._dtypes = dtypes
         self._files = {part: (folder / f"{split}.{part}").open("wb") for part in dtypes}

@@ -1,1 +1,1 @@
-"""The state of hosts before ranks start on them: facts of all hosts, compared with each other, and measurements."""
+"""Checks hosts before ranks start on them: gathers facts of all hosts, compares them, and measures speeds."""

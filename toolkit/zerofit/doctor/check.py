@@ -29,7 +29,7 @@ class Check:
 def check(
     name: str, host: str, problem: str, good: str, status: str = FAIL, expected: str = "", hint: str = ""
 ) -> Check:
-    """Return a check: OK with the value `good` if `problem` is empty, else `problem` with this status and hint."""
+    """Return a check with the value `good` and status OK if `problem` is empty, else with `problem` and `status`."""
     return Check(
         name=name,
         host=host,

@@ -22,7 +22,7 @@ WARN_S, FAIL_S = 2.0, 60.0  # clock difference; logs, and builds on shared disks
 
 
 def checks(hosts: Sequence[Host], facts: Facts, own: dict[str, Any], accelerator: str | None) -> list[Check]:
-    """Check versions, code, run file, slots, processes and GPUs (not the folder, the clock and the network)."""
+    """Check versions, code, run file, slots, processes and GPUs. Run folder, clock and network are not checked here."""
     cuda = any(host_facts["gpus"] for host_facts in facts.values()) if accelerator is None else accelerator == "cuda"
     names = [host_facts["gpus"][0]["name"] for host_facts in facts.values() if host_facts["gpus"]]
     found: list[Check] = []
@@ -143,7 +143,7 @@ def clock(host: str, difference_s: float, error_s: float) -> Check:
 
 
 def disk(facts: Facts, checkpoint_bytes: int | None) -> list[Check]:
-    """Check the free space for checkpoints on the run folder's file system. None: no check."""
+    """Check the free space for checkpoints on the run folder's file system. `checkpoint_bytes` None: no check."""
     if checkpoint_bytes is None:
         return []
     return [

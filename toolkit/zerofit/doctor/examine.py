@@ -26,7 +26,7 @@ Answer = dict[str, Any] | Unreachable
 
 @dataclass(frozen=True, kw_only=True)
 class ExamineOptions:
-    """Options of `examine`: whether it compiles ops (`build_ops`), and whether it measures."""
+    """Options of `examine`: whether it compiles ops (`build_ops`), and whether it measures speeds."""
 
     ssh_port: int | None = None
     build_ops: bool = False
@@ -55,7 +55,7 @@ async def _inside(hosts: list[Host], first: Preflight, wanted: ExamineOptions, s
 
 
 async def _measured(hosts: list[Host], there: dict[str, Conversation], first: Preflight, say: Say) -> list[Check]:
-    """Measure all hosts at the same time, each with its own ranks; then the all-reduce over all of them."""
+    """Measure all hosts at the same time, each with its own ranks. Then measure an all-reduce over all hosts."""
     questions = {}
     for host in hosts:
         ranks = _ranks(host, first.facts[host.name])
@@ -83,7 +83,7 @@ def _ranks(host: Host, facts: dict[str, Any]) -> int:
 
 
 def _question(facts: dict[str, Any], local: int, interface: str | None = None, **job: Any) -> dict[str, Any]:
-    """Return the question that starts the measurement on `local` ranks; `job`: fields of the first rank's job."""
+    """Return the question that starts the measurement on `local` ranks. `job`: more fields of the first rank's job."""
     threads = max(1, facts["cores"]["usable"] // local)
     first = MeasurementJob(threads=threads, seconds=SECONDS, **job)
     return {"ask": "measure", "job": asdict(first), "local": local, "interface": interface}

@@ -1,4 +1,4 @@
-"""Facts of one host. It imports no torch and so answers in 0.3 s.
+"""Facts of one host. This program does not import torch, so it answers in 0.3 s.
 
 `python -P -m zerofit.doctor.facts` answers questions (see `serve`):
 

@@ -217,7 +217,7 @@ def nvme_speeds(host: str, found: dict[str, dict[str, float]]) -> Iterator[Check
 def speeds_across(host: str, facts: Facts, figures: dict[str, Any], interface: str | None) -> Iterator[Check]:
     """Check the all-reduce over all hosts, which is as fast as the slowest link.
 
-    It is reported for the first host.
+    The check is reported for the first host.
     """
     rows = [one for one in facts["addresses"] if one["interface"] == interface]
     speed = rows[0]["speed_mbit"] if rows else None

@@ -115,10 +115,10 @@ def _launch(device: torch.device, budget_s: float) -> float:
 
 
 def _adam(budget_s: float) -> float:
-    """Return the bytes per second of host memory that torch's fused AdamW reads and writes; it makes one pass, like
-    DeepSpeed's AdamW.
+    """Return the bytes per second of host memory that torch's fused AdamW reads and writes.
 
-    The tensors have 1 GiB together, since servers have caches of hundreds of MiB.
+    Like DeepSpeed's AdamW, it makes one pass over the tensors. They have 1 GiB together, since servers have caches of
+    hundreds of MiB.
     """
     parameter = torch.nn.Parameter(torch.zeros(2**26))
     parameter.grad = torch.ones_like(parameter)
@@ -127,7 +127,7 @@ def _adam(budget_s: float) -> float:
 
 
 def _host_copy(device: torch.device, budget_s: float) -> float:
-    """Return the bytes per second of copies from pinned host memory to the device; on a CPU within host memory."""
+    """Return the bytes per second of copies from pinned host memory to the device; on a CPU, of copies in memory."""
     host = torch.zeros(2**26, dtype=torch.float32)
     if device.type == "cuda":
         host = host.pin_memory()

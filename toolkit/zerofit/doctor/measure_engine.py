@@ -41,8 +41,9 @@ def measure_engine(watch: Stopwatch) -> dict[str, float]:
     `hook_s` is ZeRO-3's fetch and release of a parameter: the difference between a forward under stage 3 and a forward
     without an engine. Every parameter stays gathered, so no collective is measured. On a CPU the host itself would send
     the data. On a GPU the host would wait for such a small collective, while a model gathers during its kernels
-    (benchmarks/gpu/README.md). `gradient_s` is the difference of a full step under stage 1: a hook, the bucket, the
-    norm and the gathering of the new parameter. On a GPU this time consists of launches, which are measured elsewhere.
+    (benchmarks/gpu/README.md). `gradient_s` is the same difference for a full step under stage 1: the time of a hook,
+    the bucket, the norm and the gathering of the new parameter. On a GPU this time consists of launches, which are
+    measured elsewhere.
     """
     alone = not dist.is_initialized()
     if alone:

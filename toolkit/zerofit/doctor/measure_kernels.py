@@ -1,4 +1,4 @@
-"""Measurement of this device's kernels by kind, dtype and shape: the table that `zerofit plan` estimates times from."""
+"""Measures this device's kernels by kind, dtype and shape. `zerofit plan` estimates times from this table."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) ->
 
 
 def _keeping(watch: Stopwatch, work: Work, result_bytes: int) -> Work:
-    """Return work that, on a CPU, keeps its results as a forward keeps activations, and frees them together.
+    """Return `work`, changed on a CPU so that it keeps its results, as a forward does, and frees them together.
 
     Freed memory goes back to the system, and new results need new pages. This is slower than most kernels.
     """

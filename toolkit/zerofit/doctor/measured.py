@@ -38,7 +38,7 @@ class MeasurementJob:
     folder: str = ""  # folder for the figures and logs of the ranks on this host
     store: tuple[str, int] | None = None  # address and port where ranks of several hosts meet; None: a file in `folder`
     collectives_only: bool = False
-    by_shape: bool = False  # also kernels and collectives by size, for `zerofit plan`
+    by_shape: bool = False  # also measure kernels and collectives by size, for `zerofit plan`
 
 
 def measured(
@@ -98,9 +98,9 @@ def _watch(
 
 
 def together(ranks: Sequence[Figures]) -> Figures:
-    """Join the ranks' figures: use the slowest rank's figure, since others wait for it.
+    """Join the ranks' figures. Each is the slowest rank's, since the other ranks wait for it.
 
-    For shared host memory, use the sum.
+    The speeds of host memory, which the ranks share, are added up.
     """
     names = ("memory_bandwidth", "host_copy", "link")
     found = {name: min(one[name] for one in ranks) for name in names if name in ranks[0]}

@@ -27,7 +27,7 @@ SLOW_MBIT = 10_000  # with less, the steps of a model that is sharded over hosts
 class PreflightRequest:
     """The values that the preflight checks; None skips a check."""
 
-    run_folder: Path | None = None  # a folder on this machine; must be the same folder on all hosts
+    run_folder: Path | None = None  # a folder on this machine, which must be the same folder on all hosts
     run_file: Path | None = None
     code: Path | None = None  # file or package folder of the user's own model: `software.model_code`
     checkpoint_bytes: int | None = None  # size of one checkpoint
@@ -130,7 +130,7 @@ async def find_routes(
     port: int | None,
     callback: tuple[str, int] | None,
 ) -> Preflight:
-    """Listen on the first host and connect from all; return an empty result if the first host does not answer."""
+    """Listen on the first host, and connect to it from all. The result is empty if the first host does not answer."""
     first = names[0]
     if first not in there:
         return Preflight()

@@ -60,7 +60,7 @@ HERE = ("localhost", "127.0.0.1", "::1")
 
 
 class Unreachable(Exception):
-    """A host that does not answer: `kind` is a stable slug, `hint` how to fix it."""
+    """A host that does not answer. `kind` is a stable slug, and `hint` describes the remedy."""
 
     def __init__(self, kind: str, message: str, hint: str):
         self.kind, self.message, self.hint = kind, message, hint
@@ -169,8 +169,8 @@ async def conversations(
 ) -> AsyncIterator[dict[str, Conversation | Unreachable]]:
     """Start a conversation with each host. Yield the conversation, or the reason of a failure, by host.
 
-    The conversations end with the block. If the only host is this machine, ssh is not used, since a run does not use it
-    either.
+    The conversations end with the block. If the only host is this machine, ssh is not used, since a run does not use
+    ssh in this case.
     """
     local = len(hosts) == 1 and is_here(hosts[0])
     started = await asyncio.gather(*(_started(host, module, ssh_port, local) for host in hosts))

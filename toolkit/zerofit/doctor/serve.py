@@ -39,7 +39,7 @@ def _say(**what: Any) -> None:
 
 
 def end_with_asker() -> None:
-    """End this process like Ctrl-C when the asking command has ended, even during a question."""
+    """Interrupt this process, like Ctrl-C, when the asking command has ended, even during a question."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     hung_up = select.poll()
     hung_up.register(sys.stdin.fileno(), select.POLLRDHUP)  # poll always reports POLLHUP, too

@@ -1,4 +1,4 @@
-"""A host's memory, limits, tools, processes, GPUs (from nvidia-smi), compilers, addresses. Imports no torch."""
+"""Gets a host's memory, limits, tools, processes, GPUs (from nvidia-smi), compilers and addresses, without torch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def cores() -> dict[str, Any]:
 
 
 def gpus() -> dict[str, Any]:
-    """Return `gpus` (each with its processes), `driver`, and `gpu_error` if nvidia-smi is installed but fails."""
+    """Return the facts `gpus` (each with its processes), `driver`, and `gpu_error` if nvidia-smi exists but fails."""
     if shutil.which("nvidia-smi") is None:
         return {"gpus": [], "driver": None, "gpu_error": None}
     try:

@@ -1,4 +1,4 @@
-"""Facts of a host that need torch and DeepSpeed: their ops, and the speed of its devices.
+"""Gets the facts of a host that need torch and DeepSpeed: DeepSpeed's ops, and the speed of the devices.
 
 `python -P -m zerofit.doctor.torch_probe` answers questions (see `serve`) and reports its progress:
 

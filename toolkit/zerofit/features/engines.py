@@ -13,15 +13,15 @@ Engine = Literal["deepspeed", "fsdp2", "torchtitan", "verl"]
 class EngineEntry:
     """An engine, its models, and how it handles gradients."""
 
-    title: str  # in a layout's words
-    reduces_in_float32: bool = False  # type of the gradients of a 16-bit backward
+    title: str  # its name in the description of a layout
+    reduces_in_float32: bool = False  # after a 16-bit backward, gradients are reduced in float32
     accumulates_full_gradients: bool = False  # micro batches before the last leave full gradients
     builds_in_parts: bool = False  # no rank ever has a full parameter in float32
-    releases_head: bool = False  # after the forward; the loss is computed outside the model
+    releases_head: bool = False  # the head is released after the forward; the loss is computed outside the model
     single_thread: bool = False  # backward runs in the thread of forward
     loss_in_chunks: bool = False  # the head runs forward and backward for each chunk of the sequence
     only_methods: bool = False  # trains only by the methods of `plan --method`
-    own_models: tuple[str, ...] = ()  # the config's model types that it trains with its own code; (): transformers'
+    own_models: tuple[str, ...] = ()  # model types that it trains with its own code, not with transformers'
     configurations: Mapping[int, tuple[str, str]] = field(default_factory=dict)  # its own: parameters -> module, name
 
 

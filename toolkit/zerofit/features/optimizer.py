@@ -30,9 +30,9 @@ class States:
 
     numbers: int = 2  # per weight on the device
     host_numbers: int = 2  # per weight, in DeepSpeed's optimizers for host memory
-    factored: bool = False  # instead of numbers per weight: one number per row and column of a matrix
+    factored: bool = False  # there is one number per row and column of a matrix, not per weight
     by_weight: bool = True  # each weight has its own numbers, so a checkpoint can be loaded into another layout
-    unconvertible: str = ""  # otherwise: why not
+    unconvertible: str = ""  # if `by_weight` is false, the reason
 
     def element_bytes(self, on_host: bool) -> int:
         """Return the bytes of a weight's states."""
@@ -93,7 +93,7 @@ class TrainingSetting:
 
 
 class Refusal(NamedTuple):
-    """Why an optimizer is refused, and what to do."""
+    """The reason why an optimizer is refused, and what to do."""
 
     message: str
     hint: str

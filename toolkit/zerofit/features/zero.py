@@ -16,7 +16,7 @@ ZERO = "zero_optimization"
 
 @dataclass(frozen=True, kw_only=True)
 class Unforecast:
-    """Why a command cannot forecast a feature, and what to do."""
+    """The reason why a command cannot forecast a feature, and what to do."""
 
     message: str
     hint: str

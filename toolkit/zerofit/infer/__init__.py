@@ -1,1 +1,1 @@
-"""Evaluation and generation with a trained model, its weights spread over GPUs, host memory and disk by Accelerate."""
+"""Evaluation and generation with a trained model. Accelerate spreads its weights over GPUs, host memory and disk."""

@@ -60,7 +60,7 @@ TOP = 5
 
 @contextmanager
 def scratch_folder(parent: Path | None) -> Iterator[Path]:
-    """Create a folder for temporary files, in `asked` or the system's temporary folder; remove it afterwards.
+    """Create a folder for temporary files in `parent` or the system's temporary folder, and remove it afterwards.
 
     Raises UserError if it cannot be created.
     """
@@ -113,7 +113,7 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
 
 
 def check_data(saved: SavedModel, data: Data) -> None:
-    """Raise UserError if the data do not match the model: other classes or channels, or too many token ids."""
+    """Raise UserError if the data do not match the model: different classes or channels, or too many token ids."""
     of_model, of_data, problems = saved.inputs, data.inputs, Problems()
     if type(of_model) is type(of_data) and isinstance(of_model, ImageInputs | TableInputs):
         for what in ("classes", "channels" if isinstance(of_model, ImageInputs) else "features"):
@@ -131,7 +131,7 @@ def check_data(saved: SavedModel, data: Data) -> None:
 
 
 def too_many_ids(inputs: TextInputs | LabelledTextInputs | NamedInputs, ids: int) -> Problem:
-    """Return the problem of a tokenizer with more ids than the model has embeddings."""
+    """Return the problem that a tokenizer has more ids than the model has embeddings."""
     message = f"the model has a vocabulary of {inputs.vocab_size} ids, the tokenizer has {ids}"
     hint = "set --tokenizer to the tokenizer of the model's training"
     return Problem(kind="vocabulary", message=message, hint=hint, where="--tokenizer")
@@ -213,7 +213,7 @@ class EvalFigures:
         return torch.cat([counts, class_table(logits, labels, self.classes)]) if self.classes else counts
 
     def _own_mean(self, model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-        """Return the model's own mean loss, weighted by the samples."""
+        """Return the sum of the model's own loss: its mean times the number of samples."""
         if self.task == "causal-lm":  # as in transformers: labels have the positions of their tokens
             out = model(input_ids=x, labels=torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, x))
         else:
@@ -232,7 +232,7 @@ def figures_of(saved: SavedModel, model: nn.Module, dtype: torch.dtype, inputs: 
 
 # Logits of a vocabulary of 128,000 in float32 take 512 kB a token. In chunks, the loss needs 32 MiB at a time.
 def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
-    """Return float64 (4,) as EvalFigures does, for logits (..., classes) and labels (...), in chunks of float32."""
+    """Return the float64 (4,) of EvalFigures for logits (..., classes) and labels (...), computed in chunks."""
     flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     rows = max(1, CHUNK_BYTES // (4 * flat.shape[-1]))
     total = torch.zeros(4, dtype=torch.float64, device=flat.device)

@@ -126,7 +126,7 @@ def writers_tokenizer(saved: SavedModel, name: str | None) -> Tokenizer:
 
 
 def end_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the tokenizer's end of a document, and the end tokens in the model's generation_config.json."""
+    """Return the ids that end a text: the tokenizer's, and those in the model's generation_config.json."""
     try:
         named = GenerationConfig.from_pretrained(saved.folder, local_files_only=True).eos_token_id
     except (OSError, ValueError):  # there is no such file
@@ -203,7 +203,7 @@ def _cached(fake: nn.Module, length: int, device: torch.device, written: int = 0
 
 
 class _TextStreamer(BaseStreamer):
-    """Streams the text of tokens as transformers draws them, whole characters only, up to the prompt's end text."""
+    """Streams text while transformers draws its tokens: complete characters only, up to the prompt's end text."""
 
     def __init__(self, prompt: Prompt, on_text: Callable[[str], None]):
         self._decode, self._end_ids, self._on_text = prompt.decode, prompt.end_ids, on_text
@@ -249,7 +249,7 @@ class _TextStreamer(BaseStreamer):
             self._from, self._sent = len(self.tokens) - 1, self._decode(self.tokens[-1:])
 
     def _before_end(self, text: str, final: bool) -> str:
-        """Cut a text at the end text, or at a possible beginning of the end text."""
+        """Cut a text at the end text. Before the text is final, also cut at a possible beginning of the end text."""
         text, end, _ = text.partition(self._end_text)
         self._ended = bool(end)
         if self._ended or final:
@@ -267,9 +267,9 @@ class Chat:
     empty: GenerationRequest  # the settings of all answers; its prompt has no tokens
 
     def request(self, messages: list[Message]) -> GenerationRequest:
-        """Return the request for the next answer, limited to the tokens that the model still has room for.
+        """Return the request for the next answer, limited to the number of tokens that the model still supports.
 
-        Raises UserError if the model has no room for further tokens.
+        Raises UserError if the conversation has already reached the model's limit.
         """
         ids = self.template.tokenizer.encode(self.template.prompt(messages))
         if self.longest is not None and len(ids) >= self.longest:
@@ -278,7 +278,7 @@ class Chat:
         return self._sized(ids, self.empty.seed + len(messages))
 
     def largest_request(self) -> GenerationRequest:
-        """Return the largest possible request; memory is reserved for it."""
+        """Return the largest possible request. Memory is reserved for this size."""
         tokens = CHAT_TOKENS if self.longest is None else min(CHAT_TOKENS, self.longest)
         return self._sized([0] * max(1, tokens - self.empty.max_new_tokens), self.empty.seed)
 

@@ -1,4 +1,4 @@
-"""Measure memory: of a forward, by running it on fake tensors, and the peak of this process and its GPUs."""
+"""Measure the memory of a forward, by running it on fake tensors, and the peaks of this process and its GPUs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class _ActivationMeter(TorchDispatchMode):
 
 # The CPU's limit in --max-memory is compared with resident memory. Gaps that glibc keeps would count as used memory.
 def return_freed_memory_at_once() -> None:
-    """Return large blocks to the system as soon as they are freed (glibc; elsewhere nothing happens).
+    """Make glibc return large blocks to the system as soon as they are freed. Other C libraries are not changed.
 
     By default glibc raises its limit for "large" to 32 MiB once such blocks are freed. It then keeps the gaps between
     smaller blocks: about 200 MB after a few forwards of a language model.
@@ -102,7 +102,7 @@ def return_freed_memory_at_once() -> None:
 def start_counting(gpus: Iterable[int]) -> int:
     """Reset the peaks of this process and of these GPUs; return the resident memory of this process in bytes.
 
-    If the peak of the process cannot be reset, it counts from the process's start, and that peak is returned.
+    If the peak of the process cannot be reset, peaks count from the process's start, and the peak so far is returned.
     """
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)

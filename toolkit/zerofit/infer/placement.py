@@ -42,7 +42,7 @@ class DeviceRow:
 
     @property
     def needed(self) -> int:
-        """The total. If layers run on the device, it includes a reserve for memory that is not counted."""
+        """The needs in total. If layers run on the device, a reserve for memory that is not counted is included."""
         return self.weights + self.layer + self.working + (room(self.device) if self.working or self.layer else 0)
 
     @property
@@ -123,7 +123,7 @@ def block_classes(model: nn.Module) -> list[str]:
 
 
 def loads_whole(model: nn.Module) -> list[str]:
-    """Return the names of module classes whose weights are loaded all at once, before they run.
+    """Return the names of the module classes whose weights, children's included, are loaded before the module runs.
 
     transformers' modules use only their own weights. Other modules may use a child's weights without calling the child,
     as torch's attention does. So all weights of a block are loaded at once.
@@ -150,12 +150,12 @@ def main_device(limits: MemoryLimits) -> Device:
 #
 # 1. GPUs until they are full, then host memory, then the disk, for shares from 100 % down
 # 2. the same without GPUs
-# 3. if nothing fits: the last placement, whose rows tell how much is missing
+# 3. if nothing fits: the last placement, whose rows show how much memory is missing
 def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
     """Place a model without weights on GPUs, then in memory, then on disk; leave `working` bytes for its forward.
 
     Only transformers' models are split over several GPUs, since it is not known what other models do between their
-    layers. If nothing fits, the placement that needs least memory is returned.
+    layers. If nothing fits, the placement that was tried last is returned.
     """
     gpus = sorted(d for d, size in limits.memory.items() if isinstance(d, int) and size)
     if not hasattr(model, "_no_split_modules"):
@@ -178,8 +178,8 @@ def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
 def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | None:
     """Return accelerate's map, completed by the buffers and single parameters of modules that it splits.
 
-    These go to the device that runs the module, since dispatch_model loads only complete modules. None if accelerate
-    1.15 raises IndexError; it does so for some sizes if parameters are tied.
+    These go to the device that runs the module, since dispatch_model loads only complete modules. Returns None if
+    accelerate 1.15 raises IndexError, as it does for some sizes of models with tied parameters.
     """
     if not any(size > 0 for size in memory.values()):
         return {"": "disk"}

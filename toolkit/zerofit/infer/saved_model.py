@@ -29,7 +29,7 @@ from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, has_head
 from zerofit.spec.named_code import refuse_foreign_code
 
 MODEL = "model"  # the trained model in a run's folder
-IMAGE_SIZE = 224  # pixels, for a classifier without a size in its config: it supports any size
+IMAGE_SIZE = 224  # pixels, for a classifier whose config has no size, since it supports any size
 DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
@@ -70,7 +70,7 @@ def find_folder(path: Path, report: Reporter) -> Path:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint. Checkpoints are exported before use."""
+    """Return whether a folder is a checkpoint. A checkpoint is exported before use."""
     return not has_weights(folder) and ((folder / MANIFEST).is_file() or foreign_at(folder) is not None)
 
 

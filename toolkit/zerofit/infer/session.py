@@ -77,11 +77,11 @@ class PlacementResult:
     dtype: Precision  # type of the weights
     step: int | None  # optimizer steps that the model was trained for; None if unknown
     peak_host_bytes: int
-    host_bytes_before: int  # interpreter, libraries, data; the CPU's limit applies to further memory
+    host_bytes_before: int  # of interpreter, libraries and data; the CPU's limit applies to memory on top of them
     peak_device_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the placement as JSON."""
         return {**vars(self), "placement": [row.to_dict() for row in self.placement]}
 
 
@@ -107,9 +107,9 @@ class InferenceSession:
         return main_device(self.limits)
 
     def load(self, working: int, knobs: str) -> tuple[nn.Module, Placement]:
-        """Decide and report the placement of the weights, with `working` bytes left free, and load them.
+        """Place the weights so that `working` bytes stay free, report the placement, and load the weights.
 
-        Raises DoesNotFit before anything is loaded; `knobs` are flags that reduce the memory of the forward.
+        Raises DoesNotFit before anything is loaded. `knobs`: flags that reduce the forward's memory, for the error.
         """
         placement = place(self.empty, self.limits, working)
         if len(placement.rows) > 1:  # with one device there is nothing to choose
@@ -121,7 +121,7 @@ class InferenceSession:
         return model, placement
 
     def _readable(self, placement: Placement) -> SavedModel:
-        """If weights stay on disk, rewrite files that a forward cannot read as they are; return the model's files.
+        """Return the saved model. If weights stay on disk, first rewrite files that a forward cannot read as they are.
 
         Raises DoesNotFit if merging tensors that are stored in parts needs more memory than the CPU is allowed.
         """
@@ -349,7 +349,7 @@ def _merged(saved: SavedModel, empty: nn.Module) -> list[PublishedTensor]:
 
 
 def _tensor(weights: StoredWeights, name: str) -> Tensor:
-    """Open a tensor's file and read it: pages read through a memory map stay resident until the map is closed."""
+    """Read one tensor. Its file is opened for this alone, since pages read through a memory map stay resident."""
     where = weights.tensors[name]
     if weights.pickled:
         return load(where.file)[name]

@@ -1,4 +1,4 @@
-"""This host: its devices, the environment of its ranks, its route to other hosts, left-over processes of a start."""
+"""Facts about this host: devices, the environment for ranks, routes to other hosts, processes left from a start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launch site of a start's ranks, and the launcher's process on this machine."""
+"""Where and how ranks are launched (`LaunchSite`), and the launcher's process on this machine."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ GUARD = Path(__file__).parents[1] / "watch" / "rank_guard.py"
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSite:
-    """Hosts and devices for the ranks; made by `launch.local` for this machine and by `launch.runner` for several."""
+    """The hosts and devices of a start's ranks, and the command that launches the ranks there."""
 
     hosts: tuple[str, ...]  # one per rank
     addresses: Mapping[str, str]  # by host: this command's address as seen from that host
     master: tuple[str, int]  # address and port of rank 0
     accelerator: str  # "cuda" or "cpu"
-    argv: Callable[[str], list[str]]  # returns the launcher's command for a launch spec argument
+    argv: Callable[[str], list[str]]  # returns the launcher's command, given the encoded path of the launch spec
     env: Callable[[str], Mapping[str, str]]  # returns the launcher's environment for a run id
     cwd: str | None = None  # working directory of the launcher; None: this command's
     forwarded: Mapping[str, str] = field(default_factory=dict)  # environment of the ranks on top of their host's
@@ -48,15 +48,15 @@ class LaunchSite:
 
 
 def launcher(ranks: int, port: int) -> list[str]:
-    """Return the command that starts the program after it once per rank on this machine (`launch.local_ranks`).
+    """Return the first arguments of a command that starts a program, named next, once per rank on this machine.
 
-    The ranks end with this process.
+    The ranks end when this process ends (`launch.local_ranks`).
     """
     return [sys.executable, "-m", "zerofit.launch.local_ranks", str(os.getpid()), str(ranks), str(port)]
 
 
 def local_site(job: Job, machine: Machine) -> LaunchSite:
-    """Return the devices of this machine as a site."""
+    """Return the launch site for the ranks of a job on this machine."""
     ranks = job.layout.world_size
     port, env = free_port(), environment(machine.accelerator, machine.cores, ranks)
     return LaunchSite(

@@ -25,8 +25,9 @@ KILL_S = 30.0  # time for ranks to save and exit after SIGTERM, as under DeepSpe
 def main() -> int:
     """Start a program once per rank: `python -m zerofit.launch.local_ranks PID RANKS PORT [--module] PROGRAM ARGS...`.
 
-    Ends with process PID. Returns 0 when all ranks have ended with 0. When one fails, ends the others and returns its
-    exit code. Ignores SIGUSR1, a scheduler's stop request to all processes: the ranks handle it and save.
+    Ends when process PID ends. Returns 0 when all ranks have ended with 0. When a rank fails, ends the others and
+    returns its exit code. Ignores SIGUSR1, with which a scheduler asks all processes to stop: the ranks handle it and
+    save.
     """
     end_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

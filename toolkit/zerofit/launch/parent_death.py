@@ -28,9 +28,9 @@ def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIG
 
 
 def main() -> None:
-    """Run a module that ends with process PID: `python -m zerofit.launch.parent_death PID MODULE ARGS...`.
+    """Run a module that ends when process PID ends: `python -m zerofit.launch.parent_death PID MODULE ARGS...`.
 
-    Ignores SIGUSR1, a scheduler's stop request to all processes: the ranks handle it and save.
+    Ignores SIGUSR1, with which a scheduler asks all processes to stop: the ranks handle it and save.
     """
     end_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -80,7 +80,7 @@ class Rendezvous:
         self._store.set(f"order-{next(self._orders)}", json.dumps(order))
 
     def orders(self) -> Iterator[dict[str, Any]]:
-        """Yield the first process's orders. Raises RunFailed if this process does not arrive or has died."""
+        """Yield the first process's orders. Raises RunFailed if the first process does not arrive or has died."""
         for number in itertools.count():
             try:
                 if number == 0:

@@ -1,4 +1,4 @@
-"""Choose the next configuration to measure, estimate the gain that may have been missed, and return the result.
+"""Choose the next configuration to measure, and estimate how much faster the untried ones may be.
 
 This module uses neither a clock nor processes, so a search can be replayed.
 """
@@ -40,7 +40,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Regret:
-    """The gain that may have been missed with the best configuration."""
+    """How much faster than the best measured configuration the untried ones may be."""
 
     best_step_s: float  # measured
     untried: int
@@ -59,7 +59,7 @@ class Regret:
 #     4. The search ends if no trial promises half a percent. `Regret` states what may have been missed.
 @dataclass
 class Search:
-    """All candidates, and the trials so far. The fastest has the least time per sample."""
+    """All candidates, and the trials so far. The fastest candidate has the least time per sample."""
 
     candidates: Sequence[Candidate]
     trials: list[Trial] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Search:
     def next(self) -> Candidate | None:
         """Return the candidate whose trial has the highest expected gain; None if no candidate is worth a trial.
 
-        Before the first measurement, this is the simplest of the candidates with the best forecasts.
+        Before the first measurement, return the simplest of the candidates with the best forecasts.
         """
         open_ones = self._open()
         if not open_ones:
@@ -124,15 +124,14 @@ class Search:
         )
 
     def learned(self) -> StepTimeModel:
-        """Return the forecast, corrected by all trials."""
+        """Return the model of step times, fitted to all trials."""
         return StepTimeModel([(m.candidate, m.step_s) for m in self.measured])
 
     def _by_key(self) -> dict[str, Candidate]:
         return {candidate.key: candidate for candidate in self.candidates}
 
     def _open(self) -> list[Candidate]:
-        """Return untried candidates, except families that failed and candidates larger than a candidate that did not
-        fit."""
+        """Return untried candidates that are smaller than all that did not fit, without families that kept failing."""
         tried, by_key = {trial.key for trial in self.trials}, self._by_key()
         failed = [(by_key[t.key], t.status) for t in self.trials if t.key in by_key and t.status != "ok"]
         too_large = min((c.peak_bytes for c, status in failed if status in NO_ROOM), default=math.inf)

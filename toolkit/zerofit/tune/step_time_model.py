@@ -1,8 +1,8 @@
 """Correct the planner's step times by trials: a model of how log(measured / forecast) depends on the settings.
 
-A Bayesian linear regression (Bishop, Pattern Recognition and Machine Learning, 2006, section 3.3). Before any trial,
-forecasts may be wrong by a common factor and by smaller factors for each setting. Each trial narrows these factors
-down.
+The model is a Bayesian linear regression (Bishop, Pattern Recognition and Machine Learning, 2006, section 3.3). Before
+any trial, forecasts may be wrong by a common factor and by smaller factors for each setting. Each trial narrows these
+factors down.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The launch spec: a file in the run folder that tells each rank's guard how to start the rank and where to report.
+"""The launch spec, a file in the run folder: guards read from it how to start their rank and where to report.
 
-With a file, no text of the user passes through a shell.
+Since guards read a file, no text of the user passes through a shell.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class RankState:
 
     @property
     def where(self) -> str:
-        """`step 12, backward, in all_reduce`."""
+        """Where the rank is, such as `step 12, backward, in all_reduce`."""
         if not self.beat.get("phase"):
             return "before its first heartbeat"
         parts = [f"step {self.beat['step'] + 1}", self.beat["phase"]]
@@ -56,7 +56,7 @@ class RankState:
 
     @property
     def name(self) -> str:
-        """`rank 3 on node2`."""
+        """The rank and its host, such as `rank 3 on node2`."""
         return f"rank {self.rank} on {self.host}"
 
 

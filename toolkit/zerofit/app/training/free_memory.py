@@ -27,7 +27,7 @@ class HostMemory:
 
     @property
     def place(self) -> str:
-        """`on this machine`, or the host's name."""
+        """A phrase for messages: `on this machine`, or `on` and the host's name."""
         return f"on {self.name or 'this machine'}"
 
     def reserved_note(self, *, on_gpus: bool = False) -> str:

@@ -1,8 +1,8 @@
 """Train data parallel with a hand-written all-reduce through one central rank.
 
-Ring, tree, halving and this all-reduce send 2 (N - 1) times the gradients in total. They differ in the number of
-rounds, and in the traffic of the busiest rank. Here one rank has all of the traffic. With ring and halving, each rank
-sends 2 (N - 1) / N of the gradients.
+All four all-reduces (ring, tree, halving and this one) send 2 (N - 1) times the gradients in total. They differ in
+the number of rounds, and in the traffic of the busiest rank. Here all traffic goes through one rank. With ring and
+halving, each rank sends 2 (N - 1) / N of the gradients.
 """
 
 from collections.abc import Callable

@@ -14,7 +14,7 @@ def train(work: BenchmarkTask):
 
 
 def ring(vector: Tensor, rank: int, ranks: int) -> None:
-    """Send N parts to the right and add them up until each is complete on a rank.
+    """Send N parts around the ring and add them up until each part's sum is complete on one rank.
 
     Then send the complete parts around the ring. In total there are 2 (N - 1) rounds.
     """

@@ -10,7 +10,7 @@ weights of the map's second device (cpu:1 or disk). Offloaded weights get no gra
 
 
 def train(work: BenchmarkTask):
-    """Train in an ordinary loop; the map places the layers."""
+    """Train in an ordinary loop. The device map places the layers."""
     devices = work.devices
     if len(devices) < 2:
         raise NotHereError(" ".join(NEEDS.split()))

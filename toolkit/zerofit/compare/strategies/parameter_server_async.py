@@ -1,4 +1,4 @@
-"""Train with an asynchronous parameter server: each gradient is applied on arrival, to newer weights than its own.
+"""Train with an asynchronous parameter server: it applies each gradient on arrival, to weights that are newer.
 
 A gradient's staleness is the number of other steps between its worker's pull and push.
 """

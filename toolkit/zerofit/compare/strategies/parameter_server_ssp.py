@@ -1,7 +1,7 @@
 """Train with bounded staleness: a parameter server lets no worker get too many steps ahead of the slowest.
 
-Stale synchronous parallel of Ho, Cipar, Cui and others (2013). With a bound of 0 all workers make the same number of
-steps; without a bound it is the asynchronous server.
+This is the stale synchronous parallel of Ho, Cipar, Cui and others (2013). With a bound of 0 all workers make the same
+number of steps. Without a bound the server is the asynchronous one.
 """
 
 import torch

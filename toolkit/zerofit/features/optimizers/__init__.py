@@ -23,7 +23,7 @@ PLANNED = tuple(entry.name for entry in ENTRIES if entry.planned)  # optimizers 
 def usual_optimizer(cnn: bool, offload: str) -> Optimizer:
     """Return the default optimizer: SGD for a CNN with states on the device, else AdamW.
 
-    `offload`: where its states are, "none" for the device.
+    `offload`: where the optimizer states are, "none" for the device.
     """
     return "sgd" if cnn and offload == "none" else "adamw"
 
@@ -41,7 +41,7 @@ def run_name(json_type: str) -> str:
 
 
 def refusals(optimizer: str | None, setting: TrainingSetting) -> Iterator[Refusal]:
-    """Yield the reasons why an optimizer would give different results than on one device; nothing if there are none."""
+    """Yield the reasons why, in this setting, an optimizer would give other results than on one device."""
     entry = OPTIMIZERS.get(optimizer or "")
     if entry is None:
         return

@@ -17,7 +17,7 @@ from zerofit.features.optimizer import (
 
 
 def _refuses(setting: TrainingSetting) -> Iterator[Refusal]:
-    """Refuse split matrices: the second moments are one number per row and per column."""
+    """Refuse layouts that split matrices, since Adafactor keeps one number for each full row and column."""
     why, hint = "", "use --optimizer adamw8bit, whose states can be partitioned"
     if setting.zero_stage:
         why = f"ZeRO stage {setting.zero_stage} flattens the matrices"
