@@ -56,7 +56,7 @@ def is_adapters(folder: Path) -> bool:
 
 
 def adapters_of(path: Path) -> Path | None:
-    """Return the folder of adapters: the path itself, or the folder of a run without checkpoints; else None."""
+    """Return the folder of adapters: `path`, or the model's folder in a run without checkpoints; None if neither is."""
     saved = path / "model"
     if is_adapters(path):
         return path
@@ -91,7 +91,7 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
         raise _unreadable(
             folder, f"does not match {source.name}: {error}", "check that the adapters belong to this model"
         ) from None
-    # peft compares only the ends: "norm" is "input_layernorm", too (utils/other.py, `_set_trainable`)
+    # peft compares only the ends of names: "norm" also matches "input_layernorm" (utils/other.py, `_set_trainable`)
     saved = [*head_modules(model), *(name for name, _ in model.named_modules() if name.endswith(tuple(trained)))]
     for name in saved:
         model.get_submodule(name).requires_grad_(True)

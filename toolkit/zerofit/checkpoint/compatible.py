@@ -22,7 +22,7 @@ class Obstacle:
     applies: Callable[[Config], bool]
     why: str
     instead: str
-    always: bool = False  # prevents a resume also in the same layout
+    always: bool = False  # prevents a resume even in the same layout
 
 
 def _zero(config: Config) -> Config:

@@ -66,9 +66,9 @@ def no_optimizer(state: FullState, what: str) -> UserError:
 
 
 def loss_scaling(numbers: dict[str, Any] | None, fp16: bool) -> dict[str, Any]:
-    """Return the fields of DeepSpeed's optimizers with the loss scaler of an engine, from the checkpoint's `numbers`.
+    """Return the loss scaler's fields in the optimizer state of a DeepSpeed engine, from the checkpoint's `numbers`.
 
-    Without numbers (None) an engine in fp16 gets a new scaler with DeepSpeed's defaults.
+    If `numbers` is None, an engine in fp16 gets a new scaler with DeepSpeed's defaults.
     """
     with deepspeed_quiet():
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -83,7 +83,7 @@ def loss_scaling(numbers: dict[str, Any] | None, fp16: bool) -> dict[str, Any]:
 
 
 def conversion_plan(checkpoint: Path, *options: object) -> dict[str, Any]:
-    """Return what identifies a conversion. An interrupted conversion continues only with the same input and options."""
+    """Return the input and options of a conversion. An interrupted conversion continues only if they are the same."""
     root = checkpoint if checkpoint.is_dir() else checkpoint.parent
     files = sorted(file for file in root.rglob("*") if file.is_file()) if checkpoint.is_dir() else [checkpoint]
     seen = {str(file.relative_to(root)): [(s := file.stat()).st_size, s.st_mtime_ns] for file in files}

@@ -70,7 +70,7 @@ class DeepSpeedFiles:
         return self.loaded[name]
 
     def at(self, name: str, keys: Keys, offset: int = 0) -> Location:
-        """Return a place in a file."""
+        """Return the location of a tensor in a file."""
         return Location(file=(self.folder / name).relative_to(self.root).as_posix(), keys=keys, offset=offset)
 
     @property

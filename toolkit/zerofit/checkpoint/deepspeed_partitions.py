@@ -19,7 +19,7 @@ from zerofit.checkpoint.optimizer_names import weight_states
 
 
 def add_flat_groups(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
-    """Add the parameters of stages 1 and 2: group by group, each rank has the next part of the flat group."""
+    """Add the parameters of stages 1 and 2. Of each flat group, each rank has a part, in the order of ranks."""
     _, state = files.model(mp)
     shapes = {name: tuple(shape) for group in flat_groups(state) for name, shape in group.items()}
     parts.ties |= state.get("shared_params") or {}

@@ -89,7 +89,7 @@ class _TargetWriter:
         return loss_scaling(self.state.counters.get("loss_scaler"), fp16=self.target.dtype == torch.float16)
 
     def save(self, path: Path, content: Callable[[], Any]) -> None:
-        """Write a file completely or not at all, unless an interrupted call has written it."""
+        """Write a file completely or not at all. Skip a file that an interrupted call has already written."""
         if path.exists():
             self.wrote(path.stat().st_size)
             return
@@ -285,7 +285,7 @@ def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], place: Pat
 
 
 def _optimizer_states(partition: Callable[[], dict[str, Any]], versions: dict[str, Any]) -> Callable[[], Any]:
-    """Return the function that makes the content of a rank's optimizer file."""
+    """Return a function that builds the content of a rank's optimizer file."""
     return lambda: {"optimizer_state_dict": partition(), **versions}
 
 
@@ -348,10 +348,10 @@ def convert_to(
     repair: bool = False,
     report: Reporter | None = None,
 ) -> ConvertResult:
-    """Convert a checkpoint for a DeepSpeed engine of `target`, or (None) to a PyTorch distributed checkpoint.
+    """Convert a checkpoint for the DeepSpeed engine `target`; None: to a PyTorch distributed checkpoint.
 
-    `dtype` is the type of training (default: as in the checkpoint). `repair` replaces the data of a lost rank. Raises
-    UserError.
+    `dtype` is the type in which the engine trains (default: as in the checkpoint). `repair` replaces the data of a lost
+    rank. Raises UserError.
     """
     report = report or Reporter()
     refuse_existing(out)

@@ -120,7 +120,7 @@ class SafetensorsFiles:
         self.ties: dict[str, str] = {}
 
     def kinds(self, name: str) -> list[str]:
-        """List the kinds of a tensor: only itself."""
+        """Return the only kind of a tensor: the tensor itself."""
         return [MASTER]
 
     def shape(self, name: str) -> tuple[int, ...]:

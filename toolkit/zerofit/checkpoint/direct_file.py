@@ -1,4 +1,4 @@
-"""Files read and written past the page cache.
+"""Reads and writes files past the page cache.
 
 A checkpoint may be larger than the memory. Each of its pages in the cache costs CPU time and displaces another page.
 
@@ -59,9 +59,9 @@ class DirectFile:
             os.close(self._open.pop())
 
     def read_bytes(self, place: int, size: int) -> memoryview:
-        """Return at most `size` and PIECE bytes from `place`; the thread's next call overwrites them.
+        """Return `size` bytes from `place`, but at most PIECE. The thread's next call overwrites them.
 
-        Bytes in the page cache are taken from it. There are fewer bytes at the end of the file.
+        Bytes that are in the page cache are copied from it. At the end of the file, fewer bytes are returned.
         """
         skip = place % BLOCK
         end = skip + min(size, PIECE)
@@ -77,7 +77,7 @@ class DirectFile:
         return buffer[skip : max(min(done, end), skip)]
 
     def _read_cached(self, buffer: memoryview, place: int) -> int:
-        """Read what is in the page cache. An attempt to read other pages would make the kernel read them ahead."""
+        """Read the pages that are in the page cache. A cached read of other pages would make the kernel read ahead."""
         try:
             size = min(len(buffer), os.fstat(self._cached).st_size - place)
             if pages_in_cache(self._cached, place, size) * mmap.PAGESIZE < size:
@@ -87,7 +87,7 @@ class DirectFile:
             return 0
 
     def _directly(self, call: Callable[[int], int]) -> int:
-        """Return the bytes that `call` reads or writes; a file system may refuse at the first call."""
+        """Return the number of bytes that `call` moves: past the cache, or through it if the file system requires it."""
         descriptor = self._direct  # another thread may change it
         try:
             return call(descriptor)
@@ -98,7 +98,7 @@ class DirectFile:
             return call(self._cached)
 
     def write_bytes(self, place: int, data: memoryview) -> list[tuple[int, bytes]]:
-        """Write full blocks. Return the first and the last bytes, for `write_edges`.
+        """Write the full blocks of `data`. Return the bytes before and after them, for `write_edges`.
 
         The kernel does not allow cached and direct writes to neighboring blocks at the same time.
         """

@@ -1,4 +1,4 @@
-"""Numbers read and written past the page cache, and copied and compared in one thread."""
+"""Reads and writes numbers past the page cache, and copies and compares them in one thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zerofit.checkpoint.direct_file import BLOCK, BUFFERS, DirectFile
 
-SERIAL = 1 << 15  # elements: torch uses all its threads for more, which wait for one another on a busy machine
+SERIAL = 1 << 15  # elements: for more, torch uses all its threads, which wait for one another on a busy machine
 
 
 class NumbersFile(DirectFile):
@@ -17,13 +17,13 @@ class NumbersFile(DirectFile):
         return self
 
     def read(self, place: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return (count,) numbers from byte `place`, as `read_bytes`."""
+        """Return (count,) numbers from byte `place` on, with the limits of `read_bytes`."""
         part = self.read_bytes(place, count * dtype.itemsize)
         count = len(part) // dtype.itemsize
         return torch.frombuffer(part, dtype=dtype, count=count) if count else torch.empty(0)
 
     def write(self, place: int, numbers: Tensor) -> list[tuple[int, bytes]]:
-        """Write the full blocks of numbers in a `buffer`, as `write_bytes`."""
+        """Write numbers that are in a `buffer`, with the result of `write_bytes`."""
         return self.write_bytes(place, numbers.view(torch.uint8).numpy().data)
 
 

@@ -1,7 +1,7 @@
-"""Export of a checkpoint to a model for other tools: a Hugging Face folder, or one safetensors file.
+"""Exports checkpoints as models for other tools: a Hugging Face folder, or one safetensors file.
 
-Tensors are read and written in pieces. Only tensors that must be joined or merged are read at once. Needs no engine or
-device.
+Tensors are read and written in pieces. Only tensors that must be joined or merged are read at once. No engine or
+device is needed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def export(
     trust_model_code: bool = False,
     report: Reporter | None = None,
 ) -> ExportResult:
-    """Write the model of a checkpoint or of a folder of adapters into `out`, which must not exist or be empty.
+    """Write the model of a checkpoint or of a folder of adapters into `out`, a new or empty folder.
 
     A transformers model becomes a folder for `from_pretrained`, with the run's tokenizer; any other model becomes one
     `model.safetensors` for `load_state_dict`. Adapters become a folder for peft, or with `merge` the full model.

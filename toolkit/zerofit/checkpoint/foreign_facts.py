@@ -198,7 +198,7 @@ def _torch_file_damage(file: Path, name: str) -> list[Damage]:
 
 
 def _system_error(error: Exception) -> str | None:
-    """Return why the system cannot read a file; None if its content is at fault: EINVAL is a place before its start."""
+    """Return why the system cannot read a file; None if the file's content is wrong (EINVAL: it names a bad offset)."""
     return error.strerror if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL) else None
 
 
@@ -366,7 +366,7 @@ def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
 
 
 def _remedy(found: Foreign) -> str:
-    """Return what can be done about lost optimizer files, after trying it."""
+    """Try to repair lost optimizer files, and return the end of a message: what the user can do."""
     try:
         state = FullState(found.path, repair=True)
     except UserError:
@@ -380,7 +380,7 @@ def _remedy(found: Foreign) -> str:
 
 
 def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
-    """Compare master weights with the weights of stages 1 and 2. They differ if a file belongs to another run."""
+    """Compare master weights of stages 1 and 2 with the weights. They differ if a file is from another run or step."""
     files, damage = DeepSpeedFiles.of(found), {}
     if found.stage_three or not files.optimizers:
         return []

@@ -59,12 +59,12 @@ GAN_ENGINES = {"generator": "generator.", STATE: "discriminator."}
 class FullState:
     """All parameters, optimizer states and buffers in full shape, read from the files on demand.
 
-    `engines` maps engines to the prefix of their names in the model. `names` are the parameters in the model's order,
-    without ties; `ties` maps other names of a tensor to its name in `names`; `counters` has the scalars of the run
-    (`global_steps`, `step`, `loss_scaler`, ...); `notes` describe data that the files lack. Raises UserError
-    "incomplete-checkpoint" if the files do not cover every element exactly once or an index is invalid, "no-whole-view"
-    if the layout does not save all state. With `repair` the data of a lost rank is replaced, if other files have the
-    weights; `repaired` lists these replacements. `run` is the run that loads the checkpoint, if there is one.
+    `engines` maps each engine to the prefix of its parameters in the model. `names` are the parameters in the model's
+    order, without ties. `ties` maps other names of a tensor to its name in `names`. `counters` has the scalars of the
+    run (`global_steps`, `step`, `loss_scaler`, ...). `notes` describe data that the files lack. With `repair` the data
+    of a lost rank is replaced, if other files have the weights; `repaired` lists these replacements. `run` is the run
+    that loads the checkpoint, if there is one. Raises UserError "incomplete-checkpoint" if the files do not cover every
+    element exactly once or an index is invalid, and "no-whole-view" if the layout does not save all state.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FullState:
     ):
         self._folder, self._open = Path(checkpoint), {}
         self._own = (self._folder / "ranks").is_dir()
-        self._chunks: dict[tuple[str, tuple[int, int]], Any] = {}  # separate tensors, as many as `_most_chunks`
+        self._chunks: dict[tuple[str, tuple[int, int]], Any] = {}  # at most `_most_chunks` separate tensors
         self._most_chunks = 1
         self.notes: list[str] = []
         self.repaired: list[str] = []
@@ -188,7 +188,7 @@ class FullState:
         return out
 
     def fill(self, name: str, kind: str, out: Tensor, start: int = 0) -> None:
-        """Read a part of the flattened full tensor into `out`, as `read_flat`."""
+        """Read a part of the flattened full tensor into `out`. Only this part is read."""
         shards = self._shards_of(name)
         shares, shape, end = _by_cut(shards), shards[0].shape, start + len(out)
         self._most_chunks = len(shares)

@@ -41,16 +41,16 @@ class TensorSlice:
     joined: Count = 0  # number of dimensions after `dim` that are flattened into it, for rows of stacked matrices
 
     def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the share of a tensor with shape `whole`."""
+        """Return the shape of the rank's share of a tensor with shape `full`."""
         rest = full[self.dim + self.joined + 1 :]
         return (*full[: self.dim], sum(length for _, length in self.ranges), *rest)
 
     def length(self, full: tuple[int, ...]) -> int:
-        """Return the total length of the ranges of all shares."""
+        """Return the length of all shares together along the cut dimension, for a tensor with shape `full`."""
         return math.prod(full[self.dim : self.dim + self.joined + 1])
 
     def take(self, full: Tensor) -> Tensor:
-        """Return the share of a full tensor."""
+        """Return the rank's share of a full tensor."""
         rows = full.flatten(self.dim, self.dim + self.joined)
         return torch.cat([rows.narrow(self.dim, start, length) for start, length in self.ranges], self.dim)
 
@@ -161,7 +161,7 @@ def read_ranks(folder: Path) -> Iterator[RankIndex]:
         yield index
 
 
-# what reading raises if another program's file has other values than the program writes
+# errors of reading a file with other values than its program writes
 _UNEXPECTED = (LookupError, TypeError, AttributeError, StopIteration, ValueError, ArithmeticError, RuntimeError)
 
 

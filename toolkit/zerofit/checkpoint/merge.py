@@ -1,4 +1,4 @@
-"""Merging of a model's trained part with its frozen weights, which are rebuilt from their source.
+"""Merges a model's trained part with its frozen weights, which are rebuilt from their source.
 
 Frozen weights are built in groups, like pipeline stages, so the model may be larger than memory. peft merges each
 layer's adapters.

@@ -100,7 +100,7 @@ def staged_folder(out: Path, where: str = "OUT", plan: dict[str, Any] | None = N
 
 @contextmanager
 def writable(out: Path, where: str, then: str = "") -> Iterator[None]:
-    """Turn the system's errors into a UserError "output-unwritable", also if torch raised its own error after them."""
+    """Turn the system's errors, also if torch has wrapped them in its own, into a UserError "output-unwritable"."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -116,7 +116,7 @@ def writable(out: Path, where: str, then: str = "") -> Iterator[None]:
 
 @contextmanager
 def _locked(staging: Path, plan: dict[str, Any] | None, where: str) -> Iterator[None]:
-    """Make the staging folder and hold its lock. Remove what a killed call has left there, except for the same plan."""
+    """Create the staging folder and lock it. Remove leftovers of a killed call, unless that call had the same plan."""
     staging.mkdir(parents=True, exist_ok=True)
     folder = os.open(staging, os.O_RDONLY)
     try:
@@ -147,7 +147,7 @@ class LazyTensor:
     """A tensor in a checkpoint."""
 
     shape: tuple[int, ...]
-    fill: Callable[[Tensor, int], None]  # reads into a flat tensor, from an element on
+    fill: Callable[[Tensor, int], None]  # fills a flat tensor with the elements from an index on
     in_pieces: bool  # whether a part is read without the rest
 
     def read(self, dtype: torch.dtype) -> Tensor:

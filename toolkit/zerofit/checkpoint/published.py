@@ -77,7 +77,7 @@ class PublishedFiles:
             self._write_configs(folder)
 
     def _outputs(self, part: PublishedTensor, tensor: Tensor | LazyTensor) -> Mapping[str, Tensor | LazyTensor]:
-        """Return a part's tensors in the files, by name, which are read at once if necessary."""
+        """Return the tensors that the files store for a part, by name. They are read now, unless pieces suffice."""
         if isinstance(tensor, LazyTensor):
             if part.unchanged and tensor.in_pieces:
                 return dict.fromkeys(part.outputs, tensor)
@@ -126,7 +126,7 @@ class PublishedModel:
             self._convert(state)
 
     def tensors(self, part: PublishedTensor, tensor: Tensor) -> dict[str, Tensor]:
-        """Return a part's tensors in the files, by name."""
+        """Return the tensors that the files store for a part, by name."""
         return self._converted({part.source: tensor}) if self._converts else {part.source: tensor}
 
     def _convert(self, state: dict[str, Tensor]) -> None:

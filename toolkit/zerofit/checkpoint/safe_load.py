@@ -89,7 +89,7 @@ _TRUSTED = ContextVar("trusted", default=False)
 
 @contextmanager
 def trusted_pickles(trusted: bool) -> Iterator[None]:
-    """If `trusted`, load any class that a file names within this context; the class's code may run (--trust-pickle)."""
+    """If `trusted`, let `load` create objects of any class within the block; their code may run (--trust-pickle)."""
     token = _TRUSTED.set(trusted)
     try:
         yield

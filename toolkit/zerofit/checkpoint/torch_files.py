@@ -169,7 +169,7 @@ def _distributed_groups(found: Foreign, scalars: dict[str, Location]) -> list[Pa
 
 
 def _prefix(weights: list[str], states: list[str]) -> str:
-    """Return the prefix of the model's names in the keys; the keys of the optimizer's states reveal it."""
+    """Return the prefix that the keys add to the model's names. It is found from the keys of the optimizer's states."""
     firsts = {key.split(".")[0] + "." for key in weights}
     for prefix in ("", *sorted(firsts)):
         if states and all(prefix + name in weights for name in states):
@@ -266,7 +266,7 @@ def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
         saved.states = _states_in({"optimizer": safe_load.load(beside)}, beside.name)
         saved.states["keys"] = saved.states.get("keys", [""])[1:]  # the file is the optimizer's state dict
     shapes = {name: saved.shapes[name] for name in _model_order(root, run) if name in saved.shapes}
-    if len(shapes) < len(saved.shapes):  # a wrapper's prefix; its file has the model's order, but safetensors do not
+    if len(shapes) < len(saved.shapes):  # a wrapper's prefix; torch files have the model's order, safetensors do not
         shapes = saved.shapes
     by_name = _by_name(saved.states, shapes, notes)
     parameters = [

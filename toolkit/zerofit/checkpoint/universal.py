@@ -40,7 +40,7 @@ GLOBALS = ("overflow", "clip_grad", "zero_stage")
 
 
 def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> ConvertResult:
-    """Convert a checkpoint to a universal checkpoint in `out`, which must not exist or be empty.
+    """Convert a checkpoint to a universal checkpoint in `out`, a new or empty folder.
 
     An engine loads it with `load_checkpoint(out)` and "checkpoint": {"load_universal": true}. A GAN's second engine has
     its own tag, which ends in -generator. Only one tensor is in memory at a time. Raises UserError.

@@ -1,1 +1,1 @@
-"""The user's request (run, cluster), its strict loading, and errors."""
+"""The user's request (run and cluster), strict loading of its files, and errors."""

@@ -33,7 +33,7 @@ class HardwareCatalog(Mapping[str, Device]):
         return len(entry_names(self._folder))
 
     def __contains__(self, name: object) -> bool:
-        """Whether the catalog has a name; this reads no file."""
+        """Return whether the catalog has a name, without reading a file."""
         return name in entry_names(self._folder)
 
 

@@ -15,7 +15,7 @@ Kind = Literal[
     "task",  # work counted in units: `done` of `total`
     "note",  # something a user should know
     "warning",  # something a user should look at, at `data["where"]`
-    "result",  # of one part of the work (a trial, a row): `data` has its figures
+    "result",  # one part of the work (a trial, a row) is done: `data` has its figures
     "stages",  # the layers of a pipeline: `data["stages"]` has a row for each stage
     "ranks",  # unusual states of a run's ranks; empty if all is well
     "training",  # ranks begin to train: `data` has steps, and done if the run resumes

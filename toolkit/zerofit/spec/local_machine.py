@@ -192,14 +192,14 @@ class Calibration:
     link: float | None = None  # bus bandwidth of a ring all-reduce between local ranks
     link_latency_s: float | None = None  # of a small all-reduce
     call_s: float | None = None  # of each of many small all-gathers that are issued together
-    host_copy: float | None = None  # from pinned host memory to the device; on a CPU within memory
+    host_copy: float | None = None  # copies from pinned host memory to the device; on a CPU, copies in memory
     host_bandwidth: float | None = None  # of host memory in an Adam step on all cores
     disk_read: float | None = None
     disk_write: float | None = None
     kernels: tuple[MeasuredKernel, ...] = ()  # by shape: plan uses these instead of the rates above
     collectives: tuple[MeasuredCollective, ...] = ()  # by bytes, between local ranks
     origin: str = ""  # "": measured here; otherwise the trace file from which `longer`, `slower` and the kernels are
-    longer: dict[str, float] = field(default_factory=dict)  # by a trace's kind: its time / the forecast from the above
+    longer: dict[str, float] = field(default_factory=dict)  # by kind of kernel: time in the trace / forecast from the above
     slower: float = 1.0  # factor on the step time, for the part that the trace does not split by kind
 
     @classmethod

@@ -13,7 +13,7 @@ def reaching(numels: Sequence[int], partition: int, beside: int) -> Iterator[tup
     Args:
         numels: the elements of consecutive parameters in a flat buffer.
         partition: elements of a partition, with padding.
-        beside: ranks that have the same partition of different parameters: 1, or the expert parallel degree.
+        beside: number of ranks with the same partition, each of its own parameters: 1, or the expert parallel degree.
 
     >>> list(reaching([6, 2], 4, 1))
     [(0, 0, 4), (1, 0, 2), (1, 1, 2)]

@@ -1,4 +1,4 @@
-"""This process: signals, exit, resident memory, and bytes sent and received by its connections."""
+"""Functions about this process: signals, exit, resident memory, and the bytes that its connections transfer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ResidentMemory(NamedTuple):
 
 
 def resident_memory() -> ResidentMemory:
-    """Return the resident memory; takes about 30 microseconds."""
+    """Return the resident memory of this process. The call takes about 30 microseconds."""
     if not _STATUS.exists():
         unit = 1 if sys.platform == "darwin" else 1024
         peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -79,14 +79,14 @@ def is_reserved(run: Path) -> bool:
 
 
 def reserved_on_host(except_run: Path | None = None) -> int:
-    """Return the bytes of host memory that runs (except this one) have reserved and do not use yet."""
+    """Return the bytes of host memory that all runs but `except_run` have reserved and do not use yet."""
     reservations = [reservation for reservation in _living() if reservation.run != str(except_run)]
     used = _used_by_ranks() if reservations else Counter[str]()
     return sum(max(0, reservation.host_bytes - used[reservation.run]) for reservation in reservations)
 
 
 def reserved_note(size: int) -> str:
-    """Return an addition to a message about free memory if other runs have reserved memory; else ""."""
+    """Return a phrase for messages about free memory: how much other runs have reserved; "" if nothing."""
     return f" ({shown_bytes(size)} reserved by other runs)" if size else ""
 
 
@@ -100,7 +100,7 @@ def free_for(run: Path | None = None) -> int:
 
 
 def reserved_on_gpus(except_run: Path | None = None) -> Counter[str]:
-    """Return the bytes that runs (except this one) have reserved on each GPU, in use or not."""
+    """Return the bytes that all runs but `except_run` have reserved on each GPU, in use or not."""
     found = Counter[str]()
     for reservation in _living():
         if reservation.run != str(except_run):

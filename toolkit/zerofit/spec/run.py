@@ -110,7 +110,7 @@ def plain_type(annotation: Any) -> Any:
 
 
 def switch(field: str, value: bool | str) -> str:
-    """Return the flag that switches a field on or off, or to a word."""
+    """Return the flag that switches a field on (True), off (False), or to a word."""
     name = field.replace("_", "-")
     return f"--{name}" if value is True else f"--{value or 'no'}-{name}"
 

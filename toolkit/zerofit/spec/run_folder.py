@@ -159,9 +159,9 @@ class MemoryForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class FittedLayout:
-    """The choice of `--fit`, kept for the run folder until a rank runs out of memory."""
+    """The choice of `--fit`. Later starts in the run folder use it, until a rank runs out of memory."""
 
-    given: dict[str, Any]  # fields of the run that the user gave, the DeepSpeed JSON as written
+    given: dict[str, Any]  # fields of the run that the user gave, with the DeepSpeed JSON as written
     chosen: dict[str, Any]  # fields of the run, with the full DeepSpeed JSON
     why: tuple[str, ...]  # explanation
     reserved_bytes: int  # a rank's forecast, as in `MemoryForecast`

@@ -51,9 +51,10 @@ def stage_layers(
 
 
 def cut_layers(weights: Sequence[float], trained: Sequence[int], parts: int) -> Bounds:
-    """Return the bounds of parts of similar weight, or else of similar numbers of trained parameters.
+    """Return the bounds of parts of similar weight.
 
-    DeepSpeed fails in a stage without trained parameters (runtime/engine.py:2493).
+    If a part would have no trained parameters, return parts with similar numbers of trained parameters instead, since
+    DeepSpeed fails in such a stage (runtime/engine.py:2493).
     """
     bounds = balanced(tuple(weights), parts)
     if all(sum(trained[first:last]) for first, last in bounds):
@@ -88,7 +89,7 @@ def balanced(weights: tuple[float, ...], parts: int) -> Bounds:
 
 
 def _best_cut(best: Sequence[tuple[float, float]], sums: Sequence[float], end: int) -> tuple[int, tuple[float, float]]:
-    """Return the start of the last part of the first `end` layers, and the heaviest and lightest part."""
+    """Return the best start of the last part of the first `end` layers, and the heaviest and lightest part's weight."""
     cost, found = math.inf, (0, (math.inf, math.inf))
     for cut in range(end):
         heaviest, lightest = best[cut]

@@ -29,7 +29,7 @@ def parse_bytes(text: str, where: str) -> int:
 
 
 def shown_rate(value: float) -> str:
-    """Format a number with three digits, and numbers from 100 without a fraction."""
+    """Format a number with three digits; numbers from 100 on have no fraction."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
