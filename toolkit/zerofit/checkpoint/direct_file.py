@@ -87,7 +87,7 @@ class DirectFile:
             return 0
 
     def _directly(self, call: Callable[[int], int]) -> int:
-        """Return the number of bytes that `call` moves: past the cache, or through it if the file system requires it."""
+        """Return the number of bytes that `call` moves past the page cache, or through it if the system requires it."""
         descriptor = self._direct  # another thread may change it
         try:
             return call(descriptor)

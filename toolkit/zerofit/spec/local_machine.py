@@ -199,7 +199,7 @@ class Calibration:
     kernels: tuple[MeasuredKernel, ...] = ()  # by shape: plan uses these instead of the rates above
     collectives: tuple[MeasuredCollective, ...] = ()  # by bytes, between local ranks
     origin: str = ""  # "": measured here; otherwise the trace file from which `longer`, `slower` and the kernels are
-    longer: dict[str, float] = field(default_factory=dict)  # by kind of kernel: time in the trace / forecast from the above
+    longer: dict[str, float] = field(default_factory=dict)  # by kind: time in a trace / forecast from the above
     slower: float = 1.0  # factor on the step time, for the part that the trace does not split by kind
 
     @classmethod
