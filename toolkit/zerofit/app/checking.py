@@ -140,8 +140,8 @@ class CheckResult:
         """Return the plain JSON for a run, with every "auto" filled. Raises UserError with all problems.
 
         If the Trainer or Accelerate reads the file, this is the JSON that they pass to DeepSpeed. Otherwise it is the
-        JSON that `zerofit train` passes to DeepSpeed. With a model, it is that of `zerofit train`, too, if the reader
-        is only a guess.
+        JSON that `zerofit train` passes to DeepSpeed. If the reader is only a guess and the user gives a model, it is
+        the JSON of `zerofit train` in any case.
         """
         guessed = bool(self.reader.why)
         if self.reader.name in HUGGING_FACE and not (guessed and self.hardware.facts):
@@ -184,7 +184,7 @@ class CheckResult:
 
 
 def find_files(names: Sequence[str]) -> list[str]:
-    """Return the named files; for a folder, every JSON in it with keys of DeepSpeed.
+    """Return the named files. For a folder, return every JSON in it that has keys of DeepSpeed.
 
     Raises UserError if a folder has none.
     """
@@ -229,7 +229,7 @@ def check(
             `training_args` or `accelerate_config` name.
         run: the run that uses the JSON. If the run names a model, sizes are checked against it (this imports torch).
         cluster: the hardware. With only a device kind ("h100-80gb") the run gives the number of ranks.
-        reader: the program that reads the file, one of `zerofit.check.reader.READERS`; None: zerofit guesses it.
+        reader: the program that reads the file, one of `zerofit.check.reader.READERS`. By default zerofit guesses it.
         training_args: arguments of the Trainer to compare the JSON with: a JSON, a YAML (axolotl's and
             LLaMA-Factory's too), a shell script with the flags, or the values.
         accelerate_config: Accelerate's YAML, or its values. If neither it nor another argument names a JSON, its own

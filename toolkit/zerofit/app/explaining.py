@@ -60,7 +60,7 @@ def explain(
     Args:
         what: the log of any program, a memory snapshot of torch, or a run folder. "-": a log on standard input.
         command: the command that started the run. It is simulated, and the simulation is compared with the evidence.
-        cluster: the hardware of the command (None: this machine). A run folder needs no command: its run is simulated
+        cluster: the hardware of the command; this machine if None. A run folder needs no command: its run is simulated
             if `cluster` is given.
         on_event: gets progress.
 

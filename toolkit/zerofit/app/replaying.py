@@ -48,8 +48,8 @@ def replay(
 
     Args:
         run: the run folder.
-        step: the step that went wrong, from 1 (None: found in the run's errors and metrics).
-        precision: repeat on one CPU in float32 or float64 (None: in the layout and precision of the run).
+        step: the step that went wrong, from 1; by default it is found in the run's errors and metrics.
+        precision: repeat on one CPU in float32 or float64; by default in the layout and precision of the run.
         trust_model_code: run the Python code that the run folder names as its model.
         on_event: gets progress.
 

@@ -56,7 +56,7 @@ def is_adapters(folder: Path) -> bool:
 
 
 def adapters_of(path: Path) -> Path | None:
-    """Return the folder of adapters: `path`, or the model's folder in a run without checkpoints; None if neither is."""
+    """Return the folder of adapters: `path`, or `model/` in a run without checkpoints; None without adapters."""
     saved = path / "model"
     if is_adapters(path):
         return path

@@ -348,7 +348,7 @@ def convert_to(
     repair: bool = False,
     report: Reporter | None = None,
 ) -> ConvertResult:
-    """Convert a checkpoint for the DeepSpeed engine `target`; None: to a PyTorch distributed checkpoint.
+    """Convert a checkpoint for the DeepSpeed engine `target`, or to a PyTorch distributed one if `target` is None.
 
     `dtype` is the type in which the engine trains (default: as in the checkpoint). `repair` replaces the data of a lost
     rank. Raises UserError.

@@ -27,7 +27,7 @@ FEW_BYTES = 1 << 15  # fewer are read through the cache: as headers, they share 
 
 
 class _Buffers(threading.local):
-    """Aligned memory of a thread, which is used again: the first use of a page costs as much time as a read."""
+    """Aligned memory of a thread. It is reused, since the first use of a page costs as much time as a read."""
 
     def __init__(self):
         own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # by default processes that are forked would share the memory

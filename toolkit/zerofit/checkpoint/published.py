@@ -77,7 +77,7 @@ class PublishedFiles:
             self._write_configs(folder)
 
     def _outputs(self, part: PublishedTensor, tensor: Tensor | LazyTensor) -> Mapping[str, Tensor | LazyTensor]:
-        """Return the tensors that the files store for a part, by name. They are read now, unless pieces suffice."""
+        """Return the tensors that the files store for a part, by name. They are read now if pieces are not enough."""
         if isinstance(tensor, LazyTensor):
             if part.unchanged and tensor.in_pieces:
                 return dict.fromkeys(part.outputs, tensor)

@@ -69,8 +69,7 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> Conv
 
 
 def _sources(checkpoint: Path) -> tuple[dict[str, Path | None], int, int]:
-    """Return for each engine the folder of DeepSpeed's files (None: files of another program), the step, and the
-    ranks."""
+    """Return the folder of each engine's files (None if DeepSpeed did not write them), the step, and the ranks."""
     if not is_own(checkpoint) and (found := foreign_at(checkpoint)):
         facts = facts_of(found)
         return {STATE: found.files if found.format == "deepspeed" else None}, facts.step or 0, facts.ranks or 1

@@ -56,7 +56,7 @@ def regroup(batch: Batch, inner: int, ranks: int) -> tuple[int, Batch] | None:
     """Return how many of at most `ranks` ranks to use for the same global batch, and their batch sizes.
 
     `inner`: the tensor x pipeline x sequence degree, which does not change. The micro batch does not grow, since memory
-    was planned for it; gradient accumulation compensates. None if not even one data parallel rank is left.
+    was planned for it; gradient accumulation compensates. Return None if not even one data parallel rank is left.
     """
     for dp in range(ranks // inner, 0, -1):
         if batch.total % dp == 0:

@@ -46,7 +46,7 @@ def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
 
 
 def _base_rate(kind: Kind, rates: LearningRates) -> float:
-    """Return the rate for BATCH samples and PARAMETERS."""
+    """Return the rate for a batch of BATCH samples and a model of PARAMETERS parameters."""
     if kind == "pretrained-cnn":
         return rates.scratch / 10  # fine-tuning uses smaller steps
     return {"pretrained": rates.pretrained, "adapters": rates.adapters, "gan": rates.gan}.get(kind) or rates.scratch

@@ -1,4 +1,4 @@
-"""A different micro batch for each rank: from a list, or in proportion to the ranks' measured speed."""
+"""Chooses a different micro batch for each rank: from a list, or in proportion to the ranks' measured speed."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Judged:
-    """A kind of records for another kind of training, identified by TRL's field names."""
+    """A kind of records that another training method needs. TRL's field names identify it."""
 
     fields: frozenset[str]
     title: str

@@ -37,7 +37,7 @@ def name_hash(name: str) -> int:
 # Samples are held out by hash, not at random. So a file stays in its split on every machine, even if other files
 # change.
 def held_out_limit(hashes: np.ndarray, share: float) -> int:
-    """Return the hash up to which samples are held out, so that `share` of them are, and at least one.
+    """Return the hash up to which samples are held out: a `share` of all samples, but at least one.
 
     `hashes` (uint64) must not be empty.
     """

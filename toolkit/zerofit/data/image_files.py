@@ -59,7 +59,7 @@ def split_folders(root: Path) -> list[Path]:
 
 
 def split_by_name(files: Sequence[T], name: Callable[[T], str]) -> tuple[list[T], list[T]]:
-    """Return training and validation files. The hash of the names holds out 10 %, at least one."""
+    """Return training and validation files. 10 %, at least one, are held out, chosen by the hash of their names."""
     if not files:
         return [], []
     hashes = np.array([name_hash(name(file)) for file in files], dtype=np.uint64)

@@ -55,9 +55,9 @@ class ImageFile:
 def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Data:
     """Open PATH/CLASS/*.jpg, or PATH/train/CLASS/* with PATH/val (or valid, validation, test).
 
-    Without a validation folder 10 % of the files, by the hash of their relative names, are held out. Each file is
-    decoded once to check it (cached by name, size and time). Training uses RandomResizedCrop and flips, validation
-    Resize and CenterCrop; a GAN gets no random crops, and values in -1..1. Raises UserError "data-missing",
+    Without a validation folder, 10 % of the files are held out, chosen by the hash of their relative names. Each file
+    is decoded once to check it (cached by name, size and time). Training uses RandomResizedCrop and flips. Validation
+    uses Resize and CenterCrop. A GAN gets no random crops, and values in -1..1. Raises UserError "data-missing",
     "no-classes", "unknown-class", "bad-image" or "empty-data".
     """
     root = Path(name.removeprefix("imagefolder:")).expanduser().absolute()
@@ -225,7 +225,7 @@ def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[
 
 
 def _compare(store: Path, files: list[ImageFile]) -> tuple[dict[str, str], list[ImageFile]]:
-    """Return {name: reason} of files known to be broken, and the files not checked yet."""
+    """Return {name: reason} for files that are known to be broken, and the files that were not checked yet."""
     try:
         # bad files as {identity: reason}, and identities of good files
         broken, good = json.loads(store.read_text())["bad"], np.load(store.with_suffix(".npy"))

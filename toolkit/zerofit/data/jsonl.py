@@ -75,7 +75,7 @@ class JsonLine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlSet(FileSet):
-    """Files of records, each a document; only `what` is read from them."""
+    """Files of records. Each record is a document; only its text field or conversation (`what`) is read."""
 
     what: str  # name of a field, or a format of conversations
 

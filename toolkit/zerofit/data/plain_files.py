@@ -1,4 +1,4 @@
-"""Plain files: possibly compressed, with a byte order mark, or in a format of another program."""
+"""Opens plain files, which may be compressed or have a byte order mark, and refuses other programs' formats."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _transform(train: bool, size: int):
 
 
 def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open images and masks. Without a validation folder, the hash of the names holds out 10 %.
+    """Open images and masks. Without a validation folder, 10 % are held out, chosen by the hash of their names.
 
     Classes are 0 to the largest value of any mask except 255. All files are decoded once, with the result cached.
     Raises UserError "data-missing", "empty-data", "bad-image" or "data-classes".
@@ -170,7 +170,7 @@ def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[
 
 
 def _check_pair(root: Path, pair: MaskedImage) -> tuple[int, str]:
-    """Return a mask's largest class (-1: none), and the fault of the pair ("": none)."""
+    """Return the largest class of a mask, -1 if it has no class, and the fault of the pair, "" if it has none."""
     from PIL import Image
 
     try:

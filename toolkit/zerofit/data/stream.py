@@ -56,7 +56,7 @@ class _Reader:
 
     @property
     def place(self) -> dict[str, Any]:
-        """The position as JSON: the set's state before the rows read last, and the number of used tokens of them."""
+        """The position as JSON: the set's state before the rows read last, and the number of tokens used from them."""
         return {"rows": self._state, "tokens": self._at}
 
     def take(self, tokens: int) -> np.ndarray:

@@ -43,7 +43,7 @@ POOL = 1 << 21  # random values shared by images; 150,000 new normals per image 
 
 
 def open_synthetic_images(name: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open 3-channel images of 1,000 classes (`synthetic:N`: N), 224 pixels or --image-size."""
+    """Open 3-channel images of 1,000 classes (N with `synthetic:N`) and of 224 pixels or --image-size."""
     if task == "segmentation":
         return _synthetic_masks(name, run)
     classes, size = _size(name, default=1000, what="classes"), run.image_size or 224
@@ -53,7 +53,7 @@ def open_synthetic_images(name: str, run: Run, task: Task, progress: Reporter) -
 
 
 def _synthetic_masks(name: str, run: Run) -> Data:
-    """Open images with 4 pixel classes (`synthetic:N`: N), 64 pixels or --image-size."""
+    """Open images with 4 classes of pixels (N with `synthetic:N`) and of 64 pixels or --image-size."""
     classes, size = _size(name, default=4, what="classes"), run.image_size or 64
     make = partial(SyntheticMasks, classes=classes, size=size, seed=run.seed)
     inputs = SegmentationInputs(channels=3, size=size, classes=classes)
@@ -61,7 +61,7 @@ def _synthetic_masks(name: str, run: Run) -> Data:
 
 
 def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
-    """Open rows of 10 numbers around the centers of 10 classes (`synthetic:N`: N)."""
+    """Open rows of 10 numbers around the centers of 10 classes (N with `synthetic:N`)."""
     classes = _size(name, default=10, what="classes")
     generator = np.random.Generator(np.random.Philox(key=run.seed))
     centers = generator.standard_normal((classes, FEATURES))
@@ -75,7 +75,7 @@ def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
 
 
 def open_synthetic_text(name: str, run: Run, task: Task, seq_len: int) -> Data:
-    """Open text with a vocabulary of 256 (`synthetic:N`: N); a masked language model's mask is its last id."""
+    """Open text with a vocabulary of 256 (N with `synthetic:N`). For masked language models the last id is the mask."""
     vocab = _size(name, default=256, what="ids in the vocabulary")
     mask_id = vocab - 1 if task == "masked-lm" else None
     used = vocab if mask_id is None else vocab - 1
@@ -96,7 +96,7 @@ def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
 
 
 def open_synthetic_labelled(name: str, run: Run, task: Task, seq_len: int) -> Data:
-    """Open tokens of 2 classes (`synthetic:N`: N): a text's first token is its class, each token is its tag."""
+    """Open tokens of 2 classes (N with `synthetic:N`): a text's first token is its class, each token is its tag."""
     classes = tuple(str(n) for n in range(_size(name, default=2, what="classes")))
     vocab = max(256, len(classes))
     facts: dict[str, Any] = {"classes": classes, "pad_id": 0, "tags": task == "tag"}
@@ -208,7 +208,7 @@ def _drawn(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticText(SyntheticSamples):
-    """Token walks: each token is one of STEPS (modulo the vocabulary) after the previous one.
+    """Token walks: each token is the previous one plus one of STEPS, modulo the vocabulary.
 
     All tokens are equally frequent, so the unigram entropy is ln(vocabulary). A model that sees the previous token
     reaches the entropy of a step, 1.75 bits (1.21 nats). With `mask_id`, samples are for masked language models.

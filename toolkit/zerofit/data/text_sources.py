@@ -92,7 +92,7 @@ class ChatSource(Source):
 
 
 def held_out_hash(names: Iterable[str], documents: int, whole_documents: bool = False) -> int:
-    """Return the name hash up to which documents are held out, so that 5 % of them are, and at least one.
+    """Return the name hash up to which documents are held out: 5 % of all documents, but at least one.
 
     For fewer than 20 documents return -1: the end of each document is held out instead. `whole_documents`: hold out
     full documents even then.

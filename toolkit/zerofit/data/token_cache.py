@@ -41,7 +41,7 @@ class TokenFile:
 
 
 class SplitWriter:
-    """Files of one split, SPLIT.PART with numbers of one type each, that grow sample by sample."""
+    """Writes the files of one split, sample by sample. Each file SPLIT.PART has numbers of one type."""
 
     def __init__(self, folder: Path, split: str, dtypes: Mapping[str, str], starts: Sequence[str] = ()):
         """`dtypes`: the type of each part's numbers.

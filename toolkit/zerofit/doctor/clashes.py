@@ -46,8 +46,8 @@ def _named(facts: Facts, *words: str) -> bool:
 def _torchvision(facts: Facts) -> bool:
     """Return whether torchvision does not match this torch: torchvision 0.N is built for torch 2.(N-15).
 
-    From 0.29 on it also works with newer releases of torch: 0.29.1 and 0.29.2 require torch 2.14 or newer (their
-    METADATA).
+    torchvision 0.29 and later also works with newer releases of torch: 0.29.1 and 0.29.2 require torch 2.14 or newer
+    (their METADATA).
     """
     torch, vision = version(facts["versions"]["torch"]), version(facts["versions"]["torchvision"])
     if not vision or torch[:1] != (2,):

@@ -143,7 +143,7 @@ def clock(host: str, difference_s: float, error_s: float) -> Check:
 
 
 def disk(facts: Facts, checkpoint_bytes: int | None) -> list[Check]:
-    """Check the free space for checkpoints on the run folder's file system. `checkpoint_bytes` None: no check."""
+    """Check the free space for checkpoints on the run folder's file system; no check if `checkpoint_bytes` is None."""
     if checkpoint_bytes is None:
         return []
     return [

@@ -160,7 +160,7 @@ def _most_reached(reached: dict[str, list[dict[str, Any]]], count: int) -> int:
 
 
 async def _reached(there: dict[str, Conversation], targets: list[list[Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return, by host and target, `error` (None if reached), seconds and interface."""
+    """Return the result of each connection, by host and target: `error` (None if reached), seconds and interface."""
     answers = await ask_all(there, {"ask": "reach", "targets": targets})
     return {
         name: [{"error": one.message}] * len(targets) if isinstance(one, Unreachable) else one["reached"]

@@ -20,7 +20,7 @@ AT_MOST = 10_000  # maximum number of files to hash; a folder with more files is
 
 
 def versions() -> dict[str, str | None]:
-    """Return the version of each package (None: missing), of Python, and of torch's CUDA or ROCm, commit and NCCL."""
+    """Return the versions of packages (None if missing), of Python, and of torch's CUDA or ROCm, commit and NCCL."""
     installed = {name: installed_version(name) for name in PACKAGES}
     found = {"python": platform.python_version(), **installed, **_torch()}
     cuda = found.get("cuda")

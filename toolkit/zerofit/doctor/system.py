@@ -41,7 +41,7 @@ def limits() -> dict[str, int | None]:
 
 
 def shared_memory() -> dict[str, int] | None:
-    """Return the bytes of /dev/shm, through which NCCL, gloo and loader processes pass tensors; None: missing."""
+    """Return the bytes of /dev/shm, through which NCCL, gloo and loaders pass tensors; None if there is none."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:

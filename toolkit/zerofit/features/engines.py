@@ -1,4 +1,4 @@
-"""The training engines that `plan` ranks: one entry each."""
+"""The training engines whose layouts `plan` ranks. Each has one entry."""
 
 from __future__ import annotations
 

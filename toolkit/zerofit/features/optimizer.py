@@ -46,7 +46,7 @@ class States:
     def of_tensors(self, numels: Iterable[int], gpu: bool) -> StateBytes:
         """Return the bytes of the states, without offload, for tensors with these element counts.
 
-        `gpu`: train on a GPU, not on a CPU.
+        `gpu`: whether the training is on a GPU.
         """
         return StateBytes(self.element_bytes(on_host=not gpu) * sum(numels))
 
@@ -117,7 +117,7 @@ class JsonRule:
     settled: bool = False  # zerofit avoids the fault itself when it trains
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of check's rule."""
+        """Return the fields of a rule of `zerofit check`."""
         return {name: value for name, value in vars(self).items() if name != "settled"}
 
 

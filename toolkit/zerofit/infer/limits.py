@@ -37,7 +37,7 @@ def room(device: Device) -> int:
 
 # Names are accelerate's, so a device map can be copied from other code: GPUs by number, "cpu" and "disk".
 def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits:
-    """Read limits such as "0=20GiB,cpu=60GiB" or {0: "20GiB", "cpu": 60 << 30}; None: most of the free memory.
+    """Read limits such as "0=20GiB,cpu=60GiB" or {0: "20GiB", "cpu": 60 << 30}. None allows most of the free memory.
 
     Only the named devices are used, and the disk, unless the limits have "disk=0". Raises UserError with all problems.
     """

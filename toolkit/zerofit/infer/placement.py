@@ -123,7 +123,7 @@ def block_classes(model: nn.Module) -> list[str]:
 
 
 def loads_whole(model: nn.Module) -> list[str]:
-    """Return the names of the module classes whose weights, children's included, are loaded before the module runs.
+    """Return the names of the module classes that need all weights, including their children's, before they run.
 
     transformers' modules use only their own weights. Other modules may use a child's weights without calling the child,
     as torch's attention does. So all weights of a block are loaded at once.

@@ -70,7 +70,7 @@ COPIES = 4  # copies of a merged tensor in memory at once: mapped parts, two sta
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementResult:
-    """The placement of a model's weights, and the memory used since before they were loaded."""
+    """The placement of a model's weights, and the memory of this process before loading and at the peak."""
 
     device_map: dict[str, Device]
     placement: tuple[DeviceRow, ...]  # memory forecast for each device
@@ -214,7 +214,7 @@ def _transformers(saved: SavedModel, empty: Any, placement: Placement, dtype: to
 
 
 def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, report: Reporter) -> nn.Module:
-    """Load any other model: copy each tensor to its device, and add hooks that load the weights on disk."""
+    """Load a model of another library: copy each tensor to its device, and add hooks that load the weights on disk."""
     stored = _by_name(saved, model)
     ties = find_tied_parameters(model)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}

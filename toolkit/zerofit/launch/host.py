@@ -75,8 +75,8 @@ def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str
 def with_own_programs(path: str) -> str:
     """Return a PATH with the programs of this environment first.
 
-    Its ninja compiles and checks the ops. If the system's ninja has a different version, it would silently compile all
-    of them again.
+    The ninja of this environment compiles and checks the ops. If the system's ninja has a different version, it would
+    silently compile all ops again.
     """
     own = str(Path(sys.executable).parent)
     return path if path.split(os.pathsep)[0] == own else f"{own}{os.pathsep}{path}"
@@ -85,7 +85,7 @@ def with_own_programs(path: str) -> str:
 def ops_folder() -> Path:
     """Return the folder of compiled C++ ops.
 
-    Each environment has its own; otherwise they would rebuild each other's ops.
+    Each environment has its own folder. Otherwise environments would rebuild each other's ops.
     """
     versions = [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
     key = hashlib.sha256("\n".join([sys.prefix, sys.version, *versions]).encode()).hexdigest()[:12]

@@ -129,7 +129,7 @@ def _command(job: KubernetesJob, kind: Kind) -> Data:
 
 
 def _literal(text: str) -> str:
-    """Return a text that Kubernetes leaves unchanged: `$$` stands for `$`."""
+    """Escape a text, so that Kubernetes expands nothing in it: `$` becomes `$$`."""
     return text.replace("$", "$$")
 
 

@@ -125,7 +125,7 @@ def _requests_handed_on(folder: RunFolder) -> Iterator[None]:
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Wait for the launcher, whose ranks were asked to stop, and kill the remaining processes of its session.
 
-    It gets no SIGTERM: DeepSpeed's runner would run `pkill` on all hosts, which also kills other runs.
+    The launcher gets no SIGTERM: DeepSpeed's runner would run `pkill` on all hosts, which also kills other runs.
     """
     try:
         process.wait(GRACE_S)

@@ -59,7 +59,7 @@ def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
 def libaio_problems(config: Mapping[str, Any], found: Mapping[str, bool] | None = None) -> list[Problem]:
     """Return the problems of this JSON's NVMe offload: missing parts of libaio, or no compiler.
 
-    `found`: the parts found on another machine; None: look here.
+    `found`: the parts found on another machine. If it is None, this machine is examined.
     """
     zero = config.get("zero_optimization")
     blocks = {part: zero.get(part) for part in OFFLOADS} if isinstance(zero, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Many hosts through DeepSpeed's multi-node runner: its arguments and a clean environment for it."""
+"""Starts ranks on many hosts with DeepSpeed's multi-node runner: builds its command and a clean environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks that a launcher has started this process with, read from its environment.
+"""Reads from the environment with which other processes a launcher has started this one, and as which rank.
 
 deepspeed, torchrun and accelerate set RANK and related variables, Open MPI OMPI_COMM_WORLD_*, MPICH and Intel MPI
 PMI_*, and srun SLURM_PROCID.
@@ -88,8 +88,8 @@ class World:
 def given_world(env: Mapping[str, str]) -> World | None:
     """Return the world that a launcher's variables describe; None if no launcher started this process.
 
-    A Slurm step of one task is None: there `zerofit train` uses all devices of the node, as in a shell from `srun
-    --pty`. The variables of a single pod (RANK and WORLD_SIZE without LOCAL_RANK) also give None.
+    For a Slurm step of one task return None: there `zerofit train` uses all devices of the node, as in a shell from
+    `srun --pty`. Also return None for the variables of a single pod (RANK and WORLD_SIZE without LOCAL_RANK).
 
     Raises UserError with everything that is missing or contradictory.
     """

@@ -122,7 +122,7 @@ def read_instance(name: str) -> Device:
 
 
 def _read(path: Path, where: str = "", required: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the entry of a file, sizes in bytes. Raises UserError with all problems."""
+    """Return the entry of a file, with sizes in bytes. Raises UserError with all problems."""
     from zerofit.spec.foreign_yaml import read_own_values  # most commands need neither a GPU nor PyYAML
 
     hint = "write it as lines of `key: value`; keys: " + ", ".join(KEYS)

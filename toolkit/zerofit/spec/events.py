@@ -146,7 +146,7 @@ class Reporter:
 
     @contextmanager
     def task(self, text: str, total: int | None, unit: str) -> Iterator[Task]:
-        """Report progress within the context. `total`: all units of the task (None: unknown)."""
+        """Report progress within the context. `total`: all units of the task; None if it is unknown."""
         task = Task(self.on_event, text, total, unit)
         yield task
         task.end()

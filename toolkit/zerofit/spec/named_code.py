@@ -1,8 +1,8 @@
-"""Code that files name (package.module:callable). Only this module decides whether it may be imported and called.
+"""Decides whether Python code that a file names (package.module:callable) may be imported and called.
 
-Trust depends on the file that a name comes from. Names in flags, Python arguments and the user's run.yaml are trusted.
-Files that zerofit writes (run folders, checkpoints, exported models, profiles) may come from somebody else: names in
-them need --trust-model-code.
+No other module decides this. Trust depends on the file that a name comes from. Names in flags, Python arguments and
+the user's run.yaml are trusted. Files that zerofit writes (run folders, checkpoints, exported models, profiles) may
+come from somebody else: names in them need --trust-model-code.
 """
 
 from __future__ import annotations

@@ -442,7 +442,7 @@ def _refuse_foreign_code(file: Path, run: Run, typed: Collection[str], trusted: 
 def _made(
     values: Mapping[Any, Any], places: Mapping[Any, str], faults: Sequence[Problem], *, name_flags: bool = False
 ) -> Run:
-    """Return the run with these values, whose keys may be of any YAML type (`1: 2` has a number).
+    """Return the run with these values. Their keys may be of any YAML type (the key of `1: 2` is a number).
 
     Raises UserError with all problems at their `places`, and the file's `faults`. `name_flags`: hints name the flag of
     the field.

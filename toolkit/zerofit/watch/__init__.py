@@ -1,1 +1,1 @@
-"""Supervision of running ranks: a guard per rank, one watch over all guards, and the verdict on failures."""
+"""Supervises running ranks: a guard process for each rank, a server for all guards, and the verdict on failures."""

@@ -70,7 +70,7 @@ class HostRequest:
 
     @property
     def over_ssh(self) -> bool:
-        """Whether hosts can be examined and cleared over ssh."""
+        """Whether this command can examine hosts and kill left-over processes there over ssh."""
         return not self.no_ssh and self.runner != "slurm"
 
     @property
@@ -322,7 +322,7 @@ def address_of(name: str, hosts: Sequence[Host]) -> str:
 
 
 def slurm_hosts() -> tuple[Host, ...]:
-    """Return the hosts of the current Slurm allocation. Raises UserError outside one."""
+    """Return the hosts of the current Slurm allocation. Raises UserError if there is no allocation."""
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         message = "--launcher slurm without --hostfile, outside a Slurm job"

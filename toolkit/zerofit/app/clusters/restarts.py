@@ -199,7 +199,7 @@ class RestartingRun:
     def _hosts_that_answer(self, failure: RunFailed) -> list[Host]:
         """Wait for all hosts to answer, with a time limit.
 
-        Return the hosts that answer; raises RunFailed for too few.
+        Return the hosts that answer. Raises RunFailed if they are too few.
         """
         if not self.options.over_ssh:
             return list(self.hosts)

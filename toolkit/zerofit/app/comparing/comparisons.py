@@ -60,7 +60,7 @@ def compare_strategies(
     Args:
         run: the model, data, ranks, global batch, steps and seed; the optimizer is SGD with momentum 0.9.
         strategies: names from `zerofit compare strategies --list`; all if None. "single" always runs.
-        slow: rank -> factor by which this rank's steps take longer. If given, every step takes at least 0.05 s.
+        slow: rank -> factor by which this rank's steps take longer. With `slow`, every step takes at least 0.05 s.
         straggle: probability that a rank's step takes five times as long.
         target: validation accuracy; rows of parameter servers record when they reached this accuracy.
         hostfile: hosts to run on over ssh, lines `node1 slots=2`; this machine if None.

@@ -39,7 +39,7 @@ class ComparisonSetup:
         self.parameters = self.samples = 0  # facts of the model and of its training data; set by `resolve`
 
     def epochs(self, default: int) -> int:
-        """Return the epochs of the run; a fraction is a problem."""
+        """Return the epochs of the run. Adds a problem if they are not an integer."""
         epochs = self.request.run.epochs or default
         if epochs != int(epochs):
             message, where = f"epochs: {epochs} is not an integer", self.request.place("epochs")

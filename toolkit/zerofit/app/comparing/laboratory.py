@@ -182,7 +182,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the values of an option; several values if the option is repeated."""
+    """Return the texts of an option's values, one for each repetition of the option."""
     match value:
         case dict() if all(isinstance(key, int) for key in value):
             return [f"{key}={part:g}" for key, part in value.items()]

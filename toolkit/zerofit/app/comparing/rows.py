@@ -333,7 +333,7 @@ def status_of(reports: Sequence[RankReport]) -> tuple[Status, str | None]:
 def with_speedups(
     rows: Sequence[AnyStrategyRow], is_base: Callable[[AnyStrategyRow, AnyStrategyRow], bool]
 ) -> list[AnyStrategyRow]:
-    """Return the rows with speed-up and efficiency, each relative to the first row `base` with `is_base(row, base)`."""
+    """Return the rows with speed-up and efficiency. The base of a `row` is the first `base` that `is_base` accepts."""
     compared = []
     for row in rows:
         base = next((base for base in rows if base.samples_per_s and is_base(row, base)), None)

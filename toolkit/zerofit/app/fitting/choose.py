@@ -66,7 +66,7 @@ class FitSearch:
 
     @property
     def leanest(self) -> LayoutOption | None:
-        """The option with the lowest forecast share of the memory (device or host) that it fills most."""
+        """The option that fills the memory least, by plan's forecast. Of device, host and disk, the fullest counts."""
         remaining = [option for option in self.options if _kind(option) not in self._refused]
         return min(
             remaining, key=lambda option: check_fit(option.memory, option.layout, self.free).utilization, default=None

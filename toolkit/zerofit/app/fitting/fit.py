@@ -55,7 +55,7 @@ def fitted(
     """Return the request with every open value chosen, and the choice; without `--fit` the request is unchanged.
 
     An earlier choice for this run folder is reused. If a rank ran out of memory with it, the fastest smaller layout is
-    chosen. `machine`, `hosts`: None and empty for this machine. `anyway`: if no layout fits, use the smallest.
+    chosen. On this machine, `machine` is None and `hosts` is empty. `anyway`: if no layout fits, use the smallest.
 
     Raises UserError and ModelError, and DoesNotFit if no layout fits.
     """
@@ -81,7 +81,7 @@ def fitted(
 
 
 def read_choice(folder: RunFolder) -> FittedLayout | None:
-    """Return the choice in this run folder. None without a choice, or if it has fields that `--fit` never sets."""
+    """Return the choice in this run folder; None if there is none, or if it has fields that `--fit` never sets."""
     try:
         kept = read_json(folder.plan).get("fit")
         choice = shaped(kept, TypeAdapter(FittedLayout)) if kept else None

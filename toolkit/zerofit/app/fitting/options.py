@@ -98,7 +98,7 @@ def options_of(
 
 
 def _choices(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savings]:
-    """Return the memory savings to try: the given ones, also with a loss in chunks if that is left open."""
+    """Return the memory savings to try: the given ones, and the same with a loss in chunks if the user left it open."""
     given_savings, chunk = savings_of(given, given.get("ds_config", {})), _able(resolved).loss_chunk
     return (
         [given_savings]

@@ -1,4 +1,4 @@
-"""Hub models by name: a snapshot in the hub's default cache, used like any pretrained folder."""
+"""Finds hub models by name. Their snapshot in the hub's default cache is used like any pretrained folder."""
 
 from __future__ import annotations
 

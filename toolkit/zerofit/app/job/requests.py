@@ -1,4 +1,4 @@
-"""Run requests from user input: a run made in Python, a run file, a run folder, or a model."""
+"""Makes the request of a run from user input: a run made in Python, a run file, a run folder, or a model."""
 
 from __future__ import annotations
 

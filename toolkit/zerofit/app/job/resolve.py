@@ -1,4 +1,4 @@
-"""From a requested run to a job ready to train; everything is checked before any process starts."""
+"""Turns a requested run into a job that is ready to train. Everything is checked before any process starts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def resolve_job(
 
     Args:
         request: the run, and where each of its values was given. `ds_config` is the JSON (as a dict) or its name.
-        machine: the devices of all hosts together (`cluster_machine` for a described cluster); None: this machine.
+        machine: the devices of all hosts together (`cluster_machine` for a described cluster); this machine if None.
         inputs: where the model's inputs come from.
         report: gets notes about the data, warnings about the JSON and progress.
         problems: problems found so far, raised together with the problems found here.
@@ -169,7 +169,7 @@ def _decide(
     check_task: Callable[[Task, Problems], None] | None,
     model: nn.Module | None,
 ) -> tuple[ModelSource, Task, Document, Decision]:
-    """Decide and check everything that needs neither data nor the built model; `local`: it runs on this machine.
+    """Decide and check everything that needs neither data nor the built model. `local`: the run is on this machine.
 
     Raises UserError with all problems.
     """
@@ -252,7 +252,7 @@ def open_model(
 def _own_tokenizer(source: ModelSource) -> str | None:
     """Return the folder of the model's own tokenizer; None if the model has neither weights nor a tokenizer.
 
-    Weights work with one tokenizer only: a folder of weights without it is refused when it is opened.
+    Weights work only with their own tokenizer. A folder with weights but no tokenizer is refused when it is opened.
     """
     weights = source.pretrained or (source.path if source.origin == PRETRAINED else None)
     path = weights or source.path

@@ -23,9 +23,9 @@ MOST = 6  # maximum number of simulated layouts until one fits
 
 
 def confirm(plan: Plan, count: int, report: Reporter) -> Plan:
-    """Return the plan with its `count` best layouts simulated, and also `count` layouts close to the limit.
+    """Simulate the `count` best layouts of a plan, and up to `count` layouts close to the limit.
 
-    A layout close to the limit becomes part of the plan if it fits in simulation.
+    Returns the plan with the results. A layout close to the limit becomes part of it if it fits in simulation.
     """
     close, result = plan.result.close, plan.result
     looked = [(row, _look(plan, row, f"a layout {CLOSE}", report)) for row in close[:count]]
@@ -42,7 +42,7 @@ def confirm(plan: Plan, count: int, report: Reporter) -> Plan:
 
 
 def confirm_written(plan: Plan, report: Reporter) -> Plan:
-    """Return the plan with layouts simulated until one fits. The layout that `Plan.write` would write comes first."""
+    """Simulate layouts until one fits, first the layout that `Plan.write` would write. Return the plan with results."""
     known = {confirmation.layout: confirmation for confirmation in plan.confirmed}
     first = plan.result.plainest or 0
     for number in [first, *(n for n in range(len(plan.layouts)) if n != first)][:MOST]:

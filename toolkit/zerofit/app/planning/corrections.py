@@ -263,8 +263,8 @@ def calibrated(
 ) -> TraceCalibration:
     """Return the calibration of this kind of device from a trace, on top of stored measurements.
 
-    The model of the trace's run folder is built. Raises UserError, for example if the folder names code for it and
-    `trust_model_code` is false.
+    The function builds the model of the trace's run folder. Raises UserError, for example if the folder names code as
+    its model and `trust_model_code` is false.
     """
     trace = read_trace(path, TRACE_FLAG)
     if trace.forecast:

@@ -172,7 +172,7 @@ def batch_and_precision(pins: Mapping[str, Any], config: Mapping[str, Any]) -> d
 
 
 def uncounted(pins: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a DeepSpeed JSON that the forecasts leave out; not those that change nothing in this run."""
+    """Return the keys of a DeepSpeed JSON that the forecasts leave out, although they affect this run."""
     stage, precision = knobs_of(pins, config).get("zero_stage", 3), batch_and_precision(pins, config).get("precision")
     return [
         feature.path

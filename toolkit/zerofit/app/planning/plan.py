@@ -201,9 +201,10 @@ class Plan:
     def write(self, folder: Path | str) -> tuple[Path, ...]:
         """Write ds_config.json and run.yaml of the best layout, or of a simpler layout that is nearly as fast.
 
-        For a layout of FSDP2, write accelerate.yaml; for one of torchtitan, torchtitan.sh, which starts it.
+        For a layout of FSDP2, write accelerate.yaml. For a layout of torchtitan, write torchtitan.sh, which starts the
+        training.
 
-        Layouts that a simulation refused (`confirmed`) are not written. Raises UserError if nothing fits, a file
+        Layouts that did not fit in simulation (`confirmed`) are not written. Raises UserError if nothing fits, a file
         exists, or the folder is not writable.
         """
         number = self.chosen

@@ -55,7 +55,7 @@ def plan(
 
     Args:
         model: a model's name, or a run. Fields of the run that are also `options` are kept fixed.
-        cluster: the cluster; None: this machine. For several clusters, the plan of the fastest is returned, and its
+        cluster: the hardware; this machine if None. For several clusters, the plan of the fastest is returned, and its
             `boxes` are the plans of all of them.
         profile: a stored profile (`Plan.profile_file`) instead of a model; torch is not imported then.
         image: "image:3x224x224", input of an image model.
@@ -121,7 +121,7 @@ def answer_request(
     on_event: OnEvent | None = None,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Plan:
-    """Return the plan for the best cluster; with several clusters, also the plans for all of them.
+    """Return the plan for the best cluster. With several clusters, `boxes` of this plan has the plans for all of them.
 
     `on_plan` gets the plan before layouts are simulated, which takes longer.
     """
@@ -150,7 +150,7 @@ def answer_request(
 
 
 def _confirmed(plan: Plan, report: Reporter) -> Plan:
-    """Return the plan with the requested layouts and the layout to write simulated."""
+    """Simulate the requested layouts and the layout to write. Return the plan with the results."""
     request = plan.request
     if request.confirm:
         plan = confirm_layouts(plan, request.confirm, report)

@@ -1,5 +1,4 @@
-"""Other releases of DeepSpeed and transformers: run a command again in an environment with these releases, which
-extends the current environment."""
+"""Runs a command again with other releases of DeepSpeed and transformers, in an extension of this environment."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ HAS = "import sys; from importlib.metadata import version; print(*map(version, s
 
 
 def rerun_with(releases: Mapping[str, str], places: Mapping[str, str], report: Reporter, *, own: bool) -> None:
-    """Run this process's command again with these releases, in its place. Return if they are installed already.
+    """Replace this process with the same command under these releases. Do nothing if they are installed already.
 
     Args:
         releases: package -> version ("0.19.5"); other packages keep the installed version.

@@ -143,7 +143,7 @@ class _ChangedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class KnobSimulations:
-    """Changes that would need less memory; calling this simulates each of them."""
+    """Changes that would need less memory. Calling this object simulates each of them."""
 
     prepared: PreparedSimulation
     rank: int  # simulated in each changed run
@@ -166,7 +166,7 @@ class KnobSimulations:
         return in_order(rows)
 
     def _combined(self, order: Sequence[Knob], report: Reporter) -> list[KnobResult]:
-        """Return the fastest combination of these changes that fits, with as few of them as fit.
+        """Add up these changes, in order, and return the shortest combination that fits.
 
         If no combination fits, return the combination that needs the least memory. Offloading and small micro batches
         cost most speed. Each is therefore left out if the run fits without it.
@@ -247,9 +247,9 @@ def simulate(
 
     Args:
         run: the training (a run, a run file or a model's name); its `ds_config` is the DeepSpeed JSON.
-        cluster: the hardware; None: this machine.
-        rank: the rank to simulate. None: simulate the heaviest rank of each pipeline stage, and return the heaviest of
-            them.
+        cluster: the hardware; this machine if None.
+        rank: the rank to simulate. By default the heaviest rank of each pipeline stage is simulated, and the heaviest
+            of these is returned.
         image: "image:3x224x224", the inputs of an image model if the run names no data.
         exact: simulate every layer of a large model instead of extrapolating from few (`Simulation.plot` needs it).
         alloc_conf: options of torch's allocator, in the format of PYTORCH_CUDA_ALLOC_CONF.

@@ -56,8 +56,8 @@ def simulate_script(
 
     Args:
         command: the start command with all options: python, torchrun, deepspeed or accelerate launch.
-        cluster: the hardware; None: this machine.
-        rank: the rank to simulate; None: the heaviest.
+        cluster: the hardware; this machine if None.
+        rank: the rank to simulate; the heaviest if None.
         steps: optimizer steps after which the script is stopped.
         longest: also simulate batches of the longest length that the script allows.
         alloc_conf: options of torch's allocator, in the format of PYTORCH_CUDA_ALLOC_CONF.
@@ -222,9 +222,10 @@ class ScriptKnobSimulations:
         found: Sequence[tuple[ScriptKnob, KnobResult]],
         simulate: Callable[[Sequence[ScriptKnob]], list[KnobResult | None]],
     ) -> list[KnobResult]:
-        """Return the combination that fits with the fewest changes, the cheapest first, without offloading if possible.
+        """Add up changes, the cheapest first, and return the shortest combination that fits.
 
-        If no combination fits, return the one that needs least.
+        Offloading is used only if nothing fits without it. If no combination fits, return the one that needs the least
+        memory.
         """
         command, misfits = self.target.command, list[KnobResult]()
         for offloads in (False, True):

@@ -128,7 +128,7 @@ class _Leading:
         problems.raise_if_any()
 
     def _site(self, prepared: PreparedRun, hosts: tuple[Host, ...], watch: Watch, extra: dict[str, str]) -> LaunchSite:
-        """Return the site for ranks whose processes exist already. The site's command starts only rank 0's guard."""
+        """Return the `LaunchSite` of ranks whose processes exist already. Its command starts only rank 0's guard."""
         world, machine = self._world, prepared.machine
         several = len(hosts) > 1
         address, names = (world.master[0], [host.name for host in hosts]) if several else (LOOPBACK, [HERE])

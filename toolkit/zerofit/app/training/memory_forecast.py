@@ -49,7 +49,7 @@ _INDIFFERENT |= {"profile_ranks", "record_memory", "ds_config"}  # ds_config is 
 
 @dataclass(frozen=True, kw_only=True)
 class RankForecasts:
-    """The ranks of a job with different memory: rank 0, which saves the model, and a rank of each pipeline stage."""
+    """The ranks of a job whose memory differs: rank 0, which saves the model, and a rank of each pipeline stage."""
 
     cluster: Cluster  # cluster with one device for each rank of the job
     first: SimulatedRank

@@ -72,7 +72,7 @@ class MemoryGate:
         hosts: Sequence[Host] | None = None,
         facts: Mapping[str, Facts] | None = None,
     ):
-        """`hosts`: in the order of their ranks; None: this machine. `facts`: what each host has reported.
+        """`hosts`: in the order of their ranks; this machine if None. `facts`: what each host has reported.
 
         If `facts` is None, only this machine, the first host, is checked. If `facts` is empty, no host is checked.
         `anyway`: warn instead of refusing.

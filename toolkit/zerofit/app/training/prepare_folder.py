@@ -68,7 +68,7 @@ def prepare(
 ) -> PreparedRun:
     """Resolve the run, prepare its data, find the checkpoint to resume from and create the run folder.
 
-    `machine`: the devices of all hosts together; None: this machine. `folder`: the run folder, if this command has
+    `machine`: the devices of all hosts together; this machine if None. `folder`: the run folder, if this command has
     locked it already. `model`: used instead of the run's model. `gate`: forecasts memory. If the run does not fit, the
     gate raises an error before anything is written. `fitter`: chooses the layout if the run requests it. Raises
     UserError with all problems.

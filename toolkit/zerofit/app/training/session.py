@@ -84,9 +84,9 @@ class Session:
     def prepare(self, model: nn.Module | None = None) -> tuple[Any, Iterator[dict[str, Any]]]:
         """Join the ranks, and return the DeepSpeed engine and this rank's micro batches.
 
-        `model`: a model object, the same on all ranks; None: use the model that the run names. A batch has `inputs` and
-        `labels` on the rank's device (inputs in the run's precision) and `indices`, the indices of its samples in the
-        data. Raises UserError on all ranks with all problems, and DoesNotFit if memory is too small.
+        `model`: a model object, the same on all ranks; by default the model that the run names. A batch has `inputs`
+        and `labels` on the rank's device (inputs in the run's precision) and `indices`, the indices of its samples in
+        the data. Raises UserError on all ranks with all problems, and DoesNotFit if memory is too small.
         """
         job, folder = self._share_job(model)
         from zerofit.train.run import RankRun

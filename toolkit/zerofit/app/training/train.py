@@ -1,4 +1,4 @@
-"""Training on this machine: in the foreground, or behind a handle."""
+"""Training on this machine: in the foreground, or in the background with a handle."""
 
 from __future__ import annotations
 
@@ -108,8 +108,9 @@ def claim(
 ) -> tuple[PreparedRun, TrainingResult | None]:
     """Check a run and prepare its folder. The run's memory and folder stay reserved until `stack` closes.
 
-    `machine`: the devices of all hosts together; None: this machine. `hosts`: the hosts of the ranks, this host first;
-    empty: this machine. If the run is already complete, its result is returned, too, and its folder is not locked.
+    `machine`: the devices of all hosts together. `hosts`: the hosts of the ranks, this host first. For this machine
+    alone, they are None and empty. If the run is already complete, its result is returned, too, and its folder is not
+    locked.
     """
     gate = stack.enter_context(closing(MemoryGate(report, anyway=anyway, hosts=hosts or None)))
     fitter = partial(fitted, report=report, gate=gate, anyway=anyway, machine=machine, hosts=hosts)

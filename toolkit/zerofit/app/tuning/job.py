@@ -100,7 +100,7 @@ class TrialHosts:
 
     @classmethod
     def of(cls, hosts: Path | str | TrialHosts | None) -> TrialHosts:
-        """Return the hosts of a hostfile; without a hostfile no hosts, for this machine. Raises UserError."""
+        """Return the hosts of a hostfile. Without a hostfile, trials run on this machine. Raises UserError."""
         if isinstance(hosts, str | Path):
             return cls(hosts=read_hostfile(Path(hosts)), flags=(f"--hostfile={hosts}",))
         return hosts or cls(hosts=(), flags=())
@@ -219,7 +219,7 @@ class TuneJob:
         return {**layout_fields(candidate.layout), "compile": candidate.compiled}
 
     def trial_run(self, candidate: Candidate) -> dict[str, Any]:
-        """Return run.yaml of a trial: the real run without an end, saves or evaluations."""
+        """Return run.yaml of a trial: the user's run, but without an end, saves and evaluations."""
         run = self.run.model_dump(mode="json")
         drop = {"output": None, "resume": "never", "steps": ENDLESS, "global_batch": None}
         degrees = {"tensor_parallel": 1, "pipeline": 1, "sequence_parallel": 1, "expert_parallel": 1}

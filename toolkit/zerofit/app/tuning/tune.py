@@ -59,7 +59,7 @@ def tune(
     Args:
         run: a run or a run file. Degrees above 1 in it are kept.
         trials: the maximum number of trials, including earlier trials of the same run.
-        minutes: start no trial after this time; None: no limit.
+        minutes: start no trial after this time; no limit if None.
         space: allowed values by knob, or a YAML file of them: `{"zero_stage": [1, 2], "pp": 1}`.
         hosts: a hostfile, to run trials on several hosts.
         output: the folder for results (default runs/tune-TIME).

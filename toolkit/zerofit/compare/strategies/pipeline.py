@@ -8,7 +8,7 @@ from zerofit.compare.tensor_p2p import gathered
 
 
 def train(work: BenchmarkTask):
-    """Train with two micro batches per stage. Some ranks are idle during the first and last ones (the bubble)."""
+    """Train with two micro batches per stage. In the first and last micro batches some ranks are idle (the bubble)."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # Time goes right, F and B are forward and backward of a micro batch, dots are the bubble:

@@ -1,4 +1,4 @@
-"""Muon for matrices, with Adam for all other weights; DeepSpeed's own."""
+"""DeepSpeed's Muon: Muon for matrices, and Adam for all other weights."""
 
 from __future__ import annotations
 
