@@ -123,7 +123,7 @@ def _with_own_models(profile: Profile, wanted: ProfileRequest, report: Reporter)
 
 
 def _shipped(wanted: ProfileRequest) -> Profile | None:
-    """Return the shipped profile for a request; None if there is none, or if other code made it."""
+    """Return the shipped profile for a request; None if none matches the request and the installed versions."""
     own = (wanted.image, wanted.model_args, wanted.partial, wanted.task, wanted.liger_kernel)
     if any(own) or wanted.engine != "deepspeed" or wanted.savings != NOTHING_SAVED:
         return None
