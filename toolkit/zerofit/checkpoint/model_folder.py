@@ -210,7 +210,7 @@ class TensorFile:
         wrote: Callable[[int], None] = lambda count: None,
         run: Map = map,
     ) -> None:
-        """Write one tensor, in pieces that `run` may write at the same time; `wrote` is called with their bytes.
+        """Write one tensor, in pieces that `run` may write at the same time; `wrote` gets the bytes of each piece.
 
         Raises UserError "overflow" if a number does not fit the narrower type.
         """
@@ -237,7 +237,7 @@ class TensorFile:
 def write_file(
     path: Path, entries: list[TensorEntry], read: Callable[[str], Tensor], wrote: Callable[[int], None]
 ) -> None:
-    """Write one safetensors file; `read` returns a tensor by name, `wrote` is called with bytes written."""
+    """Write one safetensors file. `read` returns a tensor by name; `wrote` gets the bytes of each write."""
     file = TensorFile(path, entries)
     for entry in file.entries:
         file.write(entry.name, read(entry.name), wrote)

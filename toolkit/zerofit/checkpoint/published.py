@@ -60,7 +60,7 @@ class PublishedFiles:
     ) -> None:
         """Write (name in the model, tensor) pairs in any order; names that are not published are skipped.
 
-        `wrote` is called with bytes written. Raises RunFailed if the files cannot be read back.
+        `wrote` gets the number of bytes after each write. Raises RunFailed if the files cannot be read back.
         """
         parts = {part.source: part for part in self.published.parts}
         files = {name: TensorFile(folder / name, entries) for name, entries in self._files.items()}

@@ -104,7 +104,7 @@ def _rank(file: str) -> str:
 
 
 def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Location]) -> RankIndex:
-    """Separate weights and optimizer states by their keys, and give both the model's names."""
+    """Separate weights and optimizer states by their keys, and rename both to the model's names."""
     states: dict[str, dict[str, str]] = {}  # key by name and kind
     owners: dict[str, str] = {}
     for key in tensors:

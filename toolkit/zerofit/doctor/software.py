@@ -50,7 +50,7 @@ def own_code() -> str:
 
 
 def model_code(model: str) -> Path | None:
-    """Return the file or top folder of a model `package.module:callable` without importing it; None for others."""
+    """Return the file or top folder of a model `package.module:callable` without importing it; else None."""
     module, colon, _ = model.partition(":")
     if not colon or not all(part.isidentifier() for part in module.split(".")):
         return None

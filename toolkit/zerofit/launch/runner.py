@@ -119,7 +119,7 @@ def forwarded(variables: Sequence[str]) -> dict[str, str]:
 
 
 def forwarded_always() -> dict[str, str]:
-    """Return the environment that each launch forwards: variables that training reads, and .deepspeed_env files."""
+    """Return the variables that every launch forwards: those that training reads, and those in .deepspeed_env files."""
     env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) and k not in NOT_FORWARDED}
     for file in ENV_FILES:
         path = file.expanduser()

@@ -204,7 +204,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, value: Any) -> Calibration:
-        """Return the calibration from its `asdict`. Raises Unreadable for other data."""
+        """Return the calibration that `asdict` has converted to this data. Raises Unreadable for other data."""
         from pydantic import TypeAdapter  # slow to import (0.1 s), and only needed with a calibration
 
         return shaped(value, TypeAdapter(cls))

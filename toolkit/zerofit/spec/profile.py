@@ -222,7 +222,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, value: Any) -> Profile:
-        """Return the profile from its `as_dict`. Raises Unreadable for other data."""
+        """Return the profile that `as_dict` has converted to this data. Raises Unreadable for other data."""
         return shaped(value, TypeAdapter(cls))
 
 

@@ -215,7 +215,7 @@ class Job:
 
     @classmethod
     def from_dict(cls, value: Any) -> Job:
-        """Return the job from its `to_dict`. Raises ValueError for other data.
+        """Return the job that `to_dict` has converted to this data. Raises ValueError for other data.
 
         Unknown fields of the run are ignored, so checkpoints of other versions can be read.
         """

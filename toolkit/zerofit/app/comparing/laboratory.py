@@ -65,7 +65,7 @@ class Laboratory:
 
 
 def experiments(job: CompareJob, samples: int, epochs: int, seeds: int, target: float) -> Iterator[Experiment]:
-    """Yield all experiments for a job's ranks, batch and learning rate with `samples` training samples."""
+    """Yield all experiments, sized by the job's ranks, batch and learning rate, and by `samples` training samples."""
     counts = rank_counts(job.ranks)
     steps = {"global_batch": job.global_batch, "steps": job.steps, "lr": job.lr}
     for ranks in counts:

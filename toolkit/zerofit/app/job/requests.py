@@ -126,7 +126,7 @@ def _assumed_labels(config: Any, task: Task, seq_len: int) -> LabelledTextInputs
 
 
 def input_option(inputs: Inputs | None) -> str | None:
-    """Return the `--input` value that `parse_input` would read as these inputs; None for plain tokens."""
+    """Return the `--input` value that `parse_input` reads as these inputs; None for tokens without further inputs."""
     if are_packed(inputs):
         return PACKED
     if isinstance(inputs, ImageInputs):
