@@ -185,7 +185,7 @@ def test_states_that_belong_to_no_parameter_are_not_left_out_silently(tmp_path, 
     optimizer = {"state": dict.fromkeys(range(3), state), "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
     torch.save({"model": WEIGHTS, "optimizer": optimizer}, tmp_path / "state.pt")
     for to in ("universal", "deepspeed", "dcp"):
-        with pytest.raises(UserError, match="only its own optimizer"):
+        with pytest.raises(UserError, match="only the optimizer that wrote"):
             Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out", to=to, ranks=2, stage=2)
     opened = FullState(tmp_path / "state.pt")  # a resume prints the notes; a new optimizer begins with step 0
     assert (

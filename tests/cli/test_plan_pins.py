@@ -114,7 +114,7 @@ def test_what_the_forecast_leaves_out_is_a_note():
     config["data_types"] = {"grad_accum_dtype": "fp32"}
     left_out = "zero_optimization.zero_hpz_partition_size, data_types.grad_accum_dtype"
     (note,) = PlanningRequest(model="gpt2", pins={"ds_config": config}).notes
-    assert note == f"the forecasts leave out {left_out} of the DeepSpeed JSON"
+    assert note == f"the forecasts do not include {left_out} of the DeepSpeed JSON"
     config["zero_optimization"]["stage"] = 2  # DeepSpeed ignores the partitions of nodes, and float32 has no other type
     assert not PlanningRequest(model="gpt2", pins={"ds_config": config, "precision": "fp32"}).notes
 

@@ -73,7 +73,7 @@ def test_step_times_and_their_order_are_those_of_the_trials(planned, tuning):
 
 def test_people_see_how_good_the_forecast_was(tuning):
     out = " ".join(run(*MODEL, *H100, "--from", tuning).output.split())
-    assert "corrected by 9 trials of another: the plan's median error was 67%, its largest 83%" in out
+    assert "corrected by 9 trials of another; the plan's errors were 67% (median) and 83% (largest)" in out
 
 
 def test_what_was_measured_elsewhere_or_is_no_tuning(tuning, tmp_path):

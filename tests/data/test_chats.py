@@ -70,7 +70,9 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path, refused):
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     problems = refused(data=f"jsonl:{tmp_path}/chats.jsonl", seq_len=64, chat_template=tmp_path / "forgetful.jinja")
     assert [p.where for p in problems] == [f"{tmp_path}/chats.jsonl:{n}" for n in range(2, 41, 2)]
-    assert {p.kind for p in problems} == {"chat-template"} and "differently if others follow" in problems[0].message
+    assert {p.kind for p in problems} == {"chat-template"} and "differently if more messages follow" in problems[
+        0
+    ].message
     assert "{% generation %}" in problems[0].hint
 
 

@@ -60,7 +60,7 @@ def test_a_line_whose_blocks_stay_from_each_step(written, leaks):
     found = explain_snapshot(written(ran_out_in_forward(6, leaks=leaks).snapshot()))
     assert (found.cause == "leak") == bool(leaks)
     if leaks:
-        assert "6 blocks of /home/me/train.py:66 stayed allocated from" in found.evidence[0]
+        assert "6 blocks that /home/me/train.py:66 allocated in" in found.evidence[0]
 
 
 def test_one_forward_of_many_layers_is_no_leak(written):

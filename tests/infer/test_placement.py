@@ -99,7 +99,7 @@ def test_the_least_that_is_needed(llama, spare):
         assert "--max-memory cpu=" in found.value.problems[0].hint
         assert "--micro-batch" in found.value.problems[0].hint
         free = replace(limits, named=False, reserved={"cpu": 3 << 30})
-        text = r"allowed: .*, 95% of what is free \(3.00 GiB reserved by other runs\)"
+        text = r"allowed: .*, 95% of the free memory \(3.00 GiB reserved by other runs\)"
         with pytest.raises(DoesNotFit, match=text) as found:
             refuse_misfit(placement, free, "a smaller --micro-batch")
         assert "MiB starts it anyway" in found.value.problems[0].hint

@@ -213,7 +213,7 @@ def test_other_methods_are_refused():
 
 
 def test_one_setting_in_two_names_is_refused():
-    with pytest.raises(UserError, match="n and num_generations are one setting"):
+    with pytest.raises(UserError, match="n and num_generations name the same setting"):
         RolloutSettings.read({"trainer": "verl", "n": 4, "num_generations": 8}, "--rollout")
 
 

@@ -144,7 +144,7 @@ def test_nan_stops_the_run_and_names_the_sample(pools, tmp_path, digits):
         assert word["kind"] == "nan-loss"
         assert "the loss of step 5 is nan" in word["message"]
         assert f"{culprit}" in word["message"].partition("sample indices")[2].partition(";")[0]
-        assert "last good: step 4, loss 2." in word["message"]
+        assert "the last good step was 4, loss 2." in word["message"]
         assert "--lr" in word["hint"]
 
 

@@ -83,7 +83,12 @@ def run_of(
     problems, report = Problems(), Reporter(on_event)
     name, config = _model(model)
     if args.fsdp:
-        problems.add("trainer", "args.fsdp: zerofit simulates DeepSpeed", "set args.deepspeed instead", "args.fsdp")
+        problems.add(
+            "trainer",
+            "args.fsdp is set, but zerofit simulates only DeepSpeed here",
+            "set args.deepspeed instead",
+            "args.fsdp",
+        )
     written = _written(args, report)
     steps = args.max_steps if args.max_steps > 0 else ASSUMED_STEPS  # only for the schedule
     if get(written, "expert_parallel.enabled") is True:

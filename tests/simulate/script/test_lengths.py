@@ -104,7 +104,7 @@ def test_a_trainer_evaluates_its_first_batches(folder):
     result = simulated(TRAINER.replace("LABELS", str(labels)))
     assert result.phases[-1].name == "evaluation"
     (note,) = [n.text for n in facts(result).facts.notes if n.text.startswith("evaluation")]
-    assert note.startswith("evaluation: 4 of 25 batches were simulated; it keeps ")
+    assert note.startswith("evaluation: 4 of 25 batches were simulated; the evaluation keeps ")
     assert shown_bytes(labels * 16 * 4) in note and shown_bytes(25 * labels * 16 * 4)[:2] in note
 
 

@@ -170,7 +170,7 @@ class CheckResult:
         left = list(autos(effective.subject.config))
         if left and not problems:
             message = f"no value given for {', '.join(left)}"
-            hint = "set flags or --training-args; --ranks determines the batch size, --model the sizes of buckets"
+            hint = "set them by flags or --training-args; --ranks determines the batch size, --model the bucket sizes"
             problems = [Problem(kind="auto-unfilled", message=message, hint=hint, where=self.file)]
         if problems:
             raise UserError(*problems)
@@ -342,7 +342,7 @@ def _document(
         (c for c in argument_files if c.kind == "accelerate" and c.get("distributed_type") in kinds), None
     )
     if accelerate is None:
-        message = "no DeepSpeed JSON: none given, and the other files neither name nor contain one"
+        message = "no DeepSpeed JSON was given, and the other files neither name nor contain one"
         raise UserError(Problem(kind="usage", message=message, hint="name a FILE", where="FILE"))
     return accelerate.file, of_lines(*plugin_config(accelerate))
 

@@ -73,7 +73,7 @@ PLUGIN = {
     "zero3_save_16bit_model": GATHER,
 }
 REFUSED = (
-    'Accelerate stops, for all values: "When using `deepspeed_config_file`, the following accelerate config '
+    'Accelerate stops, whatever the value is: "When using `deepspeed_config_file`, the following accelerate config '
     'variables will be ignored"'
 )
 WITHOUT = "Accelerate trains without DeepSpeed and ignores the JSON, unless the script passes it itself"

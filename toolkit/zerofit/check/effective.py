@@ -159,7 +159,7 @@ def _left_out(config: Mapping[str, Any], requested: RequestedValue) -> Iterator[
         code="flag-unread",
         path=requested.path,
         message=f"{requested.by} is given, but the JSON has no {requested.path}",
-        why=f"DeepSpeed uses {default}: nothing passes the argument on",
+        why=f"no program passes the argument to DeepSpeed, which uses its default, {default}",
         fix=f'add "{requested.path.rpartition(".")[2]}": "auto"',
         other_place=requested.place,
     )

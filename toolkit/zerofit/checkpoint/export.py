@@ -154,7 +154,7 @@ def export_foreign(
         return _write_foreign_adapters(state, adapters, out, wanted)
     if folder is None:
         report.note(
-            f"{found.path} has no config.json: the export has the checkpoint's names (--model FOLDER sets a config)"
+            f"{found.path} has no config.json, so parameters keep the checkpoint's names (--model FOLDER: a config)"
         )
     try:
         model = _named_model(folder) if folder else _shape_model(state)

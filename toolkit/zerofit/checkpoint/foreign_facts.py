@@ -263,7 +263,7 @@ def _distributed_damage(found: Foreign) -> list[Damage]:
             continue
         if not path.is_file():
             lost = [key.fqn for key, other in stored.items() if other.relative_path == name]
-            message = f"it has parts of {counted(len(lost), 'tensor')}, {lost[0]} first"
+            message = f"{counted(len(lost), 'tensor')} cannot be read without this file, the first is {lost[0]}"
             damage[name] = Damage(file=name, kind="missing", message=message)
         elif not 0 <= where.offset <= where.offset + where.length <= path.stat().st_size:
             message = f"it has {path.stat().st_size} bytes, but {place.fqn} ends at byte {where.offset + where.length}"
@@ -290,7 +290,7 @@ def _rank_damage(found: Foreign) -> list[Damage]:
     damage = _missing_ranks(files, found)
     plain = sorted(found.files.glob("mp_rank_*_model_states.pt"))
     if found.stage_three and plain:
-        message = "it is of a run at ZeRO 0 to 2, but the other files are of a run at ZeRO 3"
+        message = "this file is from a run at ZeRO 0 to 2, but the other files are from a run at ZeRO 3"
         damage.append(Damage(file=_name(files, plain[0].name), kind="mixed", message=message))
     facts: dict[str, dict[str, Any]] = {}
     for name in (*files.models.values(), *files.optimizers.values()):

@@ -49,7 +49,7 @@ from zerofit.spec.run import Run
 #
 # A part of a tensor is read directly from the stretches that overlap it, in memory-mapped files. Each element is read
 # once, also if many ranks' files are written from it.
-UNREADABLE_STATES = "only its own optimizer (bitsandbytes, Adafactor, ...) can load its optimizer states"
+UNREADABLE_STATES = "only the optimizer that wrote the optimizer states (bitsandbytes, Adafactor, ...) can load them"
 ONE_ENGINE = {STATE: ""}
 WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # each network of a GAN has its own engine: its name, and the prefix of its parameters' names in the pair

@@ -177,7 +177,7 @@ def copy_numbers(out: torch.Tensor, stored: torch.Tensor) -> None:
             part = out[first : first + PIECE // size]
             numbers = file.read(place[1] + first * size, len(part), stored.dtype)
             if len(numbers) < len(part):
-                raise _damaged(place[0], "it has become shorter")
+                raise _damaged(place[0], "the file became shorter while it was read")
             copy(part, numbers)
 
 
@@ -265,7 +265,7 @@ def _refused(path: Path | str, reason: str) -> UserError:
     if match is None:
         return _damaged(path, reason)
     message = f"{path} contains {match[1]}, which could run code and does not belong in a checkpoint"
-    hint = "use a checkpoint that you trust; nothing in this one was run (--trust-pickle of `zerofit ckpt` runs it)"
+    hint = "use a checkpoint that you trust; zerofit did not run this code (`zerofit ckpt --trust-pickle` runs it)"
     return _error("unsafe-file", message, hint, path)
 
 

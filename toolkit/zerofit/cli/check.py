@@ -34,7 +34,7 @@ RUN_FIELDS = (
     *PART_FIELDS,
 )
 MIGRATE_HELP = "convert an old file for the installed DeepSpeed, as FILE.migrated.json"
-ARGS_HELP = "compare with the Trainer's arguments: JSON, YAML (also axolotl's, LLaMA-Factory's), run_*.sh"
+ARGS_HELP = "compare with the Trainer's arguments in a JSON, a YAML (also of axolotl or LLaMA-Factory) or a run_*.sh"
 ACCELERATE_HELP = "compare with Accelerate's YAML; without FILES, check the JSON that the YAML names or implies"
 CLEAN, WARNINGS, ERRORS = 0, 1, 2
 
@@ -101,12 +101,12 @@ class CheckReports:
 @click.option("--for", "reader", type=click.Choice(READERS), help="the program that reads the file [guessed]")
 @click.option("--training-args", metavar="FILE", help=ARGS_HELP)
 @click.option("--accelerate-config", metavar="FILE", help=ACCELERATE_HELP)
-@click.option("--strict", is_flag=True, help="exit with 1 also for warnings")
+@click.option("--strict", is_flag=True, help="exit with code 1 if there are warnings")
 @click.option("--fix", is_flag=True, help="write FILE.fixed.json and print the difference")
 @click.option("--migrate", is_flag=True, help=MIGRATE_HELP)
 @click.option("--explain", is_flag=True, help="print which keys take effect, ignored keys and important defaults")
 @click.option("--resolve", is_flag=True, help='print the plain DeepSpeed JSON of a run, every "auto" filled in')
-@click.option("--all", "show_all", is_flag=True, help="show all findings; without it, the first ones")
+@click.option("--all", "show_all", is_flag=True, help="show all findings, not only the first")
 @HTML
 @click.option("--format", "form", type=click.Choice(("text", "json", "github", "sarif")), default="text")
 @AS_JSON

@@ -48,7 +48,7 @@ def show_findings(result: CheckResult, show_all: bool, on_stderr: bool) -> None:
         for group in groups:
             _show_group(console, result.file, group, show_all)
     if printed < len(listed):
-        print_facts(console, [("", f"\n{len(listed) - printed} more findings with --all")], indent=0)
+        print_facts(console, [("", f"\n{len(listed) - printed} more findings: --all shows them")], indent=0)
 
 
 def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:

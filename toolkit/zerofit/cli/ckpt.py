@@ -131,7 +131,9 @@ def convert(path: Path, out: Path, as_json: bool, **options: Any) -> None:
 @click.argument("path", type=PATH)
 @click.argument("out", type=PATH)
 @click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the parameters [the run's precision]")
-@click.option("--max-shard-size", default=SHARD, help=f"largest file of a transformers model [{SHARD}]")
+@click.option(
+    "--max-shard-size", default=SHARD, help=f"maximum size of one weights file of a transformers model [{SHARD}]"
+)
 @click.option("--merge", is_flag=True, help="merge the adapters of --lora into the model")
 @REPAIR
 @click.option("--model", type=PATH, help="folder with config.json, for another program's checkpoint without one")

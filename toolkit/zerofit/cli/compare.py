@@ -38,7 +38,9 @@ def usual(field: str, words: str) -> dict[str, Any]:
 common_options = add_options(
     click.option("--lr", type=Number(0, min_open=True), **usual("lr", LR_HELP)),
     click.option("--output", type=PATH, help="folder for results [runs/compare-...]"),
-    click.option("--hostfile", type=PATH, help="hosts to run on over ssh, lines `node1 slots=2` [this machine]"),
+    click.option(
+        "--hostfile", type=PATH, help="file of hosts to run on over ssh, with lines like `node1 slots=2` [this machine]"
+    ),
     ANYWAY,
     AS_JSON,
 )
@@ -97,7 +99,9 @@ def _finish(context: click.Context, parameter: click.Parameter, value: str | Non
 @compare.command()
 @click.argument("model")
 @click.option("--strategies", metavar="NAME,...", callback=_names, help="strategies to run [all]")
-@click.option("--slow", multiple=True, callback=_paces, metavar="RANK=FACTOR", help="multiply this rank's step time")
+@click.option(
+    "--slow", multiple=True, callback=_paces, metavar="RANK=FACTOR", help="multiply the step time of RANK by FACTOR"
+)
 @click.option("--straggle", type=float, default=0.0, metavar="P", help="probability that a step is 5 times slower")
 @click.option("--target", type=Number(0, 1, min_open=True), help="report when parameter servers reach this accuracy")
 @click.option(
@@ -121,12 +125,17 @@ def strategies(model: str, as_json: bool, **options: Any) -> None:
 @click.argument("model")
 @click.option("--sizes", callback=_numbers, default="16,32,64,128,256,512", show_default=True, help="samples per step")
 @click.option("--target", type=Number(0, 1, min_open=True), default=0.95, show_default=True, help="accuracy")
-@click.option("--scale-lr", type=click.Choice(SCALES), default="none", show_default=True, help="growth of --lr by size")
-@click.option("--per-rank", type=POSITIVE, help="samples per step and DDP rank [train on one device]")
 @click.option(
-    "--finish", callback=_finish, metavar="SIZE=EPOCHS", help="every run ends with EPOCHS epochs of this SIZE"
+    "--scale-lr", type=click.Choice(SCALES), default="none", show_default=True, help="how --lr grows with the size"
 )
-@click.option("--seeds", type=POSITIVE, default=3, show_default=True, help="runs of each size")
+@click.option("--per-rank", type=POSITIVE, help="samples per step on each DDP rank [train on one device]")
+@click.option(
+    "--finish",
+    callback=_finish,
+    metavar="SIZE=EPOCHS",
+    help="train the last EPOCHS epochs of every run with batches of SIZE",
+)
+@click.option("--seeds", type=POSITIVE, default=3, show_default=True, help="runs of each batch size")
 @click.option("--epochs", type=POSITIVE, default=5, show_default=True, help="epochs of every run")
 @click.option("--eval-samples", type=POSITIVE, help="validation samples per evaluation [all]")
 @run_options(FIELDS)
@@ -159,7 +168,7 @@ def scaling(model: str, as_json: bool, **options: Any) -> None:
 @click.argument("model", default="lenet")
 @click.option("--target", type=Number(0, 1, min_open=True), default=0.9, show_default=True, help="accuracy")
 @click.option("--seeds", type=POSITIVE, default=3, show_default=True, help="runs of each batch size")
-@click.option("--epochs", type=POSITIVE, default=10, show_default=True, help="epochs of every run of a batch size")
+@click.option("--epochs", type=POSITIVE, default=10, show_default=True, help="epochs of each of these runs")
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options

@@ -48,7 +48,7 @@ def _show(view: DataView) -> None:
         click.echo(style(f"\nsample {number}", bold=True))
         for place, document in enumerate(sample.documents):
             if place:
-                click.echo(style("\n── the next conversation does not see this one ──", fg="cyan"))
+                click.echo(style("\n── the next conversation cannot attend to this one ──", fg="cyan"))
             click.echo("".join(map(_paint, document)), nl=not document[-1].text.endswith("\n"))
         if sample.padding:
             click.echo(style(f"({sample.padding:,} tokens of padding)", fg="cyan"))

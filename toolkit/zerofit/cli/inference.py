@@ -29,7 +29,7 @@ DATA_FIELDS = (
 )
 HEAD_SCORES = ("macro_f1", "micro_f1", "rouge1", "rouge2", "rouge_l")
 OFFLOAD_HELP = "folder for weights on disk that have to be converted first [a temporary folder]"
-MEMORY_HELP = "use only these devices, like 0=20GiB,cpu=60GiB, and the disk (unless disk=0) [the free memory]"
+MEMORY_HELP = "memory to use on each device, like 0=20GiB,cpu=60GiB; disk=0 excludes the disk [the free memory]"
 NEW_TOKENS_HELP = "maximum number of new tokens [128; with --chat: 512 per answer]"
 TEMPERATURE_HELP = "0 always selects the most likely token"
 TOP_P_HELP = "sample from the most likely tokens whose probabilities add up to this"

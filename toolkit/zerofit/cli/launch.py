@@ -40,9 +40,11 @@ file_options = add_options(
         "--device",
         type=click.Choice(["gpu", "cpu"]),
         default="gpu",
-        help="--slurm, --kubernetes: device of a rank [gpu]",
+        help="--slurm, --kubernetes: kind of device for the ranks [gpu]",
     ),
-    click.option("--time", help="--slurm: time limit, like 12:00:00; the run saves before it and is queued again"),
+    click.option(
+        "--time", help="--slurm: time limit, like 12:00:00; the run saves before the limit and is queued again"
+    ),
     click.option(
         "--save-before-limit",
         "save_s",
@@ -66,8 +68,12 @@ file_options = add_options(
 @click.command()
 @click.argument("target", metavar="[MODEL | RUN.yaml | RUN_FOLDER]", required=False)
 @host_options
-@click.option("--no-ssh", is_flag=True, help="run this command on every node; it starts only that node's ranks")
-@click.option("--node-rank", type=click.IntRange(min=0), help="--no-ssh: this node's line in the hostfile, from 0")
+@click.option(
+    "--no-ssh", is_flag=True, help="do not use ssh: you run this command on every node, and it starts that node's ranks"
+)
+@click.option(
+    "--node-rank", type=click.IntRange(min=0), help="--no-ssh: number of this node's line in the hostfile, from 0"
+)
 @click.option("--nodes", type=click.IntRange(min=1), help="--no-ssh, --slurm, --kubernetes: number of nodes")
 @click.option("--slots", type=click.IntRange(min=1), help="ranks per node, with --nodes")
 @click.option("--master-addr", help="address of rank 0 [the first host's]")

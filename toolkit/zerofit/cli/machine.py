@@ -37,10 +37,10 @@ BANDWIDTHS = {  # key of --json -> words
 }
 LATENCIES = {
     "launch_s": "one small op after another",
-    "hook_s": "ZeRO-3's hooks, a parameter",
-    "gradient_s": "the engine's work, a gradient",
+    "hook_s": "ZeRO-3's hooks, per parameter",
+    "gradient_s": "engine overhead, per gradient",
     "link_latency_s": "small all-reduce",
-    "call_s": "small all-gather, many at once",
+    "call_s": "small all-gathers, many at once",
 }
 
 
@@ -87,7 +87,9 @@ def _show_findings(result: dict[str, Any]) -> None:
     total = f"{count[FAIL]} failed, {warnings}, {count[OK]} ok"
     print_verdict(console, "NOT READY" if count[FAIL] else "READY", total, good=not count[FAIL])
     show_checks(checks, result["hosts"], console)
-    print_facts(console, [("next", "zerofit calibrate measures more, for `zerofit plan`, `tune` and `--fit`")], 6)
+    print_facts(
+        console, [("next", "zerofit calibrate measures the speeds that `zerofit plan`, `tune` and `--fit` use")], 6
+    )
 
 
 def _show_report(result: dict[str, Any]) -> None:

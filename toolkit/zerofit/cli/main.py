@@ -139,6 +139,6 @@ def _act_alone(command: str, context: click.Context) -> None:
     if world.rank:
         sys.exit(0)
     others = f"{world.launcher} has started {world.size} processes, but `zerofit {command}` runs only in the first"
-    click.echo(f"note: {others}; only `zerofit train` uses all", err=True)
+    click.echo(f"note: {others}; only `zerofit train` uses all of them", err=True)
     # a command that starts ranks of its own must not pass on the rank of this process
     leave_world(os.environ)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 INSTRUCTIONS = """Forecasts of GPU memory and step time for PyTorch and DeepSpeed training, and checks of DeepSpeed
 JSONs. No GPU is needed. Sizes are bytes, times seconds. Read `fits` first. If it is false, take the entry of `knobs`
-that fits and has the lowest `cost_rank`. If none fits, ask `plan` with the same model and GPUs."""
+that fits and has the lowest `cost_rank`. If none fits, call `plan` with the same model and GPUs."""
 RUN = """Keys of run.yaml. The usual ones: micro_batch, seq_len, precision (bf16, fp16, fp32), ds_config (zero0 to
 zero3, zero2_offload, zero3_offload, or a file), activation_checkpointing, gradient_accumulation_steps, optimizer, lora
 (rank), quantize (nf4), tensor_parallel, pipeline, sequence_parallel, loss_chunk."""

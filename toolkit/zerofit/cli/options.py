@@ -45,7 +45,7 @@ HARDWARE: dict[str, dict[str, Any]] = {
     "host_memory": {"metavar": "SIZE", "help": "host memory per node"},
     "device_memory": {"metavar": "SIZE", "help": "memory per device [as in the catalog]"},
     "nvme": {"metavar": "SIZE", "help": "local disk space per node that offloading may use"},
-    "network": {"metavar": "SIZE", "help": "bytes per second and device to other nodes"},
+    "network": {"metavar": "SIZE", "help": "network bandwidth to other nodes, in bytes per second for each device"},
 }
 
 

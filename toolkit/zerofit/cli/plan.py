@@ -62,7 +62,7 @@ WORK = {
     },
     "mtbf": {"metavar": "HOURS", "help": "hours between failures of a GPU (50000) or a node (6000/node) [Llama 3's]"},
     "storage": {"metavar": "SIZE", "help": "bytes per second at which all ranks together write checkpoints"},
-    "timed_by": {"type": PATH, "help": "use the measured times of saves and starts of this run folder"},
+    "timed_by": {"type": PATH, "help": "use the save and start times measured in this run folder"},
 }
 OWN_PINS = (
     *("zero_stage", "offload", "offload_param", "pin_memory", "overlap_comm"),
@@ -77,13 +77,13 @@ COLUMNS_HELP = f"columns of the table after the layout: {', '.join(COLUMNS)} [as
 MEASURED_HELP = "scale all times to the speed of the layout given by flags: 5.33samples/s, 21000tokens/s or 0.52s"
 WRITE_HELP = "write the files of the simplest of the fastest layouts: run.yaml, accelerate.yaml or torchtitan.sh"
 METHODS_HELP = "compare full,lora,qlora in one table, with the longest sequence that fits"
-TRACE_HELP = "write the timeline of that layout's step, in Chrome trace format for Perfetto"
+TRACE_HELP = "write the timeline of a step of the layout that --write chooses, in Chrome trace format for Perfetto"
 PIN_HELP = "offload to page-locked host memory [the DeepSpeed JSON's pin_memory, else yes]"
 LIGER_HELP = "forecast Liger's fused norms, rotary embeddings, SwiGLU and cross-entropy"
 TENSOR_HELP = "assume that tensor parallel ranks also split norms, embedding, head and loss, as in Megatron"
 THREADS_HELP = "OMP_NUM_THREADS of each rank, for an offloaded optimizer; torchrun and accelerate set 1 [all cores]"
 ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate), torchtitan [deepspeed]"
-PRECISION_HELP = f"{DEFAULT_PRECISION}; with --profile the precision of the profile"
+PRECISION_HELP = f"{DEFAULT_PRECISION}; with --profile, the profile's precision"
 
 
 def _columns(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 @HTML
 @click.option("--confirm", type=click.IntRange(min=0), default=0, metavar="N", help="also simulate the N best")
 @click.option(
-    "--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="find the largest that fits"
+    "--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="find the largest value that fits"
 )
 @click.option("--min", "minimum", type=click.Choice(["gpus"]), help="find the smallest number of GPUs that fits")
 @click.option("--methods", metavar="NAMES", help=METHODS_HELP)
@@ -126,7 +126,9 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option("--serve", is_flag=True, help=SERVE_HELP)
 @click.option("--rollout", type=JsonObject(), metavar="NAME=VALUE,...", help=ROLLOUT_HELP)
 @click.option("--show-mesh", is_flag=True, help="print the mesh of ranks of the best layout")
-@click.option("--details", is_flag=True, help="print all figures of the best layout, and why each other does not fit")
+@click.option(
+    "--details", is_flag=True, help="print all figures of the best layout, and why each rejected layout does not fit"
+)
 @click.option("--columns", metavar="NAMES", callback=_columns, help=COLUMNS_HELP)
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="number of layouts to print")
 @click.option("--precision", type=click.Choice(PRECISIONS), help=f"[{PRECISION_HELP}]")

@@ -119,11 +119,11 @@ def _tuned(tuned: TunedLayouts) -> str:
     """Return a sentence about the accuracy of the corrected step times."""
     report = tuned.to_dict()
     planned, learned = report["errors"]["planned"], report["errors"]["learned"]
-    words = f"step times corrected by {report['trials']} trials of {tuned.model}: the plan's median error was "
-    words += f"{planned['median']:.0%}, its largest {planned['most']:.0%}"
+    words = f"step times corrected by {report['trials']} trials of {tuned.model}; the plan's errors were "
+    words += f"{planned['median']:.0%} (median) and {planned['most']:.0%} (largest)"
     if learned is None:
         return words
-    return f"{words}; corrected by the other trials, {learned['median']:.1%} and {learned['most']:.1%}"
+    return f"{words}, after correction by the other trials {learned['median']:.1%} and {learned['most']:.1%}"
 
 
 def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:

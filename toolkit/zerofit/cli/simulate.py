@@ -89,7 +89,7 @@ def _share(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--alloc-conf", default="", metavar="OPTIONS", help="as in PYTORCH_CUDA_ALLOC_CONF")
 @click.option("--knobs/--no-knobs", default=True, help="also simulate changes that may help")
 @click.option("--details", is_flag=True, help=DETAILS_HELP)
-@click.option("--longest", is_flag=True, help="script (--): also simulate the longest batches that it allows")
+@click.option("--longest", is_flag=True, help="with a script: also simulate the longest batches that the script allows")
 @click.option("--deepspeed-version", metavar="X.Y.Z", help="use this release of DeepSpeed, installed separately")
 @click.option("--transformers-version", metavar="X.Y.Z", help="use this release of transformers, installed separately")
 @click.option(
@@ -99,7 +99,9 @@ def _share(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--html", type=PATH, metavar="FILE", help=HTML_HELP)
 @click.option("--trace", type=PATH, help=TRACE_HELP)
 @click.option("--snapshot", type=PATH, help=SNAPSHOT_HELP)
-@click.option("--baseline", type=PATH, help="output of --json before a change: print what the change adds")
+@click.option(
+    "--baseline", type=PATH, help="earlier output of --json: print how much memory a change has added since then"
+)
 @click.option("--fail-above", callback=_share, metavar="PERCENT", help=FAIL_HELP)
 @run_options(RUN_FIELDS)
 @TRUST_MODEL_CODE

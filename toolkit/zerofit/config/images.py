@@ -65,6 +65,6 @@ def _check_targets(run: Run, facts: ModelFacts, problems: Problems) -> None:
             problems.add("loss", message, "leave --loss-chunk out: images have few targets", "--loss-chunk")
     for name in [*mixed, *(["random_erasing"] if run.random_erasing else [])]:
         if facts.task == "segmentation":
-            message = f"{flag(name)}: each pixel has its own class, which is not changed with the image"
+            message = f"{flag(name)}: each pixel has its own class, and this augmentation would not change the mask"
             hint = "leave it out; crops and flips are applied to image and mask together"
             problems.add("conflict", message, hint, flag(name))

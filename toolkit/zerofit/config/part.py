@@ -56,7 +56,7 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
 def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
     """Check quantized weights: they need adapters, and layouts that keep their bytes unchanged."""
     if run.double_quant and run.quantize != "nf4":
-        message, hint = "--double-quant without --quantize nf4", "give it, or leave --double-quant out"
+        message, hint = "--double-quant without --quantize nf4", "add --quantize nf4, or leave --double-quant out"
         problems.add("conflict", message, hint, "--double-quant")
     if run.quantize is None:
         return

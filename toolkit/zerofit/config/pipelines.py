@@ -51,7 +51,7 @@ def check_schedule(run: Run, layout: Layout, config: Mapping[str, Any], problems
         )
     for key in PIPE_PARTITIONED:
         if layout.tp > 1 and get(config, f"pipeline.{key}") is True:
-            message = f"pipeline.{key} with {asked}, since its stages send full activations"
+            message = f"pipeline.{key} with {asked}: stages send full activations in this schedule"
             problems.add("layout", message, "remove the key", f"pipeline.{key}")
     if run.compile:
         message = f"--compile with {asked} is not supported: it was not verified against training on one device"

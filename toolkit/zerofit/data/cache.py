@@ -94,7 +94,9 @@ class Preparation(Generic[T]):
         if source.fingerprint() != before:
             shutil.rmtree(root / key, ignore_errors=True)
             message = f"{source.name} changed while it was tokenized"
-            raise UserError(Problem(kind="data-changed", message=message, hint="repeat it when the data are complete"))
+            raise UserError(
+                Problem(kind="data-changed", message=message, hint="repeat the command when the data are complete")
+            )
         known.parent.mkdir(exist_ok=True)
         write_text(known, key)
         return files

@@ -166,8 +166,8 @@ def conversation_of(row: Record, form: ChatForm) -> ChatMessages | str:
     """Return the conversation of a record, or the reason why it contains none."""
     if form.field not in row:
         if other_form := form_of(row, ""):
-            return f"a record of the {other_form.title} form among others"
-        return f"no field {form.field!r}; there is {', '.join(map(str, row)) or 'none'}"
+            return f"this record has the {other_form.title} form, but earlier records have another form"
+        return f"no field {form.field!r}; the record has {', '.join(map(str, row)) or 'none'}"
     if form.field == "completion" and (judged := judged_answers(row, "", "")):
         return judged.message.removeprefix(": ")
     try:

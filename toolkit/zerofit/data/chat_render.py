@@ -88,7 +88,7 @@ class Renderer:
                 prompt, _ = self.written(replace(chat, messages=chat.messages[:n]), prompt=True)
                 answered, _ = self.written(replace(chat, messages=chat.messages[: n + 1]))
                 if not answered.startswith(prompt) or not text.startswith(answered):
-                    reason = f"the {self.origin} writes message {n + 1} differently if others follow"
+                    reason = f"the {self.origin} writes message {n + 1} differently if more messages follow"
                     raise NotRendered(reason + ", so the assistant's text cannot be found")
                 spans.append((len(prompt), len(answered)))
         return spans

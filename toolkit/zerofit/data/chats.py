@@ -278,8 +278,8 @@ def _notes(
         f"{source.name}: conversations in the {source.form.title} form, {counts.conversations:,} to train on and "
         f"{held_out.conversations:,} to validate",
         f"{template.origin}, which {marks}",
-        f"{'packed into' if train.packed else 'each in one of'} {counts.rows:,} samples of {train.seq_len:,} tokens, "
-        + fill,
+        ("packed into" if train.packed else "one conversation in each of")
+        + f" {counts.rows:,} samples of {train.seq_len:,} tokens, {fill}",
     ]
     if template.missing:
         tokens = ", ".join(template.missing)
@@ -290,5 +290,5 @@ def _notes(
         notes.append(f"{counts.dropped:,} conversations are left out: no assistant message fits into a sample")
     if unused := train.tokens.unused:
         fields = ", ".join(f"{name} ({count:,} conversations)" for name, count in sorted(unused.items()))
-        notes.append(f"fields of the records without effect on training: {fields}")
+        notes.append(f"training ignores these fields of the records: {fields}")
     return notes

@@ -153,7 +153,11 @@ def _label_place(path: Path, names: Sequence[str], column: str) -> int:
         raise ValueError(f"it has {len(names)} column, but needs features and a label")
     if column and column not in names:
         message = f"{path} has no column {column!r} ({', '.join(names[:20])}{', ...' if len(names) > 20 else ''})"
-        raise _unusable("data-argument", message, nearest(column, names) or "use one of them, or none for the last")
+        raise _unusable(
+            "data-argument",
+            message,
+            nearest(column, names) or "name one of these columns; without a name, zerofit uses the last",
+        )
     return names.index(column) if column else len(names) - 1
 
 

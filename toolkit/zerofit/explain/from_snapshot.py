@@ -108,7 +108,7 @@ def _cause(
     if leak := _leak(snapshot, alive, allocated):
         line, blocks, steps = leak
         size = shown_bytes(sum(block.bytes for block in blocks))
-        shown = f"{len(blocks):,} blocks of {line} stayed allocated from {steps} steps, {size}"
+        shown = f"{len(blocks):,} blocks that {line} allocated in {steps} steps were never freed, {size}"
         return "leak", "Each step allocates memory that is never freed.", (shown,)
     if not failed:
         name, size = kinds.most_common(1)[0] if kinds else ("nothing", 0)

@@ -104,10 +104,10 @@ def _of_weights(ranks: Sequence[Mapping[str, Any]]) -> Replay | None:
             evidence=more,
         )
     if len(bad) < len(ranks):
-        summary = f"After step {step}, {shown} on rank {bad[0]['rank']} only: its copy arrived damaged."
+        summary = f"After step {step}, {shown} only on rank {bad[0]['rank']}: this rank received a damaged copy."
         cause = COLLECTIVE
     else:
-        summary = f"The update of step {step} was too large: its gradients are finite, but {shown} after it."
+        summary = f"The update of step {step} was too large: gradients were finite, but {shown} after the update."
         cause = LEARNING_RATE
     rank = bad[0]["rank"]
     return Replay(cause=cause, summary=summary, step=step, phase="step", tensor=first["name"], rank=rank, evidence=more)
@@ -249,5 +249,5 @@ def _range(facts: Mapping[str, Any]) -> str:
 
 def _value(facts: Mapping[str, Any]) -> str:
     if not facts:
-        return "a number outside of its range"
+        return "a number outside of the range of its type"
     return "zero" if facts["low"] == 0 else f"{facts['low']:.4g}"

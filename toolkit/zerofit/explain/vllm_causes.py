@@ -30,7 +30,7 @@ def vllm(evidence: LogEvidence) -> Cause | None:
     if "warming up" in text:
         return Cause(
             name="vllm-warm-up",
-            summary="vLLM's cache left too little memory for the warm-up of the sampler, which follows.",
+            summary="After vLLM had allocated its cache, too little memory was left to warm up the sampler.",
             run_next=PLAN_SERVE,
         )
     return Cause(

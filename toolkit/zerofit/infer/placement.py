@@ -268,7 +268,7 @@ def refuse_misfit(placement: Placement, limits: MemoryLimits, knobs: str) -> Non
             flag = f"--max-memory {row.device}={-(-row.needed >> 20)}MiB"
             hint = f"{flag} or more, {knobs} or --dtype bf16"
             if not limits.named:
-                message += f", {SHARE:.0%} of what is free{reserved_note(limits.reserved.get(row.device, 0))}"
+                message += f", {SHARE:.0%} of the free memory{reserved_note(limits.reserved.get(row.device, 0))}"
                 hint = f"{knobs} or --dtype bf16; {flag} starts it anyway"
         raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
 

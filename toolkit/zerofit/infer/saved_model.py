@@ -55,7 +55,7 @@ def find_folder(path: Path, report: Reporter) -> Path:
     """
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
-        hint = "name a run's folder, a checkpoint's or a model's"
+        hint = "name the folder of a run, a checkpoint or a model"
         raise UserError(Problem(kind="no-model", message=f"{path} {what}", hint=hint, where="CKPT"))
     if not is_own(path) and not has_weights(path) and not is_adapters(path) and (found := foreign_at(path)):
         return found.path

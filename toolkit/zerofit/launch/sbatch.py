@@ -15,8 +15,8 @@ TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 LONGEST_LEAD_S = 65535  # sbatch(1), --signal
 
 HEAD = """\
-# Slurm sends USR1 to this shell only. It asks the run to save and stop; it is passed on once, since a second request
-# would stop the run without saving. Slurm sends TERM to every process of the job, so it is not passed on.
+# Slurm sends USR1 to this shell only. The shell passes USR1 on, which asks the run to save and stop. It does so once,
+# since a second request would stop the run without saving. Slurm sends TERM to every process of the job by itself.
 asked=0 told=0 interrupted=0 child=
 tell() {
   if [[ $told == 0 && -n $child ]]; then
@@ -46,8 +46,8 @@ done
 """
 
 REQUEUE = """\
-# 75: stopped with a checkpoint. 130 and 138: stopped before there was anything to save. A cancelled job is no longer
-# RUNNING and stays so; a job that Slurm has requeued is PENDING.
+# Exit code 75: the run stopped with a checkpoint. 130 and 138: it stopped before there was anything to save. Only a job
+# that is still RUNNING is requeued: not a cancelled job, and not a job that Slurm has requeued, which is PENDING.
 if [[ $code == 75 || ($asked == 1 && ($code == 130 || $code == 138)) ]]; then
   state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
   echo "zerofit stopped on request (exit code $code) in job $SLURM_JOB_ID ($state)" >&2

@@ -102,7 +102,9 @@ class RolloutSettings:
         found: dict[str, Any] = {ours.get(n, n): str(v) if n in texts else v for n, v in values.items()}
         for word in ours.keys() & values.keys():
             if ours[word] != word and ours[word] in values:
-                problems.add("usage", f"{where}: {word} and {ours[word]} are one setting", "use one of them", where)
+                problems.add(
+                    "usage", f"{where}: {word} and {ours[word]} name the same setting", "use one of them", where
+                )
         for name in found.keys() - set(known):
             words = ", ".join(sorted(own.get(other, other) for other in known))
             problems.add("usage", f"{where}: no setting {name!r}", f"settings: {words}", where)

@@ -35,9 +35,9 @@ GPU_FIGURES = {
 # Sources in the catalog: docs.nvidia.com/cuda (CUDA GPUs), NVIDIA's architecture whitepapers, AMD's data sheets
 # (gfx942, gfx950, gfx90a, compute units of a device)
 GPU_MODEL = {
-    "architecture": "architecture of the GPU: hopper; decides the memory besides tensors",
+    "architecture": "architecture of the GPU: hopper; zerofit derives the memory outside of tensors from it",
     "capability": "CUDA's compute capability: [9, 0]",
-    "multiprocessors": "of one device: 132",
+    "multiprocessors": "streaming multiprocessors of one device: 132",
 }
 NODE_FIGURES = {
     "network": "bandwidth to other nodes, per second and device: 50GB",

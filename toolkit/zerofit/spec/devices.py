@@ -96,7 +96,7 @@ def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
             source="assumed until `zerofit calibrate` measures it: two memory channels, 10 Gb/s Ethernet, one disk",
         ),
         source="assumed for an AVX2 core at 2.5 GHz; `zerofit calibrate` measures it",
-        memory_source="equal shares of the host's memory, less libraries",
+        memory_source="an equal share of the host's memory for each rank, minus the libraries' memory",
     )
 
 

@@ -53,7 +53,7 @@ def read_pickle(path: Path, unpickler: type[PlainUnpickler] = PlainUnpickler) ->
                 raise
             raise Unreadable(str(error)) from None
         except MemoryError:
-            raise Unreadable("it needs more memory than a pickle of its size") from None
+            raise Unreadable("reading it needs far more memory than the size of the file") from None
         except Exception as error:  # pickle raises many kinds of errors for bytes that are not a pickle
             raise Unreadable(f"it is not a pickle of plain data: {error}") from None
 

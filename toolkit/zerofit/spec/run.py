@@ -160,7 +160,9 @@ class Run(BaseModel):
     tokenizer: str = _option(
         "bytes", "bytes, a local tokenizer folder, or a hub name (default for a model folder: its tokenizer)"
     )
-    stream: bool = _option(False, "stream hf: instead of downloading it, for data larger than the disk")
+    stream: bool = _option(
+        False, "read the data set of --data hf: over the network during training, for data larger than the disk"
+    )
     chat_template: Path | None = _option(
         None,
         "chat template: chatml, qwen, llama2, llama3, mistral, gemma, phi3, phi4, zephyr, vicuna, alpaca, or a "
@@ -213,7 +215,7 @@ class Run(BaseModel):
     micro_batch: PositiveInt | None = _option(None, "samples per rank in one forward and backward")
     micro_batch_by_rank: ByRank | None = _option(
         None,
-        "micro batch of each data parallel rank, like 4,2; auto: by their measured speed",
+        "micro batch of each data parallel rank, like 4,2; auto: by the measured speed of the ranks",
     )
     gradient_accumulation_steps: PositiveInt | None = _option(None, "micro batches per optimizer step")
     global_batch: PositiveInt | None = _option(None, "samples per optimizer step, over all ranks")
@@ -243,7 +245,9 @@ class Run(BaseModel):
         None, f"fp32, bf16 or fp16 (default: as in the DeepSpeed JSON, else {DEFAULT_PRECISION})"
     )
     activation_checkpointing: Checkpointing = _option(False, "recompute activations in backward to save memory")
-    activation_offload: bool = _option(False, "recompute activations, and keep the checkpoints in host memory")
+    activation_offload: bool = _option(
+        False, "recompute activations, and keep the activation checkpoints in host memory"
+    )
     loss_chunk: PositiveInt | None = _option(
         None, "compute logits for this many targets at a time, to save memory (default: all)"
     )
@@ -266,7 +270,7 @@ class Run(BaseModel):
     ranks: PositiveInt | None = _option(None, "ranks to start (default: all local devices)", le=MOST_RANKS)
     tensor_parallel: PositiveInt = _option(1, "tensor parallel degree")
     pipeline: Stages = _option(
-        1, "pipeline parallel degree; auto: all ranks that other degrees leave, with --fit the fastest degree"
+        1, "pipeline parallel degree; auto: all ranks that other degrees do not use, or with --fit the fastest degree"
     )
     pipeline_balance: Literal["parameters", "time"] = _option("parameters", "quantity that is balanced between stages")
     pipeline_schedule: PipelineSchedule = _option(
@@ -296,7 +300,7 @@ class Run(BaseModel):
     heartbeat_timeout: float = _option(
         60.0, "stop all ranks after this many seconds without a heartbeat of a rank", ge=5, le=1e6
     )
-    log_every: PositiveInt = _option(10, "steps between progress lines without a terminal")
+    log_every: PositiveInt = _option(10, "if the output is not a terminal: steps between progress lines")
     callbacks: tuple[str, ...] = _option(
         (), "callback as package.module:Class (a zerofit.train.callbacks.Callback); may be repeated"
     )

@@ -194,7 +194,7 @@ class MetricsRecorder:
 
     def _last_good(self) -> str:
         good = self.last
-        return f"last good: step {good['step']}, loss {good['loss']:.4f}" if good else "no good step before"
+        return f"the last good step was {good['step']}, loss {good['loss']:.4f}" if good else "no earlier step was good"
 
     def _stop(self, step: _Step, loss: float) -> None:
         """Raise RunFailed with the samples whose loss is not finite. All ranks must call this together."""
@@ -203,7 +203,7 @@ class MetricsRecorder:
         gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, [int(n) for part in bad for n in part])
         samples = sorted({n for part in gathered for n in part})
-        message = f"the loss of step {step.step + 1} is {loss}; sample indices of its batch: {samples}; "
+        message = f"the loss of step {step.step + 1} is {loss}; indices of the samples: {samples}; "
         hint = "lower --lr, lengthen --warmup-steps, set --gradient-clipping, or inspect these samples"
         problem = Problem(kind=NAN_LOSS, message=message + self._last_good(), hint=hint, where=f"step {step.step + 1}")
         raise RunFailed(problem)

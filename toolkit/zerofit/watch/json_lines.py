@@ -42,7 +42,7 @@ class JsonLineSocket:
         self._out += json.dumps(value).encode() + b"\n"
         self.flush()
         if len(self._out) > LONGEST:
-            raise ConnectionLost("the other side does not read")
+            raise ConnectionLost("the other process does not read its messages")
 
     def flush(self) -> None:
         """Retry sending buffered data. Raises ConnectionLost."""

@@ -148,7 +148,7 @@ def _section(done: Done, folder: Path) -> Evidence:
     """Return the table of an experiment with the links to its page and figures, which are in `folder`."""
     columns, rows = done.compared.page_table()
     missing = ", ".join(f"`{name}`" for name, _ in done.compared.missing())
-    notes = [f"No figures (the reasons are among the figures below): {missing}"] if missing else []
+    notes = [f"Without results: {missing}. The figures below include the reasons."] if missing else []
     home = f"rows/{folder.name}"
     notes.append(f"[page]({home}/comparison.html), [figures]({home}/results.json)")
     content = {"columns": columns, "rows": rows, "picture": folder / "comparison.png", "notes": notes}

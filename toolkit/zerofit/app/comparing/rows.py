@@ -158,7 +158,9 @@ class RowStore:
         with refused(file, where="--output"):
             former = read_json(file) if file.exists() else identity
         if former != identity:
-            raise _occupied(f"{self.folder} contains another comparison, or one made with other library versions")
+            raise _occupied(
+                f"{self.folder} contains another comparison, or this comparison with other library versions"
+            )
         try:
             (self.folder / "rows").mkdir(parents=True, exist_ok=True)
             write_json(file, identity)

@@ -212,7 +212,7 @@ class _Fit:
 
     def _as_asked(self) -> str:
         if not self.given:
-            return "zerofit chose the full layout; the run folder records it, and a resume uses it again"
+            return "zerofit chose every setting of the layout; the run folder records it, and a resume uses it again"
         names = ", ".join(self.request.place(name) for name in self.given)
         return f"given: {names}; zerofit chose the rest; the run folder records it, and a resume uses it again"
 

@@ -86,6 +86,8 @@ def missing_files(folder: Path) -> list[str]:
 
 def _not_there(name: str, what: str, place: str, cache: str) -> UserError:
     repository = name.partition("@")[0]
-    hint = f"with a network: `hf download {repository}`, and copy it into {cache} (HF_HUB_CACHE sets another folder)"
+    hint = (
+        f"where there is a network, run `hf download {repository}`, then copy the files into {cache} (or HF_HUB_CACHE)"
+    )
     hint += "; or use the folder of a model"
     return UserError(Problem(kind="hub-model", message=f"{PREFIX}{name} {what}", hint=hint, where=place))

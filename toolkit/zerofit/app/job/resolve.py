@@ -156,7 +156,9 @@ def with_stages(request: RunRequest, devices: int, report: Reporter) -> RunReque
         layers = facts_of(*find_model(request), None, run).layers
     stages = most_stages(run, ranks := run.ranks or devices, layers)
     if stages == 1:
-        report.note(f"{request.place('pipeline')}: auto is 1 stage here, so no pipeline is used (ranks: {ranks})")
+        report.note(
+            f"{request.place('pipeline')}: auto chooses 1 stage for {counted(ranks, 'rank')}, so no pipeline is used"
+        )
     return request.updated(pipeline=stages)
 
 
@@ -238,7 +240,7 @@ def open_model(
     # other models are built parameter by parameter, so that no rank needs memory for all of them
     reason = why_whole(source, fed, dict(run.model_args)) if facts.own and model is None else None
     if reason:
-        report.note(f"each rank builds all of {run.model} in float32, not parameter by parameter: {reason}")
+        report.note(f"each rank builds the full {run.model} in float32, not one parameter at a time: {reason}")
     if isinstance(fed, ImageInputs) and model is None:
         check_sizes(source, fed, run)
     for note in notes_of_config(source.name, source_config(source)) if source.family == "transformers" else ():

@@ -250,7 +250,10 @@ class TraceCalibration:
 
     def __str__(self) -> str:
         if self.layout is None:
-            return f"times of matrix products and attention are from {self.path}; others are forecast (no run folder)"
+            return (
+                f"times of matrix products and attention are from {self.path}; other times are forecast, because the "
+                "trace is not in a run folder"
+            )
         kinds = ", ".join(f"{kind} x {times:.3g}" for kind, times in self.calibration.longer.items())
         return (
             f"kernel times are from {self.path}: {self.layout} took {self.measured_step_s:.3g} s per step (forecast "

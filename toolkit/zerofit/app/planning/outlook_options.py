@@ -53,7 +53,7 @@ def read_work(options: Mapping[str, Any]) -> Work | None:
     if "tokens" in given and "samples" in given:
         problems.add("usage", "--tokens and --samples cannot be combined", "use one of them", "--tokens, --samples")
     if "epochs" in given and not {"tokens", "samples"} & given.keys():
-        hint = "add --samples or --tokens of one pass"
+        hint = "add --samples or --tokens, counted over one pass"
         problems.add("usage", "--epochs needs the size of the data", hint, "--epochs")
     problems.raise_if_any()
     mtbf_h, of_node = found.get("mtbf", (None, False))

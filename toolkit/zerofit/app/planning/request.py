@@ -68,7 +68,7 @@ class PlanningRequest:
         problems.attempt(lambda: load_run(None, given))  # refuses --micro-batch 0 and the like
         if (config := problems.attempt(lambda: self.ds_config)) is not None:
             if keys := uncounted(self.pins, config):
-                note = f"the forecasts leave out {', '.join(keys)} of the DeepSpeed JSON"
+                note = f"the forecasts do not include {', '.join(keys)} of the DeepSpeed JSON"
                 object.__setattr__(self, "notes", (note,))
             refuse_impossible(self.pins, knobs_of(self.pins, config), config, problems)
             partly = problems.attempt(lambda: Run(**self.part))

@@ -17,7 +17,10 @@ def findings(memory: RolloutMemory) -> Iterator[tuple[str, str]]:
     if memory.room < 0:
         kind, size = max(highest.parts.items(), key=lambda part: part[1])
         lacks = shown_bytes(-memory.room)
-        yield "phase", f"{highest.name} lacks {lacks} on each GPU; its largest part is {kind}, {shown_bytes(size)}"
+        yield (
+            "phase",
+            f"{highest.name} needs {lacks} more than each GPU has; its largest part is {kind}, {shown_bytes(size)}",
+        )
     if engine and engine.sequences < 1:
         yield (
             "no-cache",

@@ -249,7 +249,7 @@ def _data_parallel(request: PlanningRequest, cluster: Cluster, group: int) -> Pl
     if batch is None:
         batch = math.lcm(group, ranks) * max(1, SAMPLES_OF_RANK * ranks // math.lcm(group, ranks))
     if batch % group:
-        message = f"a global batch of {batch} completions is not a multiple of the {group} of one prompt"
+        message = f"a global batch of {batch} completions is not a multiple of the {group} completions per prompt"
         raise UserError(Problem(kind="batch-size", message=message, hint="change --global-batch", where=SETTINGS))
     fixed: Any = {
         **pins,

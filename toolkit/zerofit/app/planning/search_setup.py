@@ -67,7 +67,9 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
     if stored is not None:
         request.refuse_meaningless(stored)
         if wanted.software.liger_kernel:
-            report.note(f"--liger-kernel changes only times: {request.profile} has the memory of the traced kernels")
+            report.note(
+                f"--liger-kernel changes only step times: memory is that of the kernels traced in {request.profile}"
+            )
         stored = with_split_sequence(stored) if wanted.software.tensor_sequence_parallel else stored
         setup = SearchSetup(profile=stored, request=wanted, top=request.top, correct=correct)
         return setup, request.profile

@@ -171,7 +171,7 @@ def serve(model: str | None, cluster: Cluster, pins: Mapping[str, Any], values: 
     served = served_model(model, pins.get("model_args") or {})
     if served.published not in (None, *BITS) and not settings.quantization:
         message = f"the weights of {served.name} are quantized with {served.published}; their bytes are unknown"
-        hint = f"{SETTINGS} quantization=NAME of the nearest format: {', '.join(BITS)}"
+        hint = f"name the nearest format by {SETTINGS} quantization=NAME: {', '.join(BITS)}"
         raise UserError(Problem(kind="model-config", message=message, hint=hint, where="MODEL"))
     length = settings.max_model_len
     if length and served.positions and length > served.positions:

@@ -266,7 +266,7 @@ def _foreign_start(found: Foreign, job: Job, report: Reporter) -> Start:
     for note in state.notes:
         report.note(f"{found.path}: {note}; the optimizer starts with fresh states")
     samples = state.counters["global_samples"] or step * job.batch.total
-    report.note(f"it has no random states and no order of samples: data continue at sample {samples:,}")
+    report.note(f"the checkpoint has no random states and no sample order: training continues at sample {samples:,}")
     return Start(checkpoint=str(found.path), step=step, samples=samples, same_layout=False)
 
 
@@ -304,7 +304,7 @@ def _refuse_another_run(old: dict[str, Any], job: Job, folder: RunFolder, fields
     if changed:
         what = ", ".join(f"{flag(name)} was {then[name]}, now {new[name]}" for name in changed)
         message = f"{folder.path} contains another run: {what}"
-        hint = "use another --output; `--resume CHECKPOINT --output NEW` continues from its weights with other data"
+        hint = "use another --output; `--resume CHECKPOINT --output NEW` trains the checkpoint's weights on other data"
         raise UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))
 
 

@@ -20,7 +20,7 @@ def train(work: BenchmarkTask):
     The first replica sums gradients, steps, and copies its weights to the other replicas.
     """
     if work.device.type != "cpu":
-        raise NotHereError("it is for the cores of a CPU; on GPUs torch.nn.DataParallel does the same")
+        raise NotHereError("this strategy is for the cores of a CPU; on GPUs torch.nn.DataParallel does the same")
     model, ranks = work.model(), work.job.ranks
     optimizer, replicas = work.optimizer(model.parameters()), [model, *(deepcopy(model) for _ in range(ranks - 1))]
 

@@ -103,8 +103,8 @@ def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Ex
         kind="not-simulated",
         message=f"{target.job.run.model} cannot be simulated: {type(error).__name__} in module {module or '(none)'} "
         f"at op {op}: {first_lines(error)}",
-        hint="check that it accepts the inputs of --data or --input. Code that reads values of tensors (item(), "
-        "`if x.sum() > 0`) cannot be simulated: train it for a step instead",
+        hint="check that the model accepts the inputs of --data or --input. Code that reads values of tensors (item(), "
+        "`if x.sum() > 0`) cannot be simulated: train the model for a step instead",
         where=f"{frame.filename}:{frame.lineno}",
     )
 

@@ -65,7 +65,7 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
         found = shutil.which(program)
         notes = ()
         if found and Path(found).parent != Path(sys.executable).parent:
-            notes = (f"{program} is {found}, but the packages of {sys.executable} are used",)
+            notes = (f"{program} is {found}, but the simulation uses the packages of {sys.executable}",)
         return _python(rest, tuple(words), notes)
     if name == "accelerate" and rest[:1] == ["launch"]:
         return _accelerate(rest[1:], tuple(words))
@@ -74,7 +74,7 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
     if name.endswith(".py"):
         return _python(list(words), tuple(words), ())
     if name == "zerofit":
-        raise _refused("zerofit's own training is not simulated as a script", "run zerofit simulate MODEL ...")
+        raise _refused("zerofit does not simulate its own training as a script", "run zerofit simulate MODEL ...")
     installed = _installed_program(program)
     if installed:
         return _python([installed, *rest], tuple(words), ())

@@ -40,9 +40,10 @@ def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
         return
     kept = (meter.peak() - few) // (_MORE - _FEW)
     if kept * batches > _WORTH_SAYING and batches > _MORE:
-        grown = f"{shown_bytes(kept)} of each on the device, {shown_bytes(kept * batches)} at the end"
+        grown = f"{shown_bytes(kept)} of each batch on the device, {shown_bytes(kept * batches)} at the end"
         meter.note(
-            f"evaluation: {_MORE} of {batches} batches were simulated; it keeps {grown} (--eval_accumulation_steps)"
+            f"evaluation: {_MORE} of {batches} batches were simulated; the evaluation keeps {grown} "
+            "(--eval_accumulation_steps)"
         )
 
 

@@ -305,7 +305,7 @@ def _pinned(script: Script) -> Iterator[Found]:
 
 LOST_GRADIENTS = Fault(
     code="lost-gradients",
-    problem="{detail} trained weights get no gradient: a checkpointed block has no input that requires one",
+    problem="{detail} trained weights get no gradient: no input of a checkpointed block requires a gradient",
     mend="call model.enable_input_require_grads(), or checkpoint with use_reentrant=False",
     find=_lost_gradients,
 )
