@@ -105,7 +105,7 @@ def test_where_nothing_fits_the_leanest_is_named_and_nothing_is_written(tmp_path
     with pytest.raises(zf.DoesNotFit) as caught:
         zf.train(zf.Run(**LLAMA, fit=True, output=tmp_path / "run"))
     problem = caught.value.problems[0]
-    assert problem.kind == "does-not-fit" and "layouts of llama-tiny fits; the smallest, ZeRO-" in problem.message
+    assert problem.kind == "does-not-fit" and "layouts of llama-tiny fits; the smallest is ZeRO-" in problem.message
     assert "are missing" in problem.message and "zerofit plan" in problem.hint
     assert not (tmp_path / "run").exists()
 

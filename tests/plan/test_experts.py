@@ -105,7 +105,7 @@ def test_direct_connections_and_groups_are_kept_free():
 @pytest.mark.parametrize(
     ("degrees", "changed", "word"),
     [
-        (Degrees(ep=3), {}, "degrees that do: 1, 2, 4, 8"),
+        (Degrees(ep=3), {}, "possible degrees: 1, 2, 4, 8"),
         (Degrees(pp=2, ep=4), {"layers": LARGE_EMBEDDING}, "stage 0 of --pipeline 2 has no layer with experts"),
         (Degrees(ep=16), {"experts": 16}, "16 does not divide the 8 data and sequence parallel ranks"),
         (Degrees(ep=2), {"model_type": "llama"}, "does not support DeepSpeed's AutoEP for"),

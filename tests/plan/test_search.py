@@ -157,8 +157,8 @@ def test_degrees_that_do_not_divide_say_which_do():
         found(profile, request=PlanRequest(precision="bf16", tp=8))
     (problem,) = error.value.problems
     assert "does not divide the 12 attention heads" in problem.message
-    assert problem.hint == "degrees that do: 1, 2, 3, 4, 6, 12"
-    assert "degrees that do: 2, 4, 8" in degree_problem(Degrees(pp=3), profile, make_cluster()).hint
+    assert problem.hint == "possible degrees: 1, 2, 3, 4, 6, 12"
+    assert "possible degrees: 2, 4, 8" in degree_problem(Degrees(pp=3), profile, make_cluster()).hint
     assert "AutoTP" in degree_problem(Degrees(tp=2), make_profile(model_type="gpt2"), make_cluster()).message
     assert "at least as many layers" in degree_problem(Degrees(pp=16), profile, make_cluster(nodes=2)).message
 
@@ -168,7 +168,7 @@ def test_degrees_of_several_dimensions_are_looked_at_together():
     assert degree_problem(Degrees(tp=2, sp=2, pp=2), profile, make_cluster()) is None
     problem = degree_problem(Degrees(tp=4, sp=2), profile, make_cluster())
     assert "--sequence-parallel 2 with --tensor-parallel 4 does not divide the 12 attention" in problem.message
-    assert problem.hint == "degrees that do: 1"
+    assert problem.hint == "possible degrees: 1"
     assert degree_problem(Degrees(tp=3, pp=2), profile, make_cluster()).hint == "use a multiple of 6 ranks"
     assert "at least as many layers" in degree_problem(Degrees(tp=2, pp=16), profile, make_cluster(nodes=4)).message
     assert "AutoTP" in degree_problem(Degrees(tp=2, pp=2), make_profile(model_type="bert"), make_cluster()).message
@@ -296,6 +296,6 @@ def test_sequence_ranks_may_share_key_value_heads():
     profile = make_profile(heads=16, kv_heads=2)
     assert degree_problem(Degrees(sp=8), profile, make_cluster()) is None
     assert degree_problem(Degrees(tp=2, sp=4), profile, make_cluster()) is None
-    assert degree_problem(Degrees(tp=4), profile, make_cluster()).hint == "degrees that do: 1, 2"
+    assert degree_problem(Degrees(tp=4), profile, make_cluster()).hint == "possible degrees: 1, 2"
     six = make_profile(heads=24, kv_heads=6)
     assert "key-value heads" in degree_problem(Degrees(sp=4), six, make_cluster()).message

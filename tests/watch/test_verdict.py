@@ -47,7 +47,7 @@ def test_a_launcher_that_was_killed_takes_all_of_its_host():
     assert (verdict.problem.kind, verdict.ranks, verdict.host) == ("vanished", (2, 3), "b")
     assert "all ranks on b" in verdict.problem.message
     alone = said((3, {"lost": True}))
-    assert "rank 3 on b and its guard" in alone.problem.message
+    assert "rank 3 on b and its guard process" in alone.problem.message
 
 
 def test_a_host_that_is_cut_off():

@@ -394,7 +394,7 @@ def _opened(checkpoint: Path, repair: bool) -> tuple[FullState, Precision]:
     refuse_without_frozen(checkpoint, manifest)
     state = full_model(checkpoint)
     if manifest.job.facts.task == "gan":
-        message = f"{checkpoint} has two engines"
+        message = f"{checkpoint} has two DeepSpeed engines, one for each network of the GAN"
         raise UserError(Problem(kind="no-whole-view", message=message, hint="use --to universal", where="--to"))
     counters, optimizer = engine_facts(checkpoint / STATE, state)
     state.counters["schedule"] = counters.get("lr_scheduler")

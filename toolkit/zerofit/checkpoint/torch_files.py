@@ -83,7 +83,8 @@ def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dic
     order = {key: number for number, key in enumerate(metadata.state_dict_metadata)}  # order in the state dict
     for place, stored in sorted(metadata.storage_data.items(), key=lambda item: order[item[0].fqn]):
         if getattr(stored, "transform_descriptors", None):
-            message = f"{folder / METADATA}: tensors are stored with {', '.join(stored.transform_descriptors)}"
+            transforms = ", ".join(stored.transform_descriptors)
+            message = f"{folder / METADATA}: tensors are stored with unsupported transforms: {transforms}"
             raise UserError(Problem(kind="no-whole-view", message=message, where=str(folder)))
         if not (folder / stored.relative_path).is_file():
             raise incomplete(found.path, f"{stored.relative_path} is missing (rank {_rank(stored.relative_path)})")

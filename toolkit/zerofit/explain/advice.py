@@ -7,7 +7,9 @@ import re
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 NVIDIA_SMI = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
 RSS = "print psutil.Process().memory_info().rss after each step: steady growth is a leak, a jump is a longer batch"
-PLAN_SERVE = "zerofit plan MODEL --serve --gpus N --gpu KIND: the least utilization and the longest sequence that fit"
+PLAN_SERVE = (
+    "zerofit plan MODEL --serve --gpus N --gpu KIND prints the least utilization and the longest sequence that fit"
+)
 KERNEL_LOG = "sudo dmesg -T | grep -i -E 'killed process|oom'"
 # The observer is called before the error is raised, so the snapshot has all live blocks. torch.cuda.init comes first:
 # an observer that is attached before CUDA starts is lost.
@@ -20,12 +22,12 @@ RECORD = f"put this line first in the script, and explain the file that it write
 
 _OWN_DEVICE = "call torch.cuda.set_device(local_rank) before the first CUDA call of each rank"
 _SMALLER_BATCH = "halve the micro batch and double gradient_accumulation_steps"
-_CHECKPOINTING = "gradient_checkpointing=True (recompute activations in backward)"
-_SHARD = "a higher ZeRO stage (stage 1 splits optimizer states, 2 gradients, 3 parameters)"
-_OFFLOAD = 'zero_optimization.offload_optimizer: {"device": "cpu"} (states in host memory)'
-_VLLM_SHARE = "a higher gpu_memory_utilization, if nothing else uses that memory"
-_VLLM_SPLIT = "a higher tensor_parallel_size, or quantized weights"
-_LOW_MEMORY = "torch_dtype=torch.bfloat16 and low_cpu_mem_usage=True in from_pretrained"
+_CHECKPOINTING = "set gradient_checkpointing=True (recompute activations in backward)"
+_SHARD = "use a higher ZeRO stage (stage 1 splits optimizer states, 2 gradients, 3 parameters)"
+_OFFLOAD = 'set zero_optimization.offload_optimizer: {"device": "cpu"} (states in host memory)'
+_VLLM_SHARE = "raise gpu_memory_utilization, if nothing else uses that memory"
+_VLLM_SPLIT = "raise tensor_parallel_size, or use quantized weights"
+_LOW_MEMORY = "set torch_dtype=torch.bfloat16 and low_cpu_mem_usage=True in from_pretrained"
 
 # device of an error message -> its tool that lists processes, and how to look at torch's memory; CUDA has a snapshot
 _TOOLS = {
@@ -62,27 +64,27 @@ def changes_for(cause: str, message: str) -> tuple[str, ...]:
 
 CHANGES: dict[str, tuple[str, ...]] = {
     "vllm-gpu-not-free": (
-        "a lower gpu_memory_utilization (TRL's vllm_gpu_memory_utilization): it is a share of the whole GPU",
+        "lower gpu_memory_utilization (TRL's vllm_gpu_memory_utilization), a share of the whole GPU",
         f"stop other processes that use this GPU: {NVIDIA_SMI}",
         "if a trainer uses the GPU too: start vLLM before the trainer's states exist, or on other GPUs",
     ),
     "vllm-no-cache": (
         _VLLM_SHARE,
-        "a smaller max_num_batched_tokens: vLLM keeps memory free for their activations",
+        "lower max_num_batched_tokens: vLLM keeps memory free for the activations of these tokens",
         _VLLM_SPLIT,
     ),
     "vllm-sequence-too-long": (
-        "max_model_len: set it to the longest prompt plus completion that you use (default: the model's maximum)",
+        "set max_model_len to the longest prompt plus completion that you use (default: the model's maximum)",
         _VLLM_SHARE,
-        'kv_cache_dtype="fp8" halves the cache of 16-bit models',
+        'set kv_cache_dtype="fp8", which halves the cache of 16-bit models',
         _VLLM_SPLIT,
     ),
     "sglang-no-cache": (
-        "a higher --mem-fraction-static, if nothing else uses that memory",
-        "a smaller --max-running-requests or --cuda-graph-max-bs",
-        "a higher --tp-size, or quantized weights",
+        "raise --mem-fraction-static, if nothing else uses that memory",
+        "lower --max-running-requests or --cuda-graph-max-bs",
+        "raise --tp-size, or use quantized weights",
     ),
-    "vllm-warm-up": ("a smaller max_num_seqs", "a lower gpu_memory_utilization"),
+    "vllm-warm-up": ("lower max_num_seqs", "lower gpu_memory_utilization"),
     "single-tensor": ("look at the shapes on that line: no layout can fit a tensor larger than the device",),
     "another-process": (
         f"stop the other process, or use another GPU (CUDA_VISIBLE_DEVICES); {NVIDIA_SMI} lists them",
@@ -96,69 +98,69 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "not-from-torch": (f"find the process that uses it: {NVIDIA_SMI}", "stop the other process, or use another GPU"),
     "outside-torch": (
         "create fewer process groups: each NCCL communicator keeps buffers (NCCL_BUFFSIZE sets their size)",
-        "leave room: torch.cuda.set_per_process_memory_fraction(0.9), or a smaller micro batch",
+        "leave room: call torch.cuda.set_per_process_memory_fraction(0.9), or use a smaller micro batch",
     ),
     "metal-memory": (
         "pad inputs to a small set of shapes: Metal keeps a graph for each shape",
-        "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 removes the limit: the Mac then swaps, and may stop responding",
+        "set PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to remove the limit: the Mac then swaps, and may stop responding",
     ),
     "memory-fraction": (
         "raise set_per_process_memory_fraction (or per_process_memory_fraction in the allocator's options)",
     ),
     "cuda-graphs": (
-        'torch.compile without mode="reduce-overhead", or with dynamic=True: each shape keeps its own memory',
+        'call torch.compile without mode="reduce-overhead", or with dynamic=True: each shape keeps its own memory',
         "pad inputs to a small set of shapes",
     ),
     "fragmentation": (
-        f"{EXPANDABLE} before the command (costs no speed)",
+        f"write {EXPANDABLE} before the command (costs no speed)",
         "pad batches to a small set of lengths, so that blocks can be reused",
         _SMALLER_BATCH,
     ),
     "weights": (
-        "torch_dtype=torch.bfloat16 in from_pretrained halves fp32 weights",
+        "set torch_dtype=torch.bfloat16 in from_pretrained, which halves fp32 weights",
         "create the model under ZeRO-3 (TrainingArguments before from_pretrained, or deepspeed.zero.Init)",
-        "LoRA over 4-bit weights (load_in_4bit)",
+        "train LoRA over 4-bit weights (load_in_4bit)",
     ),
     "checkpoint-on-device": (
-        'torch.load(..., map_location="cpu"), then load_state_dict',
-        "delete the dictionary after loading",
+        'call torch.load(..., map_location="cpu"), then load_state_dict',
+        "delete the loaded dictionary after load_state_dict",
     ),
-    "states": (_SHARD, _OFFLOAD, "an optimizer with 8-bit states, or LoRA"),
-    "optimizer-temporaries": ("foreach=False, or fused=True, in torch's optimizer", _SHARD, _OFFLOAD),
+    "states": (_SHARD, _OFFLOAD, "use an optimizer with 8-bit states, or LoRA"),
+    "optimizer-temporaries": ("set foreach=False or fused=True in torch's optimizer", _SHARD, _OFFLOAD),
     "optimizer-state": (
         _SHARD,
-        "an optimizer with 8-bit states (adamw_8bit)",
+        "use an optimizer with 8-bit states (adamw_8bit)",
         _OFFLOAD,
-        "LoRA: states for adapters only",
+        "train with LoRA: only adapters have states",
     ),
     "logits": (
-        "a loss in chunks or fused with the head (Liger's fused_linear_cross_entropy; zerofit's --loss-chunk)",
+        "compute the loss in chunks or fused with the head (Liger's fused_linear_cross_entropy, zerofit --loss-chunk)",
         _SMALLER_BATCH,
-        "a shorter maximum length",
+        "lower the maximum length",
     ),
     "second-copy": (
         "keep the copy in host memory, or update it every few steps",
-        "with LoRA, the reference is the model with its adapters off",
+        "train with LoRA: the reference is then the same model without adapters",
     ),
     "activations": (_SMALLER_BATCH, _CHECKPOINTING, _SHARD, _OFFLOAD),
     "gathered-parameters": (
-        "a smaller stage3_max_live_parameters and stage3_prefetch_bucket_size",
+        "lower stage3_max_live_parameters and stage3_prefetch_bucket_size",
         _SMALLER_BATCH,
         _CHECKPOINTING,
     ),
     "evaluation-keeps-logits": (
-        "preprocess_logits_for_metrics: keep the argmax, not the logits",
-        "eval_accumulation_steps=1 moves logits to host memory",
-        "prediction_loss_only=True if no metric needs them",
+        "keep the argmax in preprocess_logits_for_metrics, not the logits",
+        "set eval_accumulation_steps=1, which moves logits to host memory",
+        "set prediction_loss_only=True if no metric needs logits",
     ),
     "evaluation": (
-        "a smaller per_device_eval_batch_size (its default is 8, whatever the training batch)",
+        "lower per_device_eval_batch_size (its default is 8, whatever the training batch)",
         "keep the argmax of earlier batches, not their logits",
-        "torch.no_grad() around your own evaluation loop",
+        "put your own evaluation loop under torch.no_grad()",
     ),
     "generation": (
-        "fewer or shorter sequences at a time: the key-value cache grows with both",
-        "a smaller num_generations or generation batch",
+        "generate fewer or shorter sequences at a time: the KV cache grows with both",
+        "lower num_generations or the generation batch",
     ),
     "saving": (
         "save each rank's shard (stage3_gather_16bit_weights_on_model_save: false), and merge with zero_to_fp32.py",
@@ -170,9 +172,9 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "do not keep outputs from one step to the next, and do not use retain_graph=True",
     ),
     "pinned-memory": (
-        "pin_memory=False (offload_optimizer and offload_param have the key, too)",
-        "ulimit -l unlimited before the command (docker run --ulimit memlock=-1)",
-        "fewer ranks on the host, or less offload",
+        "set pin_memory to false, in the DataLoader and in offload_optimizer and offload_param",
+        "run `ulimit -l unlimited` before the command (docker run --ulimit memlock=-1)",
+        "start fewer ranks on the host, or offload less",
     ),
     "device-full-at-start": (
         f"find the process that uses the device: {NVIDIA_SMI}",
@@ -182,41 +184,41 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "keep CUDA out of the Dataset and collate_fn: each worker would create its own CUDA context",
     ),
     "nccl-buffers": (
-        "leave room for communicators: a smaller micro batch, or set_per_process_memory_fraction(0.9)",
-        "NCCL_BUFFSIZE=1048576, or fewer channels (NCCL_MAX_NCHANNELS)",
+        "leave room for communicators: use a smaller micro batch, or call set_per_process_memory_fraction(0.9)",
+        "set NCCL_BUFFSIZE=1048576, or fewer channels (NCCL_MAX_NCHANNELS)",
     ),
     "library-workspace": (
         f"find the process that uses the device: {NVIDIA_SMI}",
-        "leave room: a smaller micro batch, or set_per_process_memory_fraction(0.9)",
+        "leave room: use a smaller micro batch, or call set_per_process_memory_fraction(0.9)",
     ),
     "kernel-resources": (
-        "smaller block sizes or fewer num_stages for that kernel: its shared memory is a property of the GPU",
+        "use smaller block sizes or a lower num_stages for that kernel: the GPU's shared memory is fixed",
     ),
     "weights-in-host-memory": (
         _LOW_MEMORY,
         "create the model under ZeRO-3, so that each rank keeps only its part",
-        "fewer ranks on the host, or more memory for the job (--mem)",
+        "start fewer ranks on the host, or request more memory for the job (--mem)",
     ),
     "offloaded-states": (
         "keep the states on the GPUs if they fit (no offload_optimizer)",
-        'offload_optimizer: {"device": "nvme"}',
-        "more hosts, or more memory for the job (--mem): 12 to 16 bytes per parameter, split over all ranks",
+        'set offload_optimizer: {"device": "nvme"}',
+        "use more hosts, or more memory for the job (--mem): 12 to 16 bytes per parameter, split over all ranks",
     ),
     "data-in-host-memory": (
-        "stream the data set (streaming=True), or fewer num_proc",
-        "more memory for the job (--mem)",
+        "stream the data set (streaming=True), or lower num_proc",
+        "request more memory for the job (--mem)",
     ),
     "dataloader-workers": (
-        "fewer num_workers, or a smaller prefetch_factor",
+        "lower num_workers or prefetch_factor",
         "avoid Python lists with millions of items in the Dataset",
     ),
     "shared-memory": (
         "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir of medium Memory at /dev/shm",
-        "fewer num_workers",
+        "lower num_workers",
     ),
-    "saving-in-host-memory": ("save shards instead of the full model", "more memory for the job (--mem)"),
+    "saving-in-host-memory": ("save shards instead of the full model", "request more memory for the job (--mem)"),
     "host-memory": (
-        "more memory for the job (--mem), or fewer ranks on the host",
-        "fewer DataLoader workers; less offload",
+        "request more memory for the job (--mem), or start fewer ranks on the host",
+        "use fewer DataLoader workers, or offload less",
     ),
 }

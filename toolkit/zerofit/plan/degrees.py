@@ -101,7 +101,7 @@ def degree_problem(
             return Problem(kind="degree-ranks", message=message, hint=hint, where="--gpus, --nodes")
         name, degree = _named(degrees)
         fitting = [d for d in divisors(cluster.ranks) if d > 1 and _model_takes(degrees, d, profile)] or [1]
-        message, hint = f"{name} {degree} does not divide {cluster.ranks} ranks", f"degrees that do: {_list(fitting)}"
+        message, hint = f"{name} {degree} does not divide {cluster.ranks} ranks", f"possible degrees: {_list(fitting)}"
         return Problem(kind="degree-ranks", message=message, hint=hint, where=name)
     if degrees.tp > 1 and profile.trained < profile.parameters:
         message = f"--tensor-parallel {degrees.tp}: DeepSpeed's AutoTP loses adapters and trains frozen layers"
@@ -131,11 +131,13 @@ def _experts_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Pr
     if profile.model_type not in EXPERT_TYPES or profile.experts is None or profile.trained < profile.parameters:
         what = "a part of" if profile.trained < profile.parameters else "experts of"
         message = f"{name}: zerofit does not support DeepSpeed's AutoEP for {what} {profile.model}"
-        return Problem(kind="expert-parallel-model", message=message, hint=f"model types: {', '.join(EXPERT_TYPES)}")
+        return Problem(
+            kind="expert-parallel-model", message=message, hint=f"supported model types: {', '.join(EXPERT_TYPES)}"
+        )
     for count, what in ((profile.experts, "experts of a layer"), (ranks, "data and sequence parallel ranks")):
         if count % degrees.ep:
             fitting = [d for d in divisors(profile.experts) if ranks % d == 0]
-            message, hint = f"{name} does not divide the {count} {what}", f"degrees that do: {_list(fitting)}"
+            message, hint = f"{name} does not divide the {count} {what}", f"possible degrees: {_list(fitting)}"
             return Problem(kind="expert-parallel-degree", message=message, hint=hint, where="--expert-parallel")
     return None
 
@@ -179,20 +181,22 @@ def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: 
     if profile.attention_heads is None or profile.model_type not in types:
         what = "DeepSpeed's AutoTP" if degrees.tp > 1 else "Ulysses attention"
         message = f"{name} {degree}: zerofit does not support {what} for {profile.model_type or profile.model}"
-        return Problem(kind=f"{kind}-model", message=message, hint=f"model types: {', '.join(types)}", where=name)
+        return Problem(
+            kind=f"{kind}-model", message=message, hint=f"supported model types: {', '.join(types)}", where=name
+        )
     sharers = whole.tp if degrees.sp > 1 else 1
     heads = profile.attention_heads, profile.kv_heads
     undivided = _undivided(Degrees(tp=degrees.tp * sharers, sp=degrees.sp), heads)
     for count, what, bad in zip(heads, ("attention heads", "key-value heads"), undivided, strict=True):
         if bad:
-            hint = f"degrees that do: {_list(_taken(degrees, profile, sharers))}"
+            hint = f"possible degrees: {_list(_taken(degrees, profile, sharers))}"
             beside = f" with --tensor-parallel {sharers}" if sharers > 1 else ""
             message = f"{name} {degree}{beside} does not divide the {count} {what} of {profile.model}"
             return Problem(kind=f"{kind}-heads", message=message, hint=hint, where=name)
     if degrees.tp > 1 and cluster.gpus % degree:
         fitting = [d for d in _taken(degrees, profile) if cluster.gpus % d == 0]
         message = f"{name} {degree} does not stay within nodes of {cluster.gpus} ranks"
-        return Problem(kind="tensor-parallel-node", message=message, hint=f"degrees that do: {_list(fitting)}")
+        return Problem(kind="tensor-parallel-node", message=message, hint=f"possible degrees: {_list(fitting)}")
     if degrees.sp > 1 and profile.seq_len and profile.seq_len % degree:
         message = f"{name} {degree} does not divide {profile.seq_len} tokens"
         hint = f"use --seq-len {profile.seq_len // degree * degree or degree}"

@@ -79,7 +79,10 @@ class RankGuard:
             self._socket = self._connect()
             code = self._watch(self._socket)
         except ConnectionLost as lost:
-            print(f"guard of rank {self._rank}: lost the supervising command ({lost})", file=sys.stderr)
+            print(
+                f"guard of rank {self._rank}: lost the connection to the command that supervises it ({lost})",
+                file=sys.stderr,
+            )
             dump_stacks(self._process.pid, self._stacks)
         finally:
             self._end_rank()

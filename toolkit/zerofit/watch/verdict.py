@@ -123,7 +123,7 @@ def _vanished(states: Sequence[RankState], now: float) -> FailureVerdict | None:
         message = f"all ranks on {host} disappeared at once ({_ranks(lost)}), in {lost[0].where}"
         hint = f"their launcher was killed, or {host} went down: check {host}'s system log"
     else:
-        message = f"{lost[0].name} and its guard disappeared, in {lost[0].where}"
+        message = f"{lost[0].name} and its guard process disappeared, in {lost[0].where}"
         hint = f"both were killed; check {host}'s kernel log (dmesg)"
     return _verdict("vanished", message, hint, lost, now)
 

@@ -109,7 +109,7 @@ class ComparisonSetup:
         """Raise UserError if 1, 2, 4, ... ranks, up to the job's number, cannot split the batch evenly."""
         for count in rank_counts(job.ranks):
             if job.global_batch % count:
-                message = f"--global-batch {job.global_batch} cannot be split evenly over {count} of the ranks"
+                message = f"--global-batch {job.global_batch} cannot be split evenly over {count} ranks"
                 hint = f"use a multiple of {count} and of {job.ranks}"
                 self.problems.add("batch-size", message, hint, "--global-batch")
         self.problems.raise_if_any()

@@ -256,9 +256,11 @@ def _nothing_fits(model: str, search: FitSearch) -> Problem:
     worst = search.seen.get(leanest)
     if search.most_bytes < math.inf:
         taken, wanted = search.most_bytes / LEANER, worst.reserved_bytes if worst else leanest.memory.peak_bytes
-        because = f"a rank that reserves {shown_bytes(taken)} ran out of memory, this one needs {shown_bytes(wanted)}"
+        because = (
+            f"a rank that reserves {shown_bytes(taken)} ran out of memory; this layout needs {shown_bytes(wanted)}"
+        )
     else:
         fit = check_fit(leanest.memory, leanest.layout, search.free)
         because = worst.because if worst else explain(leanest.memory, fit)
-    message = f"none of {count} of {model} fits; the smallest, {leanest}: {because}"
+    message = f"none of {count} of {model} fits; the smallest is {leanest}: {because}"
     return Problem(kind=DOES_NOT_FIT, message=message, hint=HINT)

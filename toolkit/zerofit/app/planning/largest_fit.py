@@ -73,7 +73,7 @@ class LargestFit:
             return f"no {self.what} fits"
         words = f"largest {self.what}: {self.value}"
         if self.layer is not None:
-            words += f" (the model has {self.now} of {self.layer})"
+            words += f" (the model has {self.now} layers of the kind {self.layer})"
         if not self.bounded:
             return f"{words}; {self.value + self.step} does not fit"
         return f"{words}, the model's limit" if self.limit else f"{words}; larger values were not tried"
