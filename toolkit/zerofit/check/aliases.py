@@ -18,13 +18,13 @@ OFFLOAD_FLAGS = ("cpu_offload", "cpu_offload_param")  # keys with true or false 
 
 @dataclass(frozen=True, kw_only=True)
 class Aliases:
-    """A configuration with documented names, and the name that the file uses for each."""
+    """A configuration with documented names, and the file's own path for each key that has another name there."""
 
     config: Mapping[str, Any]
     written: Mapping[str, str] = field(default_factory=dict)  # documented path -> path in the file
 
     def in_file(self, path: str) -> str:
-        """Return the path in the file of a documented key."""
+        """Return the path that the file uses for a documented path."""
         head = next((p for p in _heads(path) if p in self.written), None)
         if head is None:
             return path
@@ -32,7 +32,7 @@ class Aliases:
         return self.written[head] if flag else self.written[head] + path[len(head) :]
 
     def documented(self, path: str) -> str:
-        """Return the documented path of a path in the file."""
+        """Return the documented path for a path that the file uses."""
         names = {written: name for name, written in self.written.items()}
         head = next((p for p in _heads(path) if p in names), None)
         return path if head is None else names[head] + path[len(head) :]
@@ -72,9 +72,9 @@ def documented_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def corrected(config: Mapping[str, Any], findings: Iterable[Finding]) -> Aliases:
-    """Return the configuration that the user means: with the edits of findings about single keys.
+    """Return the configuration that the user most likely means: errors in single keys are corrected.
 
-    Errors such as `"enabled": "true"`, `"stage": "3"` or a misspelled section would hide other faults from the rules.
+    Without this, `"enabled": "true"`, `"stage": "3"` or a misspelled section would hide other faults from the rules.
     """
     meant = deepcopy(dict(config))
     written: dict[str, str] = {}
@@ -105,7 +105,7 @@ def _resolved(
 ) -> dict[str, Any]:
     """Return a section with documented names.
 
-    The prefixes are the section's path in the file and its documented path.
+    `prefix` is the section's path in the file, `documented_prefix` its documented path. `written` gets the new names.
     """
     found: dict[str, Any] = {}
     for key, value in config.items():

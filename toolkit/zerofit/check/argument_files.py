@@ -84,7 +84,7 @@ def read_argument_file(file: str, text: str, *, accelerate: bool) -> ArgumentFil
 
 
 def of_mapping(values: Mapping[str, Any], *, accelerate: bool) -> ArgumentFile:
-    """Return an argument file of values that do not come from a file."""
+    """Return values from Python as an `ArgumentFile`; all of them get line 1."""
     given = {key: GivenValue(value=_plain(value), line=1) for key, value in leaves(values)}
     return ArgumentFile(
         file="accelerate_config" if accelerate else "training_args",
@@ -119,7 +119,7 @@ def _of_script(file: str, text: str) -> ArgumentFile:
 
 
 def _one_thread(file: str, words: list[Word], values: Mapping[str, GivenValue]) -> str | None:
-    """Return a launcher that starts several ranks on a host with one thread each, and its place."""
+    """Return name and place of a launcher that gives each of several ranks one thread; None for other commands."""
     for word in takewhile(lambda word: not word.text.endswith(".py"), words):
         name = word.text.rpartition("/")[2]
         if name in ONE_THREAD:

@@ -40,7 +40,7 @@ class Catalog:
 
     @cached_property
     def places(self) -> dict[str, list[str]]:
-        """The dotted paths of keys, by the last part of the key, without old names and aliases."""
+        """The dotted paths of all documented keys, by the last part of the path."""
         found: dict[str, list[str]] = {}
         for path in sorted(_paths(self.schema)):
             if path not in self.deprecated:
@@ -90,7 +90,7 @@ def read_data(name: str) -> Any:
 
 @cache
 def names(kind: str) -> Mapping[str, str]:
-    """Return the meanings of the names in one section of data/names.yaml."""
+    """Return one section of data/names.yaml: names, and what each name means or what to use instead."""
     return _all_names()[kind]
 
 

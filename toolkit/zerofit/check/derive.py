@@ -50,7 +50,7 @@ class RecordingDict(dict):
         self._path, self._reading, self._children = path, reading, {}
 
     def _note(self, key: Any, default: Any = None) -> str | None:
-        """Return the path of a key that is a section, else None."""
+        """Record the lookup of a key. Return the key's path if it is a section, else None."""
         path = f"{self._path}.{key}" if self._path else str(key)
         if default is not None or path not in self._reading.defaults:
             self._reading.defaults[path] = dict(default) if isinstance(default, dict) else default  # it changes
@@ -83,9 +83,9 @@ class RecordingDict(dict):
         return self.get(key, default)
 
     def keys(self) -> Any:
-        """Return an object for the keys that supports `in`.
+        """Return the keys as an object that supports `in`.
 
-        If `**` iterates over it, all keys go to a pydantic class.
+        If `**` iterates over this object, DeepSpeed passes all keys to a pydantic class.
         """
         return _Keys(self)
 
@@ -192,7 +192,7 @@ def derive() -> dict[str, Any]:
 
 
 def _explored() -> SchemaReading:
-    """Read repeatedly, each time with one more key as a section, until no new section is found."""
+    """Read the configuration repeatedly, each time with one more key as a section, until no new section is found."""
     # DeepSpeed looks up the keys of a section only if the section exists. A key without a default, or with false, may
     # be a section: try it, and keep it if the reader then looks up keys in it.
     sections: set[str] = set()
@@ -320,8 +320,10 @@ def _inlined(schema: Schema) -> Schema:
 
 
 def _optimizers() -> dict[str, dict[str, list[str]]]:
-    """Return name -> variant -> parameters of its constructor. DeepSpeed's names are in lower case, torch's names
-    unchanged."""
+    """Return the constructor parameters of each variant of each optimizer.
+
+    DeepSpeed's optimizers have names in lower case; torch's optimizers keep their names.
+    """
     import torch
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -352,7 +354,7 @@ def _optimizers() -> dict[str, dict[str, list[str]]]:
 
 
 def _schedulers() -> dict[str, dict[str, list[str]]]:
-    """Return name -> `required` and `optional` parameters: DeepSpeed's own classes, then torch's classes."""
+    """Return the `required` and `optional` parameters of each scheduler: DeepSpeed's schedulers, then torch's."""
     import torch
     from deepspeed.runtime import lr_schedules
 

@@ -37,7 +37,7 @@ class Document:
 
     @property
     def editable(self) -> bool:
-        """Whether the text can be edited in place. HJSON cannot, and YAML only if it is written with braces."""
+        """Whether the text can be edited in place. HJSON, and YAML without braces, cannot."""
         return self.places is None and (not self.yaml or self.text[self.root.place.start :].startswith("{"))
 
     def reread(self, text: str) -> Document:
@@ -45,7 +45,7 @@ class Document:
         return parse_yaml(text) if self.yaml else parse(text)
 
     def member(self, path: str) -> ObjectMember | None:
-        """Return the member at a dotted path (the last member if keys are duplicates), or None."""
+        """Return the member at a dotted path, or None. Of duplicate keys the last one counts."""
         found = None
         value = self.root
         for key in path.split("."):
@@ -105,7 +105,7 @@ def parse_yaml(text: str) -> Document:
 
 
 def _of_node(tree: YamlTree, node: yaml.Node) -> ParsedValue:
-    """Return a node with its parts.
+    """Convert a YAML node and the nodes in it to a `ParsedValue`.
 
     Keys become strings, and so do values that JSON does not support (dates, infinity).
     """

@@ -41,7 +41,7 @@ class Renaming:
 
 @dataclass(frozen=True)
 class Move:
-    """Move the value at a dotted path to another path, unless that exists."""
+    """Move the value at a dotted path to another path, unless the other path exists."""
 
     path: str
     to: str
@@ -71,7 +71,7 @@ def apply(document: Document, edits: Iterable[Edit]) -> str:
 
 
 def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the outermost spans, last first, so removing one does not shift the others."""
+    """Return the outermost spans, the last span first, so that removing a span does not shift the others."""
     kept: list[tuple[int, int]] = []
     for start, end in sorted(set(spans)):
         if not kept or start >= kept[-1][1]:

@@ -52,7 +52,7 @@ class EffectiveConfig:
     findings: tuple[Finding, ...] = ()
 
     def in_file(self, finding: Finding) -> Finding:
-        """Return a finding with the file's names; for an "auto", with the source of its value."""
+        """Return a finding with the file's names. If the finding is about an "auto", add the source of the value."""
         written = self.aliases.finding_in_file(finding)
         if self.meant.in_file(written.path) != written.path:  # edits use the key's correct name
             written = replace(self.meant.finding_in_file(written), edits=())
@@ -108,7 +108,7 @@ def _fill(config: dict[str, Any], filled: dict[str, RequestedValue], setting: Ta
 
 
 def _same(value: Any, requested: Any) -> bool:
-    """Return whether a JSON value equals the requested one. A string never differs from a number."""
+    """Return whether a JSON value equals a requested value; a string and a number are never called different."""
     if isinstance(requested, tuple):
         return str(value).lower() in requested
     if isinstance(value, str) or isinstance(requested, str):

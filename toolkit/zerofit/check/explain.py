@@ -76,7 +76,7 @@ def _row(
 
 
 def _unread(section: str, path: str, config: Mapping[str, Any]) -> str | None:
-    """Return why DeepSpeed ignores a key: the key's section is off, or also exists under its documented name."""
+    """Return why DeepSpeed ignores a key: its section is off, or the file also has the section's new name."""
     known = catalog()
     parent, _, key = section.rpartition(".")
     prefix = f"{parent}." if parent else ""
@@ -91,6 +91,6 @@ def _unread(section: str, path: str, config: Mapping[str, Any]) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """Return a value as at most 24 characters."""
+    """Return a value as text of at most 24 characters."""
     text = json.dumps(value)
     return text if len(text) <= 24 else f"{text[:21]}..."

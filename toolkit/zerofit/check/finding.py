@@ -74,7 +74,7 @@ def unknown_parameter(
 
 
 def plainly(word: str, name: str, synonyms: Mapping[str, str] | None = None) -> bool:
-    """Return whether a wrong name clearly means this one: a synonym, or a typo of one or two letters."""
+    """Return whether the wrong name `word` clearly means `name`: a synonym, or a typo of one or two letters."""
     bare, meant = (w.lower().replace("_", "").replace("-", "") for w in (word, name))
     known = (synonyms or {}).get(word.lower()) == name
     return bare == meant or known or difflib.SequenceMatcher(None, bare, meant).ratio() >= SLIP

@@ -95,7 +95,7 @@ def _of_unknown(parent: str, catalog: Catalog) -> str:
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value (a section or a flag) switches nothing on."""
+    """Return whether the value of a section or a flag switches nothing on."""
     if isinstance(value, Mapping):
         switched = value.get("enabled")
         return switched is False or (switched is None and all(is_off(v) for v in value.values() if _switches(v)))
@@ -168,7 +168,7 @@ def _own(path: str, elsewhere: Sequence[str]) -> Finding:
 
 
 def _places(path: str, key: str, value: Any, c: CheckSubject) -> list[str]:
-    """Return the sections where a key may belong; for a name in many sections (`enabled`), only its own section."""
+    """Return the paths where a key may belong; for a name in many sections (`enabled`), only paths in the same one."""
     places = c.catalog.places.get(key, [])
     generic = len(places) > NAMED or (len(places) > 1 and "_" not in key)
     section = path.partition(".")[0]
@@ -180,7 +180,8 @@ def _places(path: str, key: str, value: Any, c: CheckSubject) -> list[str]:
 def _is_certain(path: str, place: str, value: Any, c: CheckSubject) -> bool:
     """Return whether an unknown key clearly belongs at `place`, in its own section or in another section of the file.
 
-    It is not clear if that section is missing, or if the key is a single word at the top level: a program may read it.
+    A key whose section the file lacks does not clearly belong there. Neither does a single word at the top level, since
+    another program may read that key.
     """
     parent, target = path.rpartition(".")[0], place.rpartition(".")[0]
     if isinstance(value, Mapping):
@@ -191,7 +192,7 @@ def _is_certain(path: str, place: str, value: Any, c: CheckSubject) -> bool:
 
 
 def _may_be_meant(value: Any, schema: Schema) -> bool:
-    """Return whether a value is possible for a key: an object for a section, else a value that the key allows."""
+    """Return whether a key may have this value: an object for a section, else a value that the schema allows."""
     if "properties" in schema:
         return isinstance(value, Mapping)
     return not isinstance(value, Mapping) and (value == "auto" or isinstance(value, str) or _fits(value, schema))
@@ -270,7 +271,7 @@ def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) 
 def _plainly_fits(value: Any, schema: Schema) -> bool:
     """Return whether a scalar has the type that a simple schema requires.
 
-    A file without faults then needs no import of jsonschema, which takes a tenth of the command's time.
+    So a file without faults needs no import of jsonschema, which takes a tenth of the command's time.
     """
     if schema.keys() - {"type", "enum", "minimum", "exclusiveMinimum", "default", "description", "deprecated"}:
         return False
@@ -335,7 +336,7 @@ def _is_integer(schema: Schema) -> bool:
 
 
 def _fraction(path: str, value: float, schema: Schema) -> Finding:
-    """Return the finding about a number with a decimal point, or a number that is too large, for an integer."""
+    """Return the finding about an integer key whose number has a decimal point or is too large."""
     clear = value.is_integer() and abs(value) < MOST_INTEGER
     return Finding(
         code="out-of-range" if abs(value) >= MOST_INTEGER else "wrong-type",
@@ -348,7 +349,7 @@ def _fraction(path: str, value: float, schema: Schema) -> Finding:
 
 
 def _reading_of_flag(path: str, value: Any, shown: str, strict: bool) -> str:
-    """Return what DeepSpeed does with a value that is not true or false, for a key that is."""
+    """Return what DeepSpeed does if the value of a boolean key is neither true nor false."""
     if strict and (value in (0, 1) or str(value).lower() in FLAG_WORDS):
         return "DeepSpeed converts it, but other readers of the file treat any string as true"
     if strict or path.startswith(TYPED) or (path in SUMMED and not isinstance(value, int)):
@@ -357,7 +358,7 @@ def _reading_of_flag(path: str, value: Any, shown: str, strict: bool) -> str:
 
 
 def _flag(value: Any) -> bool | None:
-    """Return the boolean that a word or number means, or None if that is not clear."""
+    """Return the boolean that a word or number means, or None if the meaning is not clear."""
     word = str(value).lower()
     if word in FLAG_WORDS:
         return FLAG_WORDS[word]

@@ -38,7 +38,7 @@ class Reader:
     note: str = ""  # difference to plain DeepSpeed or to the merged file
 
     def sentences(self) -> list[str]:
-        """Return the reader, and what other programs do with the file."""
+        """Return a sentence about the reader, and one about what other programs do with the file."""
         guess = f", because {self.why}; use --for NAME if another program reads it" if self.why else ""
         return [f"read as a file for {SPOKEN[self.name]}{guess}", *([self.note] if self.note else [])]
 
@@ -61,7 +61,7 @@ def guess(config: Any, *, yaml: bool = False) -> Reader:
 
 
 def _left_to_trainer(config: Mapping[str, Any]) -> str:
-    """Return what plain DeepSpeed does with each "auto" that the Trainer fills; "" if there is none."""
+    """Return what plain DeepSpeed does with each "auto" that the Trainer fills; "" if the file has no such "auto"."""
     left = [path for path in autos(config) if path in filled_by()]
     stops = [path for path in left if path.rpartition(".")[0] not in catalog().strict]
     named = ", ".join(stops[:NAMED]) + ", ..." * (len(stops) > NAMED)

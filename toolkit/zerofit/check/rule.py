@@ -73,7 +73,7 @@ class Rule:
 
 
 class _Names(dict[str, Any]):
-    """The values of names in a rule's expressions, computed only if an expression uses them."""
+    """The values of names in a rule's expressions. A value is computed when an expression uses its name."""
 
     def __init__(self, subject: CheckSubject, path: str):
         super().__init__(path=path)
@@ -110,7 +110,7 @@ def _compiled(expression: str) -> CodeType:
 
 @dataclass(frozen=True, kw_only=True)
 class DefaultNote:
-    """A default of DeepSpeed that may surprise, and the default of older releases; see data/defaults.yaml."""
+    """A default of DeepSpeed that may surprise users, and the default of older releases; see data/defaults.yaml."""
 
     key: str
     when: str = "True"

@@ -60,7 +60,7 @@ class ObjectMember:
 
 
 class SyntaxFault(Exception):
-    """Raised if the text is not valid JSON (or YAML), with the place and what was expected there."""
+    """Raised if a text is not valid JSON or YAML; has the place and what was expected there."""
 
     def __init__(self, message: str, line: int, column: int, *, final: bool = False, notation: str = "JSON"):
         super().__init__(message)
@@ -156,7 +156,7 @@ class Scanner:
         return items
 
     def _next(self, closing: str) -> str:
-        """Skip the comma after a part, and record a trailing comma. Return the next character."""
+        """Skip the comma after a part of a list or object, and record a trailing comma. Return the next character."""
         sign = self._skip()
         if sign == closing:
             return sign

@@ -31,7 +31,7 @@ class GivenArgument:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedValue(GivenArgument):
-    """A value (or a tuple of equivalent words, in lower case) that an argument sets for a key of the JSON."""
+    """The value that an argument sets for a key of the JSON; a tuple has equivalent words in lower case."""
 
     path: str
     compared: bool = True  # compare it with the JSON's value; else it only replaces "auto"
@@ -42,7 +42,7 @@ class RequestedValue(GivenArgument):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetHardware:
-    """The hardware and the program that the JSON is for; None if unknown."""
+    """The hardware and the program that the JSON is for. A field is None if its value is unknown."""
 
     ranks: int | None = None
     pipeline: int | None = None  # number of stages; a DeepSpeed JSON does not contain it
@@ -59,12 +59,12 @@ class TargetHardware:
 
 
 class UnclearValue(Exception):
-    """Raised if a condition depends on a value that DeepSpeed does not allow, so the condition is unknown."""
+    """Raised if a condition cannot be decided, because it depends on a value that DeepSpeed does not allow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckSubject:
-    """A configuration with its target. Getters raise UnclearValue for a wrong value without a clear meaning."""
+    """A configuration and what it is for. Getters raise UnclearValue for a wrong value without a clear meaning."""
 
     config: Mapping[str, Any]
     catalog: Catalog

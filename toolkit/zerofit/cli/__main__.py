@@ -1,4 +1,4 @@
-"""`python -m zerofit.cli` is the `zerofit` command."""
+"""Run the `zerofit` command as `python -m zerofit.cli`."""
 
 from __future__ import annotations
 

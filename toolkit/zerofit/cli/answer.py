@@ -1,4 +1,4 @@
-"""Print answers and errors of commands, with --json as the last line, and set exit codes 0, 1, 2, 3, 70, 75, 130."""
+"""Print answers and errors of commands (with --json on the last line), and exit with 0, 1, 2, 3, 70, 75 or 130."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ R = TypeVar("R", bound="Result | dict[str, Any]")
 # Every command ends here: its function returns a result, printed as one line of JSON or lines for people, or raises an
 # error, which becomes messages and an exit code. Scripts rely on both, so no command exits in another way.
 def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], interrupted: str = "") -> R:
-    """Call a command's function and print its answer. Errors end the process with their exit code.
+    """Call `work`, the function of a command, and print its answer. Errors end the process with their exit code.
 
-    `interrupted`: a hint that is printed after Ctrl-C, for commands without checkpoints.
+    `interrupted` is the hint to print after Ctrl-C, for commands without checkpoints.
     """
     with _stoppable():
         try:
@@ -79,7 +79,7 @@ def problems_of(error: Exception) -> list[Problem]:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Handle SIGTERM, SIGUSR1 and a closed terminal like Ctrl-C within the block."""
+    """Within the block, handle SIGTERM, SIGUSR1 and a closed terminal like Ctrl-C."""
     # default_int_handler raises KeyboardInterrupt in the main thread, so that all blocks with cleanup run
     former = {number: signal.signal(number, signal.default_int_handler) for number in stop_requests()}
     try:
@@ -92,7 +92,7 @@ def _stoppable() -> Iterator[None]:
 def fail_internally(error: Exception, as_json: bool) -> NoReturn:
     """Exit with code 70 for a bug in zerofit, and name the file with the traceback.
 
-    A missing package of an extra, or a path that the system refuses, is bad input (code 2).
+    Exit with code 2 (bad input) for a missing package of an extra, and for a path that the system refuses.
     """
     if missing := missing_extra(error):
         fail([missing], BAD_INPUT, as_json)
@@ -110,7 +110,7 @@ REFUSED = ("ENAMETOOLONG", "ENOTDIR", "EISDIR", "ELOOP", "EACCES", "EPERM", "ERO
 
 
 def _of_path(error: Exception) -> str:
-    """Return the system's message about a path that it refuses, or "" for other errors."""
+    """Return the system's message if the error is about a path that the system refuses, else ""."""
     if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in REFUSED and error.filename is not None:
         return f"cannot use {os.fsdecode(error.filename)}: {error.strerror}"
     return "a path has a NUL byte" if isinstance(error, ValueError) and "embedded null byte" in str(error) else ""
@@ -133,7 +133,7 @@ def _write_traceback(error: Exception) -> Path:
 
 
 def fail(problems: list[Problem], code: int, as_json: bool) -> NoReturn:
-    """Print problems to standard error, and with --json as the last line of standard output, and exit."""
+    """Print problems to standard error (with --json also on the last line of standard output), and exit."""
     for _, alike in groupby(problems, lambda p: (p.kind, p.hint, p.message.replace(p.where, ""))):
         problem, *others = alike
         # a requested stop is not an error

@@ -1,4 +1,4 @@
-"""`zerofit check` and `zerofit schema`: a DeepSpeed JSON checked, fixed, explained, resolved."""
+"""`zerofit check` and `zerofit schema`: check, fix, explain and resolve a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CLEAN, WARNINGS, ERRORS = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """The findings, and the output that the flags request."""
+    """The findings about one file, and the output that the flags request."""
 
     result: CheckResult
     explained: list[KeyRow] | None = None
@@ -84,7 +84,7 @@ class CheckReports:
         return WARNINGS if any(result.findings for result in checked) else CLEAN
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON for `--json`."""
+        """Return the object that `--json` prints."""
         files = [report.to_dict() for report in self.reports]
         return {"files": files} if self.several else files[0]
 
@@ -116,7 +116,7 @@ def check(
     """Find all faults in a DeepSpeed JSON before a run starts.
 
     FILES are paths, folders (every DeepSpeed JSON in them), - for standard input, or names of bundled files.
-    Exit code 0: clean, 1: warnings under --strict, 2: errors.
+    Exit code 0: no errors, 1: warnings (with --strict), 2: errors.
     """
     from zerofit.app.checking import check as run_check
     from zerofit.app.checking import find_files
@@ -237,7 +237,7 @@ def _show(report: CheckReport | UnreadFile, show_all: bool, several: bool) -> No
 
 
 def _show_explained(report: CheckReport) -> None:
-    """Print what each key does; to standard error if the resolved JSON goes to standard output."""
+    """Print what each key does. If the resolved JSON goes to standard output, print it to standard error."""
     from zerofit.check.explain import shown
 
     console = err() if report.resolved else out()

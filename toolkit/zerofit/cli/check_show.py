@@ -52,7 +52,7 @@ def show_findings(result: CheckResult, show_all: bool, on_stderr: bool) -> None:
 
 
 def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
-    """Return the findings grouped: equal findings at several places are in one group."""
+    """Return the findings in groups with the same code, effect and severity."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.code, finding.why, finding.severity), []).append(finding)
@@ -74,7 +74,7 @@ def _without_key(finding: Finding) -> str:
 
 
 def _others(group: Sequence[Finding], most: int) -> Iterator[str]:
-    """Yield the other places of a finding; in one line if the places differ only in the key."""
+    """Yield the places of a group after the first, in one line if the findings differ only in the key."""
     others, unlisted = group[1:most], len(group[most:])
     if others and len({_without_key(finding) for finding in group[:most]}) == 1:
         rest = f", and at {unlisted} more places" if unlisted else ""
@@ -86,7 +86,7 @@ def _others(group: Sequence[Finding], most: int) -> Iterator[str]:
 
 
 def github(results: Iterable[CheckResult | UnreadFile]) -> str:
-    """Return a workflow command for each finding; GitHub shows it at the changed line."""
+    """Return a workflow command for each finding, which GitHub shows at the changed line."""
     return "\n".join(
         workflow_command(severity, text, file=file, line=line, col=column, title=f"zerofit {code}")
         for severity, file, line, column, code, text in _rows(results)

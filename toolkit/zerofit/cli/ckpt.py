@@ -1,4 +1,4 @@
-"""`zerofit ckpt`: checkpoints listed, verified, compared, converted and exported."""
+"""`zerofit ckpt`: list, verify, compare, convert and export checkpoints."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ FORMATS = tuple(LOADING)
 def ckpt() -> None:
     """List, check, compare, convert and export checkpoints.
 
-    PATH is a checkpoint's folder (checkpoints/step-...), or a run's folder, for its newest complete checkpoint. PATH
-    can also be a checkpoint of DeepSpeed, HF Trainer, Accelerate, Lightning, PyTorch DCP or FSDP, or a state dict.
+    PATH is a checkpoint's folder (checkpoints/step-...), or a run's folder: then its newest complete checkpoint is
+    used. PATH can also be a checkpoint of DeepSpeed, HF Trainer, Accelerate, Lightning, PyTorch DCP or FSDP, or a
+    state dict.
     """
 
 
@@ -122,7 +123,9 @@ def convert(path: Path, out: Path, as_json: bool, **options: Any) -> None:
 
     deepspeed: DeepSpeed on --ranks at --stage, without further settings.
 
-    dcp: FSDP2 and other programs that use torch.distributed.checkpoint. hf: weights only, as export writes them.
+    dcp: FSDP2 and other programs that use torch.distributed.checkpoint.
+
+    hf: only the weights, in the form that `ckpt export` writes.
     """
     _answer(path, lambda saved, on_event: saved.convert(out, on_event=on_event, **options), as_json, show_converted)
 
@@ -143,7 +146,7 @@ def convert(path: Path, out: Path, as_json: bool, **options: Any) -> None:
 def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
     """Write the model of a checkpoint as a Hugging Face folder.
 
-    Models that are not from transformers become one safetensors file.
+    A model that is not from transformers becomes one safetensors file.
 
     Adapters (--lora) are written as a peft folder. With --merge, PATH may also be a peft folder.
     """
@@ -278,7 +281,7 @@ def show_export(result: ExportResult) -> None:
 
 
 def show_difference(result: CheckpointDiff) -> None:
-    """Print whether both are equal, differences of names and shapes, and the tensors that differ most."""
+    """Print whether both checkpoints are equal, which names and shapes differ, and which tensors differ most."""
     console, apart = out(), result.apart
     same, compared = len(result.rows) - len(apart), len(result.rows)
     words = f"{same} of {compared} tensors are the same bit for bit"

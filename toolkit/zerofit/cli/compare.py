@@ -1,4 +1,4 @@
-"""`zerofit compare`: measure ways to train in parallel, batch sizes and numbers of ranks on the same work."""
+"""`zerofit compare`: measure strategies, batch sizes and numbers of ranks with the same model and data."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def _finish(context: click.Context, parameter: click.Parameter, value: str | Non
 @step_options
 @common_options
 def strategies(model: str, as_json: bool, **options: Any) -> None:
-    """Train MODEL in every classic way on the same samples, and compare speed, memory, traffic and weights.
+    """Train MODEL with each strategy on the same samples, and compare speed, memory, traffic and weights.
 
-    A strategy that fails, or that these devices cannot run, gets a row with the reason. Repeat the command to resume.
+    If a strategy fails, or these devices cannot run it, its row has the reason. Repeat the command to resume.
     """
     from zerofit.app.comparing.comparisons import compare_strategies
 
@@ -183,7 +183,7 @@ def all_experiments(model: str, as_json: bool, **options: Any) -> None:
 
 
 def _taken(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Remove the comparison's own options and return them. The options of its runs remain."""
+    """Remove the options named `names` and return them. The options of a run remain in `options`."""
     return {name: options.pop(name) for name in (*names, "hostfile", "anyway")}
 
 
@@ -199,7 +199,7 @@ def _compare(
 
 
 def show_strategies(result: Comparison[StrategyRow]) -> None:
-    """Print the fastest strategy, a table of all, and the reasons why some differ or did not run."""
+    """Print the fastest strategy, a table of all strategies, and why some differ or did not run."""
     console = out()
     ran = [row for row in result.rows if row.samples_per_s]
     best = max(ran, key=lambda row: row.samples_per_s or 0, default=None)
@@ -224,7 +224,7 @@ def show_strategies(result: Comparison[StrategyRow]) -> None:
 
 
 def show_sizes(result: Comparison[SizeRow]) -> None:
-    """Print the first size, the size above which training gets no faster, all runs, and each size over its seeds."""
+    """Print the batch size that reached the target first, the critical size, all runs, and the median of each size."""
     console, target = out(), f"{result.about['target']:.1%}"
     reached, words = _first(result.summary or (), target, result.about["epochs"])
     print_verdict(console, "FIRST" if reached else "NOT REACHED", words, good=reached)
@@ -262,7 +262,7 @@ def show_scaling(result: Comparison[ScalingRow]) -> None:
 
 
 def _first(summary: Sequence[SizeSummary], target: str, epochs: int) -> tuple[bool, str]:
-    """Return a sentence: which size reached the target first with every seed, if any did."""
+    """Return a sentence about the batch size that reached the target first with every seed."""
     medians = {
         size.batch_size: size.seconds_to_target[0]
         for size in summary

@@ -68,11 +68,11 @@ def fitting_table(
     wraps: str,
     styles: Sequence[str | None] | None = None,
 ) -> Table:
-    """Return a table as wide as the console at most: columns are left out, and no cell is cut.
+    """Return a table that is at most as wide as the console. It has fewer columns, not shortened cells.
 
     Columns are left out in this order: columns that are "-" in all rows, columns that `keep` does not name, then
     columns of `keep` from its end. The first four columns of `keep` stay, except a column of long words. The text of
-    the column `wraps` may take several lines. `styles`: one per row.
+    the column `wraps` may take several lines. `styles` has a style for each row.
     """
     # Problem: a table has more columns than a terminal of 80 columns can show, and rich would cut its cells.
     # 1. Measure each column by its longest cell. The column that may wrap counts at most WRAPPED letters, but never
@@ -138,7 +138,7 @@ def print_verdict(console: Console, verdict: str, text: str, good: bool = True) 
 
 
 def stage_table(console: Console, stages: Sequence[Mapping[str, Any]]) -> Table:
-    """Return which ranks hold which layers of a pipeline."""
+    """Return a table of the pipeline's stages, with their ranks and layers."""
     rows = []
     for row in stages:
         first, last = row["ranks"][0], row["ranks"][-1]
@@ -246,7 +246,7 @@ class EventConsole:
             self.say(text)
 
     def _show_phase(self, text: str) -> None:
-        """Show a phase. Without a terminal, a phase that differs only in its seconds is printed every PHASE_EVERY_S."""
+        """Show a phase. Without a terminal, print a new phase at once, and an old one every PHASE_EVERY_S seconds."""
         # A log file gets a line only for a new phase or after PHASE_EVERY_S: phases report their seconds every second.
         self._update(description=text)
         if not self.live and (_topic(text) != self._phase or time.monotonic() - self._phase_shown_s > PHASE_EVERY_S):
@@ -279,7 +279,7 @@ class EventConsole:
 def answer_watched(
     work: Callable[[EventConsole], R], as_json: bool, show: Callable[[R], None], interrupted: str = ""
 ) -> R:
-    """Do the work while its events are shown, and print its answer."""
+    """Call `work`, show its events meanwhile, and print its answer."""
 
     def watched() -> R:
         with EventConsole() as console:
@@ -329,7 +329,7 @@ class _IfTotal(ProgressColumn):
 
 
 class _Amount(ProgressColumn):
-    """Units done, bytes as MB."""
+    """A column with the units that are done; bytes are shown in MB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ def _amount(n: int, unit: str) -> str:
 
 
 def show_checks(checks: Sequence[Check], hosts: int, console: Console) -> None:
-    """Print the findings, worst first, each with its fix. `hosts`: the number of examined hosts."""
+    """Print the findings, the worst first, with their fixes. `hosts` is the number of examined hosts."""
     groups = _grouped(checks)
     indent = 2 + max((len(f"{same[0].status:4} {same[0].name}") for same in groups), default=0)
     for same in groups:
@@ -373,7 +373,7 @@ def show_checks(checks: Sequence[Check], hosts: int, console: Console) -> None:
 
 
 def _grouped(checks: Sequence[Check]) -> list[list[Check]]:
-    """Group checks with the same finding, worst first, else in their order."""
+    """Group checks with the same finding. The worst groups come first, others keep their order."""
     groups: dict[tuple[str, ...], list[Check]] = {}
     for check in checks:
         groups.setdefault((check.status, check.name, check.value, check.hint), []).append(check)

@@ -57,7 +57,7 @@ def explain(ctx: click.Context, what: str, html: Path | None, as_json: bool, **h
 
 
 def _cluster(ctx: click.Context, what: str, hardware: dict[str, Any]) -> Cluster | None:
-    """Return the hardware of the command, or of a run folder whose run is to be simulated; None without either."""
+    """Return the hardware of the command, or the given hardware for a run folder; None without command and hardware."""
     words = ctx.meta[SCRIPT]
     if words is not None:
         return command_cluster(words, hardware)
@@ -124,7 +124,7 @@ def _memory(result: Explanation) -> Iterator[str]:
 
 
 def _changes(changes: Sequence[Change]) -> Iterator[str]:
-    """Yield the changes that would help; simulated changes with their memory and their cost in speed."""
+    """Yield the changes that would help. A simulated change has its memory and its cost in speed."""
     simulated = [change for change in changes if change.reserved_bytes is not None]
     fitting = [change for change in simulated if change.fits] or simulated
     for change in (fitting or changes)[:CHANGES]:

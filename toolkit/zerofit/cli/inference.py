@@ -1,4 +1,4 @@
-"""`zerofit eval` and `zerofit generate`: use a trained model on GPUs, the CPU or from the disk, wherever it fits."""
+"""`zerofit eval` and `zerofit generate`: use a trained model, with weights on GPUs, in host memory or on the disk."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ placement_options = add_options(  # options for the placement of weights
 def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
     """Evaluate CKPT: a run's folder, one of its checkpoints, an exported model, or any Hugging Face model's folder.
 
-    Prints loss and perplexity for text, loss and accuracy for images (for masks also mean IoU), F1 for labeled text,
-    and ROUGE for texts of an encoder-decoder, on the validation samples of --data (by default its training data).
+    Uses the validation samples of --data (default: the data that the model was trained on). Prints loss and
+    perplexity for text, loss and accuracy for images (for masks also mean IoU), F1 for labeled text, and ROUGE for
+    texts of an encoder-decoder.
 
     Exit code 0: done, 1: the model does not fit into the memory that it may use, 2: bad input.
     """

@@ -134,7 +134,7 @@ def _launch(
 
 
 def _refuse_unused(given: dict[str, Any]) -> None:
-    """Raise UserError for options that cannot be used with a job file."""
+    """Raise UserError if an option was given that cannot be used with a job file."""
     problems = Problems()
     for name in given:
         flag = HOST_FLAGS.get(name, "--" + name.replace("_", "-"))

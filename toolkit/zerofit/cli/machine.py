@@ -148,7 +148,7 @@ def _measure(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
 
 
 def _ranges(kernels: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, float, str]]:
-    """Return for each kind and dtype the slowest and the fastest shape, with the unit."""
+    """Return the slowest and the fastest shape of each kind and dtype, with the unit."""
     rates: dict[tuple[str, str], list[float]] = {}
     for kernel in kernels:
         amount = kernel["flops"] / 1e12 if kernel["flops"] else kernel["moved_bytes"] / 1e9

@@ -48,7 +48,7 @@ COMMANDS = {
 # A command's module is imported when it runs: together they import rich, pydantic and YAML, which takes
 # half a second. `zerofit --help` and completion must answer in 0.2 s, so the lines above repeat the commands' help.
 class Commands(click.Group):
-    """A group that imports a command when it is called, and prints errors as JSON with `--json`."""
+    """A group that imports a command only when the user calls it, and prints errors as JSON with `--json`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return all names."""
@@ -77,7 +77,7 @@ class Commands(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Remember whether the arguments have `--json` and `--no-ssh`."""
+        """Record whether `--json` and `--no-ssh` are among the arguments."""
         ctx.meta["json"], ctx.meta["no_ssh"] = "--json" in args, NO_SSH in args
         return super().parse_args(ctx, args)
 
@@ -129,7 +129,7 @@ def _world(no_ssh: bool) -> World | None:
 
 
 def _act_alone(command: str, context: click.Context) -> None:
-    """Run a command other than `train` only in the first process of a launcher; the others exit."""
+    """Run a command other than `train` only in the first process of a launcher. The other processes exit."""
     world = _world(context.meta["no_ssh"])
     if world is None:
         return

@@ -75,7 +75,7 @@ _PAIRS = re.compile(r"[A-Za-z_][\w.]*=[^,={}\[\]\"']+(,[A-Za-z_][\w.]*=[^,={}\[\
 def _pair(word: str) -> tuple[str, Any]:
     """Return the key and the value of `key=value`; numbers, true, false and null are parsed as JSON.
 
-    A release stays text: 0.10 is not 0.1.
+    The value of a key that ends in `release` stays text, because release 0.10 is not 0.1.
     """
     key, _, value = word.partition("=")
     if key.endswith("release"):
@@ -87,12 +87,12 @@ def _pair(word: str) -> tuple[str, Any]:
 
 
 class CountOrAuto(click.ParamType):
-    """An integer or "auto"; the run checks the number."""
+    """An integer or "auto". `Run` checks whether the number is allowed."""
 
     name = "integer|auto"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Parse it; anything else is a usage error (exit code 2)."""
+        """Parse the value; anything else is a usage error (exit code 2)."""
         if value == AUTO or isinstance(value, int):
             return value
         if not value.isdecimal():
@@ -104,7 +104,7 @@ class Number(click.FloatRange):
     """A finite number within bounds (click would accept nan)."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Parse it; anything but a finite number within the bounds is a usage error (exit code 2)."""
+        """Parse the value; anything but a finite number within the bounds is a usage error (exit code 2)."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)
@@ -165,7 +165,7 @@ def _option(field: str, info: Any) -> Callable[..., Any]:
 
 
 def _switches(field: str, words: Sequence[str], extra: Mapping[str, Any]) -> Decorator:
-    """Return options for a field that is on, off, or one of a few words."""
+    """Return options for a field whose value is true, false, or one of a few words."""
     helps = {True: extra["help"], False: f"switch {switch(field, True)} off", **checkpointing.HELP}
     options = {"type": click.UNPROCESSED, "default": None}
     return add_options(

@@ -1,4 +1,4 @@
-"""`zerofit plan`: which layouts fit, and how fast they are, without a GPU."""
+"""`zerofit plan`: find which layouts fit, and how fast they are, without a GPU."""
 
 from __future__ import annotations
 

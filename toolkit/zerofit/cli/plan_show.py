@@ -1,4 +1,4 @@
-"""What `zerofit plan` prints."""
+"""Print the answer of `zerofit plan`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ MISFIT = ("", "layout", "memory", "margin", "step", "tokens/s", "images/s")
 def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> None:
     """Print how many layouts fit, the fastest layouts, and why others do not fit.
 
-    `mesh`: also print the mesh of ranks of the best layout. `columns`: the columns after the layout; () for as many as
-    fit the console.
+    With `mesh`, also print the mesh of ranks of the best layout. `columns` names the columns after the layout; () shows
+    as many columns as fit the console.
     """
     console, result = out(), plan.result
     word = ("FITS", "bold green") if result.layouts else ("NOTHING FITS", "bold red")
@@ -79,7 +79,7 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
 
 
 def _close(result: PlanResult) -> Iterator[tuple[str, str]]:
-    """Yield the fastest layout that fits only without the margin."""
+    """Yield facts about the fastest layout that fits only without the margin."""
     for row in result.close[:1]:
         room = row.fit.device_available_bytes - row.memory.peak_bytes
         yield "close", f"{row.layout} ({row.step_s:.3g} s/step) is {CLOSE}"
@@ -164,7 +164,7 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
 
 
 def _print_mesh(console: Console, layout: PlannedLayout) -> None:
-    """Print the ranks by pipeline stage, data and sequence rank, tensor ranks together."""
+    """Print the mesh: a line for each pipeline stage, data rank and sequence rank, with its tensor ranks."""
     titles, *rows = mesh_table(Layout(**{axis: getattr(layout, axis) for axis in AXES}))
     table = Table(*titles, box=None, pad_edge=False)
     for row in rows:
@@ -209,7 +209,7 @@ def _terms(shown: Sequence[RankedLayout]) -> str:
 
 
 def _rejected(result: PlanResult, details: bool) -> Iterator[tuple[str, str]]:
-    """Yield each reason with the number of rejected layouts, and what would make the nearest layout fit."""
+    """Yield each reason for rejection with the number of layouts, and what would make the nearest layout fit."""
     for rejection in result.rejections[:LINES] if details else ():
         near = f"{rejection.count:,}; the nearest is {rejection.layout or '-'}: {rejection.message}"
         yield "rejected", f"{near}; {rejection.hint}" if rejection.hint else near
@@ -265,7 +265,7 @@ def _time(seconds: float) -> str:
 
 
 def _lacks(fit: Fit) -> str:
-    """Return how much more memory a layout needs to fit."""
+    """Return how much more memory must be there for a layout to fit."""
     place = "" if fit.exceeded == "device" else f" {fit.exceeded}"
     return f"lacks {shown_bytes(fit.lacking_bytes)}{place}"
 
@@ -311,7 +311,7 @@ def _longest(answer: LargestFit | None) -> str:
 
 
 def _boxes(console: Console, boxes: Sequence[Plan]) -> Table:
-    """Return a row for each kind of machine: its fastest layout, or the changes that would make the model fit."""
+    """Return a table of the machines: the fastest layout of each, or the changes that would make the model fit."""
     rows = []
     for box in boxes:
         cluster, best = box.cluster, box.result.layouts[0] if box.result.layouts else None

@@ -1,4 +1,4 @@
-"""`zerofit replay`: where and why a run's steps stop being finite."""
+"""`zerofit replay`: find where and why a run's loss or gradients stop being finite."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def replay(run: Path, html: Path | None, as_json: bool, **settings: Any) -> None
     """Repeat a run's steps before a loss that is not finite, and name the cause.
 
     The replay starts at the newest checkpoint before the step, with the same samples, weights and random numbers in the
-    same layout. It names the first module, operation and tensor that are not finite, and the cause: a sample, an
+    same layout. It names the module and operation with the first tensor that is not finite, and the cause: a sample, an
     overflow of fp16, the loss scale, the learning rate, a collective or the checkpoint's weights. The replay writes
     only to RUN_FOLDER/replay.
 

@@ -1,4 +1,4 @@
-"""`zerofit report`, and `--html` of other commands: one page that needs no network."""
+"""`zerofit report`, and `--html` of other commands: write one page that needs no network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDINGS = (".html", ".htm")
 @click.option("--out", type=PATH, default="report.html", show_default=True, help="page to write")
 @AS_JSON
 def report(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
-    """Write one page about run folders, and about saved output of plan, tune, simulate, explain and check with --json.
+    """Write one page about run folders and about saved --json output of plan, tune, simulate, explain and check.
 
     Several results are shown side by side, with the settings that differ. The page needs no network.
     """
@@ -55,7 +55,7 @@ def refuse_page(path: Path | None) -> None:
 
 
 def write_page(result: Mapping[str, object], path: Path | None) -> None:
-    """Write the page of a command's result, which is what --json prints; do nothing without --html."""
+    """Write the page about `result`, the object that --json prints. Do nothing if --html was not given."""
     if path:
         from zerofit.report.answers import results_of
         from zerofit.report.report import make_page, with_names

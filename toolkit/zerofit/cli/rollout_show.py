@@ -1,4 +1,4 @@
-"""What `zerofit plan --serve` and `--method` print."""
+"""Print the answers of `zerofit plan --serve` and `--method`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def show_serving(plan: ServingPlan) -> None:
-    """Print whether a model fits in vLLM, what its memory holds, and which settings are safe."""
+    """Print whether a model fits in vLLM, what uses the memory, and which settings are safe."""
     engine, s, console = plan.engine, plan.engine.settings, out()
     where = f"{s.tensor_parallel_size} x {plan.cluster.label} ({shown_bytes(plan.cluster.device.memory_bytes)})"
     verdict = "FITS" if engine.fits else "DOES NOT FIT"
@@ -52,7 +52,7 @@ def _serving(plan: ServingPlan) -> Iterator[tuple[str, str]]:
 
 
 def show_rollouts(plan: RolloutPlan) -> None:
-    """Print whether a method fits, its memory by phase, and the arrangements with their times."""
+    """Print whether a method fits, its memory by phase, and how trainer and vLLM can share the GPUs, with times."""
     best, console = plan.best, out()
     total = shown_bytes(plan.cluster.device.memory_bytes)
     where = f"{plan.cluster.ranks} x {plan.cluster.label} ({total})"

@@ -1,4 +1,4 @@
-"""`zerofit simulate`: the memory of one rank of a run, to the byte, without a GPU."""
+"""`zerofit simulate`: forecast the memory of one rank of a run, to the byte, without a GPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CommandAfterDashes(click.Command):
     """A command that takes another program's command line after `--` (`ctx.meta[SCRIPT]`)."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Split off the words after the first `--` (None without one)."""
+        """Move the arguments after the first `--` into `ctx.meta[SCRIPT]` (None without `--`)."""
         # click would remove the dashes and read the script's own options
         cut = args.index("--") if "--" in args else len(args)
         ctx.meta[SCRIPT] = args[cut + 1 :] if cut < len(args) else None
@@ -194,7 +194,7 @@ def _write_config(result: Simulation, path: Path) -> None:
 
 
 def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:
-    """Return the problem to report if the simulator does not work with the requested releases."""
+    """Return a problem: the simulator does not work with the requested releases."""
     named = " and ".join(f"{name} {version}" for name, version in releases.items())
     reason = str(error).strip().splitlines()[-1]
     hint = "use a later release; docs/scripts.md lists the tested releases"
@@ -203,7 +203,7 @@ def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:
 
 
 def _named(target: str | None, longest: bool) -> str:
-    """Return the model or run file. Raises UserError without one, or with an option for scripts."""
+    """Return the model or run file. Raises UserError if none is given, or if an option for scripts is."""
     if longest:
         hint = "use --seq-len for a run"
         raise UserError(Problem(kind="usage", message="--longest is only for scripts", hint=hint, where="--longest"))
@@ -258,7 +258,7 @@ def _refuse_run_options(ctx: click.Context, problems: Problems) -> None:
 
 
 def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation:
-    """Simulate, and show the answer before the changes, which take longer."""
+    """Simulate a run and show its result, then simulate changes, which takes longer."""
     start = time.perf_counter()
     request, cluster = _read_run(target, options)
     with EventConsole() as console:
@@ -281,7 +281,7 @@ def _with_knobs(result: Simulation, options: dict[str, Any]) -> Simulation:
 
 
 def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simulation:
-    """Show the result; return it with its picture and comparison."""
+    """Show the result. Return it with the path of the picture and the comparison with --baseline."""
     if options["base"] is not None:
         from zerofit.simulate.forecast.baseline import compare_with
 
@@ -319,7 +319,7 @@ def single_cluster(hardware: dict[str, Any]) -> Cluster:
 
 
 def _annotate(result: Simulation) -> None:
-    """On GitHub only: print the memory that a change adds, as an annotation of the changed line."""
+    """On GitHub, print the memory that a change adds as an annotation of the changed line; elsewhere do nothing."""
     compared = result.against
     if compared is None or os.environ.get("GITHUB_ACTIONS") != "true":
         return

@@ -1,4 +1,4 @@
-"""Print the result of `zerofit simulate`: the verdict, one fact per line, changes that fit; `--details` adds tables."""
+"""Print the result of `zerofit simulate`: verdict, facts, and changes that fit. `--details` adds tables."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def show(result: Simulation, details: bool) -> None:
 
 
 def _needs(result: Simulation) -> str:
-    """Return the line with needed and available memory: of the device, or of the host if that is too small."""
+    """Return the line with needed and available memory: of the host if its memory is too small, else of the device."""
     needed, available = _needed(result), result.device_total_bytes
     figures = shown_bytes(needed)
     if result.verdict not in COLORS:
@@ -62,7 +62,7 @@ def _needs(result: Simulation) -> str:
 
 
 def _needed(result: Simulation) -> int:
-    """Return the likely bytes. If they do not fit, return torch's most, and the mean estimate of memory outside it."""
+    """Return the bytes that nvidia-smi would likely show; if the run does not fit, with torch's upper estimate."""
     if result.verdict != NOT:
         return result.smi_bytes
     return result.device_total_bytes - result.margin_bytes - sum(o.high_bytes - o.bytes for o in result.overheads)

@@ -1,6 +1,6 @@
 """Standard output and error of all commands, without escape sequences from data.
 
-Names of folders, configs and messages of libraries can contain escape sequences: they are printed as visible text.
+Names of folders, configs and messages of libraries can contain escape sequences. These are printed as visible text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def style(text: str, **looks: Any) -> str:
 
 
 def write_data(text: str, err: bool = False) -> None:
-    """Write output that is also for programs, such as generated text: unchanged, except to a terminal."""
+    """Write output that programs may read, such as generated text. Only for a terminal, escape control characters."""
     stream = sys.stderr if err else sys.stdout
     stream.write(text if stream.isatty() else SafeText(text))
     stream.flush()
@@ -59,7 +59,7 @@ class SafeStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text; a leading carriage return stays, for libraries' progress bars."""
+        """Write a text. Keep a leading carriage return, which libraries' progress bars need."""
         if not isinstance(text, str):
             raise TypeError(f"expected str, got {type(text).__name__}")
         shown = text

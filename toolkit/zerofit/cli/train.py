@@ -59,8 +59,8 @@ def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: boo
     """Train MODEL on --data, or the run in RUN.yaml (or a run folder's run.json). Options override the file.
 
     With a RUN_FOLDER, or an --output with the same run, training resumes from the newest checkpoint. SIGTERM and
-    SIGUSR1 save a checkpoint and stop with exit code 75. Without arguments, a small Llama is trained on the Python
-    standard library's source code; an unfinished run of this kind in runs/ resumes.
+    SIGUSR1 save a checkpoint and stop with exit code 75. Without arguments, zerofit trains a small Llama on the
+    Python standard library's source code, and resumes an unfinished run of this kind in runs/.
 
     Under deepspeed, torchrun, srun, mpirun or accelerate launch it uses the ranks that the launcher starts.
     """
@@ -93,7 +93,7 @@ def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: boo
 
 
 def _default_job(runs: Path) -> tuple[dict[str, Any], str]:
-    """Return the run for `zerofit train` without arguments, unfinished or new, and a line about an earlier run."""
+    """Return the run for `zerofit train` without arguments (unfinished or new), and a line about the earlier run."""
     own = {name: value for name, value in DEFAULT_JOB.items() if name != "ds_config"}  # a run folder stores its content
     for path in sorted(runs.glob("*/run.json"), key=lambda file: -file.stat().st_mtime):
         folder = RunFolder(path.parent)
@@ -150,7 +150,7 @@ def show(result: TrainingResult) -> None:
 
 
 def _next_commands(result: TrainingResult) -> list[list[str]]:
-    """Return the words of commands that use this run."""
+    """Return commands that use this run, each as a list of arguments."""
     folder, sample = _from_here(result.run_dir), (result.sample or "").split()
     prompt = ["--chat"] if result.conversations else ["--prompt", *sample[:1]]
     generates = sample or result.conversations

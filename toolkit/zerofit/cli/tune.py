@@ -108,7 +108,7 @@ def _figures(trial: Trial) -> dict[str, str]:
 
 
 def _note(trial: Trial) -> str:
-    """Return why a trial has no step time, or that it was cut short; "" for other trials."""
+    """Return why a trial has no step time, or a note that it was cut short; "" for other trials."""
     if trial.measured_step_s is None:
         return trial.reason
     return "cut short" if trial.cut_short else ""

@@ -1,1 +1,1 @@
-"""Explain an out-of-memory error from a log or a memory snapshot. Imports no torch: both are read on any machine."""
+"""Explain an out-of-memory error from a log or a memory snapshot, on any machine: nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""Changes for each cause, those that cost the least speed first, and the command to run if the cause is unknown."""
+"""Changes that help against each cause, the cheapest in speed first, and what to run if the cause is unknown."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DEVICES = {"HIP": r"\bHIP|ROCBLAS|rocblas", "XPU": r"\bXPU|level_zero|_RESULT_E
 
 
 def for_device(text: str, message: str) -> str:
-    """Return advice with the tools of the device that an error message names (default: CUDA's tools)."""
+    """Return the advice `text` with the tools of the device that an error message names (default: CUDA's tools)."""
     device = next((name for name in _TOOLS if re.search(_DEVICES.get(name, rf"\b{name}"), message)), "")
     if not device:
         return text
@@ -55,7 +55,7 @@ def for_device(text: str, message: str) -> str:
 
 
 def changes_for(cause: str, message: str) -> tuple[str, ...]:
-    """Return the changes that make room for a cause, without those that a Mac (one device, one memory) cannot use."""
+    """Return the changes that help against a cause, on a Mac (one device, one memory) without sharding and offload."""
     found = CHANGES.get(cause, ())
     if "MPS backend" in message:  # CUDA has a service of that name
         found = tuple(text for text in found if text not in (_SHARD, _OFFLOAD))

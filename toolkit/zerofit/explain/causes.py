@@ -31,7 +31,7 @@ USUAL_FRAGMENTS = 0.05  # share of reserved memory that is unused in most health
 
 
 def cause_of(evidence: LogEvidence) -> Cause:
-    """Return the cause that the evidence shows; UNKNOWN, with what to run next, if it shows none."""
+    """Return the cause that the evidence shows. If it shows none, return UNKNOWN with what to run next."""
     for rule in _RULES[evidence.shortage.kind]:
         if cause := rule(evidence):
             return cause
@@ -55,7 +55,7 @@ def _single_tensor(evidence: LogEvidence) -> Cause | None:
 
 
 def _other_processes(evidence: LogEvidence) -> Cause | None:
-    """Find other processes on the device: without them, the request would fit."""
+    """Find other processes on the device without which the request would have fit."""
     figures = evidence.shortage.figures
     others = sum(figures.other_bytes)
     if not others or figures.asked_bytes is None or figures.asked_bytes > (figures.free_bytes or 0) + others:
@@ -188,7 +188,7 @@ _IN_PHASE = {
 
 
 def _on_cpu(evidence: LogEvidence) -> Cause | None:
-    """Find the cause in a CPU rank's training, where tensors are in host memory."""
+    """Find the cause for a rank that trains on the CPU, with tensors in host memory."""
     in_training = (FORWARD, BACKWARD, LOSS, EVALUATION, KEPT_LOGITS, GENERATION, STEP)
     offloaded = any("cpu_adam" in frame.file or "offload" in frame.name for frame in evidence.frames)
     if "you tried to allocate" not in evidence.shortage.message or evidence.phase not in in_training or offloaded:
@@ -198,7 +198,7 @@ def _on_cpu(evidence: LogEvidence) -> Cause | None:
 
 
 def _in_phase(evidence: LogEvidence) -> Cause | None:
-    """Find the cause from the phase of the error, for a device that torch's tensors fill."""
+    """Find the cause from the phase of the error, if torch's tensors fill the device."""
     progress, phase = evidence.progress, evidence.phase
     shown = _filled(evidence.shortage)
     if leak := progress.leak:

@@ -1,4 +1,4 @@
-"""Evidence of a log about an error, and a cause that follows from it."""
+"""The evidence that a log contains about an error, and the cause that follows from this evidence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATER = 2  # steps after which the optimizer's states exist, so a step needs no 
 
 @dataclass(frozen=True, kw_only=True)
 class LogEvidence:
-    """All evidence of a log about one error."""
+    """All evidence that a log contains about one error."""
 
     shortage: Shortage
     frames: Sequence[CodeFrame]

@@ -1,7 +1,7 @@
-"""Find a failure other than a shortage of memory: by failures.yaml, else the exception that ended the script.
+"""Find a failure other than a shortage of memory: an entry of failures.yaml, else the exception that ended the run.
 
-A log often has several failures, since the other ranks fail after the first. Causes therefore come before exceptions,
-and exceptions before what follows from the failure of another rank.
+A log often has several failures, since the other ranks fail after the first. So entries that are causes come before
+exceptions, and exceptions before entries that are consequences of another rank's failure.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _failure(entry: FailureEntry, lines: Sequence[LogLine], found: Sequence[int]
 
 
 def _exception(lines: Sequence[LogLine]) -> Failure | None:
-    """Return the first exception that ended the script; None if the run went on after it."""
+    """Return the first exception that ended the script; None if the run continued after the exception."""
     for at in _exceptions(lines):
         name, _, text = lines[at].text.strip().partition(": ")
         if any(entry.pattern.search(lines[at].text) for entry in _entries("consequences")):

@@ -29,7 +29,7 @@ def explain_log(lines: Sequence[LogLine], source: str = "log") -> Explanation | 
 
 
 def _is_earlier(shortage: Shortage, failure: Failure) -> bool:
-    """Return whether a shortage of memory explains a log better than another failure in the log."""
+    """Return whether the shortage explains a log: the failure is a consequence of another, or a later exception."""
     return failure.is_consequence or (failure.cause == EXCEPTION and shortage.line <= failure.line.number)
 
 

@@ -142,7 +142,7 @@ def _shares(kinds: Counter[str]) -> tuple[str, ...]:
 def _leak(
     snapshot: MemorySnapshot, alive: Sequence[AliveBlock], allocated: int
 ) -> tuple[str, list[AliveBlock], int] | None:
-    """Return a line with blocks alive from many steps, and the number of these steps."""
+    """Return a line of code whose blocks from many steps are all alive, these blocks, and the number of steps."""
     steps = snapshot.steps
     groups: defaultdict[tuple[str, int], list[AliveBlock]] = defaultdict(list)
     for block in alive:
@@ -181,7 +181,7 @@ def _by_kind_and_line(alive: Sequence[AliveBlock]) -> tuple[Counter[str], tuple[
 # The stack shows who allocated a block. On a GPU, backward runs in a separate thread without Python frames; the blocks
 # that it leaves are gradients. DeepSpeed's functions are those of `zerofit simulate`.
 def kind_of(frames: Frames, recorded: bool) -> str:
-    """Return a block's kind by its stack (innermost first). `recorded`: whether other blocks have stacks."""
+    """Return a block's kind by its stack (innermost call first). `recorded` says whether other blocks have stacks."""
     calls = [(call.file.replace("\\", "/"), call.name) for call in _stack(frames)]
     python = [(file, name) for file, name in calls if file.endswith(".py") or file.startswith("<")]
     names = {name for _, name in calls}
@@ -215,7 +215,7 @@ def _place(frames: Frames) -> str:
 
 
 def _calls(frames: Frames) -> list[CodeFrame]:
-    """Return a stack in a traceback's order: outermost first, and only Python frames if there are any."""
+    """Return a stack in the order of a traceback (outermost call first), with only Python frames if it has any."""
     calls = [call for call in _stack(frames)[::-1] if call.file != KIND_FILE]
     return [call for call in calls if call.file.endswith(".py") or call.file.startswith("<ipython")] or calls
 

@@ -38,7 +38,7 @@ class LogLine:
 
 
 def read_log(path: Path) -> list[LogLine]:
-    """Return a log's lines. Of a very long log, lines in its middle are left out. Raises OSError."""
+    """Return a log's lines, without the middle of a very long log. Raises OSError."""
     with path.open("rb") as file:
         content = file.read(MOST_BYTES)
         rest = os.fstat(file.fileno()).st_size - len(content)
@@ -49,13 +49,13 @@ def read_log(path: Path) -> list[LogLine]:
 
 
 def decoded_log(content: bytes) -> str:
-    """Decode a log; bytes that are not text become replacement characters. PowerShell writes UTF-16."""
+    """Decode a log in UTF-8, or in UTF-16, which PowerShell writes. Invalid bytes become replacement characters."""
     encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     return content.decode(encoding, errors="replace")
 
 
 def lines_of(text: str) -> list[LogLine]:
-    """Split a log's text into lines; progress bars overwrite themselves with carriage returns."""
+    """Split a log's text into lines, also at the carriage returns with which progress bars overwrite themselves."""
     found = []
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
         for part in line.split("\r"):

@@ -83,7 +83,7 @@ class Shortage:
 
     @property
     def is_certain(self) -> bool:
-        """Whether only a shortage of memory writes this message."""
+        """Whether this message always means a shortage of memory."""
         return self.kind not in ("killed", "dataloader-killed", "notebook") and not _OTHERS_TOO.search(self.message)
 
 
@@ -195,7 +195,7 @@ def _shortage(kind: str, place: str, lines: Sequence[LogLine], at: int) -> Short
 
 
 def joined_message(lines: Sequence[LogLine], at: int) -> str:
-    """Return a message on one line: it may be wrapped, and lines of other ranks may be between its lines."""
+    """Return a message on one line. In the log it may be wrapped, with lines of other ranks in between."""
     rank = lines[at].rank
     parts = [lines[at].text.strip()]
     for line in lines[at + 1 : at + MESSAGE_LINES]:
@@ -208,7 +208,7 @@ def joined_message(lines: Sequence[LogLine], at: int) -> str:
 
 
 def device_figures(text: str) -> MemoryFigures:
-    """Return the figures of torch's message; a second message in the text does not count."""
+    """Return the figures of the first message of torch in a text."""
     starts = [match.start() for match in _TORCH.finditer(text)]
     text = text[: starts[1] if len(starts) > 1 else None]
     found: dict[str, int] = {}
@@ -236,7 +236,7 @@ def device_figures(text: str) -> MemoryFigures:
 
 
 def _host_figures(text: str, before: str) -> MemoryFigures:
-    """Return the figures of the kernel's, the CPU allocator's or numpy's message, with the text before it."""
+    """Return the figures of a message by the kernel, the CPU allocator, numpy or Ray. `before`: the text before it."""
     if asked := re.search(r"you tried to allocate (\d+) bytes", text):
         return MemoryFigures(asked_bytes=int(asked[1]))
     if asked := re.search(rf"Unable to allocate {_SIZE} for an array", text):

@@ -1,4 +1,4 @@
-"""The cause of a loss that is not finite, from what the ranks of a replay found."""
+"""Find the cause of a loss that is not finite, from what the ranks of a replay found."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Replay:
 
 
 def cause_of(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> Replay:
-    """Return the cause. `ranks`: the findings of each rank (`train.replay`); `losses`: the losses of the steps."""
+    """Return the cause from the findings of each rank (`ranks`, see `train.replay`) and the losses of the steps."""
     found = _of_weights(ranks) or _of_replicas(ranks)
     if not found and not any(rank.get("stopped") for rank in ranks):
         summary = f"All steps up to step {ranks[0]['done']} are finite in this replay"
@@ -149,7 +149,7 @@ def _of_samples(ranks: Sequence[Mapping[str, Any]]) -> Replay | None:
 
 
 def _of_origin(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> Replay | None:
-    """Return the cause from the first op whose result is not finite, on the rank that found one."""
+    """Return the cause from the first op whose result is not finite, on a rank that has such an op."""
     found = [rank for rank in ranks if rank.get("origin")]
     if not found:
         return None

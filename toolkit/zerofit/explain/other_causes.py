@@ -1,4 +1,4 @@
-"""Causes of messages without torch's figures: the host, the driver, NCCL, BLAS, shared memory and kernels."""
+"""Find causes for messages without torch's figures: of the host, driver, NCCL, BLAS, shared memory and kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FULL_HOST = 0.8  # share of used host memory above which a large allocation may 
 
 
 def _driver(evidence: LogEvidence) -> Cause | None:
-    """Find why the driver itself had no memory; torch's allocator has no figures for this case."""
+    """Find why the driver had no memory. In this case the message has no figures of torch's allocator."""
     names = {frame.name for frame in evidence.frames}
     if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames):
         return _pinned(evidence)
@@ -119,7 +119,7 @@ def host(evidence: LogEvidence) -> Cause | None:
 
 
 def _killed(evidence: LogEvidence) -> Cause | None:
-    """Judge a SIGKILL without a kernel message: memory is the likely cause if the preceding work needed much of it."""
+    """Find the cause of a SIGKILL without a kernel message: memory, if the run had just needed much host memory."""
     progress = evidence.progress
     full = bool(progress.readings) and progress.readings[-1].host_share >= FULL_HOST
     if full or progress.activity in _HOST_WORK:

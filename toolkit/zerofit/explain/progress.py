@@ -27,7 +27,7 @@ _LABEL = re.compile(r"see_memory_usage\] *(?P<text>.*)")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReading:
-    """DeepSpeed's see_memory_usage at one place of a run."""
+    """The figures that DeepSpeed's see_memory_usage printed at one place of a run."""
 
     label: str
     allocated_bytes: int
@@ -48,7 +48,7 @@ class Progress:
 
     @property
     def leak(self) -> tuple[str, int, int] | None:
-        """A label whose allocated memory grew at each of its last readings: (label, first bytes, last bytes)."""
+        """The label of readings that grew one after another, with first and last bytes; None if none did."""
         for label in {reading.label for reading in self.readings}:
             sizes = [r.allocated_bytes for r in self.readings if r.label == label][-10:]
             later = sizes[1:]  # the first step allocates the optimizer's state

@@ -45,7 +45,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The reason why memory ran out or a run failed, as far as the evidence shows it."""
+    """Why memory ran out or a run failed, as far as the evidence shows the reason."""
 
     source: str  # "log", "snapshot" or "run folder"
     cause: str  # a stable name, or UNKNOWN

@@ -73,7 +73,7 @@ class MemorySnapshot:
 
     @property
     def reserved_at_moment(self) -> int:
-        """Reserved bytes at `moment`: the bytes at the end, without segments that were added later."""
+        """Reserved bytes at `moment`, computed from those at the end and the segments added or freed in between."""
         later = self.trace[self.moment + 1 :]
         return self.reserved_bytes - sum(event.bytes * _SEGMENT_SIGN.get(event.action, 0) for event in later)
 
@@ -127,7 +127,7 @@ _SEGMENT_SIGN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segm
 
 
 def read_snapshot(path: Path) -> MemorySnapshot:
-    """Read a snapshot's device that ran out of memory, else its fullest device. Raises OSError or Unreadable."""
+    """Read the device of a snapshot that ran out of memory, else the fullest one. Raises OSError or Unreadable."""
     content = read_pickle(path)
     try:
         devices = _devices(content)
@@ -173,7 +173,7 @@ def _event(event: dict[str, Any]) -> AllocatorCall:
 
 
 def _placed(allocated: dict[int, int], segments: Sequence[dict[str, Any]]) -> dict[int, AliveBlock]:
-    """Return the blocks in use by address. In older formats the address follows from the earlier blocks."""
+    """Return the blocks in use by address. In older formats, addresses follow from the sizes of earlier blocks."""
     found: dict[int, AliveBlock] = {}
     for segment in segments:
         address = int(segment.get("address") or 0)

@@ -38,20 +38,20 @@ class CodeFrame:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is the user's code, not a library's."""
+        """Whether the call is in the user's code, not in a library."""
         return not _LIBRARY.search(self.file.replace("\\", "/"))
 
     @property
     def place(self) -> str:
-        """`train.py:44`: the path as in the log, without a library's folder."""
+        """File and line, like `train.py:44`. The path is the log's, without the folder of a library."""
         path = re.sub(r"^.*(?:(?:site|dist)-packages|toolkit)/", "", self.file.replace("\\", "/"))
         return f"{path}:{self.line}" if self.line else path
 
 
 def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
-    """Return the calls of the traceback that ends at a line (its number), outermost first; [] without one.
+    """Return the calls of the traceback that ends at line number `error`, outermost first; [] without a traceback.
 
-    The traceback of a launcher is left out.
+    Skip the traceback of a launcher.
     """
     at = next((index for index, line in enumerate(lines) if line.number >= error), len(lines))
     rank = lines[at].rank if at < len(lines) else ""
@@ -76,7 +76,7 @@ def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
 
 
 def own_frame(frames: Sequence[CodeFrame]) -> CodeFrame | None:
-    """Return the innermost call in the user's code; without user code, the call that used torch."""
+    """Return the innermost call in the user's code; if there is no user code, the call that used torch."""
     own = [frame for frame in frames if frame.is_own]
     return own[-1] if own else caller_of_torch(frames)
 

@@ -1,4 +1,4 @@
-"""Causes of the errors with which vLLM's or SGLang's engine refuses to start. Both size their cache before a token.
+"""Causes of errors at the start of vLLM's and SGLang's engines, which allocate their cache before the first token.
 
 vLLM's errors are in vllm/v1/worker/utils.py (request_memory) and vllm/v1/core/kv_cache_utils.py
 (_check_enough_kv_cache_memory), and before 0.8 in vllm/worker/worker.py (raise_if_cache_size_invalid).

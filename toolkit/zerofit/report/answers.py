@@ -1,4 +1,4 @@
-"""The output of `--json` as a page reads it, from a command's result or from a saved file that is not trusted."""
+"""The parts of `--json` output that a page shows. The output comes from a command or from an untrusted file."""
 
 from __future__ import annotations
 
@@ -439,7 +439,7 @@ FORMS: tuple[tuple[set[str], type[Result]], ...] = (
 
 
 def results_of(value: Mapping[str, object]) -> list[Result]:
-    """Return the results of a command's JSON; `check` has one for each file. Raises Unreadable."""
+    """Return the results in a command's JSON; the JSON of `check` has a result for each file. Raises Unreadable."""
     files = value.get("files")
     if isinstance(files, list):
         return [found for file in files for found in results_of(of_kind(file, dict))]
@@ -455,7 +455,7 @@ def results_of(value: Mapping[str, object]) -> list[Result]:
 
 
 def read_saved(path: Path) -> dict[str, object]:
-    """Return the JSON in a file: the full text or, in a log, the last line.
+    """Return the JSON in a file. If the full text is not JSON, as in a log, read the last line.
 
     Raises OSError and Unreadable.
     """

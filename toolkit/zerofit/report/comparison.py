@@ -32,7 +32,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 
 @cache
 def description(kind: str) -> dict[str, Any]:
-    """Return a kind's entry in comparison.yaml: `first`, the key of a row's name; `columns`; `meanings`."""
+    """Return the entry of a kind of comparison in comparison.yaml, with the keys `first`, `columns` and `meanings`."""
     kinds: dict[Any, Any] = read_yaml(Path(__file__).with_name("comparison.yaml"))[0]
     return kinds[kind]
 
@@ -54,7 +54,7 @@ def write_comparison(folder: Path, result: dict[str, Any]) -> list[str]:
 
 
 def _write_csv(path: Path, rows: Rows) -> None:
-    """Write one line per row; lists and dictionaries, such as curves, are only in results.json."""
+    """Write one line per row, without lists and dictionaries such as curves, which only results.json has."""
     flat = [name for row in rows for name, value in row.items() if not isinstance(value, list | dict)]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, dict.fromkeys(flat), extrasaction="ignore")
@@ -127,7 +127,7 @@ def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
 
 
 def _strategies(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
-    """Draw speed, memory and traffic next to each other, and below them the staleness of asynchronous updates."""
+    """Draw speed, memory and traffic in one row, and below them the staleness of asynchronous updates."""
     from matplotlib.ticker import MaxNLocator
 
     stale = [row for row in rows if row.get("staleness")]
@@ -163,7 +163,7 @@ def _strategies(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
 
 
 def _sizes(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
-    """Draw time and samples to the target, accuracy, time per epoch and noise over the batch size, and curves."""
+    """Draw time to target, samples to target, accuracy, epoch time and noise over the batch size; and epoch curves."""
     sizes = sorted({row["batch_size"] for row in rows})
     rows = [{**row, "samples_to_target": (row["steps_to_target"] or 0) * row["batch_size"] or None} for row in rows]
     first, second, third = figure.subplots(3, 2)
@@ -195,7 +195,7 @@ def _epoch_curves(axes: Axes, sizes: Sequence[int], rows: Rows) -> None:
 
 
 def _spread(axes: Axes, sizes: Sequence[int], rows: Rows, key: str, label: str, color: str, scale: str = "log") -> None:
-    """Draw each measurement as a dot, and join the medians by a line."""
+    """Draw each measurement of a size as a dot, and join the sizes' medians by a line."""
     from matplotlib.ticker import LogFormatter
 
     points = [(row["batch_size"], row[key]) for row in rows if row.get(key) is not None]

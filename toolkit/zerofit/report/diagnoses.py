@@ -40,7 +40,7 @@ def explanation_answer(name: str, found: ExplanationAnswer) -> Answer:
 
 
 def explanation_sections(found: ExplanationAnswer) -> Iterator[Section]:
-    """Yield what to run next, the memory in use next to the forecast, the lines, changes and the message."""
+    """Yield sections: what to run next, memory in use and forecast, lines of code, changes, and the error message."""
     yield Section(title="Run next", blocks=[Code(text=found.run_next)] if found.run_next else [])
     kinds = {"in use": found.alive} if found.alive else {}
     if found.forecast and found.forecast.kinds:

@@ -1,4 +1,4 @@
-"""Write the page of a laboratory in Markdown."""
+"""Write the page of `zerofit compare all` in Markdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerofit.spec.local_machine import versions
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """A table of our measurements or forecasts."""
+    """A table of measurements or forecasts, with its title, command, notes and picture."""
 
     title: str
     columns: Sequence[str]
@@ -39,6 +39,6 @@ def write_laboratory(folder: Path, title: str, sections: Sequence[Evidence]) -> 
 
 
 def evidence_values(page: Path) -> dict[str, Any]:
-    """Return the values that every page with evidence.md.jinja needs."""
+    """Return the values that the template evidence.md.jinja needs on every page."""
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
     return {"versions": used, "home": page.parent.absolute(), "line": _line}

@@ -1,4 +1,4 @@
-"""The sections of a page about simulations and plans. Several results share tables and scales."""
+"""Build the page sections about simulations and plans. Several results share tables and scales."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _span(low: int, high: int) -> str:
 
 
 def simulation_sections(found: Simulations) -> Iterator[Section]:
-    """Yield memory over time, at the peak and by phase, ranks, changes, faults of the script and traffic."""
+    """Yield sections: memory over time, at the peak and by phase, ranks, changes, faults of the script, collectives."""
     timed = {name: simulation for name, simulation in found.items() if simulation.timeline}
     note = "Device memory by kind. Hover over a moment to see the module and the line that allocates."
     most = min(MOMENTS, 3 * MOMENTS // max(1, len(timed)))
@@ -154,7 +154,7 @@ def _hint(moment: ShownMoment) -> str:
 
 
 def _thinned(moments: Sequence[ShownMoment], most: int) -> list[ShownMoment]:
-    """Return the moment with the most memory of each stretch, in order of time."""
+    """Return at most `most` moments in order of time: from each interval, the moment with the most memory."""
     ordered = sorted(moments, key=lambda moment: moment.t)
     stretch = -(-len(ordered) // most) or 1
     parts = (ordered[start : start + stretch] for start in range(0, len(ordered), stretch))
@@ -242,7 +242,7 @@ def _script(run: Mapping[str, object]) -> Iterator[Block]:
 
 
 def plan_answer(name: str, found: PlanAnswer) -> Answer:
-    """Return how many layouts fit, and the first one."""
+    """Return how many layouts fit, and the first layout."""
     facts = [
         (
             "model",
@@ -283,7 +283,7 @@ def _speed(row: ShownLayout) -> str:
 
 
 def plan_sections(found: Plans) -> Iterator[Section]:
-    """Yield the map of layouts, step times, memory, all figures, and why other layouts do not fit."""
+    """Yield sections: the map of layouts, step times, memory, all figures, and why other layouts do not fit."""
     boxes = [
         {
             "machine": named(name, f"{box.nodes} x {box.gpus} x {box.gpu}"),
@@ -332,7 +332,7 @@ def _rows(plan: PlanAnswer) -> list[ShownLayout]:
 
 
 def _map(name: str, plan: PlanAnswer) -> Chart:
-    """Return the map of memory against speed, with the frontier."""
+    """Return the chart of speed over memory, with a dashed line through the best layouts."""
     groups = {"fits": plan.layouts, "close to the limit": plan.close, "does not fit": plan.misfits}
     places = [(row.peak_bytes, row.samples_per_s, group, row.layout) for group, rows in groups.items() for row in rows]
     places += [(point.peak_bytes, point.samples_per_s, "frontier", point.layout) for point in plan.frontier]

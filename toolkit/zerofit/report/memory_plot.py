@@ -55,7 +55,7 @@ class MemoryTimeline(TypedDict):
 
 
 def draw(timeline: MemoryTimeline, path: Path) -> None:
-    """Draw a timeline into a file; the ending of its name is the format. Raises UserError if that fails."""
+    """Draw a timeline into a file, whose suffix sets the format. Raises UserError if the file cannot be written."""
     problems = Problems()
     check_picture(path, "--plot", problems)
     problems.raise_if_any()
@@ -119,7 +119,7 @@ def _stack(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> Non
 
 
 def _capacity(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> float:
-    """Draw the capacity as a line, unless it would flatten the plot; return the upper end of the axis.
+    """Draw the device's capacity as a line, unless the line would flatten the plot. Return the axis's upper end.
 
     The top fifth of the plot stays free for the text at the peak.
     """

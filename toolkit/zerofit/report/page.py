@@ -45,13 +45,13 @@ def shades(color: str) -> str:
 
 
 def color_of(name: str, number: int) -> str:
-    """Return the color of a kind of memory, else of the `number`-th series, for light and dark pages."""
+    """Return the CSS color of a kind of memory; for another name, the color of series `number`."""
     return shades(COLORS.get(name) or SERIES[number % len(SERIES)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer about one run, simulation or plan: the first thing on the page."""
+    """The answer about one run, simulation or plan. Answers come first on the page."""
 
     block: ClassVar = "answer"
     name: str
@@ -91,7 +91,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """Bars on one scale, with a legend if they have several parts. `limit`: name and value of a line."""
+    """Bars on one scale, with a legend if they have several parts. `limit` is the name and value of a line."""
 
     block: ClassVar = "bars"
     most: ClassVar = 40  # bars on a page
@@ -115,7 +115,7 @@ class Bars:
 
     @cached_property
     def scale(self) -> float:
-        """The value at the right end. A limit far away would make all bars too short to read."""
+        """The value at the right end. It ignores a limit that would make all bars too short to read."""
         longest = max((bar.end for bar in self.bars), default=0.0)
         limit = self.limit[1] if self.limit else 0.0
         return max(longest, limit if limit <= 3 * longest else 0.0)
@@ -127,7 +127,7 @@ class Bars:
 
 @dataclass(frozen=True, kw_only=True)
 class ChartLine:
-    """A series of a chart. None: the series has no value there."""
+    """A series of a chart. None means that the series has no value there."""
 
     label: str
     values: Sequence[float | None]
@@ -152,7 +152,7 @@ class Chart:
     zero: bool = True  # whether the axis begins at 0
 
     def to_json(self) -> str:
-        """Return the data for page.js. No text in it can close the HTML element around it."""
+        """Return the data for page.js, escaped so that no text can close the HTML element around the data."""
         lines = [
             {**asdict(line), "color": line.color or color_of(line.label, number)}
             for number, line in enumerate(self.lines)
@@ -217,7 +217,7 @@ class Page:
         )
 
     def write(self, path: Path, option: str) -> None:
-        """Write the page into a file. Raises UserError that names `option` if that fails."""
+        """Write the page into a file. If that fails, raises UserError that names `option`."""
         with refused(path, kind="unwritable", where=option):
             write_text(path, self.to_html())
 

@@ -1,4 +1,4 @@
-"""Draw runs (loss, throughput, memory) and tunings; check and save pictures."""
+"""Draw runs (loss, throughput, memory) and the trials of tune; check and save pictures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_picture(path: Path, option: str, problems: Problems) -> None:
 
 
 def save(figure: Figure, path: Path, option: str, dpi: int) -> None:
-    """Write a figure into a file; the ending of its name is the format. Raises UserError if that fails."""
+    """Write a figure into a file, whose suffix sets the format. Raises UserError if the file cannot be written."""
     try:
         figure.savefig(path, dpi=dpi)
     except OSError as error:
@@ -69,7 +69,7 @@ def evaluations(run: Path) -> list[Record]:
 
 
 def points(records: Sequence[Record], value: str | Callable[[Record], float | None]) -> tuple[list[float], list[float]]:
-    """Return steps and values (by key, or computed) of all records that have both."""
+    """Return the steps and values of all records that have both. `value` is a key, or a function of the record."""
     read = value if callable(value) else lambda record: number_in(record, value)
     both = [(number_in(record, "step"), read(record)) for record in records]
     # JSON from Python may have NaN, which no axis shows
@@ -109,7 +109,7 @@ def _figure(histories: dict[str, list[Record]], validated: dict[str, list[Record
 
 
 def _draw_memory(axes: Axes, steps: list[Record], label: str) -> None:
-    """Draw torch's reserved memory (on CPUs resident memory), and its forecast as a dashed line of the same color."""
+    """Draw torch's reserved memory (on CPUs the resident memory); a dashed line of the same color is the forecast."""
 
     def gib(*keys: str) -> Callable[[Record], float | None]:
         return lambda record: next((size / 2**30 for key in keys if (size := number_in(record, key))), None)
@@ -130,9 +130,9 @@ def _draw_loads(axes: Axes, steps: list[Record], label: str) -> None:
 
 
 def draw_trials(trials: list[Record], out: Path) -> None:
-    """Draw a tuning into a PNG: forecast against measured step times, and the best after each trial.
+    """Draw the trials of tune into a PNG: forecast over measured step times, and the best speed after each trial.
 
-    `trials`: as in `zerofit tune --json`.
+    `trials` has the form of `zerofit tune --json`.
     """
     from matplotlib.figure import Figure
 

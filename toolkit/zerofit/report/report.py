@@ -107,7 +107,7 @@ def with_names(found: Sequence[tuple[str, Reported]]) -> Sources:
 
 
 def _read_file(path: Path, problems: Problems) -> Sequence[RunHistory | Result]:
-    """Return the results in a file; for the result of a training, its run folder. Raises UserError."""
+    """Return the results in a file. If it has the result of a training, return the run folder's. Raises UserError."""
     with refused(path, kind="no-result", hint=HINT, where=str(path)):
         value = read_saved(path)
         folder = value.get("run_dir")
@@ -117,7 +117,7 @@ def _read_file(path: Path, problems: Problems) -> Sequence[RunHistory | Result]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the last parts of each path, as many as make all paths differ."""
+    """Return a name for each path: as many of its last parts as make all names differ."""
     for length in range(1, 5):
         names = ["/".join(path.resolve().parts[-length:]) for path in paths]
         if len(set(names)) == len(names):
@@ -126,7 +126,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def make_page(sources: Sources) -> Page:
-    """Return the page: all answers, the settings that differ, and each kind's sections with sources side by side."""
+    """Return the page: all answers, the settings that differ, and for each kind of result its sections side by side."""
     title = next(iter(sources.values())).title if len(sources) == 1 else f"{len(sources)} results side by side"
     answers = [ANSWERS[type(content)](name, content) for name, content in sources.items()]
     return Page(title=title, answers=answers, sections=[_differences(sources), *_sections(sources)])
@@ -151,7 +151,7 @@ def _of(sources: Sources, form: type[S]) -> dict[str, S]:
 
 
 def _settings_blocks(name: str, content: Reported) -> Iterator[Block]:
-    """Yield JSONs that the reader can open."""
+    """Yield the run's settings and JSONs as text that the reader can unfold."""
     shown: dict[str, object] = {}
     if isinstance(content, RunHistory):
         files = {"ds_config": "what DeepSpeed got", "run": "the run", "env": "versions and hardware"}

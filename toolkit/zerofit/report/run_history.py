@@ -1,4 +1,4 @@
-"""The sections of a page about run folders: result, curves, forecast against measured, faults, and the JSON."""
+"""Build the page sections about run folders: result, curves, measurements with forecasts, faults, and the JSON."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _content(path: Path) -> Record:
 
 
 def _errors(folder: RunFolder) -> Iterator[tuple[str, str]]:
-    """Yield the rank and the message of each error. Errors about a lost peer are consequences, and come last."""
+    """Yield rank and message of each error. Errors about a lost peer come last, because they are consequences."""
     found = []
     for path in sorted(folder.logs.glob("rank-*.error.json")):
         listed = _content(path).get("problems")
@@ -127,7 +127,7 @@ def run_answer(name: str, run: RunHistory) -> Answer:
 
 
 def _ending(run: RunHistory, done: str) -> tuple[str, Tone, str]:
-    """Return the verdict on a run, its tone, and why."""
+    """Return the verdict on a run, the tone of the verdict, and the reason."""
     if run.files["result"]:
         return f"Done: {done}", "good", ""
     if run.files["stopped"]:
@@ -154,7 +154,7 @@ def _layout(layout: object) -> str:
 
 
 def run_sections(runs: Mapping[str, RunHistory]) -> Iterator[Section]:
-    """Yield the curves, forecast against measured, stages, and faults."""
+    """Yield sections: curves, measurements with forecasts, stages, and faults."""
     curves = {name: _curves(run, max(100, POINTS // len(runs))) for name, run in runs.items()}
     titles = dict.fromkeys(title for found in curves.values() for title in found)
     charts = (
@@ -251,7 +251,7 @@ def _figure(key: str, value: float) -> str:
 
 
 def _measured(run: RunHistory) -> Record:
-    """Return measured and forecast figures from the steps of a run without a result."""
+    """Return measured and forecast figures of a run that has no result yet, from its steps."""
     found, curves = Record(), _curves(run, len(run.steps) or 1)
     for key, title, middle in (("memory_bytes", MEMORY, max), ("step_s", TIME, median)):
         if measured := curves[title][""]:

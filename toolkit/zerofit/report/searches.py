@@ -49,7 +49,7 @@ def serving_sections(found: ServingAnswer) -> Iterator[Section]:
 
 
 def rollout_answer(name: str, found: RolloutAnswer) -> Answer:
-    """Return the best arrangement, its highest phase and its step time."""
+    """Return the best arrangement, its step time, and the phase with the most memory."""
     best = found.arrangements[0]
     facts = [
         ("arrangement", best.name),
@@ -63,7 +63,7 @@ def rollout_answer(name: str, found: RolloutAnswer) -> Answer:
 
 
 def rollout_sections(found: RolloutAnswer) -> Iterator[Section]:
-    """Yield the memory of each phase, step times by phase, and all arrangements."""
+    """Yield sections: the memory of each phase, step times by phase, and all arrangements."""
     memory = [
         Bar(label=f"{row.name}: {phase}", parts=parts, text=shown_bytes(sum(parts.values())))
         for row in found.arrangements

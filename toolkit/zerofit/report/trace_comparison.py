@@ -20,7 +20,7 @@ MOST = 16  # rows in the picture
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRow:
-    """Busy seconds of a step in one module and kind, on the first rank of each trace."""
+    """The busy seconds of one kind of work in one module during a step, on the first rank of each trace."""
 
     module: str  # "block" for all blocks; "" outside of the model
     kind: str

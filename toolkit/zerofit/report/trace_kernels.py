@@ -42,7 +42,7 @@ def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
 
 
 def _kernel(event: Event) -> MeasuredKernel | None:
-    """Return the kernel of an op, without its seconds; None for other ops, or if no shapes were recorded."""
+    """Return the kernel of an op, without seconds; None if the op is no such kernel or has no recorded shapes."""
     name, arguments = event["name"], event.get("args", {})
     shapes = [tuple(shape) for shape in _listed(arguments, "Input Dims") if _is_shape(shape)]
     types = map(str, _listed(arguments, "Input type"))

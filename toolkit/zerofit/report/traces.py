@@ -147,15 +147,15 @@ class _Marks:
 
 
 def _part(module: str, kind: str) -> Part:
-    """Return the part shared by equal blocks; collectives have no module, since they are issued before it runs."""
+    """Return the part of a kind in a module; equal blocks share it. Collectives are issued early and get no module."""
     return Part("" if kind in COLLECTIVES else re.sub(r"^block\.\d+$", "block", module), kind)
 
 
 def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
     """Yield kind, start and microseconds of collectives, then of the training thread.
 
-    Of nested ops the inner ops count. The time between ops counts as time of Python, except while Python waits for a
-    collective.
+    For nested ops, the time of the inner ops counts. The time between ops counts as Python's time, except while Python
+    waits for a collective.
     """
     sent = [e for e in events if e["name"].startswith("gloo:")]
     yield from ((kind_of(e["name"]), e["ts"], e["dur"]) for e in sent)

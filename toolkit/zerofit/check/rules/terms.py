@@ -32,7 +32,7 @@ def precision(c: CheckSubject) -> str:
 
 
 def precision_is_known(c: CheckSubject) -> bool:
-    """Return whether the precision is known: no "auto" decides it."""
+    """Return whether the precision is known: it does not depend on an "auto"."""
     return all(c.get(f"{name}.enabled") != "auto" for name in ("bf16", "fp16"))
 
 
@@ -43,7 +43,7 @@ def has_other_parameter_type(c: CheckSubject) -> bool:
 
 
 def accumulates_in_another_type(c: CheckSubject) -> bool:
-    """Return whether gradients are summed in a different type than the model has, without ZeRO."""
+    """Return whether ZeRO is off and gradients are summed in another type than the model's type."""
     dtype = DTYPES.get(c.word(ACCUMULATION) or "")
     return c.stage == 0 and precision_is_known(c) and dtype not in (None, precision(c))
 
@@ -54,7 +54,7 @@ def scales_loss_dynamically(c: CheckSubject) -> bool:
 
 
 def masters_in_16_bits(c: CheckSubject) -> bool:
-    """Return whether the config has 16-bit master weights, which need DeepSpeed's CPU Adam."""
+    """Return whether the config has 16-bit master weights of a kind that needs DeepSpeed's CPU Adam."""
     bf16 = c.on("bf16.bf16_master_weights_and_grads") and not c.on("bf16.bf16_optimizer_states")
     return bf16 or c.on("fp16.fp16_master_weights_and_grads")
 
@@ -65,7 +65,7 @@ def uses_bf16_optimizer(c: CheckSubject) -> bool:
 
 
 def steps_in_one_copy(c: CheckSubject) -> bool:
-    """Return whether DeepSpeed keeps a flat float32 copy of each group: in 16 bits without ZeRO."""
+    """Return whether DeepSpeed, in 16 bits without ZeRO, keeps one flat float32 copy per group for this optimizer."""
     entry = of_json(c.optimizer)
     return entry is not None and entry.step.fused
 
@@ -82,7 +82,7 @@ def full_gradient_optimizers(c: CheckSubject) -> str:
 
 
 def has_betas(c: CheckSubject) -> bool:
-    """Return whether OneCycle overwrites the optimizer's betas."""
+    """Return whether the optimizer has betas, which the scheduler OneCycle overwrites."""
     entry = of_json(c.optimizer)
     return entry is not None and entry.cycled_betas
 
@@ -93,7 +93,7 @@ def reduces_by_scatter(c: CheckSubject) -> bool:
 
 
 def clips(c: CheckSubject) -> bool:
-    """Return whether gradients are clipped, which is DeepSpeed's default."""
+    """Return whether gradients are clipped. DeepSpeed clips by default."""
     clipping = c.get("gradient_clipping")
     return clipping == "auto" or clipping is None or bool(c.number("gradient_clipping"))
 
@@ -104,7 +104,7 @@ def stage_is_set(c: CheckSubject) -> bool:
 
 
 def zero_section_of_2020(c: CheckSubject) -> dict[str, int]:
-    """Return the section that `"zero_optimization": true` meant, with the old top-level size."""
+    """Return the section that means the same as `"zero_optimization": true` did in 2020, with its bucket size."""
     size = c.number("allgather_size")
     return {"stage": 1} | ({"allgather_bucket_size": int(size)} if size else {})
 
@@ -115,12 +115,12 @@ def scheduler_is_deepspeeds(c: CheckSubject) -> bool:
 
 
 def optimizer_is_wrapped(c: CheckSubject) -> bool:
-    """Return whether the engine passes the scheduler a DeepSpeed optimizer, which is not a torch Optimizer."""
+    """Return whether the scheduler gets a DeepSpeed optimizer from the engine, which is not a torch Optimizer."""
     return c.stage > 0 or c.fp16 or c.bf16
 
 
 def nested_tensor_parallel(c: CheckSubject) -> int:
-    """Return the tensor parallel degree under its key for inference."""
+    """Return the tensor parallel degree that the JSON gives under the key for inference."""
     return c.degree(f"{TENSOR}.tp.tp_size") if c.has(f"{TENSOR}.tp") else c.degree(f"{TENSOR}.tensor_parallel.tp_size")
 
 
@@ -130,7 +130,7 @@ def dualpipev_parts(c: CheckSubject) -> int:
 
 
 def refused_with_split_experts(c: CheckSubject) -> bool:
-    """Return whether a feature is on that the combination of AutoEP and AutoTP does not support."""
+    """Return whether the JSON uses a feature that AutoEP together with AutoTP does not support."""
     offloads = c.section(f"{ZERO}.offload_optimizer") or c.section(f"{ZERO}.offload_param")
     return bool(c.deepcompile or c.pipeline > 1 or c.sequence_parallel > 1 or offloads)
 
@@ -162,17 +162,17 @@ def reference_argument(c: CheckSubject) -> str | None:
 
 
 def pads_to_maximum(c: CheckSubject) -> str | None:
-    """Return the argument that pads each row to the maximum length; None without one, or if shapes are fixed."""
+    """Return the argument that pads each row to the maximum length; None if none does, or if shapes must be fixed."""
     if c.argument("sample_packing") is True or c.argument("torch_compile") is True or c.deepcompile:
         return None
     return next((n for n in ("pad_to_max_length", "pad_to_sequence_len") if c.argument(n) is True), None)
 
 
 def lost_below(c: CheckSubject) -> float:
-    """Return the size of weights below which 16-bit master weights keep Adam's updates; 0 without these.
+    """Return the largest weight for which 16-bit master weights keep Adam's updates; 0 if masters are not 16-bit.
 
     Adam's update is about the learning rate. bf16 has 8 significant bits, so a weight w is rounded to multiples of at
-    least w/256, and an update below half of this is lost.
+    least w/256, and an update below half of such a multiple is lost.
     """
     lr = c.number("optimizer.params.lr")
     in_16_bits = c.on("bf16.bf16_master_weights_and_grads") and c.on("bf16.bf16_optimizer_states")
