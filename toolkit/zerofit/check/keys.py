@@ -112,7 +112,7 @@ def _removed(path: str, value: Any) -> Finding:
         code="removed-key",
         path=path,
         message=f"{path} was removed from DeepSpeed",
-        why="DeepSpeed stops at the key, even if it is disabled",
+        why="DeepSpeed stops at this key, even if it is disabled",
         fix="; ".join(["remove it", *([instead] if instead else [])]),
         edits=(Removal(path),) if is_off(value) else (),
     )

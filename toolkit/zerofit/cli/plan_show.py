@@ -146,7 +146,7 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     if best.errors and best.errors.low < best.errors.high:
         what, figures, low, high, narrower = best.errors
         span = f", {low * best.step_s:.3g} to {high * best.step_s:.3g} s in 8 of 10 runs"
-        span += f" (from {figures} published figures: {what}; `{narrower}` narrows it)" if details else ""
+        span += f" (from {figures} published figures: {what}; `{narrower}` narrows the interval)" if details else ""
     yield "layout 1", f"peak memory in {memory.peak_phase}: {kinds}"
     yield "", f"step time: {shares}{span}"
     overlap = "with" if layout.overlap else "without"

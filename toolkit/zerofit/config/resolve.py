@@ -27,7 +27,7 @@ from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 
 _BUCKET = (
-    f"trained parameters, at most {BUCKET_LIMIT:,} (100 MB in 16 bits fill a link); DeepSpeed allocates it in full, "
+    f"trained parameters, at most {BUCKET_LIMIT:,} (100 MB in 16 bits saturate a link); DeepSpeed allocates it in full, "
     "and its default 5e8 needs 1 GB"
 )
 # sizes under zero_optimization, in elements: how they are computed from the model, and why

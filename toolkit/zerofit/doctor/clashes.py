@@ -80,7 +80,7 @@ CLASHES = (
     Clash(
         "nccl 2.28.3",
         lambda f: _nccl(f) == (2, 28, 3) and _named(f, "H100", "H200"),
-        "NCCL 2.28.3 fails on H100: torch went back to 2.27.5 because of it",
+        "NCCL 2.28.3 fails on H100: torch returned to 2.27.5 for this reason",
         "use NCCL 2.27.5, or 2.28.7 or newer",
         "https://github.com/pytorch/pytorch/pull/164352",
         FAIL,

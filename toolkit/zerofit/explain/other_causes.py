@@ -149,7 +149,7 @@ def _shared(evidence: LogEvidence) -> Cause | None:
 
 def _kernel(evidence: LogEvidence) -> Cause | None:
     found = re.search(r"Required: (\d+), Hardware limit: (\d+)", evidence.shortage.message)
-    shown = (f"it needs {found[1]} of {found[2]} bytes",) if found else ()
+    shown = (f"the kernel needs {found[1]} bytes, but the GPU has {found[2]}",) if found else ()
     summary = "A kernel needs more shared memory or registers than this GPU has. Its memory (HBM) is not full."
     return Cause(name="kernel-resources", summary=summary, evidence=shown)
 

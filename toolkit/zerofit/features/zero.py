@@ -76,7 +76,7 @@ ZENFLOW = ZeroFeature(
 )
 SUPER_OFFLOAD = ZeroFeature(
     path=f"{ZERO}.offload_optimizer.super_offload",
-    docs="A process steps offloaded states during backward.",
+    docs="A separate process updates offloaded states during backward.",
     combined=False,
     partial=False,
     averaged=False,
@@ -86,7 +86,7 @@ SUPER_OFFLOAD = ZeroFeature(
 )
 TWIN_FLOW = ZeroFeature(
     path=f"{ZERO}.offload_optimizer.ratio",
-    docs="Twin-Flow: the host steps this share of the parameters, and the device the others.",
+    docs="Twin-Flow: the host updates this share of the parameters, and the device updates the others.",
     off=(None, 1),
     unsaved="the optimizer states of the part on the device",
     instead="offload_optimizer.ratio 1.0",

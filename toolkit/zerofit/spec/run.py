@@ -142,7 +142,8 @@ class Run(BaseModel):
         None, "initial weights: a state dict (.pth, .safetensors), or a trained model's folder (RUN/model)"
     )
     task: Literal["classify", "tag", "seq2seq"] | None = _option(
-        None, "task of a transformers model: classify texts, tag words, or write texts (default: by its config)"
+        None,
+        "task of a transformers model: classify texts, tag words, or write texts (default: from the model's config)",
     )
     loss: Literal["cross-entropy", "mse"] | None = _option(None, "loss for a model without its own loss")
     data: str | None = _option(
@@ -154,7 +155,7 @@ class Run(BaseModel):
     download: bool = _option(False, "download the torchvision data set if --data-root does not have it")
     text_field: str = _option("text", "field of the text (or words, or source), for jsonl: and hf:")
     pair_field: str | None = _option(None, "field of a second text (default: text_pair if rows have it)")
-    label_field: str | None = _option(None, "field of the target (default: label, tags or target, by --task)")
+    label_field: str | None = _option(None, "field of the target (default: label, tags or target, depending on --task)")
     target_len: PositiveInt | None = _option(None, "tokens per target text of seq2seq (default: --seq-len)")
     generate_samples: NonNegativeInt = _option(32, "validation samples of seq2seq to generate and score (ROUGE)")
     tokenizer: str = _option(
@@ -171,7 +172,7 @@ class Run(BaseModel):
     packing: bool = _option(True, "pack several conversations into a sample, without attention between them")
     image_size: PositiveInt | None = _option(None, "resize images to this height and width, in pixels")
     skip_bad: bool = _option(False, "skip and count unreadable images or rows instead of refusing to start")
-    data_workers: NonNegativeInt | None = _option(None, "data loader processes per rank (default: by the data)")
+    data_workers: NonNegativeInt | None = _option(None, "data loader processes per rank (default: depends on the data)")
 
     # the trained part of the model
     lora: PositiveInt | None = _option(None, "freeze the model and train adapters of this LoRA rank (peft)")
@@ -202,7 +203,7 @@ class Run(BaseModel):
     )
     random_erasing: float = _option(0.0, "probability of erasing a rectangle of an image", ge=0, le=1)
     image_sizes: Sizes | None = _option(
-        None, "image sizes that grow during training, by share of the steps: 128:0.5,160:0.75,192"
+        None, "image sizes that grow during training; 128:0.5,160 uses size 128 for half of the steps, then 160"
     )
     sync_batch_norm: bool = _option(False, "synchronize batch norm over all ranks")
     ema: float | None = _option(
@@ -226,7 +227,7 @@ class Run(BaseModel):
         None, "optimizer (default: sgd for a CNN from scratch, else adamw); 8-bit optimizers are from bitsandbytes"
     )
     lr: PositiveFloat | None = _option(
-        None, "peak learning rate (default: by model, optimizer and batch; see docs/defaults.md)"
+        None, "peak learning rate (default: depends on model, optimizer and batch; see docs/defaults.md)"
     )
     schedule: Literal["cosine", "linear", "constant"] = _option("cosine", "learning rate schedule after the warm-up")
     warmup_steps: NonNegativeInt | None = _option(None, "steps of linear warm-up (default: 5 % of the steps)")
@@ -285,7 +286,8 @@ class Run(BaseModel):
     keep_last: PositiveInt = _option(3, "number of newest checkpoints to keep")
     keep_every: NonNegativeInt = _option(0, "also keep the checkpoint of every Nth step; 0: none")
     resume: str = _option(
-        "auto", "checkpoint to resume from; auto: the newest complete one of the run folder; never: start from scratch"
+        "auto",
+        "checkpoint to resume from; auto: the newest complete checkpoint of the run folder; never: start from scratch",
     )
 
     # watching
@@ -295,7 +297,8 @@ class Run(BaseModel):
         False, "stop before an optimizer step if its loss or gradient norm is not finite, to protect the weights"
     )
     record_memory: bool = _option(
-        False, "record the last allocations of GPU ranks; if one runs out of memory, `zerofit explain RUN` reads them"
+        False,
+        "record the last allocations of GPU ranks; if a rank runs out of memory, `zerofit explain RUN` reads them",
     )
     heartbeat_timeout: float = _option(
         60.0, "stop all ranks after this many seconds without a heartbeat of a rank", ge=5, le=1e6

@@ -157,7 +157,7 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
         if state.beat.get("state") in STOPPED_STATES:
             message = f"{state.name} has been stopped for {seconds:.0f} s (SIGSTOP, or a debugger), in {state.where}"
             return _verdict(
-                "rank-stopped", message, "continue the process with kill -CONT, or exit the debugger", [state], now
+                "rank-stopped", message, "continue the process with kill -CONT, or leave the debugger", [state], now
             )
         if seconds > limit:
             message = f"{state.name} has sent no heartbeat for {seconds:.0f} s, in {state.where}"

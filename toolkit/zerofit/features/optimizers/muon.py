@@ -71,7 +71,7 @@ def _refuses(setting: TrainingSetting) -> Iterator[Refusal]:
 MUON = OptimizerEntry(
     name="muon",
     json_type="Muon",
-    docs="4 bytes a weight of a matrix, 8 bytes of all others. ZeRO 0 to 3; no pipeline, experts or adapters.",
+    docs="4 bytes per weight of a matrix, 8 bytes per other weight. ZeRO 0 to 3; no pipeline, experts or adapters.",
     torch_on_cpu=True,
     compiled=True,
     # DeepSpeed lists it as tested only if it can import it (runtime/zero/utils.py:71)

@@ -108,7 +108,7 @@ def tensor_values(meter: ScriptTracker) -> None:
         known = meter.counted(self) if known is None else known
         if known is not None:
             return known.numpy(force=force)
-        meter.note("the script reads values of a tensor on the device; they are zeros here", here=True)
+        meter.note("the script reads values of a tensor on the device; in a simulation these are zeros", here=True)
         dtype = str(self.dtype).removeprefix("torch.").replace("bfloat16", "float32")
         return numpy.zeros(tuple(self.shape), dtype=dtype)
 
