@@ -137,7 +137,7 @@ def test_launchers_that_a_program_starts(text, launcher):
         ("", "no command after --"),
         ("bash run.sh", "'bash' is not python, torchrun, deepspeed, accelerate launch or a program"),
         ("no-such-program train x.yaml", "'no-such-program' is not python"),
-        ("zerofit train lenet", "zerofit's own training"),
+        ("zerofit train lenet", "its own training"),
         ("python", "names no script"),
         ("python -c pass", "names no script"),
         ("torchrun --nproc_per_node", "torchrun: "),
