@@ -107,7 +107,7 @@ def test_bad_folders_are_refused_with_names(tmp_path):
     with pytest.raises(UserError, match=r"1 images in .* have no mask: a\.png"):
         open_data(run, "segmentation", None, Reporter())
     Image.new("RGB", (8, 8)).save(tmp_path / "masks/a.png")
-    with pytest.raises(UserError, match="its mask has mode RGB"):
+    with pytest.raises(UserError, match="the mask has mode RGB"):
         open_data(run, "segmentation", None, Reporter())
     with pytest.raises(UserError, match="has no images with masks"):
         open_data(run.model_copy(update={"data": "digits"}), "segmentation", None, Reporter())

@@ -37,7 +37,7 @@ def test_an_evaluation_that_generates_runs_few_batches(folder):
     ]
     notes = {note.text: note.count for note in facts(result).facts.notes}
     # 2 batches after the first step, and 2 and 4 after the last
-    assert notes["generation: sequences get 11 new tokens, their limit; 3 of them were computed"] == 8
+    assert notes["generation: each sequence gets 11 new tokens, the limit; 3 of these tokens were computed"] == 8
 
 
 def test_training_in_evaluation_mode_has_its_phases(folder):

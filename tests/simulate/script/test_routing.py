@@ -79,4 +79,4 @@ def test_a_leaf_module_of_zero_3_whose_inputs_need_no_gradient():
     """Real ranks of DeepSpeed 0.19.8 fail in the same backward, and train if the inputs require a gradient."""
     problem = refused(LEAF)
     assert "aten::add_" in problem.message and "SystemError" not in problem.message and problem.where == "train.py:9"
-    assert "call x.requires_grad_() on them" in problem.hint
+    assert "call x.requires_grad_() on these inputs" in problem.hint

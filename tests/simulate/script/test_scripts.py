@@ -287,7 +287,7 @@ parser.parse_args(["--bf16"])
         ("import numpy\nnumpy.ones(1 << 45)\n", "too little memory", "a larger machine"),
         (
             "import ctypes\nctypes.string_at(0)\n",
-            "cannot simulate this: its process crashed with SIGSEGV in",
+            "cannot simulate this: the simulated process crashed with SIGSEGV in",
             "report it",
         ),
         ("import os\nos.kill(os.getpid(), 9)\n", "was killed with SIGKILL", "outside of zerofit"),

@@ -103,7 +103,7 @@ def test_generated_completions_have_their_longest_length(folder, monkeypatch):
     names = {p.name for p in result.phases if p.step == 1}
     assert names == {"generation", "log-probs", "forward", "backward", "step"}
     notes = [note.text for note in script(result).facts.notes]
-    assert "generation: sequences get 200 new tokens, their limit; 3 of them were computed" in notes
+    assert "generation: each sequence gets 200 new tokens, the limit; 3 of these tokens were computed" in notes
 
 
 def rollout(folder, monkeypatch, **changed: object) -> Simulation:

@@ -77,7 +77,7 @@ def test_loops_end_at_their_own_limit_and_losses_are_finite(folder):
 
 def test_generation_reaches_its_limit_in_a_few_tokens(folder):
     short, full = (simulated(GENERATION.replace("= COMPUTED", f"= {n}"), gpus=1) for n in (3, 99))
-    assert any("9 new tokens, their limit; 3 of them were computed" in n.text for n in facts(short).facts.notes)
+    assert any("9 new tokens, the limit; 3 of these tokens were computed" in n.text for n in facts(short).facts.notes)
     phases = [[p for p in one.phases if p.name == "generation"] for one in (short, full)]
     assert [p.step for p in phases[0]] == [0, 1]
     for few, every in zip(*phases, strict=True):

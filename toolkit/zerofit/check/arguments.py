@@ -116,7 +116,7 @@ def given_by(arguments: ArgumentFile) -> dict[str, GivenArgument]:
 
 
 def requested_by(arguments: ArgumentFile, ranks: int | None) -> Iterator[RequestedValue]:
-    """Yield the values that a file next to the JSON sets for its keys."""
+    """Yield the values that an argument file sets for keys of the JSON."""
     if arguments.kind == "accelerate":
         yield from _of_accelerate(arguments)
         return
@@ -145,7 +145,7 @@ def _written(arguments: ArgumentFile, name: str) -> str:
 
 
 def _argument(arguments: ArgumentFile, name: str) -> GivenArgument | None:
-    """Return an argument of the Trainer (its default if it is not given), or None if it is unknown."""
+    """Return an argument of the Trainer: the given value, else the default; None if the value is unknown."""
     written = _written(arguments, name)
     if written in arguments.values:
         value = arguments.get(written)
@@ -240,7 +240,7 @@ def mixed_precision(arguments: ArgumentFile) -> str | None:
 
 
 def plugin_config(arguments: ArgumentFile) -> tuple[dict[str, Any], Mapping[str, int]]:
-    """Return the JSON that Accelerate makes from its own keys, and their lines (utils/dataclasses.py:1365)."""
+    """Return the JSON that Accelerate makes from its own keys, and the line of each key (utils/dataclasses.py:1365)."""
     given = {name: arguments.get(f"deepspeed_config.{name}") for name in PLUGIN}
     zero: dict[str, Any] = {"stage": 2 if given["zero_stage"] is None else given["zero_stage"]}
     for what in ("optimizer", "param"):

@@ -80,7 +80,7 @@ def catalog() -> Catalog:
 
 
 def read_data(name: str) -> Any:
-    """Return the contents of a JSON or YAML in data/, or None if it does not exist."""
+    """Return the contents of a JSON or YAML in data/, or None if the file does not exist."""
     path = files("zerofit.check") / "data" / name
     if not path.is_file():
         return None

@@ -69,7 +69,7 @@ class RecordingDict(dict):
         return self._children.setdefault(path, RecordingDict(path, self._reading))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Record a section and its sections: DeepSpeed adds missing sections."""
+        """Record a section and the sections in it, because DeepSpeed adds missing sections."""
         path = f"{self._path}.{key}" if self._path else str(key)
         if isinstance(value, dict) and all(isinstance(inner, dict) for inner in value.values()):
             self._reading.sections |= {path, *(f"{path}.{inner}" for inner in value)}

@@ -65,7 +65,7 @@ class EffectiveConfig:
 
 
 def effective_config(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware) -> EffectiveConfig:
-    """Compare the values of flags, arguments and programs with the JSON's values, and replace "auto" with them."""
+    """Compare values of flags, arguments and programs with the JSON's values, and fill in each "auto"."""
     given = handed_on(config) if setting.reader == "neox" else Aliases(config=config)
     key_findings = tuple(keys(given.config, catalog, setting))
     meant = corrected(given.config, key_findings)

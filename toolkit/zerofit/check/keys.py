@@ -168,7 +168,7 @@ def _own(path: str, elsewhere: Sequence[str]) -> Finding:
 
 
 def _places(path: str, key: str, value: Any, c: CheckSubject) -> list[str]:
-    """Return the paths where a key may belong; for a name in many sections (`enabled`), only paths in the same one."""
+    """Return the paths where a key may belong; for a name in many sections (`enabled`), only paths in the section."""
     places = c.catalog.places.get(key, [])
     generic = len(places) > NAMED or (len(places) > 1 and "_" not in key)
     section = path.partition(".")[0]

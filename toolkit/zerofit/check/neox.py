@@ -1,4 +1,4 @@
-"""GPT-NeoX's files: its own arguments, and DeepSpeed keys that it passes on.
+"""Files of GPT-NeoX: arguments of GPT-NeoX, and keys that GPT-NeoX passes to DeepSpeed.
 
 The names are from megatron/neox_arguments at commit ea7aefd8; - and _ in names are equivalent. GPT-NeoX builds
 optimizers and schedulers itself, except compressed optimizers. DeepSpeed does not read `fp32_allreduce`, which GPT-NeoX

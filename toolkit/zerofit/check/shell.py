@@ -1,4 +1,4 @@
-"""Commands of a shell script, read without running it."""
+"""Read the commands of a shell script without running the script."""
 
 from __future__ import annotations
 

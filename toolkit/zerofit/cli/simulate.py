@@ -232,7 +232,7 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
 
 
 def command_cluster(words: list[str], hardware: dict[str, Any]) -> Cluster:
-    """Return the hardware from the options, with the command's numbers of GPUs and nodes unless they are given.
+    """Return the hardware from the options. GPUs and nodes that are not given are those that the command starts.
 
     Raises UserError with all problems.
     """

@@ -271,7 +271,9 @@ def _read(folder: Path) -> dict[str, ChatTokens] | None:
 def _notes(
     source: ChatSource, template: ChatTemplate, counts: ChatCounts, held_out: ChatCounts, train: ChatRows
 ) -> list[str]:
-    marks = "marks the assistant's turns" if template.marked else "does not mark the turns: zerofit finds them"
+    marks = (
+        "marks the assistant's turns" if template.marked else "does not mark the assistant's turns: zerofit finds them"
+    )
     positions = counts.rows * train.seq_len
     fill = f"{counts.tokens / positions:.0%} full, {counts.targets / counts.tokens:.0%} of the tokens count in the loss"
     notes = [

@@ -113,5 +113,5 @@ def as_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
     values = np.asarray(seen)
     wide = image.mode == "I" and image.format != "PNG"  # PNG has 16 bits at most
     if image.mode == "F" or wide or (values.size and not 0 <= values.min() <= values.max() <= _LARGEST):
-        raise ValueError(f"the largest value of its pixels (mode {image.mode}) is unknown; save it with 8 or 16 bits")
+        raise ValueError(f"the largest pixel value of mode {image.mode} is unknown; save the image with 8 or 16 bits")
     return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")

@@ -177,7 +177,7 @@ def _check_pair(root: Path, pair: MaskedImage) -> tuple[int, str]:
         with Image.open(root / pair.image) as image, Image.open(root / pair.mask) as mask:
             as_rgb(image)
             if mask.mode not in ("1", "L", "P"):
-                return -1, f"its mask has mode {mask.mode}; a mask needs one number below 256 per pixel"
+                return -1, f"the mask has mode {mask.mode}, but needs one number below 256 per pixel"
             if mask.size != image.size:
                 return -1, f"its mask has {mask.size[0]}x{mask.size[1]} pixels, not {image.size[0]}x{image.size[1]}"
             values = np.array(mask, dtype=np.uint8)

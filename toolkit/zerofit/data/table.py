@@ -67,7 +67,7 @@ def open_table(name: str, run: Run, progress: Reporter) -> Data:
     if table.broken and not run.skip_bad:
         shown = "; ".join(table.broken[:SHOWN]) + ("; ..." if len(table.broken) > SHOWN else "")
         message = f"{len(table.broken)} of {len(table.broken) + len(table.lines)} rows of {path} are broken: {shown}"
-        raise _unusable("bad-rows", message, "fix them, or skip them with --skip-bad")
+        raise _unusable("bad-rows", message, "fix these rows, or skip them with --skip-bad")
     labels, classes = _as_classes(path, table)
     held_out = stratified_fifth(labels)
     if held_out.all() or not held_out.any():

@@ -238,7 +238,7 @@ def _loading(evidence: LogEvidence, shown: tuple[str, ...]) -> Cause:
 
 
 def _filled(shortage: Shortage) -> tuple[str, ...]:
-    """Return sentences about the memory that fills the device, and about smaller uses of its memory."""
+    """Return sentences about the memory that fills the device, and about smaller parts of it."""
     figures = shortage.figures
     if figures.allocated_bytes is None or not figures.total_bytes:
         return ()

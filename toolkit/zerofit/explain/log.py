@@ -1,4 +1,4 @@
-"""Read the log of any program: its lines without launchers' prefixes, and the rank that wrote each."""
+"""Read the log of any program: its lines without launchers' prefixes, and the rank that wrote each line."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def _of_replicas(ranks: Sequence[Mapping[str, Any]]) -> Replay | None:
     step = ranks[0]["step"]
     return Replay(
         cause=COLLECTIVE,
-        summary=f"Ranks differ after step {step}: {len(apart)} parameters are not the same, {apart[0]} first. "
+        summary=f"Ranks differ after step {step}: {len(apart)} parameters are not the same, the first is {apart[0]}. "
         "They were the same before this step, so an exchange of gradients or weights failed.",
         step=step,
         phase="step",
@@ -249,5 +249,5 @@ def _range(facts: Mapping[str, Any]) -> str:
 
 def _value(facts: Mapping[str, Any]) -> str:
     if not facts:
-        return "a number outside of the range of its type"
+        return "a number outside of the operation's range"
     return "zero" if facts["low"] == 0 else f"{facts['low']:.4g}"

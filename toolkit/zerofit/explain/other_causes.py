@@ -66,7 +66,7 @@ def _blas(evidence: LogEvidence) -> Cause | None:
     if "ALLOC" in evidence.shortage.message or "memory_error" in evidence.shortage.message:
         return Cause(
             name="library-workspace",
-            summary="A library found no memory for its handle or workspace: torch or another process uses all of it.",
+            summary="A library found no memory for its handle or workspace: torch or another process uses all memory.",
             run_next=NVIDIA_SMI,
         )
     return Cause(
@@ -107,7 +107,7 @@ def host(evidence: LogEvidence) -> Cause | None:
     if figures.process_bytes:
         shown.append(f"the killed process used {shown_bytes(figures.process_bytes)}")
     if figures.limit_bytes:
-        shown.append(f"its control group may use {shown_bytes(figures.limit_bytes)}")
+        shown.append(f"the control group of the process may use {shown_bytes(figures.limit_bytes)}")
     if figures.asked_bytes:
         shown.append(f"it requested {shown_bytes(figures.asked_bytes)}")
     if progress.readings and progress.readings[-1].host_share:

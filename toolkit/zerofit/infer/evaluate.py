@@ -255,7 +255,7 @@ def _pixel_counts(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _squared_errors(outputs: Tensor, labels: Tensor) -> Tensor:
     if outputs.numel() != labels.numel():
-        message = f"--loss mse needs one output a sample: got {tuple(outputs.shape)} for labels {tuple(labels.shape)}"
+        message = f"--loss mse needs one output per sample: got {tuple(outputs.shape)} for labels {tuple(labels.shape)}"
         raise ValueError(message)
     real = labels.reshape(-1) != IGNORE_INDEX
     errors = (outputs.float().reshape(labels.shape) - labels.float()).reshape(-1)[real].double().square()

@@ -135,7 +135,7 @@ class ShownLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class ShownFrontier:
-    """A layout that no other one beats in both memory and speed."""
+    """A layout that no other layout beats in both memory and speed."""
 
     layout: str
     peak_bytes: NonNegativeInt
@@ -164,7 +164,7 @@ class ShownCluster:
 
 @dataclass(frozen=True, kw_only=True)
 class ShownBox:
-    """One of several machines, with its fastest layout."""
+    """One of the compared kinds of machines, with its fastest layout."""
 
     gpu: str
     gpus: int

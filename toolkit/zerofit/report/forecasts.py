@@ -122,7 +122,7 @@ def simulation_sections(found: Simulations) -> Iterator[Section]:
 
 
 def _limit(found: Simulations) -> tuple[str, float] | None:
-    """Return the memory of the device, if all simulations have the same one."""
+    """Return the device and its memory if they are the same in all simulations, else None."""
     devices = {(s.device, s.device_total_bytes) for s in found.values()}
     if len(devices) != 1:
         return None

@@ -185,7 +185,7 @@ Block = Answer | Table | Bars | Chart | Code | Picture
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the page with a heading. `note` explains it in a sentence."""
+    """A part of the page with a heading. `note` is a sentence that explains the part."""
 
     title: str
     blocks: Sequence[Block]
@@ -232,7 +232,7 @@ def render(template: str, *folders: Path, **content: object) -> str:
 
 
 def named(name: str, text: str) -> str:
-    """Return the text with the name of its file, if the page has several."""
+    """Return the text with `name` in front. `name` is "" if the page has only one source."""
     return f"{name}: {text}" if name else text
 
 

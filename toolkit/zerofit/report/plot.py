@@ -34,7 +34,7 @@ def draw(runs: list[Path], out: Path) -> dict[str, Any]:
 
 
 def check_picture(path: Path, option: str, problems: Problems) -> None:
-    """Add a problem if this cannot be the file of a picture."""
+    """Add a problem if no picture can be written to `path`, which `option` names."""
     if path.suffix.lower() not in PICTURES:
         problems.add("bad-value", f"{path} is not a picture", f"use a name that ends in {', '.join(PICTURES)}", option)
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -50,7 +50,7 @@ def save(figure: Figure, path: Path, option: str, dpi: int) -> None:
 
 
 def steps_of(run: Path, problems: Problems) -> list[Record]:
-    """Return the records of all steps of a run folder; [] with a problem if it has none."""
+    """Return the records of all steps of a run folder. If it has none, add a problem and return []."""
     path = RunFolder(run).metrics
     try:
         steps = [record for record in read_jsonl(path) if number_in(record, "step") is not None]

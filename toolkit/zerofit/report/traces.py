@@ -140,7 +140,7 @@ class _Marks:
         self._places = [(*name.split("|"), "", "")[1:3] for _, name in marks]
 
     def part(self, kind: str, at: float) -> Part:
-        """Return the part of a kernel or op of this kind that was issued at this moment."""
+        """Return the part that a kernel or op of this kind belongs to, if it was issued at moment `at`."""
         before = bisect_right(self._moments, at)
         phase, module = self._places[before - 1] if before else ("", "")
         return _part(module, OPTIMIZER if phase == "step" and kind not in COLLECTIVES else kind)

@@ -57,7 +57,7 @@ def is_about_memory(text: str) -> bool:
 
 def out_of_memory(peak_bytes: int = 0) -> Problem:
     """Return the problem that this machine has too little memory for a simulation."""
-    taken = f" (its process used {shown_bytes(peak_bytes)})" if peak_bytes else ""
+    taken = f" (the simulated process used {shown_bytes(peak_bytes)})" if peak_bytes else ""
     return Problem(
         kind=OUT_OF_MEMORY, message=f"this machine has too little memory for the simulation{taken}", hint=HINT
     )
@@ -126,7 +126,7 @@ def _crash(name: str, output: str) -> Problem:
     inner = next((f" in {shown_path(file)}:{line}" for file, line in frames), "")
     own = next((f"{file}:{line}" for file, line in _FRAME.findall(main) if not any(w in file for w in _LIBRARY)), "")
     reason = next(iter(last_lines(said, 1)), "")
-    message = f"zerofit cannot simulate this: its process crashed with {name}{inner}" + (
+    message = f"zerofit cannot simulate this: the simulated process crashed with {name}{inner}" + (
         f" ({reason})" if reason else ""
     )
     return Problem(kind=CRASHED, message=message, hint="this is a bug in zerofit: please report it", where=own)

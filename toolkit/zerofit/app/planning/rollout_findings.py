@@ -38,7 +38,7 @@ def findings(memory: RolloutMemory) -> Iterator[tuple[str, str]]:
     logits = max((phase.parts.get("logits", 0) for phase in memory.phases), default=0)
     if logits > LARGE * total:
         size = shown_bytes(logits)
-        change = "use_fused_kernels=true avoids them, or " if trainer == "verl" else ""
+        change = "set use_fused_kernels=true, which avoids them, or " if trainer == "verl" else ""
         twice = " (twice that in float32)" if trainer == "trl" else ""
         yield "logits", f"logits of the log-probs need {size}{twice}: {change}lower the micro batch"
     if trainer == "verl" and memory.layout.keeps_full_gradients:

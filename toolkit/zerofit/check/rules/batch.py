@@ -22,7 +22,7 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
                 path=next((path for path in (TOTAL, MICRO, STEPS) if c.has(path)), ""),
                 message=f"neither {TOTAL} nor {MICRO} is given",
                 why='DeepSpeed stops: "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"',
-                fix='set one of them ("auto" for the Trainer or Accelerate, which only fill it in if it is there)',
+                fix='set one of them ("auto" for the Trainer or Accelerate, which fill in only keys that the file has)',
             )
         return
     total, micro, steps = (_whole(c, path) for path in (TOTAL, MICRO, STEPS))

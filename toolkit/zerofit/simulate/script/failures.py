@@ -81,7 +81,7 @@ def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseExcept
     first = _TYPES.sub(r"torch.cuda.\1Tensor", first_lines(error)) or _raising_line(error)
     hint = "train it for a step instead, or rewrite it without reading the value (torch.where, masks)"
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return f"{op} in {inside}: its output's shape depends on values that only a GPU computes", hint
+        return f"{op} in {inside}: the shape of the output depends on values that only a GPU computes", hint
     if meter.without_rule and isinstance(error, RuntimeError):
         hint = "add a shape rule with torch.library.register_fake if the op is yours; otherwise use another op"
         return f"{meter.without_rule} in {inside} has no shape rule, so its output is unknown", hint
@@ -203,7 +203,7 @@ def no_training(target: ScriptTarget, how: str, phases: ScriptPhases, *, failed:
     if failed:
         message = f"{said} before it trained"
     elif phases.engines:
-        message, hint = f"{said} before its engine ran an optimizer step", "give it data for at least one step"
+        message, hint = f"{said} before its engine ran an optimizer step", "give the script data for at least one step"
     elif phases.micro_batches:
         message = f"{said} without a step of DeepSpeed or of an optimizer of torch"
         hint = "update the weights with an optimizer of torch.optim: zerofit counts its steps"

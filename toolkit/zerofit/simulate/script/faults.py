@@ -324,7 +324,7 @@ FAULTS = (
     ),
     Fault(
         code="padding",
-        problem="{detail} of each batch's columns is padding; its activations are {bytes}",
+        problem="{detail} of each batch's columns is padding, whose activations need {bytes}",
         mend="pad to the longest row of each batch: padding=True or DataCollatorWithPadding, not padding='max_length'",
         find=_padding,
     ),
@@ -338,7 +338,7 @@ FAULTS = (
     Fault(
         code="frozen-states",
         problem="{detail} weights that get no gradient have master weights and optimizer states, {bytes}",
-        mend="freeze them before the engine is built, and pass only parameters with requires_grad",
+        mend="freeze these weights before the engine is built, and pass only parameters with requires_grad",
         find=_frozen_states,
     ),
     Fault(

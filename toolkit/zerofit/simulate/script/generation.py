@@ -89,7 +89,8 @@ def _shortened(
         hidden = tokens - COMPUTED
         cached = rest.get("use_cache") and _can_grow(rest.get("past_key_values"))
         if hidden > 0 and cached and not any(getattr(generation_config, name) for name in _KEPT):
-            meter.note(f"generation: sequences get {tokens} new tokens, their limit; {COMPUTED} of them were computed")
+            most = f"generation: each sequence gets {tokens} new tokens, the limit"
+            meter.note(f"{most}; {COMPUTED} of these tokens were computed")
             generation_config = copy.copy(generation_config)
             generation_config.max_length = limit - hidden
             others = [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria)]

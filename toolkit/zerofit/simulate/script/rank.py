@@ -58,7 +58,7 @@ from zerofit.spec.errors import Problem, UserError
 
 LEAF_HINT = (
     "DeepSpeed also fails on real ranks if the inputs of a leaf module need no gradient: "
-    "call x.requires_grad_() on them, or pass modules after the first layer to set_z3_leaf_modules"
+    "call x.requires_grad_() on these inputs, or pass modules after the first layer to set_z3_leaf_modules"
 )
 
 
