@@ -37,7 +37,7 @@ BAD = {"name": "head.weight", "kind": "weight", "bad": 1, "of": 320}
         (RANK, [2.3, 2.2, 9.0], "learning-rate", "rose from 2.2 to 9"),
         (RANK | {"weights": [BAD]}, [], "bad-weights", "1 of 320 numbers of the weight head.weight"),
         (RANK | {"weights": [BAD], "step": 5}, [], "learning-rate", "the update of step 5 was too large"),
-        (RANK | {"apart": ["head.bias"], "step": 5}, [], "collective", "head.bias first"),
+        (RANK | {"apart": ["head.bias"], "step": 5}, [], "collective", "the first is head.bias"),
         (STOPPED, [], "collective", "exchange between ranks failed"),
         (STOPPED | {"sizes": [0.1, 1e5]}, [], "learning-rate", "weights grew 1e+06 times"),
         (STOPPED | {"loss_scale": 1024.0}, [], "loss-scale", "overflows at scale 1024"),
