@@ -448,4 +448,4 @@ def test_all_that_is_wrong_with_a_command(folder):
         simulate_script(words, Cluster("h100-80gb", gpus=8), rank=9, steps=0)
     said = [problem.message for problem in caught.value.problems]
     assert said[:2] == ["no script nowhere.py", "the command starts 4 ranks, but --gpus is 8"]
-    assert said[2].startswith("no rank 9: there are 8") and said[3].startswith("--steps 0")
+    assert said[2].startswith("no rank 9: there are 8 ranks") and said[3].startswith("--steps 0")

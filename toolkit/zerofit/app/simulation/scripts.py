@@ -308,7 +308,7 @@ def check_command(script: ScriptCommand, cluster: Cluster, *, rank: int, steps: 
     if not 0 <= rank < cluster.ranks:
         problems.add(
             "bad-value",
-            f"no rank {rank}: the script has {cluster.ranks} ranks",
+            f"no rank {rank}: there are {cluster.ranks} ranks",
             f"use 0 to {cluster.ranks - 1}",
             "--rank",
         )
