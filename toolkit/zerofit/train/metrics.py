@@ -203,7 +203,7 @@ class MetricsRecorder:
         gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, [int(n) for part in bad for n in part])
         samples = sorted({n for part in gathered for n in part})
-        message = f"the loss of step {step.step + 1} is {loss}; indices of the samples: {samples}; "
+        message = f"the loss of step {step.step + 1} is {loss}; sample indices: {samples}; "
         hint = "lower --lr, lengthen --warmup-steps, set --gradient-clipping, or inspect these samples"
         problem = Problem(kind=NAN_LOSS, message=message + self._last_good(), hint=hint, where=f"step {step.step + 1}")
         raise RunFailed(problem)
