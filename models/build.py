@@ -341,7 +341,7 @@ def bincount(fake_mode: Any, func: Any, values: Tensor, weights: Tensor | None =
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Count a model's parameters. Tied parameters count once. Parameters that ZeRO-3 partitions count in full."""
+    """Count a model's parameters. Tied parameters count once. Parameters partitioned by ZeRO-3 count in full."""
     return sum(map(elements, model.parameters()))
 
 

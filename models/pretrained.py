@@ -158,7 +158,7 @@ def drawn_anew(head: str, classes: int, where: str, inputs: ImageInputs) -> str:
 
 
 def _renamed(name: str, shapes: dict[str, Any]) -> str:
-    """Return the model's name for a file's tensor."""
+    """Return the name that a tensor of a checkpoint file has in the model."""
     if name in shapes:
         return name
     plain = name.removeprefix("module.")  # added by DistributedDataParallel

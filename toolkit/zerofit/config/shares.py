@@ -75,7 +75,7 @@ def check_shares(run: Run, layout: Layout, problems: Problems) -> None:
 
 
 def check_weighted(run: Run, facts: ModelFacts, problems: Problems) -> None:
-    """Check that the loss is weighted by targets, which makes unequal micro batches exact."""
+    """Check that the loss is averaged over samples. Otherwise unequal micro batches change the gradients."""
     own = (facts.own and run.loss is None) or not facts.gives_logits or facts.experts is not None
     if run.micro_batch_by_rank and (run.loss == "mse" or facts.task == "gan" or own):
         what = "its routers' loss" if facts.experts is not None else "its loss"

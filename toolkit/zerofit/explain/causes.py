@@ -253,7 +253,7 @@ def _filled(shortage: Shortage) -> tuple[str, ...]:
     if figures.other_bytes:
         contexts = _count(len(figures.other_bytes), "other process has", "other processes have")
         shown.append(
-            f"{contexts} {shown_bytes(sum(figures.other_bytes))}: ranks that use this GPU by mistake have a context"
+            f"{contexts} {shown_bytes(sum(figures.other_bytes))}, perhaps CUDA contexts of ranks that use the wrong GPU"
         )
     return tuple(shown)
 

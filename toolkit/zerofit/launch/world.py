@@ -166,7 +166,7 @@ class Member:
 
     @classmethod
     def here(cls, world: World, versions: Mapping[str, str]) -> Member:
-        """Return the member for this process."""
+        """Return this process as a member of the run."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return cls(
             host=socket.gethostname(),

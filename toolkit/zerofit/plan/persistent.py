@@ -130,7 +130,7 @@ def parameter_shards(line: StageTimeline, spread: ParameterSharers) -> tuple[int
 
 @lru_cache(maxsize=1024)
 def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
-    """Return the elements of all parameters that overlap a rank's partitions, for the rank with the most.
+    """Return the largest number of elements, over ranks, in the full parameters that overlap a rank's partitions.
 
     Stages 1 and 2 keep full gradients of parameters that are only partly in the partition (stage_1_and_2.py:2187).
     """

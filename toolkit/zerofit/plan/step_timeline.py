@@ -285,7 +285,7 @@ class _KindTime(NamedTuple):
 
 
 def _elements_after(groups: Iterable[ReduceGroup]) -> dict[int, int]:
-    """Return how many gradient elements are reduced in backward, by the number of layers done before."""
+    """Map the number of layers whose backward has ended to the gradient elements that are reduced then."""
     found, done = {}, 0
     for group in groups:
         for _ in range(group.groups):

@@ -1,4 +1,4 @@
-"""Compute vLLM's memory by vLLM's own rule: the bytes left for the KV cache at the start, by release.
+"""Compute vLLM's memory by vLLM's own rule: the bytes left for the KV cache at the start, for each release.
 
     KV cache = gpu_memory_utilization x total - weights - activations of the profile run - memory outside torch
                - CUDA graphs (from 0.21)

@@ -166,8 +166,8 @@ def _count_slices() -> None:
 def _scale_losses() -> None:
     """Make backward multiply losses by the loss scale, which fp16 without ZeRO does not do (DeepSpeed#8393).
 
-    It only divides the gradients. DeepSpeed scales losses only for ZeRO's optimizers (runtime/engine.py:3417). A
-    version whose backward checks for fp16 has the fix and is left unchanged.
+    DeepSpeed scales losses only for ZeRO's optimizers (runtime/engine.py:3417); otherwise it only divides the
+    gradients. If the source of DeepSpeed's `backward` mentions fp16, that version has the fix, and nothing changes.
     """
     original: Any = DeepSpeedEngine.backward
     if "fp16" in inspect.getsource(original):

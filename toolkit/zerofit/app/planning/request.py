@@ -93,10 +93,15 @@ class PlanningRequest:
         if self.maximum and self.minimum:
             problems.add("usage", "--max and --min cannot be combined", "use one of them", "--max, --min")
         if self.tuned and self.measured:
-            problems.add("usage", "--from and --measured both correct step times", "use one", "--from, --measured")
+            problems.add(
+                "usage",
+                "--from and --measured cannot be combined: both correct step times",
+                "use one of them",
+                "--from, --measured",
+            )
         if self.from_trace and (self.tuned or self.measured):
             beside = "--from" if self.tuned else "--measured"
-            message = f"--from-trace and {beside} both correct step times"
+            message = f"--from-trace and {beside} cannot be combined: both correct step times"
             problems.add("usage", message, "use one", f"--from-trace, {beside}")
         if self.engines != ("deepspeed",):
             self._check_engines(problems)

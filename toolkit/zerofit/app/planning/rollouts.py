@@ -177,7 +177,9 @@ def plan_rollouts(
         flag = switch("activation_checkpointing", kind)
         problems.add("usage", f"--method with {flag}, which these trainers lack", f"remove {flag}", f"--method, {flag}")
     if request.engines != ("deepspeed",):
-        message = f"--method with --engine {','.join(request.engines)}; the trainer decides the engine"
+        message = (
+            f"--method cannot be combined with --engine {','.join(request.engines)}: the trainer decides the engine"
+        )
         hint = f"remove --engine; {SETTINGS} trainer=verl plans FSDP2"
         problems.add("usage", message, hint, "--method, --engine")
     if settings and settings.trainer != "trl" and name not in WITH_PROCESSES:

@@ -114,7 +114,7 @@ def _scaled(setup: SearchSetup, cluster: Cluster, speed: MeasuredSpeed | None) -
 
 
 def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) -> PlanRequest:
-    """Return the fixed values of the layouts. Raises UserError."""
+    """Return the values that the user has fixed for all layouts. Raises UserError."""
     knobs = knobs_of(request.pins, request.ds_config)
     decided = batch_and_precision(request.pins, request.ds_config)
     if "nvme" in (knobs.get("offload_optimizer"), knobs.get("offload_param")) and not cluster.nvme_bytes:

@@ -185,10 +185,10 @@ def superoffload() -> None:
 
 
 class HostSteps:
-    """Steps groups at once, instead of SuperOffload's optimizer process (superoffload_utils.py).
+    """Steps each parameter group in this process, instead of SuperOffload's optimizer process (superoffload_utils.py).
 
-    That process has moments and a buffer in host memory. A simulation has a single process, so it allocates them
-    itself.
+    That process has moments and a buffer in host memory. A simulation has a single process, so this class allocates
+    them.
     """
 
     def __init__(self, *, max_grad_numel: int, pin_memory: bool, **_: object):

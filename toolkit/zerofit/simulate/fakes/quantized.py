@@ -48,7 +48,7 @@ def four_bits() -> None:
 def eight_bits() -> None:
     """Make bitsandbytes' 8-bit weights fakes.
 
-    Replaces bitsandbytes.nn.Int8Params.__new__: it calls Tensor._make_subclass, which refuses fakes.
+    Replaces bitsandbytes.nn.Int8Params.__new__, because the original calls Tensor._make_subclass, which refuses fakes.
     """
     weight = library().Int8Params
     replace_in(weight, "__new__", staticmethod(_or_fakes(weight, _EIGHT)))

@@ -303,7 +303,7 @@ def saved_tokenizers(files: ScratchFiles) -> None:
 
 
 def saved_checkpoints() -> None:
-    """Let a script load the checkpoint that it saved. The state does not change, since it has no values.
+    """Let a script load the checkpoint that it saved. Loading changes nothing, since fake tensors have no values.
 
     (deepspeed.DeepSpeedEngine.save_checkpoint, load_checkpoint; torch.distributed.checkpoint.save, async_save, load)
     """
