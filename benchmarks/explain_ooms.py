@@ -2,8 +2,9 @@
 
     python benchmarks/explain_ooms.py [NAME ...]
 
-Each case is a small script of plain torch on the CPU, in a process of its own whose data segment is limited. It runs
-twice: with its fault, which must end it, and with the change that `explain` names, which must let it end well.
+Each case is a small script on the CPU, in one process of plain torch or in two ranks of DeepSpeed (gloo), each with a
+limited data segment. It runs twice: with its fault, which must end it, and with the change that `explain` names, which
+must let it end well.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import ctypes
 import os
 import resource
 import runpy
+import signal
+import socket
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,14 +132,77 @@ CASES: dict[str, tuple[str, str, str]] = {
         "save shards",
     ),
 }
+RANKS = 2
+ENGINE = """
+from contextlib import nullcontext
+import deepspeed, torch
+from torch import nn
+deepspeed.init_distributed()
+rank = torch.distributed.get_rank()
+torch.manual_seed(0)
+config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+config |= {"zero_force_ds_cpu_optimizer": False}
+def linears(number, width=1024):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(number)))
+"""
+# name -> (cause, script after ENGINE, part of the change, ranks that run out)
+RANK_CASES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
+    "weights that every rank loads": (
+        "weights-in-host-memory",
+        'config |= {"zero_optimization": {"stage": 3}}\n'
+        "with deepspeed.zero.Init(config_dict_or_path=config) if fixed else nullcontext():\n"
+        "    model = linears(112)\n"
+        "deepspeed.initialize(model=model, config=config)[0](torch.ones(1, 1024))",
+        "under ZeRO-3",
+        ("0", "1"),
+    ),
+    "a rank whose batch is longer": (
+        "activations",
+        'config |= {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000000}}\n'
+        "model = linears(8, 256)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]\n"
+        "batch = torch.ones(4, 16000 if rank == 1 else 1000, 256)\n"
+        "for x in batch.split(1 if fixed else 4):\n"
+        "    engine.backward(engine(x).square().mean())\n    engine.step()",
+        "micro batch",
+        ("1",),
+    ),
+    "Adam's states without ZeRO": (
+        "optimizer-state",
+        'config |= {"zero_optimization": {"stage": 1 if fixed else 0, "reduce_bucket_size": 1000000}}\n'
+        "model = linears(20)\noptimizer = torch.optim.Adam(model.parameters(), foreach=False)\n"
+        "engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]\n"
+        "engine.backward(engine(torch.ones(1, 1024)).square().mean())\nengine.step()",
+        "a higher ZeRO stage",
+        ("0", "1"),
+    ),
+}
 
 
-def outcome(script: Path, log: Path, fixed: bool) -> int:
-    """Run a script in a limited process of its own, with its output in a log; return its exit code."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    with log.open("w") as file:
+def outcome(script: Path, log: Path, fixed: bool, ranks: int) -> int:
+    """Run a script in limited processes, with their output in a log; return the first exit code that is not zero."""
+    log.unlink(missing_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    running = {started(script, log, fixed, place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)}
+    first = 0
+    while running:
+        child, status = os.wait()
+        running.remove(child)
+        code = os.waitstatus_to_exitcode(status)
+        if code and not first:
+            first = code
+            for other in running:  # as a launcher does
+                os.kill(other, signal.SIGKILL)
+    return first
+
+
+def started(script: Path, log: Path, fixed: bool, env: dict[str, str]) -> int:
+    """Start a script in a limited process; return its number."""
+    if child := os.fork():
+        return child
+    os.environ |= env
+    with log.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
@@ -145,8 +210,8 @@ def outcome(script: Path, log: Path, fixed: bool) -> int:
     code = 0
     try:
         runpy.run_path(str(script), {"fixed": fixed}, "__main__")
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # torch's, which names the rank
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -155,17 +220,21 @@ def outcome(script: Path, log: Path, fixed: bool) -> int:
 
 def judged(name: str, folder: Path, show: Callable[[str], None]) -> bool:
     """Run a case with its fault and without; return whether cause, line and change were right."""
-    cause, code, change = CASES[name]
+    if name in RANK_CASES:
+        start, number, (cause, code, change, ranks) = ENGINE, RANKS, RANK_CASES[name]
+    else:
+        start, number, (cause, code, change), ranks = MODEL, 1, CASES[name], ()
     script, log = folder / "train.py", folder / "log"
-    script.write_text(MODEL + code + "\n")
-    failed = outcome(script, log, fixed=False)
+    script.write_text(start + code + "\n")
+    failed = outcome(script, log, False, number)
     found = explain_log(read_log(log))
     if not failed or found is None:
         show(f"{'WRONG':<8}{name}: exit code {failed}\n{log.read_text()[-600:]}")
         return False
     advice = f"{'; '.join(row.change for row in found.changes)} {found.run_next}"
-    works = outcome(script, log, fixed=True) == 0
+    works = outcome(script, log, True, number) == 0
     right = found.cause == cause and str(script) in found.at and change in advice and works
+    right = right and set(found.ranks) == set(ranks)
     show(f"{'right' if right else 'WRONG':<8}{name}: {found.cause} at {Path(found.at).name}; with the change: {works}")
     if not right:
         show(f"        {found.phase} {advice}\n{log.read_text()[-300:]}")
@@ -174,13 +243,15 @@ def judged(name: str, folder: Path, show: Callable[[str], None]) -> bool:
 
 def main() -> None:
     """Run the named cases, or all; exit with 1 if one is wrong."""
-    import numpy  # noqa: F401  imported once, before the processes fork
+    import deepspeed  # imported once, before the processes fork
+    import numpy  # noqa: F401
     import torch
 
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB // 4)  # else glibc's heap is fragmented, and no change makes room
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # only for inference; builds for 45 s
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     with tempfile.TemporaryDirectory() as folder:
-        results = [judged(name, Path(folder), print) for name in sys.argv[1:] or CASES]
+        results = [judged(name, Path(folder), print) for name in sys.argv[1:] or [*CASES, *RANK_CASES]]
     print(f"{sum(results)} of {len(results)}")
     sys.exit(not all(results))
 

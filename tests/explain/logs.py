@@ -99,10 +99,23 @@ PHASES = {
     ],
     "weights": [
         traceback("model.to(device)", ("torch/nn/modules/module.py", 1300, "_apply", "param_applied = fn(param)")),
+        traceback("model = GPT(48)", ("torch/nn/modules/linear.py", 106, "__init__", "self.weight = Parameter(")),
         traceback(
             "model = AutoModel.from_pretrained(name)",
             ("transformers/modeling_utils.py", 4000, "from_pretrained", "model, *_ = cls._load_pretrained_model("),
         ),
+    ],
+    "communication-buckets": [
+        traceback(
+            "engine.backward(loss)",
+            ("deepspeed/runtime/engine.py", 2583, "backward", "self._do_optimizer_backward(loss, retain_graph)"),
+            (
+                "deepspeed/runtime/zero/stage_1_and_2.py",
+                3266,
+                "setup_buckets",
+                "buf_0 = torch.empty(int(self.reduce_bucket_size),",
+            ),
+        )
     ],
     "checkpoint-on-device": [
         traceback("state = torch.load(path)", ("torch/serialization.py", 1500, "_cuda", "return obj.cuda(device)"))

@@ -115,6 +115,11 @@ def test_a_notebook_and_a_rich_traceback():
     assert explained(notebook).phase == explained(rich).phase == "backward"
 
 
+LIBRARIES = """Traceback (most recent call last):
+  File "/opt/env/lib/python3.11/site-packages/timm/layers/norm.py", line 9, in forward
+    x = x.view(3, 5)
+ERROR
+"""
 CPU = (
     "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
 )
@@ -128,6 +133,24 @@ def test_on_a_cpu_rank_the_phase_names_the_cause():
     assert not explained(later).is_known and "rss" in explained(later).run_next
     offloaded = ("deepspeed/ops/adam/cpu_adam.py", 9, "step", "self.ds_opt_adam.adam_update(")
     assert explained(traceback("engine.step()", offloaded, error=CPU)).cause == "offloaded-states"
+
+
+def test_a_cpu_rank_is_not_told_to_offload_and_a_rank_that_builds_a_model_loads_weights():
+    assert not any("offload" in row.change for row in explained(PHASES["activations"][0].replace(full(), CPU)).changes)
+    assert explained(PHASES["weights"][1].replace(full(), CPU)).cause == "weights-in-host-memory"
+
+
+def test_a_traceback_through_libraries_alone_has_no_line_of_the_user():
+    found = explained(PHASES["weights"][0].replace("/home/me/", "/opt/env/lib/python3.11/site-packages/program/"))
+    assert (found.at, found.asked_by) == ("", "program/train.py:38")
+    error = "RuntimeError: shape '[3, 5]' is invalid for input of size 16"
+    found = explained(LIBRARIES.replace("ERROR", error))
+    assert (found.at, found.asked_by) == ("", "timm/layers/norm.py:9")
+
+
+def test_the_limit_of_a_job_is_not_the_hosts_memory():
+    limited, host = (explained(OTHERS["host-memory"][at]).summary for at in (1, 0))
+    assert limited == "The job reached its memory limit." and host == "The host ran out of memory."
 
 
 def test_the_kernels_report_of_a_control_group():

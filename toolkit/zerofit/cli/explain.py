@@ -87,11 +87,11 @@ def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
         function = f" ({result.function})" if result.function else ""
         yield "your line", f"{result.at}{function}{f': {result.code}' if result.code else ''}"
     if result.asked_by:
-        yield "requested by", result.asked_by
+        yield "requested by" if result.place else "raised in", result.asked_by
     if when := [*filter(None, [result.phase, f"after {counted(result.steps, 'step')}" if result.steps else ""])]:
         yield "when", ", ".join(when)
-    if len(result.ranks) > 1:
-        yield "ranks", ", ".join(result.ranks[:8]) + (f" and {len(result.ranks) - 8} more" if result.ranks[8:] else "")
+    if result.ranks:
+        yield "ranks" if len(result.ranks) > 1 else "rank", ", ".join(result.ranks[:8]) + (f" and {len(result.ranks) - 8} more" if result.ranks[8:] else "")
     if memory := list(_memory(result)):
         yield "memory", ", ".join(memory)
     total = sum(result.alive.values())

@@ -55,10 +55,13 @@ def for_device(text: str, message: str) -> str:
 
 
 def changes_for(cause: str, message: str) -> tuple[str, ...]:
-    """Return the changes that help against a cause, on a Mac (one device, one memory) without sharding and offload."""
-    found = CHANGES.get(cause, ())
+    """Return the changes that make room for a cause, without those that a Mac or a CPU rank cannot use."""
+    useless = ()
     if "MPS backend" in message:  # CUDA has a service of that name
-        found = tuple(text for text in found if text not in (_SHARD, _OFFLOAD))
+        useless = (_SHARD, _OFFLOAD)
+    elif "you tried to allocate" in message:  # torch's CPU allocator
+        useless = (_OFFLOAD,)
+    found = (text for text in CHANGES.get(cause, ()) if text not in useless)
     return tuple(for_device(text, message) for text in found)
 
 
@@ -85,7 +88,10 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "raise --tp-size, or use quantized weights",
     ),
     "vllm-warm-up": ("lower max_num_seqs", "lower gpu_memory_utilization"),
-    "single-tensor": ("look at the shapes on that line: no layout can fit a tensor larger than the device",),
+    "single-tensor": (
+        "look at the shapes on that line: no layout can fit a tensor larger than the device",
+        "if the shapes are as expected, use a smaller micro batch, or shorter or smaller inputs",
+    ),
     "another-process": (
         f"stop the other process, or use another GPU (CUDA_VISIBLE_DEVICES); {NVIDIA_SMI} lists them",
         "stop ranks of an earlier run",
@@ -95,7 +101,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         _OWN_DEVICE,
         'load checkpoints with map_location="cpu": torch.load puts tensors on the GPU that saved them',
     ),
-    "not-from-torch": (f"find the process that uses it: {NVIDIA_SMI}", "stop the other process, or use another GPU"),
+    "not-from-torch": ("stop the other process, or use another GPU",),
     "outside-torch": (
         "create fewer process groups: each NCCL communicator keeps buffers (NCCL_BUFFSIZE sets their size)",
         "leave room: call torch.cuda.set_per_process_memory_fraction(0.9), or use a smaller micro batch",
@@ -120,6 +126,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "set torch_dtype=torch.bfloat16 in from_pretrained, which halves fp32 weights",
         "create the model under ZeRO-3 (TrainingArguments before from_pretrained, or deepspeed.zero.Init)",
         "train LoRA over 4-bit weights (load_in_4bit)",
+        'for inference, use device_map="auto", which splits the layers among the GPUs',
     ),
     "checkpoint-on-device": (
         'call torch.load(..., map_location="cpu"), then load_state_dict',
@@ -143,6 +150,11 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "train with LoRA: the reference is then the same model without adapters",
     ),
     "activations": (_SMALLER_BATCH, _CHECKPOINTING, _SHARD, _OFFLOAD),
+    "communication-buckets": (
+        'set a smaller "reduce_bucket_size" in zero_optimization (50000000; the default is 500000000)',
+        'set "overlap_comm": false, which allocates one buffer instead of two',
+        _SMALLER_BATCH,
+    ),
     "gathered-parameters": (
         "lower stage3_max_live_parameters and stage3_prefetch_bucket_size",
         _SMALLER_BATCH,
@@ -176,10 +188,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "run `ulimit -l unlimited` before the command (docker run --ulimit memlock=-1)",
         "start fewer ranks on the host, or offload less",
     ),
-    "device-full-at-start": (
-        f"find the process that uses the device: {NVIDIA_SMI}",
-        "stop the processes of an earlier run, or use another GPU",
-    ),
+    "device-full-at-start": ("stop the processes of an earlier run, or use another GPU",),
     "cuda-in-dataloader": (
         "keep CUDA out of the Dataset and collate_fn: each worker would create its own CUDA context",
     ),
@@ -188,8 +197,8 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "set NCCL_BUFFSIZE=1048576, or fewer channels (NCCL_MAX_NCHANNELS)",
     ),
     "library-workspace": (
-        f"find the process that uses the device: {NVIDIA_SMI}",
         "leave room: use a smaller micro batch, or call set_per_process_memory_fraction(0.9)",
+        "stop other processes that use the device",
     ),
     "kernel-resources": (
         "use smaller block sizes or a lower num_stages for that kernel: the GPU's shared memory is fixed",

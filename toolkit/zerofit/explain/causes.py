@@ -21,6 +21,7 @@ from zerofit.explain.tracebacks import (
     LOSS,
     SAVING,
     STEP,
+    fills_bucket,
     gathers,
 )
 from zerofit.spec.units import shown_bytes
@@ -218,6 +219,9 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
     if phase == STEP and any("_multi_tensor" in frame.name or "_foreach" in frame.code for frame in evidence.frames):
         summary = "The optimizer's step computes temporary values for all parameters at once (foreach)."
         return Cause(name="optimizer-temporaries", summary=summary, evidence=shown)
+    if fills_bucket(evidence.frames):
+        summary = "ZeRO's buffers for gradients did not fit: each has reduce_bucket_size elements."
+        return Cause(name="communication-buckets", summary=summary, evidence=shown)
     if phase in (FORWARD, BACKWARD) and gathers(evidence.frames):
         summary = "A layer's parameters, gathered from all ranks, did not fit next to the memory already in use."
         return Cause(name="gathered-parameters", summary=summary, evidence=shown)

@@ -46,6 +46,7 @@ def _of_failure(lines: Sequence[LogLine], failure: Failure, source: str) -> Expl
         at=own.place if own else "",
         function=own.name if own else "",
         code=own.code if own else "",
+        asked_by="" if own or not frames else frames[-1].place,
         phase=phase_of(frames) or progress.activity,
         steps=progress.steps,
         ranks=failure.ranks,

@@ -65,7 +65,7 @@ def explain_snapshot(path: Path) -> Explanation:
     fragments = max(0, snapshot.reserved_at_moment - allocated)
     failed = snapshot.ran_out
     frames = _calls(failed.frames) if failed else []
-    own, phase = own_frame(frames), phase_of(frames)
+    own, asking, phase = own_frame(frames), caller_of_torch(frames), phase_of(frames)
     cause, summary, evidence = _cause(snapshot, alive, kinds, frames)
     moment = "when memory ran out" if failed else "at the peak"
     unknown = cause == UNKNOWN
@@ -80,6 +80,7 @@ def explain_snapshot(path: Path) -> Explanation:
         ),
         at=own.place if own else "",
         function=own.name if own else "",
+        asked_by=asking.place if asking and asking is not own else "",
         phase=phase,
         steps=len(snapshot.steps) if failed else 0,
         figures=MemoryFigures(

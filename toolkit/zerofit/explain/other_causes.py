@@ -11,6 +11,9 @@ from zerofit.explain.tracebacks import INIT, LOADING, SAVING, STEP
 from zerofit.explain.vllm_causes import vllm
 from zerofit.spec.units import shown_bytes
 
+_JOB_LIMIT = re.compile(
+    r"oom[_-]kill event|OOM ?Killed|task \d+: Out Of Memory|memory limit|MEMLIMIT|OUT_OF_ME|cgroup|job killed: mem"
+)
 FULL_HOST = 0.8  # share of used host memory above which a large allocation may fail
 
 
@@ -115,7 +118,9 @@ def host(evidence: LogEvidence) -> Cause | None:
         shown.append(f"{last.host_share:.0%} of the host's memory was used before ({shown_bytes(last.host_bytes)})")
     work = _HOST_PHASES.get(evidence.phase) or progress.activity
     name, when = _HOST_WORK.get(work, ("host-memory", f"in {evidence.phase}" if evidence.phase else ""))
-    return Cause(name=name, summary=f"The host ran out of memory {when}".rstrip() + ".", evidence=tuple(shown))
+    limited = figures.limit_bytes or _JOB_LIMIT.search(evidence.shortage.message)
+    who = "The job reached its memory limit" if limited else "The host ran out of memory"
+    return Cause(name=name, summary=f"{who} {when}".rstrip() + ".", evidence=tuple(shown))
 
 
 def _killed(evidence: LogEvidence) -> Cause | None:

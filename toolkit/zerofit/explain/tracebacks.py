@@ -21,7 +21,7 @@ _RICH = re.compile(r"^[│|]\s*(?P<file>\S+\.py):(?P<line>\d+) in (?P<name>\S+)"
 _ARROW = re.compile(r"^\s*(?:-+>|[│|]?\s*❱)\s*(?P<line>\d+)?\s*(?P<code>.*)")
 _ENDS = re.compile(r"Traceback \(most recent call last\)")
 _LIBRARY = re.compile(
-    r"(?:site|dist)-packages/|/lib/python3|<frozen |^<(?!ipython)|torch_extensions/|/tmp/torchinductor|zerofit/"
+    r"(?:site|dist)-packages/|/lib/python3|<frozen |^<(?!ipython|stdin)|torch_extensions/|/tmp/torchinductor|zerofit/"
 )
 # a launcher's own traceback says nothing about the program
 _LAUNCHER = re.compile(r"torch/distributed/(?:run|launcher|elastic)\b|accelerate/commands/|deepspeed/launcher/")
@@ -76,9 +76,8 @@ def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
 
 
 def own_frame(frames: Sequence[CodeFrame]) -> CodeFrame | None:
-    """Return the innermost call in the user's code; if there is no user code, the call that used torch."""
-    own = [frame for frame in frames if frame.is_own]
-    return own[-1] if own else caller_of_torch(frames)
+    """Return the innermost call in the user's code; None without user code."""
+    return next((frame for frame in reversed(frames) if frame.is_own), None)
 
 
 def caller_of_torch(frames: Sequence[CodeFrame]) -> CodeFrame | None:
@@ -101,7 +100,8 @@ _MARKS = {
     r"|:get_state_dict:|:state_dict:|:consolidat\w+:",
     LOADING: r":from_pretrained:|:_?load_\w*(?:model|state|checkpoint|param)\w*:|:load_state_dict:|:load_checkpoint:"
     r"|torch/serialization.py:|/nn/modules/module.py:(?:to|cuda|_apply|half|float|bfloat16)\b|:_lazy_init:|:set_module_tensor"
-    r"|(?:model|net|self)\.(?:to|cuda|half)\(|safetensors|:load_model\w*:|:_initialize_weights:|:reset_parameters:",
+    r"|(?:model|net|self)\.(?:to|cuda|half)\(|safetensors|:load_model\w*:|:_initialize_weights:|:reset_parameters:"
+    r"|/nn/modules/\w+\.py:__init__:",
     INIT: r"deepspeed/__init__.py:initialize:|:_configure_(?:zero_)?optimizer:|:_prepare_deepspeed:|:prepare_model:"
     r"|:initialize_optimizer_states:|:_wrap_model:|:_setup_for_real_optimizer:|:_create_fp32_partitions:"
     r"|fully_sharded_data_parallel.py:__init__|distributed.py:__init__",
@@ -138,6 +138,11 @@ def phase_of(frames: Sequence[CodeFrame]) -> str:
                     phase = mark
                 break
     return phase
+
+
+def fills_bucket(frames: Sequence[CodeFrame]) -> bool:
+    """Return whether ZeRO was allocating a buffer that collects gradients for a reduction."""
+    return any("reduce_bucket_size" in frame.code for frame in frames[-3:])
 
 
 def gathers(frames: Sequence[CodeFrame]) -> bool:

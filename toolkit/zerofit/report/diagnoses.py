@@ -25,7 +25,8 @@ FIGURES = {  # figures of an error, and their labels
 def explanation_answer(name: str, found: ExplanationAnswer) -> Answer:
     """Return the cause of an out-of-memory error or another failure, and the evidence."""
     facts = [("because", reason) for reason in found.evidence]
-    facts += [("your line", " ".join(filter(None, (found.at, found.code)))), ("requested by", found.asked_by)]
+    facts += [("your line", " ".join(filter(None, (found.at, found.code))))]
+    facts += [("requested by" if found.place else "raised in", found.asked_by)]
     facts += [("phase", found.phase), ("steps before", str(found.steps or "")), ("ranks", ", ".join(found.ranks))]
     sizes = {label: number_in(found.figures, key) for key, label in FIGURES.items()}
     facts += [(label, shown_bytes(size)) for label, size in sizes.items() if size is not None]
