@@ -145,7 +145,7 @@ config |= {"zero_force_ds_cpu_optimizer": False}
 def linears(number, width=1024):
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(number)))
 """
-# name -> (cause, script after ENGINE, part of the change, ranks that run out)
+# name -> (cause, script after ENGINE, part of the change, ranks that may run out first)
 RANK_CASES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "weights that every rank loads": (
         "weights-in-host-memory",
@@ -161,18 +161,20 @@ RANK_CASES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
         'config |= {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000000}}\n'
         "model = linears(8, 256)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]\n"
-        "batch = torch.ones(4, 16000 if rank == 1 else 1000, 256)\n"
+        "batch = torch.ones(4, 12000 if rank == 1 else 1000, 256)\n"
         "for x in batch.split(1 if fixed else 4):\n"
         "    engine.backward(engine(x).square().mean())\n    engine.step()",
         "micro batch",
         ("1",),
     ),
     "Adam's states without ZeRO": (
-        "optimizer-state",
+        "states",
         'config |= {"zero_optimization": {"stage": 1 if fixed else 0, "reduce_bucket_size": 1000000}}\n'
-        "model = linears(20)\noptimizer = torch.optim.Adam(model.parameters(), foreach=False)\n"
+        'config |= {"bf16": {"enabled": True}}\n'
+        "model = linears(28)\ngroups = [{'params': layer.parameters()} for layer in model]\n"
+        "optimizer = torch.optim.Adam(groups, foreach=False)\n"
         "engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]\n"
-        "engine.backward(engine(torch.ones(1, 1024)).square().mean())\nengine.step()",
+        "engine.backward(engine(torch.ones(1, 1024).bfloat16()).square().mean())\nengine.step()",
         "a higher ZeRO stage",
         ("0", "1"),
     ),
@@ -184,7 +186,9 @@ def outcome(script: Path, log: Path, fixed: bool, ranks: int) -> int:
     log.unlink(missing_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": str(ranks)}
-    running = {started(script, log, fixed, place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)}
+    running = {
+        started(script, log, fixed, place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
+    }
     first = 0
     while running:
         child, status = os.wait()
@@ -234,7 +238,7 @@ def judged(name: str, folder: Path, show: Callable[[str], None]) -> bool:
     advice = f"{'; '.join(row.change for row in found.changes)} {found.run_next}"
     works = outcome(script, log, True, number) == 0
     right = found.cause == cause and str(script) in found.at and change in advice and works
-    right = right and set(found.ranks) == set(ranks)
+    right = right and set(found.ranks) <= set(ranks) and len(found.ranks) >= bool(ranks)
     show(f"{'right' if right else 'WRONG':<8}{name}: {found.cause} at {Path(found.at).name}; with the change: {works}")
     if not right:
         show(f"        {found.phase} {advice}\n{log.read_text()[-300:]}")
@@ -249,6 +253,7 @@ def main() -> None:
 
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB // 4)  # else glibc's heap is fragmented, and no change makes room
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # only for inference; builds for 45 s
+    torch.optim.Adam([torch.zeros(1)])  # imports torch._dynamo
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     with tempfile.TemporaryDirectory() as folder:
         results = [judged(name, Path(folder), print) for name in sys.argv[1:] or [*CASES, *RANK_CASES]]

@@ -138,6 +138,9 @@ def test_on_a_cpu_rank_the_phase_names_the_cause():
 def test_a_cpu_rank_is_not_told_to_offload_and_a_rank_that_builds_a_model_loads_weights():
     assert not any("offload" in row.change for row in explained(PHASES["activations"][0].replace(full(), CPU)).changes)
     assert explained(PHASES["weights"][1].replace(full(), CPU)).cause == "weights-in-host-memory"
+    assert explained(PHASES["states"][0].replace(full(), CPU)).cause == "offloaded-states"  # in ZeRO's optimizer
+    without_zero = PHASES["states"][0].replace("zero/stage_1_and_2", "bf16_optimizer").replace(full(), CPU)
+    assert explained(without_zero).cause == "states"
 
 
 def test_a_traceback_through_libraries_alone_has_no_line_of_the_user():

@@ -212,6 +212,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "keep the states on the GPUs if they fit (no offload_optimizer)",
         'set offload_optimizer: {"device": "nvme"}',
         "use more hosts, or more memory for the job (--mem): 12 to 16 bytes per parameter, split over all ranks",
+        "on CPU ranks without offload, use a higher ZeRO stage",
     ),
     "data-in-host-memory": (
         "stream the data set (streaming=True), or lower num_proc",

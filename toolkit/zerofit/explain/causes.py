@@ -189,9 +189,10 @@ _IN_PHASE = {
 
 
 def _on_cpu(evidence: LogEvidence) -> Cause | None:
-    """Find the cause for a rank that trains on the CPU, with tensors in host memory."""
-    in_training = (FORWARD, BACKWARD, LOSS, EVALUATION, KEPT_LOGITS, GENERATION, STEP)
-    offloaded = any("cpu_adam" in frame.file or "offload" in frame.name for frame in evidence.frames)
+    """Find the cause in a CPU rank's training, where tensors are in host memory."""
+    in_training = (FORWARD, BACKWARD, LOSS, EVALUATION, KEPT_LOGITS, GENERATION, STEP, INIT)
+    offloading = "/runtime/zero/" if evidence.phase == INIT else "cpu_adam"  # only ZeRO offloads
+    offloaded = any(offloading in frame.file or "offload" in frame.name for frame in evidence.frames)
     if "you tried to allocate" not in evidence.shortage.message or evidence.phase not in in_training or offloaded:
         return None
     cause = _in_phase(evidence)

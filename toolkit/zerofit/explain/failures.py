@@ -7,6 +7,7 @@ exceptions, and exceptions before entries that are consequences of another rank'
 from __future__ import annotations
 
 import re
+import textwrap
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from zerofit.explain.log import LogLine
-from zerofit.explain.messages import joined_message
+from zerofit.explain.messages import joined_message, shortened
 from zerofit.explain.progress import progress_before
 
 LAST_LINES = 50_000  # a failure is at the end of a log
@@ -96,7 +97,7 @@ def _failure(entry: FailureEntry, lines: Sequence[LogLine], found: Sequence[int]
         cause=entry.cause,
         summary=f"{NO_SHORTAGE} {entry.summary}",
         line=lines[found[0]],
-        message=message[:300],
+        message=shortened(message),
         is_consequence=entry.is_consequence,
         ranks=tuple(dict.fromkeys(lines[at].rank for at in found if lines[at].rank)),
         evidence=(f"{timeout[1]} waited for {int(timeout[2]) / 1000:.0f} s",) if timeout else (),
@@ -114,10 +115,11 @@ def _exception(lines: Sequence[LogLine]) -> Failure | None:
         line = lines[at]
         if progress_before(lines, lines[-1].number + 1).steps > progress_before(lines, line.number).steps:
             return None
-        summary = f"{NO_SHORTAGE} The script stopped with {name}{': ' * bool(text)}{text[:200]}"
+        shown = f": {textwrap.shorten(text, 200, placeholder=' ...')}" if text else ""
+        summary = f"{NO_SHORTAGE} The script stopped with {name}{shown}"
         ranks = (line.rank,) if line.rank else ()
         return Failure(
-            cause=EXCEPTION, summary=summary, line=line, message=joined_message(lines, at)[:300], ranks=ranks
+            cause=EXCEPTION, summary=summary, line=line, message=shortened(joined_message(lines, at)), ranks=ranks
         )
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -31,6 +32,7 @@ _TORCH = re.compile(r"(?:CUDA|HIP|XPU|NPU|MLU|MPS backend) out of memory|C10 Out
 _OTHERS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 _GPU = re.compile(r"\b(?:GPU|NPU|XPU|MLU|device) (\d+)[ ;]")
 _OTHERS_TOO = re.compile(r"STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR|EXECUTION_FAILED)(?!_DEVICE_ALLOC)")
+MESSAGE_LENGTH = 600  # torch lists each process on the device
 MESSAGE_LINES = 12  # number of lines over which a message may be wrapped
 KERNEL_LINES = 200  # number of lines of the kernel's report, which has a line for each process
 
@@ -181,7 +183,7 @@ def _shortages(lines: Sequence[LogLine]) -> Iterator[Shortage]:
 def _shortage(kind: str, place: str, lines: Sequence[LogLine], at: int) -> Shortage:
     line = lines[at]
     text = joined_message(lines, at)
-    found = Shortage(kind=kind, place=place, message=text[:300], line=line.number, rank=line.rank)
+    found = Shortage(kind=kind, place=place, message=shortened(text), line=line.number, rank=line.rank)
     if kind == "torch":
         gpu = _GPU.search(text)
         return replace(found, gpu=int(gpu[1]) if gpu else None, figures=device_figures(text))
@@ -192,6 +194,11 @@ def _shortage(kind: str, place: str, lines: Sequence[LogLine], at: int) -> Short
     if asked := re.search(r"(?:calloc|malloc)(?: async)? (\d+) bytes", text):
         return replace(found, figures=MemoryFigures(asked_bytes=int(asked[1])))
     return found
+
+
+def shortened(text: str) -> str:
+    """Return a message without its end if it is too long; "..." marks the cut, which is between words."""
+    return textwrap.shorten(text, MESSAGE_LENGTH, placeholder=" ...")
 
 
 def joined_message(lines: Sequence[LogLine], at: int) -> str:

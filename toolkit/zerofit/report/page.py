@@ -37,6 +37,7 @@ COLORS = {
 # The darkest colors are lighter on a dark page.
 ON_DARK = {"#332288": "#7B6BD6", "#117733": "#3FA35E", "#882255": "#C2588C", "#661100": "#B5533C"}
 SERIES = ("#332288", "#CC6677", "#117733", "#AA4499", "#44AA99", "#999933", "#88CCEE", "#882255", "#DDCC77", "#661100")
+SERIES += ("#EE7733", "#0077BB", "#778899")  # for charts with more parts
 
 
 def shades(color: str) -> str:
