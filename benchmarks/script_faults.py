@@ -22,7 +22,7 @@ from zerofit.simulate.forecast.result import SimulatedScript
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 
-EXPECTED = {"dpo": "second-copy"}  # TRL's reference model is whole on each rank
+EXPECTED = {"dpo": "second-copy", "grpo-reference": "second-copy"}  # TRL's reference model is whole on each rank
 WIDE = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}
 
 

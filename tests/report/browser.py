@@ -36,7 +36,9 @@ addEventListener("load", () => {
   const scrolls = (element) => element.closest(".wide, pre");
   const wider = (element) => element.getBoundingClientRect().right > innerWidth + 0.5 && !scrolls(element);
   const wide = [...document.body.querySelectorAll("*")].filter(wider).map((element) => element.outerHTML.slice(0, 90));
-  Promise.all(charts).then((charts) => parent.postMessage({ name: NAME, errors, wide, charts, inner: innerWidth,
+  const scrolled = (table) => table.scrollWidth > table.clientWidth + 1 && table.querySelector("td.words");
+  const cut = [...document.querySelectorAll(".wide")].filter(scrolled).map((table) => table.innerText.slice(0, 90));
+  Promise.all(charts).then((charts) => parent.postMessage({ name: NAME, errors, wide, cut, charts, inner: innerWidth,
     scroll: document.documentElement.scrollWidth, paper: getComputedStyle(document.body).backgroundColor,
     images: document.images.length, text: document.body.innerText }, "*"));
 });
