@@ -50,6 +50,14 @@ LOGS = {
         "NVRM: Xid (PCI:0000:c1:00): 79, pid=8, GPU has fallen off the bus.",
     ],
     "disk-full": ["SafetensorError: Error while serializing: IoError(Os { kind: FilesystemQuotaExceeded, code: 122 })"],
+    "dataloader-worker-ended": [
+        logged(
+            "for batch in loader:",
+            ("torch/multiprocessing/reductions.py", 538, "rebuild_storage_fd", "fd = df.detach()"),
+            ("multiprocessing/connection.py", 399, "_recv", "raise EOFError"),
+            error="EOFError",
+        )
+    ],
     "connection-lost": [
         "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.12]:55122",
         "DistBackendError: NCCL error in: ProcessGroup.cpp:3699, remote process exited or there was a network error",
@@ -153,6 +161,16 @@ def test_exceptions_that_did_not_end_the_run_are_no_failure():
         f"{logged('d[k]', error='KeyError: 3')}\nDuring handling of the above exception, another exception occurred:"
     )
     assert "ValueError" in explained(first + "\n\n" + logged("f(d)", error="ValueError: no layer 3")).summary
+
+
+def test_a_process_that_ended_without_a_message_may_have_run_out_of_memory():
+    for cause in ("dataloader-worker-ended", "connection-lost"):
+        assert "Memory did not run out" not in explained(LOGS[cause][0]).summary
+
+
+def test_a_step_that_each_rank_prints_is_one_step():
+    steps = "".join(f"step {step} loss: 1.0\n" * 2 for step in range(2))
+    assert explained(steps + LOGS["dataloader-worker-ended"][0]).steps == 2
 
 
 def test_the_traceback_of_a_launcher_names_no_line():

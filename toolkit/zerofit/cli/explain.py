@@ -91,10 +91,8 @@ def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
     if when := [*filter(None, [result.phase, f"after {counted(result.steps, 'step')}" if result.steps else ""])]:
         yield "when", ", ".join(when)
     if result.ranks:
-        yield (
-            "ranks" if len(result.ranks) > 1 else "rank",
-            ", ".join(result.ranks[:8]) + (f" and {len(result.ranks) - 8} more" if result.ranks[8:] else ""),
-        )
+        more = f" and {len(result.ranks) - 8} more" if result.ranks[8:] else ""
+        yield "reported by", f"rank{'s' * (len(result.ranks) > 1)} {', '.join(result.ranks[:8])}{more}"
     if memory := list(_memory(result)):
         yield "memory", ", ".join(memory)
     total = sum(result.alive.values())

@@ -57,6 +57,7 @@ class FailureEntry:
     pattern: re.Pattern[str]
     summary: str
     is_consequence: bool
+    may_be_memory: bool  # whether a process that ran out of memory, and left no message, may be the cause
     changes: tuple[str, ...] = ()
     run_next: str = ""
 
@@ -71,6 +72,7 @@ def _entries(kind: str) -> tuple[FailureEntry, ...]:
 
 def _entry(entry: dict[str, Any], is_consequence: bool) -> FailureEntry:
     pattern, changes = re.compile(entry.pop("pattern")), tuple(entry.pop("changes", ()))
+    entry.setdefault("may_be_memory", is_consequence)
     return FailureEntry(pattern=pattern, changes=changes, is_consequence=is_consequence, **entry)
 
 
@@ -95,7 +97,7 @@ def _failure(entry: FailureEntry, lines: Sequence[LogLine], found: Sequence[int]
     timeout = _TIMEOUT.search(message)
     return Failure(
         cause=entry.cause,
-        summary=f"{NO_SHORTAGE} {entry.summary}",
+        summary=entry.summary if entry.may_be_memory else f"{NO_SHORTAGE} {entry.summary}",
         line=lines[found[0]],
         message=shortened(message),
         is_consequence=entry.is_consequence,
@@ -113,7 +115,7 @@ def _exception(lines: Sequence[LogLine]) -> Failure | None:
         if any(entry.pattern.search(lines[at].text) for entry in _entries("consequences")):
             continue
         line = lines[at]
-        if progress_before(lines, lines[-1].number + 1).steps > progress_before(lines, line.number).steps:
+        if progress_before(lines, lines[-1].number + 1).went_on_after(progress_before(lines, line.number)):
             return None
         shown = f": {textwrap.shorten(text, 200, placeholder=' ...')}" if text else ""
         summary = f"{NO_SHORTAGE} The script stopped with {name}{shown}"

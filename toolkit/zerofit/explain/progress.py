@@ -42,9 +42,14 @@ class Progress:
     """The progress of a run before its error."""
 
     steps: int = 0  # number of steps or losses in the log; also 0 if the run prints none
+    losses: int = 0  # lines with a loss
     started: bool = False  # whether a training step had begun
     activity: str = ""  # the last phase before training that the log names
     readings: tuple[MemoryReading, ...] = ()
+
+    def went_on_after(self, earlier: Progress) -> bool:
+        """Return whether the log shows a step after an earlier line of it."""
+        return (self.steps, self.losses) != (earlier.steps, earlier.losses)
 
     @property
     def leak(self) -> tuple[str, int, int] | None:
@@ -76,6 +81,7 @@ _ACTIVITY_PATTERNS = tuple((re.compile(pattern), name) for pattern, name in _ACT
 def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
     """Return the progress of the run at a line of its log."""
     steps, losses, activity, label, started = 0, 0, "", "", False
+    numbers: set[int] = set()
     readings: list[MemoryReading] = []
     for line in lines:
         text = line.text
@@ -87,7 +93,7 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
         elif _LOSS.search(text):
             started, losses, activity = True, losses + 1, ""
             if step := _STEP.search(text):
-                steps = max(steps, int(step["step"]))
+                numbers.add(int(step["step"]))
         activity = next((name for pattern, name in _ACTIVITY_PATTERNS if pattern.search(text)), activity)
         if memory := _MEMORY.search(text):
             allocated, peak, reserved = (int(float(size) * GIB) for size in memory.groups())
@@ -99,4 +105,6 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
             readings[-1] = replace(readings[-1], host_bytes=used, host_share=share)
         elif named := _LABEL.search(text):
             label = named["text"]
-    return Progress(steps=max(steps, losses), started=started, activity=activity, readings=tuple(readings))
+    # several ranks may print each step, so numbers are better than lines; the first number is 0 or 1
+    steps = max(steps, len(numbers) or losses, *numbers)
+    return Progress(steps=steps, losses=losses, started=started, activity=activity, readings=tuple(readings))

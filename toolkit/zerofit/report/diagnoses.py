@@ -27,7 +27,11 @@ def explanation_answer(name: str, found: ExplanationAnswer) -> Answer:
     facts = [("because", reason) for reason in found.evidence]
     facts += [("your line", " ".join(filter(None, (found.at, found.code))))]
     facts += [("requested by" if found.place else "raised in", found.asked_by)]
-    facts += [("phase", found.phase), ("steps before", str(found.steps or "")), ("ranks", ", ".join(found.ranks))]
+    facts += [
+        ("phase", found.phase),
+        ("steps before", str(found.steps or "")),
+        ("reported by ranks", ", ".join(found.ranks)),
+    ]
     sizes = {label: number_in(found.figures, key) for key, label in FIGURES.items()}
     facts += [(label, shown_bytes(size)) for label, size in sizes.items() if size is not None]
     verdict = "Cannot know" if found.cause == UNKNOWN else found.cause.replace("-", " ").capitalize()
