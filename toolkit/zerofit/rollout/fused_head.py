@@ -1,6 +1,7 @@
 """Compute the memory of TRL's fused head, which computes log-probs without a tensor of all logits.
 
 Since 1.15, TRL computes logits in tiles, and adds up the head's gradient in fp32 (trl/kernels/chunked_logprob.py).
+Distillation has float32 tiles of student and teacher (trl/kernels/chunked_divergence.py).
 """
 
 from __future__ import annotations
@@ -14,12 +15,19 @@ TILE_TOKENS, TILE_WORDS = 4096, 32768  # fewer tokens have a smaller tile
 
 
 def with_fused_head(
-    profile: Profile, scored: int, element_bytes: int, micro_batch: int | None = None, *, scored_first: bool
+    profile: Profile,
+    scored: int,
+    element_bytes: int,
+    micro_batch: int | None = None,
+    *,
+    scored_first: bool,
+    teacher: bool = False,
 ) -> Profile:
     """Return a profile with TRL's fused head instead of a loss that needs all logits.
 
     `scored`: number of tokens per sample that get log-probs. `micro_batch`: number of samples. None stands for any
-    large number. `scored_first`: value for the profile's field.
+    large number. `scored_first`: value for the profile's field. `teacher`: the loss is the divergence from a teacher's
+    logits.
     """
     head, hidden = profile.layers[-1], profile.hidden_size or 0
     owner = next((layer for layer in profile.layers if layer.name == head.tied_to), head)
@@ -30,10 +38,14 @@ def with_fused_head(
     tokens = min(TILE_TOKENS, scored * micro_batch) if micro_batch else TILE_TOKENS
 
     def fused(cost: LayerCost) -> LayerCost:
-        row, tile = element_bytes * scored * hidden, element_bytes * tokens * TILE_WORDS
-        saved = replace(cost.saved_bytes, per_sample=max(0, cost.saved_bytes.per_sample - 4 * logits) + row)
+        row, rounded = element_bytes * scored * hidden, element_bytes * tokens * TILE_WORDS
+        tile = 2 * 4 * tokens * TILE_WORDS if teacher else rounded
+        rows = 2 * row if teacher else row
+        saved = replace(cost.saved_bytes, per_sample=max(0, cost.saved_bytes.per_sample - 4 * logits) + rows)
         forward = Linear(fixed=tile, per_sample=saved.per_sample)
         gradient = (4 + element_bytes) * trained  # in fp32, and its copy in the weight's type
+        if teacher:  # the student's tile is rounded, while the one before it is still alive or its gradient is copied
+            gradient = rounded + max(gradient, rounded)
         backward = Linear(fixed=tile + gradient, per_sample=saved.per_sample + 4 * scored * hidden + row)
         first = replace(cost.backward[0], live=(backward,)) if cost.backward else BackwardMoment(live=(backward,))
         return replace(

@@ -54,16 +54,32 @@ class RolloutMethod:
     scorer: bool = False  # a frozen reward model or teacher of the same size
     critic: bool = False  # a second trained model of the same size
     pairs: bool = False  # samples are trained two by two
-    trainer: str | None = None  # TRL's config class, for --write
+    scores_first: bool = True  # frozen models run before the training, not between its forward and its backward
+    head: Literal["fused", "divergence", "whole"] | None = None  # how TRL computes the loss; None: TRL has no trainer
+    command: str = ""  # TRL's, for --write
 
 
 METHODS = {
-    "grpo": RolloutMethod(trainer="GRPOConfig"),
-    "rloo": RolloutMethod(reference=True, trainer="RLOOConfig"),
-    "dpo": RolloutMethod(generates=False, reference=True, pairs=True, trainer="DPOConfig"),
-    "online-dpo": RolloutMethod(reference=True, scorer=True, pairs=True),
+    "grpo": RolloutMethod(head="fused", command="trl grpo"),
+    "rloo": RolloutMethod(reference=True, head="fused", command="trl rloo"),
+    "dpo": RolloutMethod(
+        generates=False, reference=True, pairs=True, scores_first=False, head="fused", command="trl dpo"
+    ),
+    "online-dpo": RolloutMethod(
+        reference=True,
+        scorer=True,
+        pairs=True,
+        scores_first=False,
+        head="whole",
+        command="accelerate launch examples/scripts/online_dpo.py --reward_model_path REWARD",
+    ),
     "ppo": RolloutMethod(reference=True, scorer=True, critic=True),
-    "distill": RolloutMethod(scorer=True),
+    "distill": RolloutMethod(
+        scorer=True,
+        scores_first=False,
+        head="divergence",
+        command="trl distillation --teacher_model_name_or_path TEACHER",
+    ),
 }
 
 
@@ -120,6 +136,8 @@ class RolloutSettings:
 
     def needs_reference(self, method: RolloutMethod) -> bool:
         """Return whether a frozen reference model is kept. In OpenRLHF it is by default (with a weight of 0.01)."""
+        if not method.scores_first:  # beta has another meaning
+            return method.reference
         return method.reference or self.trainer == "openrlhf" if self.beta is None else self.beta > 0
 
     @property

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from zerofit.plan.fit import Fit
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
+from zerofit.plan.memory import Forecaster
 from zerofit.plan.timeline import timeline
 from zerofit.plan.zero3_gather import gathered_to_score
 from zerofit.rollout.fused_head import TILE_TOKENS, TILE_WORDS
@@ -72,11 +73,13 @@ class RolloutMemory:
     def phases(self) -> tuple[Phase, ...]:
         """The phases in order."""
         found = {GENERATE: self._awake()} if self.engine else {}
-        if self.method.scorer:
-            found[REWARD] = {**self._asleep, **self._forward(scores=True)}
-        found[LOGPROBS] = {**self._asleep, **self._forward()}
+        if self.method.scores_first:
+            if self.method.scorer:
+                found[REWARD] = {**self._asleep, **self._forward(scores=True)}
+            found[LOGPROBS] = {**self._asleep, **self._forward()}
         held = self.memory.static_bytes + self.resident.get("workspaces", 0)
-        found[TRAIN] = {**self._asleep, "training step": self.memory.peak_bytes - held}
+        step = max(self.memory.peak_bytes - held, 0 if self.method.scores_first else self._frozen_forward)
+        found[TRAIN] = {**self._asleep, "training step": step}
         if self.engine:
             kept = {} if self.settings.vllm_enable_sleep_mode else self._awake()
             found[SYNC] = {**self._asleep, f"{ENGINE} weights": self.engine.weights, **self._gathered(), **kept}
@@ -155,14 +158,29 @@ class RolloutMemory:
         layers = [inputs + cost.forward_peak_bytes.at(layout.micro_batch) for cost in blocks]
         gathered = 0
         if layout.zero_stage == 3:
-            gathered = gathered_to_score(timeline(self.profile, key), layout, copies=self._reference)
+            gathered = gathered_to_score(timeline(self.profile, key), layout, copies=self._reference or self.method.scorer)
         tokens = layout.micro_batch * (1 if scores else self.settings.max_completion_length + 1)
         logits = 2 * tokens * self._largest // (self.profile.hidden_size or 1)  # the vocabulary's width in bytes
-        if self.method.trainer:
+        if self.method.head == "whole":
+            logits += 2 * layout.micro_batch * (self.profile.seq_len or 0) * self._largest // (self.profile.hidden_size or 1)
+        elif self.method.head:
             logits = layout.element_bytes * min(tokens, TILE_TOKENS) * TILE_WORDS
         size = round(max((logits, *layers)))
         found = {"logits" if size == logits else "activations": size, "gathered parameters": gathered}
         return {kind: size for kind, size in found.items() if size}
+
+    @property
+    def _frozen_forward(self) -> int:
+        """Bytes of the training while a frozen model runs between the forward and the backward."""
+        layout = self.layout
+        costs = self.profile.costs_of(layout.setting)
+        saved = [
+            layer.count * cost.saved_bytes.at(layout.micro_batch)
+            for layer, cost in zip(self.profile.layers, costs, strict=True)
+        ]
+        kinds = [moment.bytes for moment in Forecaster(self.profile).along(layout) if moment.phase == "forward"][-1]
+        reduced = sum(kinds.get(kind, 0) for kind in ("gradients", "communication buckets"))
+        return round(sum(saved)) + reduced + sum(self._forward().values())
 
     @property
     def _largest(self) -> int:

@@ -23,10 +23,10 @@ CHUNK_FORWARD, CHUNK_BACKWARD = 12, 20
 class LogitBytes(NamedTuple):
     """Bytes in use at once for each logit, in each phase."""
 
-    forward: int
-    saved: int  # until the backward
-    backward: int  # of the cross-entropy
-    product: int  # in the backward of the head's product
+    forward: float
+    saved: float  # until the backward
+    backward: float  # of the cross-entropy
+    product: float  # in the backward of the head's product
 
 
 # In 16 bits. The gradient overwrites the logits that are divided by the temperature; its division allocates others.
@@ -36,10 +36,21 @@ EARLY_VERL = LogitBytes(forward=2, saved=2, backward=4, product=2)  # before 0.9
 OPENRLHF = LogitBytes(forward=6, saved=4, backward=10, product=6)
 
 
-def with_whole_head(profile: Profile, each: LogitBytes | None, element_bytes: int) -> Profile:
+def online_dpo(scored: float) -> LogitBytes:
+    """Return the bytes of TRL's OnlineDPOTrainer, which keeps the log-softmax of this share of the tokens in 16 bits.
+
+    Its backward needs two gradients of this size, then one of all logits (trl/experimental/online_dpo, `_forward`).
+    """
+    return LogitBytes(forward=2 + 2 * scored, saved=2 * scored, backward=max(6 * scored, 2 + 2 * scored), product=2)
+
+
+def with_whole_head(
+    profile: Profile, each: LogitBytes | None, element_bytes: int, *, scored_first: bool = True
+) -> Profile:
     """Return a profile whose head computes log-probs of all tokens instead of a loss.
 
     `each`: bytes of each logit. None stands for verl's use_fused_kernels with the backend "torch".
+    `scored_first`: value for the profile's field.
     """
     head, hidden, length = profile.layers[-1], profile.hidden_size or 0, profile.seq_len or 0
     owner = next((layer for layer in profile.layers if layer.name == head.tied_to), head)
@@ -78,4 +89,4 @@ def with_whole_head(profile: Profile, each: LogitBytes | None, element_bytes: in
             largest_bytes=Linear(per_sample=each.saved * logits) if each else Linear(fixed=4 * tile),
         )
 
-    return with_head(profile, changed, lambda costs: costs, scored_first=True)
+    return with_head(profile, changed, lambda costs: costs, scored_first)

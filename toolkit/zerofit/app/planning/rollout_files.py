@@ -52,20 +52,22 @@ def trl_config(chosen: Chosen, ds_config: str, colocated: bool) -> dict[str, Any
         found["lora_alpha"] = pins.get("lora_alpha") or 2 * rank
         found["lora_dropout"] = pins.get("lora_dropout", 0.0)
         found |= {f"use_{name}": True for name in ("dora", "rslora") if pins.get(name)}
+    method = METHODS[chosen.method]
+    if method.pairs:
+        found["max_length"] = chosen.planned.profile.seq_len
     if engine is None:
-        return found | {"max_length": chosen.planned.profile.seq_len}
-    found |= {
-        "num_generations": settings.num_generations,
-        "max_completion_length": settings.max_completion_length,
-        "use_vllm": True,
-        "vllm_mode": "colocate" if colocated else "server",
-    }
+        return found
+    if method.scores_first:
+        found["num_generations"] = settings.num_generations
+    found["max_new_tokens" if method.pairs else "max_completion_length"] = settings.max_completion_length
+    found |= {"use_vllm": True, "vllm_mode": "colocate" if colocated else "server"}
     own = {
         "vllm_gpu_memory_utilization": engine.settings.gpu_memory_utilization,
         "vllm_tensor_parallel_size": engine.settings.tensor_parallel_size,
         "vllm_enable_sleep_mode": settings.vllm_enable_sleep_mode,
-        "vllm_max_model_length": engine.settings.max_model_len,
     }
+    if not method.pairs:
+        own["vllm_max_model_length"] = engine.settings.max_model_len
     return found | own if colocated else found
 
 

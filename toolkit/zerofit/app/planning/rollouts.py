@@ -32,7 +32,7 @@ from zerofit.rollout.served import ServedModel
 from zerofit.rollout.speed import RolloutTime, generation_s
 from zerofit.rollout.verl import VerlMemory
 from zerofit.rollout.vllm import STEP, EngineMemory, EngineSettings
-from zerofit.rollout.whole_head import EARLY_VERL, OPENRLHF, VERL, with_whole_head
+from zerofit.rollout.whole_head import EARLY_VERL, OPENRLHF, VERL, online_dpo, with_whole_head
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
@@ -112,7 +112,7 @@ class RolloutPlan:
         """The names of the files that `write` writes; "" if the trainer has no command for the method."""
         if self.settings.trainer != "trl":
             return f"{self.settings.trainer}.sh"
-        return f"{self.name}.yaml and ds_config.json" if METHODS[self.name].trainer else ""
+        return f"{self.name}.yaml and ds_config.json" if METHODS[self.name].command else ""
 
     @property
     def command(self) -> str | None:
@@ -121,7 +121,7 @@ class RolloutPlan:
         if config and self.settings.trainer != "trl":
             data = "TRAIN_FILES=... VAL_FILES=..." if self.settings.trainer == "verl" else "DATASET=..."
             return f"{data} bash {config}"
-        return f"trl {self.name} --config {config} --dataset_name DATA" if config else None
+        return f"{METHODS[self.name].command} --config {config} --dataset_name DATA" if config else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the data that `zerofit plan --method --json` prints."""
@@ -142,11 +142,11 @@ class RolloutPlan:
     def write(self, folder: Path) -> tuple[Path, ...]:
         """Write the trainer's config of the best arrangement. Raises UserError."""
         method, best = METHODS[self.name], self.best
-        if not method.trainer or not best.fits:
+        if not method.command or not best.fits:
             message = (
                 f"--write with --method {self.name}" if best.fits else "nothing fits, so there is nothing to write"
             )
-            named = ", ".join(name for name, other in METHODS.items() if other.trainer)
+            named = ", ".join(name for name, other in METHODS.items() if other.command)
             raise UserError(Problem(kind="usage", message=message, hint=f"TRL's configs: {named}", where="--write"))
         planned = PlannedRun(ranked=best.ranked, profile=self.setup.profile, request=self.request)
         chosen = Chosen(method=self.name, planned=planned, settings=best.memory.settings, engine=best.engine)
@@ -156,7 +156,7 @@ class RolloutPlan:
             return write_files(folder, {"openrlhf.sh": openrlhf_script(chosen, self.cluster)})
         colocated = best.memory.engine is not None
         text = yaml.safe_dump(trl_config(chosen, str(folder / "ds_config.json"), colocated), sort_keys=False)
-        comment = f"# trl {self.name} --config {folder / self.name}.yaml --dataset_name DATA"
+        comment = f"# {method.command} --config {folder / self.name}.yaml --dataset_name DATA"
         config = for_trainer(planned.ds_config, planned.layout, self.setup.profile)
         return write_files(folder, {f"{self.name}.yaml": f"{comment}\n{text}"}, config)
 
@@ -197,7 +197,7 @@ def plan_rollouts(
         problems.add("usage", "--method is for GPUs", "name a kind with --gpu", "--gpu")
     problems.raise_if_any()
     assert settings and isinstance(request.model, str)
-    group = 2 if method.pairs else settings.num_generations
+    group = settings.num_generations if method.scores_first else 2 if method.pairs else 1
     verl = settings.trainer == "verl"
     request = _data_parallel(request, cluster, group)
     request = replace(request, engines=("verl",)) if verl else request
@@ -237,9 +237,15 @@ def _with_log_probs(setup: SearchSetup, settings: RolloutSettings, name: str) ->
         )
     if settings.trainer == "openrlhf":
         return replace(setup, profile=with_whole_head(profile, OPENRLHF, element))
-    if method.trainer:
-        scored = settings.max_completion_length if method.generates else profile.seq_len or 0
-        profile = with_fused_head(profile, scored, element, setup.request.micro_batch, scored_first=method.generates)
+    length, first = profile.seq_len or 1, method.scores_first
+    if method.head == "whole":
+        share = settings.max_completion_length / length
+        profile = with_whole_head(profile, online_dpo(share), element, scored_first=first)
+    elif method.head:
+        scored, teacher = settings.max_completion_length if method.generates else length, method.head == "divergence"
+        profile = with_fused_head(
+            profile, scored, element, setup.request.micro_batch, scored_first=first, teacher=teacher
+        )
     return replace(setup, profile=profile)
 
 
@@ -340,6 +346,8 @@ class _Planner:
             )
         degree = settings.vllm_tensor_parallel_size
         sequences = layout.micro_batch * layout.accumulation * degree
+        if METHODS[self.name].pairs:  # generates for each micro batch, and counts prompts instead of completions
+            sequences = layout.micro_batch // 2 * degree
         tokens = COLOCATED_TOKENS
         if settings.trainer == "verl":
             sequences, tokens = min(sequences, VERL_SEQUENCES), VERL_TOKENS
@@ -401,9 +409,10 @@ class _Planner:
         )
 
     def _engine(self, share: float, sequences: int | None, tokens: int | None) -> EngineMemory:
+        length = self.setup.profile.seq_len or 0
         values = {
             "gpu_memory_utilization": share,
-            "max_model_len": self.setup.profile.seq_len,
+            "max_model_len": length + (self.settings.max_completion_length if METHODS[self.name].pairs else 0),
             "max_num_seqs": sequences,
             "max_num_batched_tokens": tokens,
             "tensor_parallel_size": self.settings.vllm_tensor_parallel_size,
@@ -418,7 +427,8 @@ class _Planner:
         """Return the time of a step, whose completions are divided among `engines`."""
         settings, method, rates, layout = memory.settings, METHODS[self.name], timer.rates, memory.layout
         completion = settings.max_completion_length
-        forwards = settings.needs_reference(method) + method.scorer + method.generates  # log-probs of the actor
+        # of the reference, of a reward model or teacher, and of the actor
+        forwards = settings.needs_reference(method) + method.scorer + (method.generates and method.scores_first)
         moved = layout.element_bytes * self.setup.profile.parameters
         sleeping = settings.sleep_level == 1 and engine is not None
         carried = 0.0

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 
 from zerofit.rollout.served import BITS, ServedModel
@@ -107,6 +107,7 @@ class ColocatedEngine:
         self._meter, self._log = meter, log
         self._memory = EngineMemory(model=served, settings=settings, device=target.device)
         self._token, self._sleeps = plain_token(config), bool(given.get("enable_sleep_mode"))
+        self._tokenizer = cache(partial(AutoTokenizer.from_pretrained, model))
         self._held: dict[str, Tensor] = {}
         longest = SimpleNamespace(max_model_len=settings.max_model_len)
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._load_weights))
@@ -179,8 +180,9 @@ class ColocatedEngine:
 
     def _output(self, prompt: object, sampling: object) -> SimpleNamespace:
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
-        if not isinstance(ids, Sequence) or isinstance(ids, str):
-            raise not_simulated("vLLM with prompts that are not token ids", "pass prompt_token_ids")
+        ids = self._tokenizer()(ids)["input_ids"] if isinstance(ids, str) else ids
+        if not isinstance(ids, Sequence):
+            raise not_simulated("vLLM with prompts of images or embeddings", "pass texts or prompt_token_ids")
         room = (self._memory.settings.max_model_len or 0) - len(ids)
         if room < 1:
             raise ValueError(f"The prompt's {len(ids)} tokens reach max_model_len {room + len(ids)}")
