@@ -77,12 +77,13 @@ def compare(name: str, model: str, folder: Path) -> list[dict[str, Any]]:
     _, config = plan.write(folder)
     found = simulated(config, plan, model, folder)
     memory = plan.best.memory
+    names = PHASES if memory.method.scores_first else {**PHASES, "train": (*PHASES["train"], *PHASES["log-probs"])}
     # neither is an allocation of torch
     beside = memory.resident["margin"] + (memory.engine.outside if memory.engine else 0)
     rows = []
     for phase in memory.phases:
-        if phase.name in PHASES:
-            actual = max(found[key] for key in PHASES[phase.name] if key in found)
+        if phase.name in names:
+            actual = max(found[key] for key in names[phase.name] if key in found)
             rows.append(row(name, phase.name, phase.bytes - beside, actual, phase is memory.highest))
     return rows
 

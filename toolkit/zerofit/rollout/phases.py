@@ -72,7 +72,8 @@ class RolloutMemory:
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
         """The phases in order."""
-        found = {GENERATE: self._awake()} if self.engine else {}
+        gradients = self._accumulated if self.method.pairs else {}  # TRL generates for each micro batch
+        found = {GENERATE: self._awake() | gradients} if self.engine else {}
         if self.method.scores_first:
             if self.method.scorer:
                 found[REWARD] = {**self._asleep, **self._forward(scores=True)}
@@ -82,7 +83,8 @@ class RolloutMemory:
         found[TRAIN] = {**self._asleep, "training step": step}
         if self.engine:
             kept = {} if self.settings.vllm_enable_sleep_mode else self._awake()
-            found[SYNC] = {**self._asleep, f"{ENGINE} weights": self.engine.weights, **self._gathered(), **kept}
+            weights = {f"{ENGINE} weights": self.engine.weights}
+            found[SYNC] = {**self._asleep, **weights, **self._gathered(), **gradients, **kept}
         elif self.method.generates:
             found[SYNC] = self._sent()
         found[SAVE] = {**self._asleep, "gathered parameter": self._largest}
@@ -162,7 +164,7 @@ class RolloutMemory:
         tokens = layout.micro_batch * (1 if scores else self.settings.max_completion_length + 1)
         logits = 2 * tokens * self._largest // (self.profile.hidden_size or 1)  # the vocabulary's width in bytes
         if self.method.head == "whole":
-            logits += 2 * layout.micro_batch * (self.profile.seq_len or 0) * self._largest // (self.profile.hidden_size or 1)
+            logits += layout.micro_batch * (self.profile.seq_len or 0) * self._largest // (self.profile.hidden_size or 1)
         elif self.method.head:
             logits = layout.element_bytes * min(tokens, TILE_TOKENS) * TILE_WORDS
         size = round(max((logits, *layers)))
@@ -178,9 +180,14 @@ class RolloutMemory:
             layer.count * cost.saved_bytes.at(layout.micro_batch)
             for layer, cost in zip(self.profile.layers, costs, strict=True)
         ]
-        kinds = [moment.bytes for moment in Forecaster(self.profile).along(layout) if moment.phase == "forward"][-1]
-        reduced = sum(kinds.get(kind, 0) for kind in ("gradients", "communication buckets"))
-        return round(sum(saved)) + reduced + sum(self._forward().values())
+        return sum((round(sum(saved)), *self._accumulated.values(), *self._forward().values()))
+
+    @cached_property
+    def _accumulated(self) -> dict[str, int]:
+        """The gradients of earlier micro batches while a later one runs forward."""
+        moments = Forecaster(self.profile).along(self.layout)
+        kinds = [moment.bytes for moment in moments if moment.phase == "forward"][-1]
+        return {kind: kinds[kind] for kind in ("gradients", "communication buckets") if kind in kinds}
 
     @property
     def _largest(self) -> int:
