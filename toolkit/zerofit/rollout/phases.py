@@ -160,11 +160,15 @@ class RolloutMemory:
         layers = [inputs + cost.forward_peak_bytes.at(layout.micro_batch) for cost in blocks]
         gathered = 0
         if layout.zero_stage == 3:
-            gathered = gathered_to_score(timeline(self.profile, key), layout, copies=self._reference or self.method.scorer)
-        tokens = layout.micro_batch * (1 if scores else self.settings.max_completion_length + 1)
-        logits = 2 * tokens * self._largest // (self.profile.hidden_size or 1)  # the vocabulary's width in bytes
+            copies = self._reference or self.method.scorer
+            gathered = gathered_to_score(timeline(self.profile, key), layout, copies=copies)
+        length = self.profile.seq_len or 0
+        scored = self.settings.max_completion_length if self.method.generates else length
+        tokens = layout.micro_batch * (1 if scores else scored + 1)
+        width = self._largest // (self.profile.hidden_size or 1)  # bytes of a token's logits
+        logits = 2 * tokens * width
         if self.method.head == "whole":
-            logits += layout.micro_batch * (self.profile.seq_len or 0) * self._largest // (self.profile.hidden_size or 1)
+            logits += layout.micro_batch * length * width
         elif self.method.head:
             logits = layout.element_bytes * min(tokens, TILE_TOKENS) * TILE_WORDS
         size = round(max((logits, *layers)))

@@ -39,7 +39,8 @@ OPENRLHF = LogitBytes(forward=6, saved=4, backward=10, product=6)
 def online_dpo(scored: float) -> LogitBytes:
     """Return the bytes of TRL's OnlineDPOTrainer, which keeps the log-softmax of this share of the tokens in 16 bits.
 
-    torch copies the logits of these tokens to compute it. Its backward needs two gradients of this size, then one of all logits (trl/experimental/online_dpo, `_forward`).
+    torch copies the logits of these tokens to compute it. Its backward needs two gradients of this size, then one of
+    all logits (trl/experimental/online_dpo, `_forward`).
     """
     return LogitBytes(forward=2 + 4 * scored, saved=2 * scored, backward=max(6 * scored, 2 + 2 * scored), product=2)
 

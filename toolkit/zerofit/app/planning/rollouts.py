@@ -185,6 +185,11 @@ def plan_rollouts(
     if settings and settings.trainer != "trl" and name not in WITH_PROCESSES:
         message = f"--method {name} with trainer={settings.trainer}, whose critic or other models are not forecast"
         problems.add("usage", message, f"use {' or '.join(WITH_PROCESSES)}, or trainer=trl", f"--method, {SETTINGS}")
+    if request.pins.get("zero_stage") == 3 and _copies_model(name, bool(request.pins.get("lora"))):
+        message = f"--method {name} with --zero-stage 3: TRL copies the model, which ZeRO-3 forbids"
+        problems.add("usage", message, "use --zero-stage 2 or --lora", "--method, --zero-stage")
+    if settings and "num_generations" in values and not method.scores_first:
+        problems.add("usage", f"--method {name} with num_generations", "remove num_generations", SETTINGS)
     if settings and settings.trainer == "openrlhf" and request.pins.get("lora"):
         problems.add(
             "usage", "--lora with trainer=openrlhf is not forecast", "remove one of them", f"--lora, {SETTINGS}"
@@ -331,8 +336,12 @@ class _Planner:
         setup = self.setup
         forecast = forecast_of(setup.profile, cluster)
         result = search(setup.profile, cluster, setup.request, forecast, setup.calibration, setup.top, setup.correct)
-        pairs = METHODS[self.name].pairs
-        return tuple(row for row in (*result.layouts, *result.misfits) if not (pairs and row.layout.micro_batch % 2))
+        adapts = setup.profile.trained < setup.profile.parameters
+        pairs, most = METHODS[self.name].pairs, 2 if _copies_model(self.name, adapts) else 3
+        rows = (*result.layouts, *result.misfits)
+        return tuple(
+            row for row in rows if not (pairs and row.layout.micro_batch % 2) and row.layout.zero_stage <= most
+        )
 
     def _colocated(
         self, name: str, ranked: RankedLayout, timer: Timer, settings: RolloutSettings | None
@@ -447,6 +456,11 @@ class _Planner:
             sleep_s=carried + (2 * engine.weights / rates.pcie if engine and sleeping else 0.0),  # to the host and back
             generated_tokens=layout.global_batch * completion if engine else 0,
         )
+
+
+def _copies_model(name: str, adapts: bool) -> bool:
+    """Return whether TRL copies the trained model in memory (trl/experimental/utils.py, create_reference_model)."""
+    return METHODS[name].head == "whole" and not adapts
 
 
 def _order(row: Arrangement) -> tuple[bool, float]:
