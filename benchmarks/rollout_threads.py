@@ -2,8 +2,8 @@
 
 python benchmarks/rollout_threads.py [--output FILE.json]
 
-`phase`: where the thread ran out of memory. `slug`: the finding that names its remedy. Exit code 1 if one is missed, or
-if a forecast of verl's allocated memory is wrong by more than MOST.
+`phase`: where the thread ran out of memory. `slug`: the finding that names its remedy. Exit code 1 if one is missed
+that is not `excepted` for the reason given there, or if a forecast of verl's allocated memory is wrong by more than MOST.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> int:
     peaks = [peak(run) for run in cases["measured"]]
     if options.output:
         options.output.write_text(json.dumps({"rows": rows, "measured": peaks}, indent=1) + "\n")
-    return 0 if all(row["agrees"] for row in rows) and all(abs(row["error"]) <= MOST for row in peaks) else 1
+    return 0 if all(row["agrees"] or "excepted" in row for row in rows) and all(abs(row["error"]) <= MOST for row in peaks) else 1
 
 
 def compare(thread: dict[str, Any]) -> dict[str, Any]:
@@ -42,9 +42,11 @@ def compare(thread: dict[str, Any]) -> dict[str, Any]:
     short = [phase.name for phase in memory.phases if phase.bytes > memory.fit.device_available_bytes]
     agrees = plan.best.fits is thread["fits"] and (thread["fits"] or thread["phase"] in short)
     agrees = agrees and thread.get("slug", "phase") in (*slugs, *(["phase"] if thread["fits"] else []))
-    print(f"{'as found' if agrees else 'OTHERWISE':9}  {thread['thread']:32} {short} {slugs}", flush=True)
+    found = "as found" if agrees else "excepted" if "excepted" in thread else "OTHERWISE"
+    print(f"{found:9}  {thread['thread']:32} {short} {slugs}", flush=True)
     answer = {"fits": plan.best.fits, "short": short, "slugs": slugs, "highest_bytes": memory.highest.bytes}
-    return {"thread": thread["thread"], **answer, "agrees": agrees}
+    reason = {"excepted": thread["excepted"]} if "excepted" in thread else {}
+    return {"thread": thread["thread"], **answer, "agrees": agrees, **reason}
 
 
 def peak(run: dict[str, Any]) -> dict[str, Any]:

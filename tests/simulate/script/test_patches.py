@@ -70,6 +70,7 @@ PATCHES = {
     ),
     "host_layers": (["torch:mkldnn_rnn_layer"], []),
     "replicas": (["torch.nn:DataParallel.forward"], []),
+    "hybrid_engine": (["deepspeed.runtime.hybrid_engine:DeepSpeedHybridEngine.__init__"], []),
     "addresses": (
         ["torch:UntypedStorage.data_ptr", "torch._subclasses.fake_tensor:FakeTensor.data_ptr"],
         [Reason(FLAT, "_same_storage", "a b", "a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()")],

@@ -442,6 +442,12 @@ def test_weights_that_cannot_be_simulated(folder):
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
+def test_deepspeeds_hybrid_engine_is_refused(folder):
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 2}, "hybrid_engine": {"enabled": True}}
+    problem = refused(f"import deepspeed, torch\ndeepspeed.initialize(model=torch.nn.Linear(2, 2), config={config})\n")
+    assert problem.message == "DeepSpeed's hybrid engine cannot be simulated" and "hybrid_engine" in problem.hint
+
+
 def test_all_that_is_wrong_with_a_command(folder):
     words = ["torchrun", "--nproc_per_node", "4", "nowhere.py"]
     with pytest.raises(UserError) as caught:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
 from torch._C._distributed_c10d import BuiltinCommHookType
@@ -192,6 +193,16 @@ def replicas() -> None:
         return original(self, *args, **kwargs)
 
     replace_in(nn.DataParallel, "forward", forward)
+
+
+def hybrid_engine() -> None:
+    """Refuse DeepSpeed's rollout, which generates with inference kernels. (deepspeed/runtime/hybrid_engine.py)"""
+    hint = "remove hybrid_engine from the JSON, and generate with transformers or vLLM"
+
+    def init(*_: object, **__: object) -> None:
+        raise not_simulated("DeepSpeed's hybrid engine", hint)
+
+    replace_in(DeepSpeedHybridEngine, "__init__", init)
 
 
 def resized_storages(meter: ScriptTracker) -> None:

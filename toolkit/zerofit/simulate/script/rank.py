@@ -163,6 +163,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     distributed.reductions(meter)
     distributed.data_parallel(meter)
     distributed.replicas()
+    distributed.hybrid_engine()
     distributed.handles(meter)
     distributed.fetched_parameters(meter)
     distributed.resized_storages(meter)
