@@ -3,7 +3,7 @@
 python benchmarks/rollout_threads.py [--output FILE.json]
 
 `phase`: where the thread ran out of memory. `slug`: the finding that names its remedy. Exit code 1 if one is missed
-that is not `excepted` for the reason given there, or if a forecast of verl's allocated memory is wrong by more than MOST.
+that is not `excepted` (with the reason), or if a forecast of verl's allocated memory is wrong by more than MOST.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ def main() -> int:
     peaks = [peak(run) for run in cases["measured"]]
     if options.output:
         options.output.write_text(json.dumps({"rows": rows, "measured": peaks}, indent=1) + "\n")
-    return 0 if all(row["agrees"] or "excepted" in row for row in rows) and all(abs(row["error"]) <= MOST for row in peaks) else 1
+    return (
+        0
+        if all(row["agrees"] or "excepted" in row for row in rows) and all(abs(row["error"]) <= MOST for row in peaks)
+        else 1
+    )
 
 
 def compare(thread: dict[str, Any]) -> dict[str, Any]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from click.testing import CliRunner
 
+from zerofit.app.planning.request import PlanningRequest
+from zerofit.app.planning.rollouts import plan_rollouts
 from zerofit.cli.main import main
 from zerofit.rollout.methods import METHODS, RolloutSettings
+from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 
 CASE = ("qwen2.5-0.5b", "--gpu", "l4", "--gpus", "4", "--zero-stage", "2", "--offload", "none")
@@ -69,6 +73,40 @@ def test_trl_reads_what_is_written(grpo):
     assert batch % values["num_generations"] == 0 and values["model_name_or_path"].startswith("Qwen/")
 
 
+def test_trl_reads_the_files_of_other_methods(tmp_path):
+    from trl import DistillationConfig, DPOConfig, ModelConfig, RLOOConfig, ScriptArguments
+    from trl.experimental.online_dpo import OnlineDPOConfig
+
+    configs = {"rloo": RLOOConfig, "dpo": DPOConfig, "online-dpo": OnlineDPOConfig, "distill": DistillationConfig}
+    for method, kind in configs.items():
+        mode = ("--rollout", "vllm_mode=colocate") if METHODS[method].generates else ()
+        code, found = run("--method", method, *mode, "--write", str(tmp_path / method))
+        names = {field.name for of in (ScriptArguments, kind, ModelConfig) for field in fields(of)}
+        assert code == 0 and yaml.safe_load(Path(found["written"][1]).read_text()).keys() <= names
+
+
+# the highest peaks of phases of TRL 1.16 in `zerofit simulate`; see benchmarks/rollout_accuracy.py
+SIMULATED = {
+    "rloo": {"generate": 33825246403, "log-probs": 8933281579, "train": 11546826541, "sync weights": 11286877985},
+    "dpo": {"train": 11466361376},
+    "online-dpo": {"generate": 36943756673, "train": 14002267602, "sync weights": 14389282127},
+    "distill": {"generate": 33825246347, "train": 11546826485, "sync weights": 11286877929},
+}
+
+
+@pytest.mark.parametrize("method", SIMULATED)
+def test_phases_are_those_of_trls_script(method):
+    layout = {"seq_len": 1024, "zero_stage": 2, "micro_batch": 2, "gradient_accumulation_steps": 4, "offload": "none"}
+    pins: Any = {**layout, "precision": "bf16", "activation_checkpointing": True}
+    values = {"vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.3}
+    values = {"max_completion_length": 512, **values} if METHODS[method].generates else {}
+    request = PlanningRequest(model="llama-3.2-1b", pins=pins)
+    memory = plan_rollouts(method, request, Cluster("h100-80gb", gpus=4), values).best.memory
+    beside = memory.resident["margin"] + (memory.engine.outside if memory.engine else 0)
+    phases = {phase.name: phase.bytes - beside for phase in memory.phases if phase.name != "checkpoint"}
+    assert phases == pytest.approx(SIMULATED[method], rel=0.001)
+
+
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "grpo"])
 def test_every_method_has_its_models(method):
     code, found = run("--method", method)
@@ -114,3 +152,6 @@ def test_bad_settings_are_reported_at_once():
     assert run("--method", "grpo", "--global-batch", "12")[0] == 2
     assert run("--method", "grpo", "--rollout", "max_completion_length=1024")[0] == 2
     assert run("--method", "grpo", "--engine", "fsdp2")[0] == 2
+    assert run("--method", "distill", "--rollout", "num_generations=4")[0] == 2
+    # TRL copies the model for its reference, which ZeRO-3 forbids
+    assert [run("--method", "online-dpo", "--zero-stage", "3", *more)[0] for more in ((), ("--lora", "8"))] == [2, 0]

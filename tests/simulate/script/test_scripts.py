@@ -443,7 +443,11 @@ def test_weights_that_cannot_be_simulated(folder):
 
 
 def test_deepspeeds_hybrid_engine_is_refused(folder):
-    config = {"train_batch_size": 1, "zero_optimization": {"stage": 2}, "hybrid_engine": {"enabled": True}}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+        "hybrid_engine": {"enabled": True},
+    }
     problem = refused(f"import deepspeed, torch\ndeepspeed.initialize(model=torch.nn.Linear(2, 2), config={config})\n")
     assert problem.message == "DeepSpeed's hybrid engine cannot be simulated" and "hybrid_engine" in problem.hint
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from zerofit.cli.console import fitting_table, out, print_facts, print_verdict
+from zerofit.rollout.methods import METHODS, WITH_PROCESSES
 from zerofit.spec.units import counted, shown_bytes
 
 if TYPE_CHECKING:
@@ -116,8 +117,13 @@ def _rollout_facts(plan: RolloutPlan) -> Iterator[tuple[str, str]]:
         yield "host", f"{shown_bytes(best.memory.host_bytes)} per rank"
     batch = f"{counted(best.ranked.layout.global_batch, 'sequence')} of {plan.setup.profile.seq_len:,} tokens per step"
     lengths = f" (each with {settings.max_completion_length:,} generated tokens)" if best.engine else ""
+    trl = "TRL 1.16"
+    if plan.name in WITH_PROCESSES:
+        trl = "TRL 1.15 and later; others: --rollout trainer=verl or openrlhf"
+    elif METHODS[plan.name].head is None:
+        trl = "GRPO in TRL with critic and reward model, since TRL 1.16 has no PPO"
     trainer = {
-        "trl": "TRL 1.15 and later; others: --rollout trainer=verl or openrlhf",
+        "trl": trl,
         "verl": f"verl {settings.trainer_release} with FSDP2",
         "openrlhf": "OpenRLHF with --train.colocate_all and --ds.packing_samples",
     }[settings.trainer]

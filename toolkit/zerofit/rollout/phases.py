@@ -188,7 +188,9 @@ class RolloutMemory:
 
     @cached_property
     def _accumulated(self) -> dict[str, int]:
-        """The gradients of earlier micro batches while a later one runs forward."""
+        """The gradients of earlier micro batches in a later one's forward; at stage 3, the trained model has them."""
+        if self.layout.zero_stage == 3:
+            return {}
         moments = Forecaster(self.profile).along(self.layout)
         kinds = [moment.bytes for moment in moments if moment.phase == "forward"][-1]
         return {kind: kinds[kind] for kind in ("gradients", "communication buckets") if kind in kinds}
