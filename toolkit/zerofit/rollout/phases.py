@@ -53,7 +53,8 @@ class RolloutMemory:
     def resident(self) -> dict[str, int]:
         """Bytes that stay on the GPU in all phases: trained models, frozen models, and the forecast's margin."""
         share = self.layout.shard_ranks if self.layout.zero_stage == 3 else self.layout.tp
-        frozen = round(self.layout.element_bytes * self.profile.parameters / share)
+        parameters = self.profile.parameters - (self.profile.trained if self._adapts else 0)
+        frozen = round(self.layout.element_bytes * parameters / share)
         kinds = {
             "trained model": self.memory.static_bytes,
             "critic": self.memory.static_bytes if self.method.critic else 0,
