@@ -3,10 +3,12 @@
     python -m benchmarks.foreign_checkpoints [--work FOLDER] [--output FILE] [--older FOLDER ...]
 
 The real programs (foreign_writer.py) write checkpoints on 1, 2 and 4 ranks. Each is exported and compared bit for bit
-with the writer's own weights. `train --resume` continues some in another layout, and some are converted to other
-layouts, which real programs load (foreign_reader.py): the next five losses must be those of the writer. Copies are
-damaged in ten ways; `verify` must name the file. An older release of DeepSpeed also writes, if
-`pip install --no-deps --target FOLDER deepspeed==0.16.9` installed it.
+with the writer's own weights. transformers loads the export; its logits are compared with those of the writer's model.
+`train --resume` continues some in another layout, and some are converted to other layouts, which real programs load
+(foreign_reader.py): the next five losses must be those of the writer. Copies are damaged in ten ways; `verify` must
+name the file. An older release of DeepSpeed also writes, if
+`pip install --no-deps --no-build-isolation --target FOLDER deepspeed==0.16.9` installed it. Lightning and torchtitan
+write if PYTHONPATH has them.
 
 After an interruption, the same command with the same --work continues. It repeats rows of other code.
 """
@@ -20,14 +22,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
+import transformers
 from safetensors.torch import load_file
 
-from benchmarks.foreign_writer import AFTER, BEFORE, CASES, LENGTH, LR, TEXT
+from benchmarks.foreign_writer import AFTER, BEFORE, CASES, LENGTH, LR, TEXT, Case, batch, make_model
 from tests.ranks.pool import RankPool
 from zerofit.app.checkpoints import Checkpoint
 from zerofit.checkpoint.foreign import Foreign, foreign_in
@@ -95,6 +100,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/foreign_checkpoints.json")
     parser.add_argument("--older", type=Path, nargs="*", default=[], help="folders with older releases of DeepSpeed")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # as the writers, for the same sums
     table = Table(arguments.work or Path(tempfile.mkdtemp()))
     work = table.work
     for ranks, names in RUNS:
@@ -210,7 +216,23 @@ def exported(place: Path, out: Path) -> dict[str, Any]:
     got = {name: tensor for file in target.glob("*.safetensors") for name, tensor in load_file(file).items()}
     differ = [name for name in got if name not in reference or not equal(got[name], reference[name])]
     row |= {"dtype": result.dtype, "tensors": len(got), "elements": sum(tensor.numel() for tensor in got.values())}
+    if (place / "logits.pt").is_file():
+        row["logits_apart"] = logits_apart(place, target)
     return row | {"result": "equal bit for bit" if got and not differ else f"different: {', '.join(differ[:3])}"}
+
+
+def logits_apart(place: Path, exported: Path) -> float:
+    """Load an export with transformers or peft; return the largest difference from the logits of the writer's model."""
+    case = Case(**json.loads((place / "facts.json").read_text())["case"])
+    if case.lora:
+        model: Any = peft.PeftModel.from_pretrained(make_model(replace(case, lora=False)), exported)
+    else:
+        if not (exported / "config.json").is_file():
+            make_model(case).config.save_pretrained(exported)
+        model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    with torch.no_grad():
+        logits = model(**batch()).logits
+    return (logits.float() - torch.load(place / "logits.pt").float()).abs().max().item()
 
 
 def equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -378,18 +400,19 @@ def wrong_latest(file: Path) -> None:
 
 DAMAGE: tuple[Callable[[Path], None], ...] = (cut, empty, zeros, flip, lose, text)
 DAMAGE += (other_step, other_run, lost_states, wrong_latest)
-DAMAGED = {
-    "ds-zero2-bf16-2": "*pp_rank_1_*optim_states.pt",
-    "ds-zero3-fp32-2": "*pp_rank_1_*optim_states.pt",
-    "ds-zero1-tied-2": "*pp_rank_1_*optim_states.pt",
-    "dcp-fsdp2-2": "__1_0.distcp",
-}
+DAMAGED = [f"ds-zero{stage}-{kind}" for stage in (1, 2, 3) for kind in ("fp32", "bf16", "fp16", "tied")]
+DAMAGED += ["ds-zero2-offload", "ds-zero3-offload", "ds-zero2-round-robin", "ds-zero1-elastic", "ds-zero3-sub-groups"]
+DAMAGED += [f"{name}-zero{stage}" for name in ("accelerate", "trainer", "lightning") for stage in (2, 3)]
+DAMAGED += ["trainer-zero1", "trainer-zero2-lora", "trainer-zero3-lora"]
+DAMAGED += ["dcp-fsdp2", "dcp-fsdp2-tied", "dcp-fsdp1-sharded", "accelerate-fsdp2", "torchtitan"]
 
 
 def damage_all(table: Table) -> None:
-    """Damage copies of checkpoints in ten ways."""
-    for name, pattern in DAMAGED.items():
-        for damage in DAMAGE[:6] if name.startswith("dcp") else DAMAGE:
+    """Damage copies of checkpoints in ten ways (DCP: the six that need no DeepSpeed file)."""
+    for name in (f"{case}-2" for case in DAMAGED):
+        distributed = not any((table.work / name).rglob("*optim_states.pt"))
+        pattern = "__1_0.distcp" if distributed else "*pp_rank_1_*optim_states.pt"
+        for damage in DAMAGE[:6] if distributed else DAMAGE:
             if (table.work / name / "facts.json").is_file():
                 key = f"{name} {damage.__name__}"
                 table.measure("damage", key, partial(damaged, table.work, name, pattern, damage))
@@ -416,17 +439,22 @@ def damaged(work: Path, name: str, pattern: str, damage: Callable[[Path], None])
 def summary(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Count what went right."""
     written = [row for row in rows["exports"] if row["result"] != "not written"]
+    logits = [row["logits_apart"] for row in rows["exports"] if "logits_apart" in row]
     apart = [row["apart"] for row in rows["conversions"]]
     return {
         "checkpoints": len(written),
         "exports_equal_bit_for_bit": sum(row["result"] == "equal bit for bit" for row in written),
+        "logits": len(logits),
+        "logits_within_1e-6": sum(apart <= 1e-6 for apart in logits),
         "resumes": len(rows["resumes"]),
         "resumes_within_1e-5": sum(row["apart"] <= 1e-5 for row in rows["resumes"]),
         "conversions": len(apart),
         "loaded": sum(value is not None for value in apart),
+        "loaded_within_1e-5": sum(value is not None and value <= 1e-5 for value in apart),
         "largest_difference_of_losses": max((value for value in apart if value is not None), default=None),
         "older": len(rows["older"]),
         "older_equal_bit_for_bit": sum(row["result"] == "equal bit for bit" for row in rows["older"]),
+        "damaged_checkpoints": len({row["checkpoint"] for row in rows["damage"]}),
         "damaged": len(rows["damage"]),
         "damage_named": sum(row["named"] for row in rows["damage"]),
     }

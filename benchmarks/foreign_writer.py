@@ -3,7 +3,7 @@
     python -m benchmarks.foreign_writer FOLDER RANKS [NAME ...]
 
 Writes FOLDER/NAME-RANKS/ for each case: the program's checkpoint, `reference` (what the program's own save_pretrained
-gives) and `facts.json` (logits and losses of the next steps).
+gives), `facts.json` (losses of the next steps) and `logits.pt` (the running model's, with the saved weights).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ BUCKETS |= {"stage3_gather_16bit_weights_on_model_save": True}
 ADAPTERS: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 TEXT = "zerofit resumes "
 LENGTH, BEFORE, AFTER, LR = len(TEXT), 3, 5, 1e-2
+LOGITS: list[torch.Tensor] = []  # of each forward of the case that runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +134,7 @@ def make_model(case: Case) -> Any:
         model = peft.get_peft_model(
             model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         )
+    model.register_forward_hook(lambda _, inputs, output: LOGITS.append(output.logits.detach().clone()))
     return model
 
 
@@ -184,12 +186,12 @@ def steps(step: Callable[[], torch.Tensor], count: int) -> list[float]:
     return losses
 
 
-def finish(folder: Path, case: Case, next_losses: list[float], logits: torch.Tensor | None = None) -> None:
+def finish(folder: Path, case: Case, next_losses: list[float]) -> None:
     if dist.get_rank() == 0:
         facts = {"case": vars(case), "ranks": dist.get_world_size(), "next": next_losses}
         (folder / "facts.json").write_text(json.dumps(facts, indent=1))
-        if logits is not None:
-            torch.save(logits, folder / "logits.pt")
+        if LOGITS:
+            torch.save(LOGITS[BEFORE], folder / "logits.pt")  # the first forward after the checkpoint
 
 
 def with_deepspeed(case: Case, folder: Path) -> None:
@@ -219,12 +221,7 @@ def with_deepspeed(case: Case, folder: Path) -> None:
             gathered.enter_context(deepspeed.module_inject.layers.GatherReplacedLayerParams([parameter], engine.module))
         if dist.get_rank() == 0:
             engine.module.save_pretrained(folder / "reference", state_dict=engine.module.state_dict())
-            with torch.no_grad():
-                logits = engine.module.eval()(batch()["input_ids"]).logits if case.stage < 3 and not shared else None
-            engine.module.train()
-        else:
-            logits = None
-    finish(folder, case, steps(step, AFTER), logits)
+    finish(folder, case, steps(step, AFTER))
     engine.destroy()
 
 
@@ -575,6 +572,7 @@ def write_all(folder: Path, names: list[str]) -> None:
     for name in names:
         case, place = CASES[name], folder / f"{name}-{dist.get_world_size()}"
         place.mkdir(parents=True, exist_ok=True)
+        LOGITS.clear()
         try:
             PROGRAMS[case.program](case, place)
         except Exception:
