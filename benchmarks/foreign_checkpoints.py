@@ -422,7 +422,7 @@ def damaged(work: Path, name: str, pattern: str, damage: Callable[[Path], None])
     """Damage a copy; `verify` must find nothing before, and name the file afterwards."""
     copy = work / "damaged"
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(work / name / "saved", copy)
+    shutil.copytree(foreign_in(work / name / "saved")[0].path, copy)
     before = Checkpoint(copy).verify().problems
     file = next(copy.rglob(pattern))
     damage(file)
