@@ -2,10 +2,11 @@
 
     python -m benchmarks.export_speed [--work FOLDER] [--output FILE] [--only engine|large|sparse]
 
-`engine`: a DeepSpeed engine of ZeRO 3 on two ranks writes a checkpoint of 368M parameters. Both programs export it in
-turns in one process. `large`: the files of eight ranks of a 7B with random weights (the moments are holes); both
-programs run in turns as commands, with their imports. `sparse`: the files of eight ranks of a 70B, whose tensors are
-holes, in a memory cgroup of 4 GiB; the disk is smaller than the result, so an observer frees finished shards.
+`engine`: DeepSpeed engines of ZeRO 2 and 3 on two ranks write checkpoints of 368M parameters. Both programs export
+them in turns in one process; a ratio is the median of the turns, because other work may disturb a turn. `large`: the
+files of eight ranks of a 7B with random weights (the moments are holes); both programs run in turns as commands, with
+their imports. `sparse`: the files of eight ranks of a 70B, whose tensors are holes, in a memory cgroup of 4 GiB; the
+disk is smaller than the result, so an observer frees finished shards.
 Each time ends when the files are on the disk.
 """
 
@@ -20,6 +21,7 @@ import json
 import mmap
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import threading
@@ -54,6 +56,7 @@ LLAMA_70B = _llama(8192, 28672, 80, 64, 8, words=128256)
 RANKS, SUB_GROUP = 8, 10**9
 LIMIT_BYTES = 4 * GIB
 TURNS = 2
+PAIRS = 5  # turns of `engine`
 OURS, THEIRS = "zerofit ckpt export", "zero_to_fp32, safetensors"
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 LARGE_DISK = """
@@ -78,9 +81,10 @@ def main() -> None:
     parser.add_argument("--only", choices=("engine", "large", "sparse"))
     parser.add_argument("--dtypes", nargs="*", default=["bf16", "fp32"], help="of `large`")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.write:
-        start_ranks(2, write, arguments.write)
+        start_ranks(2, write, arguments.write, arguments.stage)
     scratch = arguments.work or Path(tempfile.mkdtemp())
     result = json.loads(arguments.output.read_text()) if arguments.output.is_file() else {}
     try:
@@ -106,15 +110,15 @@ def llama(shape: dict[str, Any]) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def write(folder: Path) -> None:
-    """Train one step of ZeRO 3 as one rank, and save."""
+def write(folder: Path, stage: int) -> None:
+    """Train one step at a ZeRO stage as one rank, and save."""
     import deepspeed
 
     torch.manual_seed(1)
     model = llama(MIDDLE)
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": stage},
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
     }
@@ -128,30 +132,35 @@ def write(folder: Path) -> None:
 
 
 def beside(scratch: Path) -> dict[str, Any]:
-    """Export a checkpoint with both programs in turns, without their imports; return the fastest, compare weights."""
-    saved, ours, theirs = scratch / "saved", scratch / "ours", scratch / "theirs"
+    """Export checkpoints of two ZeRO stages with both programs in turns, without their imports."""
+    return {"shape": MIDDLE, **{f"zero{stage}": beside_at(stage, scratch) for stage in (2, 3)}}
+
+
+def beside_at(stage: int, scratch: Path) -> dict[str, Any]:
+    """Export a checkpoint with both programs in turns; return the times and their ratios, and compare all weights."""
+    saved, ours, theirs = scratch / f"saved-zero{stage}", scratch / "ours", scratch / "theirs"
     if not (saved / "latest").is_file():
-        watched([sys.executable, "-m", "benchmarks.export_speed", "--write", str(saved)])
+        watched([sys.executable, "-m", "benchmarks.export_speed", "--write", str(saved), "--stage", str(stage)])
     from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as zero_to_fp32
 
     works: dict[str, tuple[Path, Callable[[], object]]] = {
         OURS: (ours, lambda: Checkpoint(saved).export(ours, dtype="fp32")),
         THEIRS: (theirs, lambda: zero_to_fp32(str(saved), str(theirs), "1GB", safe_serialization=True)),
-        f"{OURS} (bf16)": (ours, lambda: Checkpoint(saved).export(ours)),
     }
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in works}
+    turns: list[dict[str, dict[str, float]]] = []
     equal = 0
-    for _ in range(TURNS):
+    for number in range(PAIRS + 1):
+        turn = {}
         for name, (out, work) in works.items():
             shutil.rmtree(out, ignore_errors=True)
-            turns[name].append(until_on_disk(work, out))
-            if name == THEIRS:
-                equal = same_weights(ours, theirs)
-    # the least disturbed turn: other processes and the first reading of the checkpoint only add time
-    rows = {name: {key: min(row[key] for row in t) for key in t[0]} for name, t in turns.items()}
-    times = {f"times_{key}": round(rows[THEIRS][key] / rows[OURS][key], 2) for key in ("seconds", "cpu_seconds")}
+            turn[name] = until_on_disk(work, out)
+        equal = equal or same_weights(ours, theirs)
+        if number:  # the first turn reads the checkpoint from the disk
+            turns.append(turn)
+    ratios = {key: [turn[THEIRS][key] / turn[OURS][key] for turn in turns] for key in ("seconds", "cpu_seconds")}
+    times = {f"times_{key}": round(statistics.median(values), 2) for key, values in ratios.items()}
     size = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
-    return {"shape": MIDDLE, "checkpoint_bytes": size, "tensors_equal": equal, **times, "rows": rows, "turns": turns}
+    return {"checkpoint_bytes": size, "tensors_equal": equal, **times, "turns": turns}
 
 
 def until_on_disk(work: Callable[[], object], out: Path) -> dict[str, float]:
