@@ -2,7 +2,7 @@
 
     python -m benchmarks.export_speed [--work FOLDER] [--output FILE] [--only engine|large|sparse]
 
-`engine`: DeepSpeed engines of ZeRO 2 and 3 on two ranks write checkpoints of 368M parameters. Both programs export
+`engine`: DeepSpeed engines of ZeRO 2 and 3 on two ranks write checkpoints of 168M parameters. Both programs export
 them in turns in one process; a ratio is the median of the turns, because other work may disturb a turn. `large`: the
 files of eight ranks of a 7B with random weights (the moments are holes); both programs run in turns as commands, with
 their imports. `sparse`: the files of eight ranks of a 70B, whose tensors are holes, in a memory cgroup of 4 GiB; the
@@ -50,13 +50,13 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, word
     return {**sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
 
 
-MIDDLE = _llama(1024, 2816, 24, 16, 16)
+MIDDLE = _llama(1024, 2816, 8, 16, 16)
 LLAMA_7B = _llama(4096, 11008, 32, 32, 32)
 LLAMA_70B = _llama(8192, 28672, 80, 64, 8, words=128256)
 RANKS, SUB_GROUP = 8, 10**9
 LIMIT_BYTES = 4 * GIB
 TURNS = 2
-PAIRS = 5  # turns of `engine`
+PAIRS = 4  # turns of `engine`
 OURS, THEIRS = "zerofit ckpt export", "zero_to_fp32, safetensors"
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 LARGE_DISK = """
@@ -157,6 +157,7 @@ def beside_at(stage: int, scratch: Path) -> dict[str, Any]:
         equal = equal or same_weights(ours, theirs)
         if number:  # the first turn reads the checkpoint from the disk
             turns.append(turn)
+        print(json.dumps(turn), flush=True)
     ratios = {key: [turn[THEIRS][key] / turn[OURS][key] for turn in turns] for key in ("seconds", "cpu_seconds")}
     times = {f"times_{key}": round(statistics.median(values), 2) for key, values in ratios.items()}
     size = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
