@@ -190,7 +190,7 @@ def finish(folder: Path, case: Case, next_losses: list[float]) -> None:
     if dist.get_rank() == 0:
         facts = {"case": vars(case), "ranks": dist.get_world_size(), "next": next_losses}
         (folder / "facts.json").write_text(json.dumps(facts, indent=1))
-        if LOGITS:
+        if LOGITS and not (case.lora and case.stage == 3):  # zero.Init draws other frozen weights, which are not saved
             torch.save(LOGITS[BEFORE], folder / "logits.pt")  # the first forward after the checkpoint
 
 
