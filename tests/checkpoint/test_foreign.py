@@ -491,3 +491,37 @@ def test_a_mixture_of_experts_of_an_older_release(tmp_path):
     weights = {"first.weight": shared, f"{expert}.0.weight": experts[0], f"{expert}.1.weight": experts[1]}
     for name, tensor in weights.items():
         assert torch.equal(state.read(name), tensor) and torch.equal(state.read(name, "exp_avg"), tensor + 1)
+
+
+def test_experts_that_deepspeed_does_not_list(tmp_path):
+    """DeepSpeed 0.14 lists half of the experts of two ranks, each of which has two experts in one partition."""
+    shared, expert = torch.arange(6.0).view(2, 3), "moe.deepspeed_moe.experts.deepspeed_experts"
+    experts = [torch.full((2, 2), 7.0 + number) for number in range(4)]
+    folder = tmp_path / "saved/global_step3"
+    folder.mkdir(parents=True)
+    model = {"module": {"first.weight": shared}, "global_steps": 3, "dp_world_size": 2, "num_experts": [4]}
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    for number, weight in enumerate(experts):
+        name = f"layer_0_expert_{number}_mp_rank_00_model_states.pt"
+        torch.save({f"{expert}.{number}.weight": weight}, folder / name)
+    for rank in range(2):
+        flats = [shared.flatten()[3 * rank :][:3].clone(), torch.cat(experts[2 * rank :][:2]).flatten()]
+        optimizer = {
+            "base_optimizer_state": {
+                "state": {n: {"step": 3, "exp_avg": flat + 1} for n, flat in enumerate(flats)},
+                "param_groups": [{"lr": 0.1, "params": [n]} for n in range(2)],
+            },
+            "single_partition_of_fp32_groups": flats,
+            "partition_count": [2, 1],
+            "param_slice_mappings": [
+                {"first.weight": fragment_address(numel=3, start=0)},
+                {f"{expert}.0.weight": fragment_address(numel=4, start=0)},
+            ],
+        }
+        torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        torch.save({"optimizer": None}, folder / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")
+    state = FullState(tmp_path / "saved")
+    assert torch.equal(state.read("first.weight"), shared)
+    for number, weight in enumerate(experts):
+        name = f"{expert}.{number}.weight"
+        assert torch.equal(state.read(name), weight) and torch.equal(state.read(name, "exp_avg"), weight + 1)

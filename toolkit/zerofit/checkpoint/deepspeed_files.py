@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -94,7 +94,11 @@ class DeepSpeedFiles:
         return name, state
 
     def _shapes_of_mixture(self, mp: int, weights: dict[str, Tensor]) -> list[dict[str, torch.Size]]:
-        """Return the shapes of the flat groups, from the names in the optimizer's files."""
+        """Return the shapes of the flat groups, from the names in the optimizer's files.
+
+        These files may lack experts: DeepSpeed 0.14 divides their partition by all ranks, and so lists only the first
+        parameters. If one group has all experts, the names are those of the experts' files.
+        """
         for name in self.experts:
             weights |= self.load(name)
         groups: dict[int, dict[str, torch.Size]] = defaultdict(dict)
@@ -102,7 +106,21 @@ class DeepSpeedFiles:
             mappings = self.load(file)["optimizer_state_dict"]["param_slice_mappings"] if rank == mp else []
             for number, mapping in enumerate(mappings):
                 groups[number] |= {name: weights[name].shape for name in mapping}
+        mixed = [number for number, group in groups.items() if any(map(EXPERTS.fullmatch, group))]
+        if self.expert_optimizers and len(mixed) == 1:
+            groups[mixed[0]] = {name: weights[name].shape for name in self._first_experts(mp)}
         return [groups[number] for number in sorted(groups)]
+
+    def _first_experts(self, mp: int) -> list[str]:
+        """Return the parameter names of the first rank's experts, in the model's order."""
+        layers: dict[int, dict[int, str]] = defaultdict(dict)
+        for name in self.experts:
+            layer, expert, rank = (int(number) for number in cast("re.Match[str]", EXPERT.fullmatch(name)).groups())
+            if rank == mp:
+                layers[layer][expert] = name
+        ranks = len({expert_rank for _, expert_rank in self.expert_optimizers})
+        own = [layers[layer][n] for layer in sorted(layers) for n in range(len(layers[layer]) // ranks)]
+        return [name for file in own for name in self.load(file)]
 
     def optimizer_ranks(self, mp: int) -> list[int]:
         """Return the data parallel ranks that wrote optimizer files, including ranks whose file is lost."""

@@ -30,9 +30,11 @@ def add_flat_groups(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
         file = files.optimizers.get((mp, dp), "")
         saved = files.load(file)["optimizer_state_dict"] if file else _lost_partition(files, mp)
         shuffled = (state.get("ds_config") or {}).get("zero_optimization", {}).get("round_robin_gradients")
-        for group, fragments in enumerate(_fragments(saved, flat_groups(state), done, bool(shuffled))):
+        names = {local: _global_name(local, dp, state) for local in shapes}
+        before = {local: done[name] for local, name in names.items()}
+        for group, fragments in enumerate(_fragments(saved, flat_groups(state), before, bool(shuffled))):
             for local, start, numel in fragments:
-                name = _global_name(local, dp, state)
+                name = names[local]
                 if file:
                     where = _flat_locations(files, file, saved, group, start)
                 else:
@@ -90,11 +92,13 @@ def _fragments(
 ) -> Iterator[list[tuple[str, int, int]]]:
     """Yield for each group of a rank the parameters in the partition: name, first element, number of elements.
 
-    DeepSpeed 0.8 and newer save them (`param_slice_mappings`), but ignore the order of round_robin_gradients. Without
-    this key, parameters follow one another as in `param_shapes`, each with its padding (`parameter_alignment`).
+    DeepSpeed 0.8 and newer save them (`param_slice_mappings`), but ignore the order of round_robin_gradients, and may
+    lack experts. Without this key, parameters follow one another as in `param_shapes`, each with its padding
+    (`parameter_alignment`).
     """
-    if saved.get("param_slice_mappings") and not shuffled:
-        for mapping in saved["param_slice_mappings"]:
+    mappings = saved.get("param_slice_mappings")
+    if mappings and not shuffled and not any(map(_lacks_experts, mappings, _flat_weights(saved))):
+        for mapping in mappings:
             yield [(name, fragment.start, fragment.numel) for name, fragment in mapping.items()]
         return
     paddings = saved.get("param_alignment_paddings") or [[0] * len(group) for group in groups]
@@ -106,6 +110,12 @@ def _fragments(
                 fragments.append((name, place, min(rest, flat.numel() - place)))
                 place += fragments[-1][2] + gap
         yield fragments
+
+
+def _lacks_experts(mapping: dict[str, Any], flat: Tensor) -> bool:
+    """Return whether a mapping of experts does not cover their partition."""
+    has_experts = any(map(EXPERTS.fullmatch, mapping))
+    return has_experts and sum(fragment.numel for fragment in mapping.values()) != flat.numel()
 
 
 def _flat_weights(saved: dict[str, Any]) -> list[Tensor]:
