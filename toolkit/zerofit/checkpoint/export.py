@@ -112,6 +112,8 @@ def export(
         message = f"{checkpoint} is from a run without --lora and has no adapters to merge"
         raise UserError(Problem(kind="usage", message=message, hint="leave --merge out", where="--merge"))
     reads_tokens = are_tokenized(manifest.inputs)
+    if reads_tokens and run.tokenizer == "bytes":
+        report.note("--tokenizer bytes has no files: `zerofit generate` reads the export, but AutoTokenizer cannot")
     exported = ExportedModel(
         published=PublishedModel(model, source.family == "transformers"),
         tensors=lambda: ((name, state.source(state.ties.get(name, name))) for name in model.state_dict()),

@@ -14,7 +14,6 @@ from rich.console import Console
 from zerofit.cli.answer import R
 from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, Group
-from zerofit.data.tokenizer import was_trained_on_bytes
 from zerofit.spec.events import OnEvent
 from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.units import counted, shown_bytes
@@ -275,9 +274,6 @@ def show_export(result: ExportResult) -> None:
     console = out()
     print_verdict(console, "WRITTEN", f"{result.out}, {result.parameters:,} parameters in {result.dtype}")
     print_facts(console, [("files", ", ".join(result.files))], indent=9)
-    if was_trained_on_bytes(result.out):
-        text = "bytes, which has no files: zerofit generate reads this folder, AutoTokenizer cannot"
-        print_facts(console, [("tokenizer", text)], indent=11)
 
 
 def show_difference(result: CheckpointDiff) -> None:

@@ -83,11 +83,10 @@ def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
     yield "peak", f"{shown_bytes(result.peak_bytes)} in {result.peak_phase}{step}{module} ({result.peak_at.line})"
     if result.peak_at.own and not result.peak_at.line.endswith(result.peak_at.own):
         yield "your line", result.peak_at.own
-    if result.device != "cpu" and result.reserved_bytes - result.peak_bytes > WORTH_SAYING * result.device_total_bytes:
-        yield (
-            "reserved",
-            f"{shown_bytes(result.reserved_bytes)} by torch's allocator, which keeps freed memory",
-        )
+    if result.device != "cpu" and result.smi_bytes - result.peak_bytes > WORTH_SAYING * result.device_total_bytes:
+        kept = f"{shown_bytes(result.reserved_bytes - result.peak_bytes)} freed memory that torch keeps"
+        outside = shown_bytes(result.smi_bytes - result.reserved_bytes)
+        yield "not tensors", f"{kept}, {outside} CUDA context and NCCL buffers"
     largest = sorted(result.breakdown.items(), key=lambda pair: -pair[1])[:KINDS]
     yield "largest", ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in largest if size)
     for stage in result.stages:
