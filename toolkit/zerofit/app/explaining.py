@@ -73,7 +73,7 @@ def explain(
     >>> _ = Path("train.log").write_text(f"RuntimeError: {error}")
     >>> explanation = zf.explain("train.log")
     >>> explanation.cause, explanation.changes[0].change
-    ('fragmentation', 'PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the command (costs no speed)')
+    ('fragmentation', 'write PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the command (costs no speed)')
     """
     report = Reporter(on_event)
     found = _explained(what, report)
