@@ -133,7 +133,9 @@ def screens(tmp_path_factory) -> dict[str, tuple[Callable[[], object], str]]:
     tried += [KnobResult(change="--ds-config zero3_offload", fits=True, cost_rank=1, slowdown=6.14, **needs)]
     tried += [KnobResult(change="--activation-checkpointing", fits=True, cost_rank=2, **needs)]
     small = replace(small, tried=tuple(tried))
-    close = replace(small, verdict=WITHIN, smi_bytes=2**39, margin_bytes=-(2**40))  # what is likely, and the most
+    sizes = {"device_total_bytes": 3 * 2**38, "margin_bytes": -(2**38)}  # 768 GiB, of which at most 1 TiB is needed
+    close = replace(small, verdict=WITHIN, smi_bytes=2**39, **sizes)
+    flushed = replace(close, smi_bytes=4 * 2**38)  # fits only because torch returns cached memory
     layouts = plan(profile=profile, cluster=Cluster("h100-80gb", gpus=8), global_batch=64)
     nothing = plan(profile=profile, cluster=Cluster("h100-80gb", gpus=8, device_memory=2**30), global_batch=64)
     figures = {"samples_per_s": 24146.2, "speedup": 1.16, "efficiency": 1.16, "peak_bytes_per_rank": 27367833}
@@ -163,6 +165,7 @@ def screens(tmp_path_factory) -> dict[str, tuple[Callable[[], object], str]]:
         **other_screens(tmp_path_factory.mktemp("faulty")),
         "simulate": (partial(show_simulation, small, False), "DOES NOT FIT  needs "),
         "simulate, open": (partial(show_simulation, close, False), "CLOSE TO THE LIMIT  needs 512 GiB to 1.00 TiB of"),
+        "simulate, flushed": (partial(show_simulation, flushed, False), "CLOSE TO THE LIMIT  needs up to 1.00 TiB of"),
         "simulate --details": (partial(show_simulation, small, True), "DOES NOT FIT  needs "),
         "changes": (partial(show_knobs, small, True), "fits with "),
         "plan": (partial(show_plan, layouts, False, True), "FITS  "),

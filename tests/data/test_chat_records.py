@@ -165,7 +165,7 @@ def test_what_has_no_effect_is_counted_and_remembered(tmp_path, opened):
     (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * 3)
     for _ in range(2):  # made, and mapped
         data = opened(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=400)
-        (note,) = [note for note in data.notes if note.startswith("fields")]
+        (note,) = [note for note in data.notes if note.startswith("training ignores")]
         for name in ("documents", "id", "messages.name", "messages.score", "messages.weight (except"):
             assert f"{name}" in note
         assert "(2 conversations)" in note
