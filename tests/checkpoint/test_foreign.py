@@ -525,3 +525,6 @@ def test_experts_that_deepspeed_does_not_list(tmp_path):
     for number, weight in enumerate(experts):
         name = f"{expert}.{number}.weight"
         assert torch.equal(state.read(name), weight) and torch.equal(state.read(name, "exp_avg"), weight + 1)
+    (folder / "layer_0_expert_3_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(UserError, match="do not have the experts of the optimizer's files"):
+        FullState(tmp_path / "saved")

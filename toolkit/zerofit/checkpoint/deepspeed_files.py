@@ -8,6 +8,7 @@ layer_L_expert_E_*, expp_rank_*    a mixture's experts, and their optimizer at s
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -97,28 +98,35 @@ class DeepSpeedFiles:
         """Return the shapes of the flat groups, from the names in the optimizer's files.
 
         These files may lack experts: DeepSpeed 0.14 divides their partition by all ranks, and so lists only the first
-        parameters. If one group has all experts, the names are those of the experts' files.
+        parameters. Then the names are those of the experts' files.
         """
         for name in self.experts:
             weights |= self.load(name)
         groups: dict[int, dict[str, torch.Size]] = defaultdict(dict)
-        for (rank, _), file in sorted(self.optimizers.items()):
-            mappings = self.load(file)["optimizer_state_dict"]["param_slice_mappings"] if rank == mp else []
-            for number, mapping in enumerate(mappings):
+        flats: dict[int, list[int]] = defaultdict(list)
+        lacking: dict[int, int] = {}  # expert parallel ranks, by group
+        files = [file for (rank, _), file in sorted(self.optimizers.items()) if rank == mp]
+        for saved in (self.load(file)["optimizer_state_dict"] for file in files):
+            for number, mapping in enumerate(saved["param_slice_mappings"]):
                 groups[number] |= {name: weights[name].shape for name in mapping}
-        mixed = [number for number, group in groups.items() if any(map(EXPERTS.fullmatch, group))]
-        if self.expert_optimizers and len(mixed) == 1:
-            groups[mixed[0]] = {name: weights[name].shape for name in self._first_experts(mp)}
+                flats[number].append(saved["single_partition_of_fp32_groups"][number].numel())
+                if lacks_experts(mapping, flats[number][-1]):
+                    lacking[number] = len(files) // saved["partition_count"][number]
+        for number, ranks in lacking.items():
+            every = {name: tensor.shape for name, tensor in weights.items() if EXPERTS.fullmatch(name)}
+            if sum(map(math.prod, every.values())) != sum(flats[number]):
+                what = "the files layer_*_expert_* do not have the experts of the optimizer's files"
+                raise incomplete(self.folder, what, MISSING)
+            groups[number] = {name: every[name] for name in self._first_experts(mp, ranks)}
         return [groups[number] for number in sorted(groups)]
 
-    def _first_experts(self, mp: int) -> list[str]:
-        """Return the parameter names of the first rank's experts, in the model's order."""
+    def _first_experts(self, mp: int, ranks: int) -> list[str]:
+        """Return the parameter names of the first rank's experts, in the model's order. `ranks` share the experts."""
         layers: dict[int, dict[int, str]] = defaultdict(dict)
         for name in self.experts:
             layer, expert, rank = (int(number) for number in cast("re.Match[str]", EXPERT.fullmatch(name)).groups())
             if rank == mp:
                 layers[layer][expert] = name
-        ranks = len({expert_rank for _, expert_rank in self.expert_optimizers})
         own = [layers[layer][n] for layer in sorted(layers) for n in range(len(layers[layer]) // ranks)]
         return [name for file in own for name in self.load(file)]
 
@@ -158,6 +166,12 @@ class Parts:
         if numel and self.owners.setdefault((name, tp), mp) == mp:
             shard = Shard(name=name, shape=shape, cut=None, start=start, numel=numel, where=where)
             self.shards.setdefault(name, {}).setdefault(tp, []).append(shard)
+
+
+def lacks_experts(mapping: dict[str, Any], elements: int) -> bool:
+    """Return whether a mapping of experts does not cover their partition, which has this number of elements."""
+    has_experts = any(map(EXPERTS.fullmatch, mapping))
+    return has_experts and sum(fragment.numel for fragment in mapping.values()) != elements
 
 
 def flat_groups(state: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
-from zerofit.checkpoint.deepspeed_files import EXPERTS, MISSING, DeepSpeedFiles, Keys, Parts, flat_groups
+from zerofit.checkpoint.deepspeed_files import EXPERTS, MISSING, DeepSpeedFiles, Keys, Parts, flat_groups, lacks_experts
 from zerofit.checkpoint.foreign import weight_files
 from zerofit.checkpoint.index import MASTER, Location, ParameterGroup, SavedBuffer, incomplete
 from zerofit.checkpoint.optimizer_names import weight_states
@@ -97,7 +97,7 @@ def _fragments(
     (`parameter_alignment`).
     """
     mappings = saved.get("param_slice_mappings")
-    if mappings and not shuffled and not any(map(_lacks_experts, mappings, _flat_weights(saved))):
+    if mappings and not shuffled and not any(map(lacks_experts, mappings, map(Tensor.numel, _flat_weights(saved)))):
         for mapping in mappings:
             yield [(name, fragment.start, fragment.numel) for name, fragment in mapping.items()]
         return
@@ -110,12 +110,6 @@ def _fragments(
                 fragments.append((name, place, min(rest, flat.numel() - place)))
                 place += fragments[-1][2] + gap
         yield fragments
-
-
-def _lacks_experts(mapping: dict[str, Any], flat: Tensor) -> bool:
-    """Return whether a mapping of experts does not cover their partition."""
-    has_experts = any(map(EXPERTS.fullmatch, mapping))
-    return has_experts and sum(fragment.numel for fragment in mapping.values()) != flat.numel()
 
 
 def _flat_weights(saved: dict[str, Any]) -> list[Tensor]:

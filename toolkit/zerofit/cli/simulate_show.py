@@ -85,8 +85,7 @@ def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
         yield "your line", result.peak_at.own
     if result.device != "cpu" and result.smi_bytes - result.peak_bytes > WORTH_SAYING * result.device_total_bytes:
         kept = f"{shown_bytes(result.reserved_bytes - result.peak_bytes)} freed memory that torch keeps"
-        outside = shown_bytes(result.smi_bytes - result.reserved_bytes)
-        yield "not tensors", f"{kept}, {outside} CUDA context and NCCL buffers"
+        yield "not tensors", f"{kept}, {shown_bytes(result.smi_bytes - result.reserved_bytes)} outside of torch"
     largest = sorted(result.breakdown.items(), key=lambda pair: -pair[1])[:KINDS]
     yield "largest", ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in largest if size)
     for stage in result.stages:
