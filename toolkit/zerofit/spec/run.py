@@ -341,6 +341,8 @@ class Run(BaseModel):
     @classmethod
     def _with_attention(cls, values: Any) -> Any:
         """Copy `attn_implementation` into `model_args`, since models are built from `model_args`."""
+        if not isinstance(values, dict):  # a damaged file; pydantic then says what it expects
+            return values
         kernel, args = (values.get(name) for name in ("attn_implementation", "model_args"))
         if kernel is None or not isinstance(args or {}, dict):
             return values
