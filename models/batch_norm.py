@@ -46,7 +46,7 @@ def synchronize_batch_norms(model: nn.Module, group: Any = None) -> None:
 
 @torch.no_grad()
 def _note(norm: BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
-    """Update the running statistics with a batch as torch does, which uses the unbiased variance."""
+    """Update the running statistics with a batch. Like torch, use the unbiased variance."""
     momentum = norm.momentum
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)

@@ -75,13 +75,13 @@ def build(
 ) -> nn.Module:
     """Build the model for its inputs, in fp32 on the current default device (also meta).
 
-    Parameters that are not trained (`source.partial`) are frozen, and adapters are added. Weights come from
-    torch's global random generator, or from a pretrained folder. `args` override the keys of a transformers config, or
-    are keyword arguments of other models. If `inputs` is None, the model has its published shape.
+    Parameters that are not trained (`source.partial`) are frozen, and adapters are added. Weights come from torch's
+    global random generator, or from a pretrained folder. `args` override the keys of a transformers config, or are
+    keyword arguments of other models. If `inputs` is None, the model has its published shape.
 
-    `stored`: cast and move each parameter as soon as it has its values. Extra memory is needed for one layer only. A
-    user's model that cannot be built parameter by parameter (see `why_whole`) is built first. `keep`: names of the
-    parameters to store (None: all). Other parameters stay on meta.
+    `stored`: cast and move each parameter as soon as it has its values. So extra memory is needed for one layer
+    only. If a user's model cannot be built parameter by parameter (see `why_whole`), it is built in full first.
+    `keep`: names of the parameters to store (None: all). Other parameters stay on meta.
     """
     _refuse_inputs(source, inputs)
     if inputs is not None and source.task != "custom" and gives_loss(source.task) != isinstance(inputs, NamedInputs):
@@ -112,7 +112,6 @@ def build(
 
 
 def _refuse_inputs(source: ModelSource, inputs: Inputs | None) -> None:
-    """Raise ModelError("model-task") if the model needs another kind of inputs."""
     held = {
         ImageInputs: "images",
         SegmentationInputs: "images with masks",
@@ -140,11 +139,12 @@ def why_whole(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> st
 
 
 def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the logits of token ids (batch, seq_len) or images (batch, channels, size, size), and the routers' loss.
+    """Return the logits of a batch and, in training, the loss of a mixture's routers (else None).
 
-    The model may be in a wrapper with an attribute `module`, such as a DeepSpeed engine. In that case the wrapper is
-    called. The routers' loss is coefficient * load balancing loss of a mixture of experts in training, None otherwise.
-    `extra`: other arguments of the model, such as position_ids for sequence parallelism.
+    `x`: token ids (batch, seq_len) or images (batch, channels, size, size). The routers' loss is coefficient * load
+    balancing loss. `extra`: other arguments of the model, such as position_ids for sequence parallelism.
+
+    If the model is in a wrapper with an attribute `module`, such as a DeepSpeed engine, the wrapper is called.
     """
     inner = getattr(model, "module", model)
     inner = getattr(inner, "_orig_mod", inner)  # torch.compile's wrapper has another signature
@@ -172,7 +172,7 @@ def _logits_of(out: Any) -> Tensor:
 def forward_loss(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the loss of a transformers model or a denoiser for a batch of named inputs.
 
-    The model may be in a wrapper, as for `forward_logits`.
+    The model may be in a wrapper, as in `forward_logits`.
     """
     return forward_named(model, inputs, batch).loss
 
@@ -202,9 +202,10 @@ def extra_inputs(inputs: Inputs | None, batch: Mapping[str, Tensor]) -> dict[str
 
 
 def empty_batch(inputs: Inputs, count: int, make: Callable[..., Tensor] = torch.zeros) -> dict[str, Tensor]:
-    """Return a batch of `count` empty samples on the current default device, with the keys of a loader's batch.
+    """Return a batch of `count` samples made by `make`, with the keys of a loader's batch.
 
-    Ids are int64, other tensors float32. Only the tokens that all samples begin with have their values.
+    Ids are int64, other tensors float32, all on the current default device. Tokens that begin every sample, such as
+    an image's placeholders, have their real values.
     """
     named = zip(batch_keys(inputs), tensors_of(inputs), strict=True)
     return {key: _empty(tensor, count, make) for key, tensor in named}
@@ -220,7 +221,7 @@ def _empty(tensor: NamedInput, count: int, make: Callable[..., Tensor]) -> Tenso
 def output_part(output: Any, name: str) -> Tensor:
     """Return the loss or the logits (`name`) from the output of a user's model.
 
-    It is the output's key or attribute `name`, or the first element of a tuple, or the output itself.
+    This is the output's key or attribute `name`, or the first element of a tuple, or the output itself.
     """
     if isinstance(output, Mapping) and name in output:
         return output[name]
@@ -332,8 +333,8 @@ def fake_tensors() -> Iterator[None]:
 def bincount(fake_mode: Any, func: Any, values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Return torch.bincount's output on fake tensors. All values must be below `minlength`.
 
-    Without values the shape of the real output is unknown. Router losses of transformers before 5.23 call it with the
-    ids of experts.
+    Without values the shape of the real output is unknown. Before 5.23 transformers computes router losses with
+    bincount of the experts' ids.
     """
     if not minlength:
         raise DynamicOutputShapeException(func)
@@ -363,7 +364,7 @@ def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> 
 
 
 def expert_places(model: nn.Module) -> list[int]:
-    """Return the indices in model.parameters() of weights that DeepSpeed marks as experts of parallel ranks."""
+    """Return the indices in model.parameters() of the weights that DeepSpeed marks as expert parallel."""
     return [place for place, p in enumerate(model.parameters()) if getattr(p, "allreduce", True) is False]
 
 
@@ -374,7 +375,7 @@ def count_parameters(source: ModelSource) -> int:
 
 
 def source_max_positions(source: ModelSource, args: ModelArgs) -> int | None:
-    """Return the maximum sequence length in tokens; None without a limit. The model is not built."""
+    """Return a model's maximum sequence length in tokens, without building it; None without a limit."""
     if not is_text(source.task):
         return None
     return max_positions(make_config(source, None, args))

@@ -62,7 +62,10 @@ class ModelSource:
 
 
 def source_of(run: Run) -> ModelSource:
-    """Return the source of a run's model, with adapters and frozen weights. Raises ModelError, also that of `find`."""
+    """Return the source of a run's model, with adapters and frozen weights.
+
+    Raises ModelError for unusable weights, and in the cases of `find` and `with_task`.
+    """
     pretrained = str(run.pretrained.expanduser()) if run.pretrained else None
     source = with_task(find(run.model), run.task)
     quantized = source_config(source).get(QUANTIZED) if source.origin == PRETRAINED else None
@@ -76,7 +79,7 @@ def source_of(run: Run) -> ModelSource:
 # `--task` puts a classifier's or tagger's head on a language model. transformers' tables list the models with such
 # heads; they are read without building anything.
 def with_task(source: ModelSource, task: str | None) -> ModelSource:
-    """Return a model's source with the task `task` of `Run`. None keeps the task of the config.
+    """Return a model's source with the run's `task`. If `task` is None, keep the config's task.
 
     Raises ModelError("model-task") if transformers has no such head for the model.
     """
@@ -136,7 +139,7 @@ def find(name: str) -> ModelSource:
 def shape_named(name: str) -> Match:
     """Return the preset or the cached config.json that has the shape of a hub repository.
 
-    For another spelling of a preset's name, the preset is returned. Other names are returned unchanged. The result is
+    `name` may also be another spelling of a preset's name. All other names are returned unchanged. The result is
     only for forecasts of memory and time: training "Qwen/Qwen3-8B" needs its weights.
     """
     name = name.removeprefix("hub:")
@@ -192,7 +195,7 @@ def _task_of_ending(name: str) -> Task | None:
 
 
 def _task_of_class(name: str | None, model_type: str | None) -> Task | None:
-    """Return the task whose table in transformers lists this class for the model type."""
+    """Return the task whose table in transformers lists the class `name` for the model type."""
     from transformers.models.auto import modeling_auto as auto
 
     for task, table in CLASS_TABLES.items():
@@ -303,7 +306,6 @@ def read_config(file: Path) -> Config:
 
 
 def _unknown(name: str) -> tuple[str, str]:
-    """Return the message and the hint for an unknown name."""
     if name.endswith(".json") or name.startswith((".", "/", "~")):
         return f"model file or folder {name} does not exist", "give an existing config.json or model folder"
     message = f"unknown model {name!r}: not in `zerofit models`, not a file or folder, not a package.module:callable"

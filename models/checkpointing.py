@@ -73,7 +73,7 @@ def keep_on_host(model: nn.Module) -> None:
 
 
 def _on_host(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a checkpointed function. Its saved inputs are in host memory until backward."""
+    """Run a checkpointed function, with its saved inputs in host memory until backward."""
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return function(*args, **kwargs)
 

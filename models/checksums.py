@@ -15,7 +15,10 @@ _SPREAD = 0x9E3779B97F4A7C15  # odd, with well-mixed bits (2^64 / golden ratio)
 
 
 def part_checksum(name: str, stretch: Tensor, start: int = 0) -> int:
-    """Return the term of a checksum, modulo 2^64, for a part of a flattened weight. `start`: its first element."""
+    """Return what a part of a flattened weight adds to a checksum, modulo 2^64.
+
+    `start`: index of the part's first element in the weight.
+    """
     flat, total = stretch.detach().reshape(-1), 0
     key = xxhash.xxh64_intdigest(name_without_adapters(name).encode())
     for first in range(0, flat.numel(), PIECE):
@@ -28,6 +31,5 @@ def part_checksum(name: str, stretch: Tensor, start: int = 0) -> int:
 
 
 def _signed(value: int) -> int:
-    """Return 64 bits as a signed number."""
     value %= WORD
     return value - WORD if value >= WORD // 2 else value

@@ -130,7 +130,6 @@ def _refusing() -> Iterator[None]:
 
 
 def _recorded(make: Callable[[], nn.Module], log: _Log) -> nn.Module:
-    """Return the model that `make` builds with fake tensors. Record their ops in the log."""
     with _disable_current_modes():
         before = torch.get_rng_state().numpy().tobytes()
         with _recording(log):
@@ -188,7 +187,6 @@ class _Log:
         self.storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so addresses are not reused
 
     def ref(self, tensor: Tensor) -> _Ref:
-        """Describe a fake tensor."""
         if tensor.device.type != "cpu":
             raise NotDeferrableError(f"its constructor puts a tensor on {tensor.device} itself")
         storage = tensor.untyped_storage()
@@ -203,14 +201,13 @@ class _Log:
         )
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any, *, draws: bool, overwrites: bool) -> None:
-        """Record a call of an op on fake tensors."""
         args, kwargs = tree_map(lambda t: self.ref(t) if isinstance(t, FakeTensor) else t, (args, kwargs))
         reads = tuple(leaf for leaf in tree_leaves((args, kwargs), _is_ref) if _is_ref(leaf))
         writes = tuple(self.ref(t) for t in tree_leaves(out) if isinstance(t, FakeTensor))
         self.ops.append(_Op(func, args, kwargs, reads, writes, draws, overwrites))
 
     def clear(self) -> None:
-        """Clear the log. Raises NotDeferrableError if fake tensors are still referenced somewhere."""
+        """Clear the log. Raises NotDeferrableError if something still refers to a fake tensor."""
         storages = [weakref.ref(storage) for storage in self.storages.values()]
         self.ops.clear()
         self.storages.clear()
@@ -222,7 +219,6 @@ class _Log:
 
 @contextmanager
 def _recording(log: _Log) -> Iterator[None]:
-    """Make tensors fake, and record all their ops in the log."""
     truncated = getattr(nn.init, _TRUNCATED)
 
     def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -250,7 +246,6 @@ class _Recorder(TorchDispatchMode):
         self._log = log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op on fake tensors and record it."""
         kwargs, packet = kwargs or {}, func.overloadpacket
         if packet is _aten._local_scalar_dense and args[0].constant is None:
             raise NotDeferrableError("its constructor reads the value of a tensor")
@@ -275,7 +270,6 @@ class _Slot:
 
 
 def _slots(model: nn.Module, log: _Log, keep: set[str] | None) -> dict[int, _Slot]:
-    """Return the model's fake tensors by storage."""
     slots: dict[int, _Slot] = {}
     for prefix, module in model.named_modules():
         for place in (module._parameters, module._buffers, vars(module)):
@@ -317,7 +311,7 @@ def _replay(log: _Log, slots: dict[int, _Slot], stored: Stored) -> None:
 #     1  a.normal_()                  not needed, but runs, since it draws
 #     2  a.fill_(0)                   needed, and overwrites all of a
 def _liveness(log: _Log, wanted: set[int]) -> tuple[set[int], dict[int, int]]:
-    """Return the ops that the wanted storages depend on, and the last of these ops on each storage."""
+    """Return the ops on which the `wanted` storages depend, and the last of these ops for each storage."""
     live, needed, last = set(wanted), set(), {}
     for number in range(len(log.ops) - 1, -1, -1):
         op = log.ops[number]
@@ -358,7 +352,6 @@ def _window(real: dict[int, Tensor], ref: _Ref) -> Tensor:
 
 
 def _give(slot: _Slot, tensor: Tensor, stored: Stored) -> None:
-    """Replace a fake tensor by a real tensor. Parameters are cast, moved and cut as `stored` requests."""
     new = _window({slot.ref.storage: tensor}, slot.ref)
     _put(slot, nn.Parameter(stored.store(new)) if isinstance(slot.tensor, nn.Parameter) else new)
 

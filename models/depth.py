@@ -37,7 +37,7 @@ def depths(config: Any) -> dict[Path, int]:
 
 
 def _own(config: Any) -> str:
-    """Return the key that a config's class has for the number of layers."""
+    """Return the name that a config's class uses for the number of layers."""
     return getattr(config, "attribute_map", {}).get(DEPTH, DEPTH)
 
 
@@ -65,12 +65,12 @@ def of_all_layers(config: Any, name: str) -> Any:
 
 
 def leading(config: Any) -> int:
-    """Return how many first layers differ from later layers. DeepSeek's first layers have no experts."""
+    """Return how many of the first layers differ from the later ones, such as DeepSeek's without experts."""
     return of_all_layers(config, "first_k_dense_replace") or 0
 
 
 def part(config: Any, path: Path) -> Any:
-    """Return the (inner) config that has the last key of a path."""
+    """Return the config, or inner config, that contains the last key of a path."""
     for name in path[:-1]:
         config = getattr(config, name)
     return config

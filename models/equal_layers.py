@@ -1,4 +1,4 @@
-"""Find equal layers in a transformers model, of which only a few need to be traced.
+"""Find equal layers in a transformers model. Only a few of them need to be traced.
 
 The config's number of layers is not enough, so the built model is inspected. Swin's config counts stages, which all
 differ. The config of a hybrid counts layers of several kinds.
@@ -94,7 +94,6 @@ def _equal(first: list[tuple[Any, ...]], facts: list[tuple[Any, ...]], place: in
 
 
 def _facts(block: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """Yield facts about a block: its modules, their shapes and their settings."""
     for name, module in block.named_modules():
         yield name, type(module)
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):

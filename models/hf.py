@@ -86,9 +86,9 @@ def transformers_model(
 
 
 def _with_kernel(model: Any, source: ModelSource, args: ModelArgs) -> Any:
-    """Set the attention kernel of another package that `args` name. Raises ModelError.
+    """If `args` name an attention kernel of another package, set it. Raises ModelError.
 
-    `make_config` has replaced it with a kernel of torch.
+    `make_config` has replaced this kernel with a kernel of torch.
     """
     kernel = args.get(ATTENTION)
     if kernel not in PLAIN_KERNELS:
@@ -148,7 +148,7 @@ def _head_apart(config: Any) -> Iterator[None]:
 
 
 def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str] | None) -> nn.Module:
-    """Load weights from the folder. Only a classifier's head may be missing or of other shape, and is then random."""
+    """Load weights from the folder. A classifier's head may be missing or of another shape; it is then random."""
     quantized = source_config(source).get(QUANTIZED)
     if quantized:  # by one of the methods in DEQUANTIZED (`source_of`)
         config.quantization_config = {**quantized, "dequantize": True}
@@ -260,7 +260,7 @@ def _initialize(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
 # transformers initializes before it ties: the numbers of both parameters are drawn, and one is dropped. If both shared
 # a tensor, the second draw would overwrite the first.
 def _untie(model: nn.Module, tied: dict[str, str]) -> None:
-    """Give each tied parameter its own tensor, since transformers draws each one before it ties them."""
+    """Give each tied parameter its own tensor, since transformers draws all of them before tying them."""
     for name in tied:
         parent, _, attribute = name.rpartition(".")
         owner = model.get_submodule(parent)
@@ -270,10 +270,10 @@ def _untie(model: nn.Module, tied: dict[str, str]) -> None:
 # transformers' `initialize_weights` visits modules in this order, and each draw depends on earlier draws. So every
 # module is initialized, also those whose parameters stay on meta: their numbers are drawn and dropped.
 def _apply(module: nn.Module, initialize_one: Any, real: dict[int, str], stored: Stored) -> None:
-    """Initialize a module like transformers' `initialize_weights`: first children, inner models by their own rules.
+    """Initialize a module like transformers' `initialize_weights`: children first, then the module.
 
-    `real`: the names of kept parameters, by id. A parameter is in fp32 on the CPU only while its module is
-    initialized.
+    Inner models are initialized by their own rules. `real`: the names of kept parameters, by id. A parameter is in
+    fp32 on the CPU only while its module is initialized.
     """
     from transformers import PreTrainedModel
 
@@ -323,10 +323,11 @@ def _drawing_in_fp32() -> Iterator[None]:
 
 @contextmanager
 def _as_without_zero3() -> Iterator[None]:
-    """Inside this context, a model that ZeRO-3 partitions while it is built gets the same weights as without ZeRO.
+    """Inside this context, a model that ZeRO-3 partitions during its build gets the same weights as without.
 
-    Initialization starts with the random state from before the constructors, since some constructors draw values that
-    are overwritten later. It draws on the CPU in fp32, since other devices and precisions give different numbers.
+    Initialization starts with the random state from before the constructors, since some constructors draw values
+    that are overwritten later. It draws on the CPU in fp32, since other devices and precisions give different
+    numbers.
     """
     from transformers import PreTrainedModel
 

@@ -40,11 +40,11 @@ _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernor
 
 
 def make_config(source: ModelSource, inputs: Inputs | None, args: ModelArgs):
-    """Return the transformers config: the preset or file, adapted to the inputs, with `args` on top.
+    """Return the transformers config of a preset or file, adapted to the inputs. `args` override its keys.
 
-    For images, the numbers of labels and channels and the image size are set. If an image is smaller than a patch, the
-    patch becomes a quarter of the image. For text, all ids must be in the vocabulary, and the sequence must fit the
-    model's positions.
+    For images, the numbers of labels and channels and the image size are set. If an image is smaller than a patch,
+    the patch becomes a quarter of the image. For text, all ids must be in the vocabulary, and the sequence must fit
+    the model's positions.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -76,13 +76,12 @@ def traced_args(model_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_bytes(model_args: Mapping[str, Any]) -> int:
-    """Return the bytes per element of the weights that FSDP2 trains, which have the dtype `dtype` or float32."""
+    """Return the bytes per element of weights under FSDP2: 2 if `model_args` set a 16-bit dtype, else 4."""
     return 2 if str(model_args.get(DTYPE)).removeprefix("torch.") in ("bfloat16", "float16") else 4
 
 
 @contextmanager
 def _values_refused(name: str, cls: type) -> Iterator[None]:
-    """Turn any error from a config class with bad values into a ModelError."""
     try:
         yield
     except ModelError:
@@ -180,7 +179,6 @@ def max_positions(config: Any) -> int | None:
 
 
 def _merge(cls: type, base: Config, args: ModelArgs, name: str) -> Config:
-    """Merge `args` into the config, under the key names of the config's class."""
     canonical = getattr(cls, "attribute_map", {})
     known = set(base) | set(canonical) | {"num_labels", ATTENTION} | (set(cls().to_dict()) if args else set())
     for key in args:
@@ -239,7 +237,7 @@ def _fit_images(source: ModelSource, config: Any, inputs: ImageInputs, args: Mod
 
 
 def _fit_classes(config: Any, inputs: LabelledTextInputs, args: ModelArgs) -> None:
-    """Set the class names and the padding id. A decoder's head finds the last token of a text by the padding id."""
+    """Set the class names and the padding id, by which a decoder's head finds the last token of a text."""
     if "num_labels" not in args:
         config.id2label = dict(enumerate(inputs.classes))
         config.label2id = {name: number for number, name in enumerate(inputs.classes)}
@@ -249,7 +247,6 @@ def _fit_classes(config: Any, inputs: LabelledTextInputs, args: ModelArgs) -> No
 
 
 def _fit_named(config: Any, inputs: NamedInputs) -> None:
-    """Set the image size, the length of spectrograms, and the decoder's start token."""
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # as in T5
     for tensor in inputs.tensors:

@@ -45,7 +45,7 @@ class TextInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledTextInputs:
-    """Padded texts with a class per text or (`tags`) per token: int64 (batch, seq_len), and a mask."""
+    """Padded texts with a class for each text or (`tags`) each token: int64 (batch, seq_len), and a mask."""
 
     vocab_size: int  # the tokenizer's number of ids, with special tokens
     seq_len: int
@@ -78,7 +78,7 @@ class NamedInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Fed:
-    """The user's settings of the inputs. None stands for the value of the model's config."""
+    """The user's settings of the inputs. If a setting is None, the model's config decides."""
 
     image: tuple[int, int] | None = None  # channels, side in pixels
     decoder: int | None = None  # tokens of the decoder
@@ -111,7 +111,7 @@ def inputs_to_dict(inputs: Inputs) -> dict[str, Any]:
 
 
 def inputs_from_dict(value: Any) -> Inputs:
-    """Return the inputs from `inputs_to_dict`. Raises ValueError for other data."""
+    """Return the inputs from a dictionary that `inputs_to_dict` made. Raises ValueError otherwise."""
     kind = value.get("kind") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"unknown kind of inputs {kind!r}; known: {', '.join(_KINDS)}")
@@ -134,7 +134,7 @@ def are_padded(inputs: Inputs | None) -> bool:
 
 
 def tensors_of(inputs: Inputs) -> tuple[NamedInput, ...]:
-    """Return the tensors of a sample. In a batch, the first one is "inputs" and the last one "labels"."""
+    """Return the tensors of a sample. A batch has the first under "inputs" and the last under "labels"."""
     if isinstance(inputs, NamedInputs):
         return inputs.tensors
     if isinstance(inputs, ImageInputs):

@@ -9,13 +9,14 @@ from torch.overrides import TorchFunctionMode
 
 
 class EveryLayer(TorchFunctionMode):
-    """Inside this mode, LayerDrop keeps all layers. It skips a layer if torch.rand([]) is below a threshold.
+    """Inside this mode, LayerDrop skips no layer.
 
-    BART, Whisper and wav2vec 2.0 have LayerDrop. Before 5.23 transformers also draws if the threshold is 0.
+    LayerDrop would skip a layer if torch.rand([]) is below a threshold. BART, Whisper and wav2vec 2.0 have
+    LayerDrop. Before 5.23 transformers also draws if the threshold is 0.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return 1 for a draw of a single number, which is never below the threshold."""
+        """Instead of drawing a single random number, return 1, which is never below the threshold."""
         if func is torch.rand and args and args[0] == []:
             return 1.0
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Divide a model into a list of layers with one tensor in and one tensor out, for pipeline parallelism."""
+"""Divide a model into layers with one tensor in and one tensor out each, for pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Layer:
 def as_layers(model: nn.Module, checkpointing: Checkpointing = False, loss: RouterLoss | None = None) -> list[Layer]:
     """Return the model as layers that compute its logits when run in order, on any device (also meta).
 
-    The layers use the model's own submodules. With `checkpointing` each block recomputes its activations in backward.
-    With `loss` (of a mixture's routers) the layers also return the sums that make up that loss. BERT's logits may
-    differ in the last bit, since the layers add BERT's output bias after the matrix product.
+    The layers use the model's own submodules. With `checkpointing` each block recomputes its activations in
+    backward. With `loss` (of a mixture's routers) the layers also return the sums from which this loss is computed.
+    BERT's logits may differ in the last bit, since the layers add BERT's output bias after the matrix product.
     """
     layers = _maker(model)(model)
     if loss is not None:
@@ -70,7 +70,7 @@ def layer_facts(layers: Iterable[Layer]) -> tuple[LayerFacts, ...]:
 
 
 def _carrying(layers: list[Layer], loss: RouterLoss) -> list[Layer]:
-    """Return layers in which the first block and all later layers pass on the sums of routers."""
+    """Wrap the first block and all later layers, so that they pass on the routers' sums."""
     first = next(index for index, layer in enumerate(layers) if layer.block)
     carriers = [
         replace(
@@ -126,12 +126,11 @@ def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own(model: nn.Module, path: str, **more: Any) -> Layer:
-    """Return the layer for a submodule of the model."""
     return _layer(path, model.get_submodule(path), {"": path}, **more)
 
 
 def _blocks(path: str, wrapped: Iterable[nn.Module]) -> list[Layer]:
-    """Return a layer for each of `wrapped`, modules that wrap the model's blocks `path`.0, `path`.1, ..."""
+    """Return one layer for each module in `wrapped`. These wrap the model's blocks `path`.0, `path`.1, ..."""
     paths = ((f"{path}.{i}", block) for i, block in enumerate(wrapped))
     return [_layer(inner, block, {"block": inner}, block=True) for inner, block in paths]
 
@@ -214,7 +213,7 @@ def _resnet(model: ResNet) -> list[Layer]:
 
 
 def _vgg(model: VGG) -> list[Layer]:
-    """Return a layer for each convolution or linear layer with the modules that follow it."""
+    """Return one layer for each convolution or linear layer and the modules up to the next one."""
     features = [
         _group(f"features.{g[0]}", model, [f"features.{i}" for i in g], block=True)
         for g in _cuts(cast(nn.Sequential, model.features))
@@ -311,14 +310,14 @@ class GPT2Block(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """A block of BERT or ViT: hidden states (batch, length, hidden_size) in and out, without a mask."""
+    """A block of BERT or ViT, in both directions. Hidden states (batch, length, hidden_size) in and out."""
 
     def __init__(self, block: nn.Module, config: Any):
         super().__init__()
         self.block, self.config = block, config
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the block without padding."""
+        """Run the block on samples without padding."""
         from transformers.masking_utils import create_bidirectional_mask
 
         return self.block(x, _mask(create_bidirectional_mask, self.config, x))

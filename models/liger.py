@@ -44,7 +44,7 @@ def _gated(module: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _rotary_of(module: nn.Module) -> Any:
-    """Return the function that transformers' attention rotates queries and keys with; None without one."""
+    """Return the function with which transformers' attention rotates queries and keys; None if it has none."""
     return getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
 
 
@@ -60,7 +60,7 @@ def _rotated(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMSNorm. Saves the input and a float32 number per row. The input's gradient overwrites the output's."""
+    """RMSNorm. Saves its input and a float32 number per row. In backward, the gradient is overwritten in place."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -112,12 +112,12 @@ def fused_linear_loss(hidden: Tensor, weight: Tensor, labels: Tensor, _: int) ->
 
 
 def fused_loss(logits: Tensor, *_: Any) -> Tensor:
-    """Return a loss from logits. The gradient overwrites the logits (ops/cross_entropy.py)."""
+    """Return a loss from logits. Its gradient overwrites the logits (ops/cross_entropy.py)."""
     return _FusedLoss.apply(logits)
 
 
 class _FusedLinearLoss(torch.autograd.Function):
-    """A loss whose forward computes the gradients of hidden states and head, in the dtypes of these."""
+    """A loss whose forward computes the gradients of hidden states and head, each in its own dtype."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -71,7 +71,6 @@ def _image_text(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedIn
 
 
 def _tokens_of_image(name: str, config: Any, seq_len: int, patches: int) -> NamedInput:
-    """Return a text that begins with `patches` placeholder tokens for an image."""
     if patches >= seq_len:
         message = f"{name}: an image needs {patches} tokens, but a sample has only {seq_len}"
         raise ModelError("model-inputs", message, f"use --seq-len above {patches}, or smaller images with --input")

@@ -64,7 +64,7 @@ def left_out(model: str) -> str:
 
 
 def relatives(name: str) -> list[str]:
-    """Return presets that a name may mean, in the table's order.
+    """Return the presets that a misspelled or incomplete name may mean, in the table's order.
 
     These are the presets whose names begin with the same words, or else the nearest spellings.
     """
@@ -123,7 +123,6 @@ def _joined(words: tuple[str, ...]) -> str:
 
 
 def _common(typed: tuple[str, ...], words: tuple[str, ...]) -> int:
-    """Count the words with which both names begin."""
     return len([*takewhile(lambda pair: pair[0] == pair[1], zip(typed, words, strict=False))])
 
 
@@ -134,7 +133,6 @@ def _from_start(word: str) -> str:
 
 @cache
 def _spellings() -> list[tuple[str, Preset, tuple[str, ...]]]:
-    """Return the words of each preset's name and of each of its repositories."""
     spelled = [(name, preset) for preset in NAMED.values() for name in (preset.name, *preset.hub)]
     return [(name, preset, _words(name)) for name, preset in spelled]
 

@@ -20,7 +20,7 @@ _MASKED = {"full_attention", "sliding_attention", "chunked_attention"}  # other 
 
 @contextmanager
 def refuse_unseparated(model: nn.Module, name: str) -> Iterator[None]:
-    """Watch a forward inside this context. Raises ModelError "model-packing" if it does not separate documents."""
+    """Watch the forward inside this context. Raises ModelError "model-packing" if it mixes documents."""
     from transformers import masking_utils
 
     original, separates = masking_utils._preprocess_mask_arguments, []

@@ -46,7 +46,7 @@ class Preset:
 
     @property
     def origin(self) -> str:
-        """The origin of the model that tables show."""
+        """The model's origin as tables show it: "preset", or the library of a model without a config."""
         return "preset" if self.config else self.library
 
 
@@ -57,7 +57,6 @@ def read_presets(folder: Path = DATA) -> dict[str, Preset]:
 
 
 def _of_family(path: Path) -> Iterator[Preset]:
-    """Yield the models of a file, merged with their templates."""
     content = json.loads(path.read_bytes())
     for entry in content["models"]:
         template = content["templates"][entry.pop("template")] if "template" in entry else {}

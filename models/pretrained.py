@@ -1,4 +1,7 @@
-"""Load initial weights from a file into a model of zerofit, torchvision or a user. Code in it is never run."""
+"""Load initial weights from a file into a model of zerofit, torchvision or a user.
+
+Code in the file is never run.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +161,6 @@ def drawn_anew(head: str, classes: int, where: str, inputs: ImageInputs) -> str:
 
 
 def _renamed(name: str, shapes: dict[str, Any]) -> str:
-    """Return the name that a tensor of a checkpoint file has in the model."""
     if name in shapes:
         return name
     plain = name.removeprefix("module.")  # added by DistributedDataParallel

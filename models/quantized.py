@@ -94,7 +94,7 @@ class Quantizer:
 
 
 def library() -> Any:
-    """Import bitsandbytes' layers."""
+    """Import bitsandbytes and return its module of layers."""
     kinds = importlib.import_module(f"{PACKAGE}.nn.modules")
     functional: Any = importlib.import_module(f"{PACKAGE}.functional")
     if "dynamic" not in functional.name2qmap:
@@ -195,7 +195,6 @@ def _linear_4bit() -> type[nn.Module]:
 
 
 def _layer(linear: nn.Linear, weight: Any, dtype: torch.dtype, quantization: Quantization) -> nn.Module:
-    """Return bitsandbytes' layer with this weight. The layer computes in `dtype`."""
     kinds, biased = library(), linear.bias is not None
     with torch.device("meta"):
         if quantization.kind == "nf4":

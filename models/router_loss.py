@@ -32,7 +32,7 @@ class RouterLoss:
     each: int  # experts per token
 
     def of(self, sums: Tensor) -> Tensor:
-        """Return the loss (float32 scalar) for sums (2, experts), equal to transformers' for a model on one device."""
+        """Return the loss (float32 scalar) for sums (2, experts). It equals transformers' loss on one device."""
         counts, probabilities = sums[0].detach(), sums[1]
         rows = counts.sum() / self.each
         return self.coefficient * self.experts * (counts / rows * (probabilities / rows)).sum()

@@ -19,7 +19,7 @@ ROUGE = {"rouge1": "rouge1", "rouge2": "rouge2", "rougeL": "rouge_l"}  # the lib
 
 
 def tabled_classes(inputs: Inputs | None) -> int:
-    """Return the number of classes for `class_table` for these inputs; 0 if these inputs need no table."""
+    """Return the number of classes in the `class_table` for these inputs; 0 if they need no table."""
     if isinstance(inputs, SegmentationInputs):
         return inputs.classes
     return len(inputs.classes) if isinstance(inputs, LabelledTextInputs) else 0
@@ -76,7 +76,10 @@ def rouge_scores(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
 
 
 def takes_cache(config: Any) -> bool:
-    """Return whether transformers' cache has all decoder layers. For T5 it has as many as encoder layers."""
+    """Return whether transformers' cache has enough layers for the decoder.
+
+    The cache has as many layers as the config names. For T5 these are the encoder's layers.
+    """
     return (getattr(config, "num_decoder_layers", None) or 0) <= config.get_text_config(decoder=True).num_hidden_layers
 
 

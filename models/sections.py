@@ -31,7 +31,7 @@ Mark = Callable[[int, Any], None]  # called with a section's index and its input
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """A part of the forward with separate costs. It begins when `start` is called or, with `after`, returns."""
+    """A part of the forward with separate costs. It begins before `start` or, with `after`, after it."""
 
     name: str
     start: nn.Module | None  # None: begins with the model
@@ -108,7 +108,7 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def block_lists(model: Any, inputs: Inputs | None) -> list[tuple[nn.ModuleList, Path]]:
-    """Return the lists of blocks, in the order of the forward, each with the config's key that counts it."""
+    """Return the lists of blocks, each with the config's key for their number, in the order of the forward."""
     known, named_lists = depths(model.config), []
     for name, module in model.named_modules():
         inside = any(name.startswith(outer + ".") for outer, _, _ in named_lists)
@@ -136,7 +136,6 @@ def _is_of(name: str, path: Path) -> bool:
 def _as_run(
     model: nn.Module, inputs: Inputs, lists: list[tuple[nn.ModuleList, Path]]
 ) -> list[tuple[nn.ModuleList, Path]]:
-    """Return the lists of blocks that a forward runs, in the order in which it runs them."""
     run_order: list[int] = []
     handles = [
         blocks[0].register_forward_pre_hook(lambda *_, index=index: run_order.append(index))
@@ -168,7 +167,7 @@ def _as_run(
 #
 # With an encoder and a decoder, "between" is the part after the encoder's last block.
 def block_sections(lists: list[tuple[nn.ModuleList, int | None]]) -> list[ModelSection]:
-    """Return a section for the embedding, each block, the head, and the part between two lists of blocks.
+    """Return sections for the embedding, each block, the head, and what runs between two lists of blocks.
 
     If a list has a count, its last block represents all further equal blocks.
     """
@@ -215,7 +214,6 @@ def stage_sections(model: nn.Module) -> list[ModelSection]:
 
 
 def _denoiser_sections(model: nn.Module) -> list[ModelSection]:
-    """Return sections for the embedding, blocks and head of a denoiser, in the order of the forward."""
     parts = []
     for name in ("down_blocks", "mid_block", "up_blocks", "transformer_blocks", "single_transformer_blocks"):
         part = getattr(model, name, None)

@@ -49,7 +49,7 @@ def profile_file(family: str, device: str, precision: str, seq_len: int | None =
 
 
 def read_lines(file: Path) -> dict[str, tuple[str, str]]:
-    """Return for each model name the digest of its config and its profile's JSON; {} if there is no file."""
+    """Return the config's digest and the profile's JSON for each model name; {} if there is no file."""
     if not file.is_file():
         return {}
     lines = lzma.decompress(file.read_bytes()).decode().splitlines()
@@ -57,7 +57,7 @@ def read_lines(file: Path) -> dict[str, tuple[str, str]]:
 
 
 def config_digest(model: str) -> str:
-    """Return a digest of a model's config. If the digest differs, the profile was made before the entry changed."""
+    """Return a digest of a model's config. If it has changed, a profile with the old digest is outdated."""
     return hashlib.sha256(json.dumps(PRESETS.get(model, model), sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -1,6 +1,6 @@
 """Replace Mamba's kernels by functions that allocate and save the same tensors without computing them.
 
-Without these packages transformers runs Mamba token by token. Training on GPUs uses the kernels. The
+Training on GPUs uses these kernels. Without their packages transformers would run Mamba token by token. The
 functions of this module (stand-ins) create the same tensors in the same order as
 mamba_ssm/ops/selective_scan_interface.py (2.2) and csrc/selective_scan.
 """
@@ -27,7 +27,7 @@ _SCANS = (*_INNER, "transformers.models.falcon_mamba.modeling_falcon_mamba", "tr
 # autograd functions below, each `empty` or `zeros` stands for a tensor that the CUDA kernels allocate.
 @contextmanager
 def mamba_kernels() -> Iterator[None]:
-    """Inside this context, Mamba modules of transformers that are imported use the stand-ins."""
+    """Inside this context, those Mamba modules of transformers that are already imported use the stand-ins."""
     with ExitStack() as stack:
         for module, name, function in _places():
             stack.enter_context(patch.object(module, name, function))
@@ -75,7 +75,7 @@ def selective_scan(
 
 
 def _states(u: Tensor, A: Tensor) -> Tensor:
-    """Return the states that the scan keeps: two per chunk."""
+    """Return the states that the scan saves: two per chunk."""
     return torch.zeros(u.shape[0], u.shape[1], -(-u.shape[2] // CHUNK), 2 * A.shape[1], dtype=A.dtype, device=u.device)
 
 
@@ -95,7 +95,7 @@ def _like(tensor: Tensor | None) -> Tensor | None:
 
 
 class _Scan(torch.autograd.Function):
-    """SelectiveScanFn: keeps its inputs, the states of chunks, and its output before the gate."""
+    """SelectiveScanFn. It saves its inputs, two states per chunk, and its output before the gate."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *more: Tensor | None) -> Any:
@@ -115,7 +115,7 @@ class _Scan(torch.autograd.Function):
 
 
 class _Inner(torch.autograd.Function):
-    """MambaInnerFn: keeps its inputs, the projections and the scan's output, and recomputes all other tensors."""
+    """MambaInnerFn. It saves its inputs, the projections and the scan's output, and recomputes the rest."""
 
     @staticmethod
     def forward(ctx: Any, xz: Tensor, *tensors: Any) -> Tensor:

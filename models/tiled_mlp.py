@@ -26,7 +26,6 @@ def tile_mlps(model: nn.Module, tokens: int) -> None:
 
 
 def _forward_tiled(self: nn.Module, x: Tensor) -> Tensor:
-    """Run the class's forward on hidden states (batch, seq_len, hidden_size), tile by tile."""
     run = types.MethodType(type(self).forward, self)
     if self.training and torch.is_grad_enabled():
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)  # no dropout

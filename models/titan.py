@@ -72,10 +72,10 @@ class TitanModel(nn.Module):
     def loss(
         self, tokens: Tensor, labels: Tensor, chunks: Callable[[int, int], Iterable[int]], begin: Callable[[], None]
     ) -> Tensor:
-        """Return the loss. Its backward runs through the blocks only, since the head's backward has already run.
+        """Return the loss. Its backward runs through the blocks only; the head's backward has already run.
 
-        `tokens`, `labels`: (batch, sequence). `chunks`: a function that returns the starts of the chunks to run,
-        from a length and a step. `begin`: called before the first chunk.
+        `tokens`, `labels`: (batch, sequence). `chunks`: called with the number of chunks and a step of 1, returns
+        the indices of the chunks to run. `begin`: called before the first chunk.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
         hidden = self._embedded(tokens)

@@ -250,7 +250,7 @@ VOC = SegmentationInputs(channels=3, size=520, classes=21)
 
 
 def published_inputs(source: ModelSource) -> ImageInputs | TableInputs:
-    """Return the inputs that a published image or table model expects, including zerofit's own models."""
+    """Return the input shapes of a published image or table model (torchvision's or zerofit's own)."""
     preset = NAMED.get(source.name)
     if preset and preset.inputs:
         return cast(ImageInputs | TableInputs, inputs_from_dict(preset.inputs))
@@ -258,7 +258,7 @@ def published_inputs(source: ModelSource) -> ImageInputs | TableInputs:
 
 
 def torchvision_model(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.Module:
-    """Build a torchvision model with random weights for these images. `args` are its keyword arguments."""
+    """Build a torchvision model with random weights for these images. `args`: the model's keyword arguments."""
     import torchvision
 
     name, wanted = source.name, inputs or published_inputs(source)
@@ -279,7 +279,6 @@ def torchvision_model(source: ModelSource, inputs: Inputs | None, args: ModelArg
 
 
 def _size_keywords(source: ModelSource, size: int | None) -> dict[str, Any]:
-    """Return the keyword arguments that some families need: the image size, or no auxiliary heads."""
     name = source.name
     if source.task == "segmentation":
         without = {} if name.startswith("lraspp") else {"aux_loss": False}

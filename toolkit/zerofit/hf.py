@@ -175,7 +175,6 @@ def _model(model: str | PretrainedConfig | PreTrainedModel) -> tuple[str, Pretra
 
 
 def _optimizer(args: TrainingArguments, problems: Problems) -> str | None:
-    """Return the run's name for the Trainer's optimizer."""
     name = str(getattr(args.optim, "value", args.optim))
     if name not in OPTIMIZERS:
         hint = f"use {', '.join(OPTIMIZERS)}, or an optimizer block in the DeepSpeed JSON"
@@ -241,7 +240,6 @@ def _filled(
 
 
 def _folder(chosen: Path | str | None, args: TrainingArguments) -> Path:
-    """Create and return the folder that a callback writes to."""
     folder = Path(chosen or args.output_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -250,8 +248,9 @@ def _folder(chosen: Path | str | None, args: TrainingArguments) -> Path:
 class MemoryAgainstForecast(TrainerCallback):
     """Compares the memory of this rank with a forecast, and warns once if the memory exceeds the forecast.
 
-    `forecast` is a simulation or a number of bytes. `measured_bytes` is torch's peak allocation on this rank's GPU. On
-    a CPU it is the growth of the process since this callback was created, so create the callback before the model.
+    `forecast` is a simulation or a number of bytes. `measured_bytes` is torch's peak allocation on this rank's GPU.
+    On a CPU it is the growth of the process since this callback was created, so create the callback before the
+    model.
     """
 
     def __init__(self, forecast: Simulation | int, *, tolerance: float = 0.05):

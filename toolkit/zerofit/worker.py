@@ -89,7 +89,7 @@ def _limit_memory(folder: RunFolder, rank: int) -> None:
 
 
 def _share(folder: RunFolder, rank: int) -> float:
-    """Return this rank's share of its host's free memory: in proportion to the forecast, else an equal share."""
+    """Return this rank's share of its host's free memory: by the forecasts, or equal without a forecast."""
     here, forecast = int(os.environ["LOCAL_SIZE"]), read_forecast(folder.path)
     if forecast is None:
         return 1 / here
@@ -99,9 +99,10 @@ def _share(folder: RunFolder, rank: int) -> float:
 
 
 def refuse_small_host(folder: RunFolder, rank: int) -> None:
-    """Raise RunFailed if this host has too little memory for its ranks. Skip hosts that the command has checked.
+    """Raise RunFailed if this host has too little memory for its ranks.
 
-    Only the host's first rank checks, before any rank there allocates memory.
+    Only the host's first rank checks, before any rank there allocates memory. Hosts that the command has checked
+    are skipped.
     """
     forecast, here = read_forecast(folder.path), int(os.environ["LOCAL_SIZE"])
     if forecast is None or int(os.environ["LOCAL_RANK"]) or rank < forecast["judged_ranks"]:
@@ -186,7 +187,7 @@ def translate(error: BaseException, log: Path) -> Problem:
 
 
 def _is_peer_lost(error: BaseException) -> bool:
-    """Return whether torch.distributed lost a rank. A lost connection to W&B or a hub does not count."""
+    """Return whether torch.distributed lost a rank, not whether a connection to W&B or a hub was lost."""
     if any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__):
         return True
     text, frames = str(error), traceback.walk_tb(error.__traceback__)

@@ -1,1 +1,1 @@
-"""What the commands do, without a terminal: functions accept typed requests, return results and report events."""
+"""The commands without a terminal: functions accept typed requests, return results and report events."""

@@ -76,7 +76,7 @@ class CheckResult:
 
     @property
     def allowed_ranks(self) -> str:
-        """The numbers of data parallel ranks that `train_batch_size` allows; "" if the file does not limit them."""
+        """The numbers of data parallel ranks that `train_batch_size` allows; "" if the file sets no such limit."""
         if not isinstance(self.document.config, dict):
             return ""
         try:
@@ -103,7 +103,7 @@ class CheckResult:
         return mend(self.document, self.hardware)
 
     def errors_of(self, text: str) -> tuple[Finding, ...]:
-        """Return the errors that this file would have with another text, for example the fixed text."""
+        """Return the errors that the file would have if its content were `text`, for example the fixed text."""
         if text == self.document.text:
             return self.errors
         return tuple(f for f in find_all(self.document.reread(text), self.hardware) if f.severity == "error")
@@ -137,11 +137,11 @@ class CheckResult:
         return target
 
     def resolve(self) -> ResolvedConfig:
-        """Return the plain JSON for a run, with every "auto" filled. Raises UserError with all problems.
+        """Return the plain JSON for a run, with a value for every "auto". Raises UserError with all problems.
 
-        If the Trainer or Accelerate reads the file, this is the JSON that they pass to DeepSpeed. Otherwise it is the
-        JSON that `zerofit train` passes to DeepSpeed. If the reader is only a guess and the user gives a model, it is
-        the JSON of `zerofit train` in any case.
+        If the Trainer or Accelerate reads the file, return the JSON that they pass to DeepSpeed. Otherwise return
+        the JSON that `zerofit train` passes to DeepSpeed. If zerofit only guessed the reader and the user gave a
+        model, always return the JSON of `zerofit train`.
         """
         guessed = bool(self.reader.why)
         if self.reader.name in HUGGING_FACE and not (guessed and self.hardware.facts):
@@ -184,9 +184,9 @@ class CheckResult:
 
 
 def find_files(names: Sequence[str]) -> list[str]:
-    """Return the named files. For a folder, return every JSON in it that has keys of DeepSpeed.
+    """Return the named files. For a folder, return every JSON in it that has DeepSpeed's keys.
 
-    Raises UserError if a folder has none.
+    Raises UserError if a folder has no such JSON.
     """
     found: list[str] = []
     for name in names:
@@ -314,7 +314,7 @@ def read_arguments(given: str | Path | Mapping[str, Any], *, accelerate: bool) -
 
 
 def _named_config(argument_files: Sequence[ArgumentFile]) -> tuple[str, str] | None:
-    """Return the path of the DeepSpeed JSON in an argument file, and the line of this path.
+    """Return the path of the DeepSpeed JSON that an argument file names, and the line that names it.
 
     The path is relative to the current folder or to the folder of the argument file.
     """
@@ -330,7 +330,6 @@ def _named_config(argument_files: Sequence[ArgumentFile]) -> tuple[str, str] | N
 def _document(
     ds_config: str | Path | Mapping[str, Any] | None, argument_files: list[ArgumentFile]
 ) -> tuple[str, Document]:
-    """Return the JSON's name and text. Raises UserError if there is none or it does not parse."""
     if isinstance(ds_config, Mapping):
         return "ds_config", of_data(dict(ds_config))
     named = (str(ds_config), "FILE") if ds_config is not None else _named_config(argument_files)
@@ -357,7 +356,6 @@ def _reader(reader: str | None, document: Document, argument_files: list[Argumen
 
 
 def _facts(request: RunRequest, on_event: OnEvent | None) -> ModelFacts | None:
-    """Return the facts of the run's model; None if the run names no model."""
     if "model" not in request.run.model_fields_set:
         return None
     Reporter(on_event).status(f"reading the model {request.run.model} ...")  # torch takes seconds to import
@@ -368,7 +366,6 @@ def _facts(request: RunRequest, on_event: OnEvent | None) -> ModelFacts | None:
 
 
 def _requested_by_flags(run: Run) -> Iterator[RequestedValue]:
-    """Yield the values for keys of the JSON that the run's flags set."""
     for name in COMPARED:
         value = getattr(run, name)
         if name in run.model_fields_set and value is not None:
@@ -380,7 +377,7 @@ def _requested_by_flags(run: Run) -> Iterator[RequestedValue]:
 
 
 def _holds(path: Path, text: str) -> bool:
-    """Return whether a file contains this text, with any line endings."""
+    """Return whether the file contains exactly `text`. Line endings may differ."""
     try:
         return path.read_text(encoding="utf-8") == text
     except (OSError, UnicodeDecodeError):

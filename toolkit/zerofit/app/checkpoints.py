@@ -40,7 +40,7 @@ ADAPTERS = "adapter_config.json"  # of peft
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSummary:
-    """One checkpoint of a list; None marks values that a damaged manifest lacks."""
+    """One checkpoint of a list. Values that a damaged manifest lacks are None."""
 
     step: int
     path: Path
@@ -135,7 +135,10 @@ class Checkpoint:
 
     @classmethod
     def latest(cls, run_folder: str | Path, *, on_event: OnEvent | None = None) -> Checkpoint:
-        """Return the run's newest checkpoint with all files in the right size. `verify` also checks their bytes."""
+        """Return the run's newest checkpoint whose files all have the right size.
+
+        `verify` also checks their contents.
+        """
         return cls(locate(Path(run_folder), report=Reporter(on_event)))
 
     @staticmethod
@@ -158,7 +161,7 @@ class Checkpoint:
         return CheckpointList(folder=store.folder, checked="checksums" if deep else "sizes", checkpoints=rows)
 
     def describe(self, *, on_event: OnEvent | None = None) -> CheckpointDescription:
-        """Return step, model, layout, precision, versions and size of the checkpoint."""
+        """Return the checkpoint's step, model, layout, precision, versions and size."""
         if not is_own(self.path) and (found := foreign_at(self.path)):
             return _foreign_description(found)
         path = locate(self.path, report=Reporter(on_event))
@@ -281,7 +284,6 @@ class Checkpoint:
 
 
 def _foreign_summary(facts: ForeignFacts, damage: list[Damage]) -> dict[str, Any]:
-    """Return the fields of a CheckpointSummary of another program's checkpoint."""
     known = facts.stage is not None and facts.ranks is not None
     return {
         "step": facts.step if facts.step is not None else 0,
@@ -297,7 +299,6 @@ def _foreign_summary(facts: ForeignFacts, damage: list[Damage]) -> dict[str, Any
 
 
 def _foreign_description(found: Foreign) -> CheckpointDescription:
-    """Describe another program's checkpoint. Raises UserError if its tensors cannot be found."""
     from zerofit.checkpoint.foreign_facts import facts_of
     from zerofit.checkpoint.full_state import FullState
 
@@ -321,7 +322,6 @@ def _foreign_description(found: Foreign) -> CheckpointDescription:
 
 
 def _summary(entry: CheckpointEntry, damage: list[Damage]) -> dict[str, Any]:
-    """Return the fields of a CheckpointSummary."""
     manifest: Manifest | None = entry.manifest
     return {
         "step": entry.step,

@@ -38,7 +38,7 @@ class SeenText:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleView:
-    """One sample."""
+    """One sample, split into its documents."""
 
     documents: tuple[tuple[SeenText, ...], ...]  # no attention between documents
     padding: int  # padding tokens at the end
@@ -95,7 +95,10 @@ def look_at_data(
 
 
 def _named(path: str) -> str:
-    """Return the data name for a path. Raises UserError if it is neither a file nor a name."""
+    """Return the value of `--data` for a path: KIND:PATH for a file.
+
+    Raises UserError if it is neither a file nor a name.
+    """
     file = Path(path).expanduser()
     if file.is_file():
         kind = kind_of_file(file)
@@ -117,7 +120,7 @@ def _sample(data: Data, index: int, seq_len: int) -> SampleView:
 
 
 def _document(data: Data, inputs: Sequence[int], labels: Sequence[int]) -> tuple[SeenText, ...]:
-    """Return the tokens of a document: its first input token, then all labels."""
+    """Split a document into parts whose tokens are either all learned or all not learned."""
     if data.decode is None:
         message = f"{data.name} has no text to show"
         raise UserError(Problem(kind="data-task", message=message, hint="use text or conversations", where="PATH"))

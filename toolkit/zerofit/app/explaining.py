@@ -117,7 +117,6 @@ def _of_log(lines: Sequence[LogLine], source: str = "log") -> Explanation:
 # A rank that fails writes its error into its own file, and its traceback into its log. A rank that the kernel kills
 # writes neither; the command's file of faults names this rank.
 def _of_run_folder(folder: RunFolder) -> Explanation:
-    """Explain a run folder of zerofit from its ranks' logs and from the forecast made at its start."""
     if not folder.plan.is_file():
         message = f"{folder.path} is not a zerofit run folder: plan.json is missing"
         raise UserError(Problem(kind="run-folder", message=message, hint=HINT, where="WHAT"))
@@ -144,7 +143,10 @@ def _of_run_folder(folder: RunFolder) -> Explanation:
 
 
 def _with_snapshot(found: Explanation, snapshot: Explanation) -> Explanation:
-    """Return the snapshot's explanation with the log's message. If the snapshot shows no cause, use the log's."""
+    """Return the snapshot's explanation with the log's message.
+
+    If the snapshot shows no cause, return the log's explanation.
+    """
     if not snapshot.is_known:
         return replace(found, alive=snapshot.alive, lines=snapshot.lines)
     figures = snapshot.figures if found.figures.total_bytes is None else found.figures
@@ -154,13 +156,12 @@ def _with_snapshot(found: Explanation, snapshot: Explanation) -> Explanation:
 
 
 def _count(record: Mapping[str, Any], key: str) -> int:
-    """Return a count of a record; 0 if it has none."""
     value = number_in(record, key)
     return int(value) if value is not None and math.isfinite(value) else 0
 
 
 def _texts(folder: RunFolder) -> Iterator[tuple[str, str]]:
-    """Yield the folder's logs and errors, each with its rank."""
+    """Yield the text of each log and error file in the folder, with its rank."""
     for log in sorted(folder.logs.glob("*.log")):
         with refused(log):
             yield "\n".join(line.text for line in read_log(log)), log.stem.removeprefix("rank-")
@@ -177,7 +178,6 @@ def _texts(folder: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def _of_plan(found: Explanation, job: Job, measured: Mapping[str, Any]) -> ForecastAtMoment:
-    """Return the forecast made at the run's start, and sentences that compare it with the last measured memory."""
     forecast = job.forecast
     assert forecast is not None
     phase = PHASES.get(found.phase, "")
@@ -195,7 +195,6 @@ def _of_plan(found: Explanation, job: Job, measured: Mapping[str, Any]) -> Forec
 
 
 def _with_simulation(found: Explanation, simulation: Simulation) -> Explanation:
-    """Return the explanation with the simulated memory at the moment of the error, and with simulated changes."""
     phase = PHASES.get(found.phase, simulation.peak_phase)
     peaks = {row.name: row.peak_bytes for row in simulation.phases}
     forecast = ForecastAtMoment(
@@ -215,7 +214,6 @@ def _with_simulation(found: Explanation, simulation: Simulation) -> Explanation:
 
 
 def _parts(found: Explanation, simulation: Simulation, expected: int) -> Iterator[str]:
-    """Yield sentences that compare the run with its simulation, including where both agree."""
     figures = found.figures
     if not simulation.fits:
         needed, total = shown_bytes(simulation.smi_bytes), shown_bytes(simulation.device_total_bytes)

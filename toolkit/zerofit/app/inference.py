@@ -28,7 +28,7 @@ MaxMemory = str | Mapping[Device, str | int] | None
 
 
 class EvalDataOptions(TypedDict, total=False):
-    """Fields of Run that select the evaluation data; the default is the training data."""
+    """Fields of Run that select the evaluation data. By default, the training data are used."""
 
     data: str | None
     data_root: Path | None
@@ -51,12 +51,14 @@ class EvalDataOptions(TypedDict, total=False):
 
 
 class InferenceOptions(TypedDict, total=False):
-    """Options for the placement of a model's weights, and their type.
+    """Options for the placement and the type of a model's weights.
 
-    `max_memory`: the devices that may be used, each with a limit, such as {0: "20GiB", "cpu": "60GiB"}. By default all
-    devices are used, with most of their free memory.
-    `offload_folder`: a folder for weights that have to be converted first. A custom model `package.module:callable` is
-    imported and called only with `trust_model_code`.
+    `max_memory`: the devices that may be used, each with a limit, such as {0: "20GiB", "cpu": "60GiB"}. By default
+    all devices are used, with most of their free memory.
+
+    `offload_folder`: a folder for weights that have to be converted first.
+
+    `trust_model_code`: allow the import and the call of a custom model `package.module:callable`.
     """
 
     max_memory: MaxMemory
@@ -216,7 +218,6 @@ def chat(
 def _opened(
     folder: Path, options: InferenceOptions, problems: Problems, report: Reporter
 ) -> Iterator[InferenceSession]:
-    """Find and open the model without its weights. Raises UserError with `problems` and the problems found here."""
     limits = problems.attempt(lambda: read_limits(options.get("max_memory")))
     found = problems.attempt(lambda: find_folder(folder, report))
     problems.raise_if_any()

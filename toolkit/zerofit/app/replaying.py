@@ -1,4 +1,4 @@
-"""Repeats steps of a run, and finds where and why values stop being finite (`zerofit replay`)."""
+"""Repeat steps of a run to find where and why values stop being finite (`zerofit replay`)."""
 
 from __future__ import annotations
 
@@ -95,7 +95,6 @@ def replay(
 
 
 def _losses(folder: RunFolder) -> dict[int, float]:
-    """Return the losses in a folder's metrics by step; lines with other content are left out."""
     losses = dict[int, float]()
     for record in read_jsonl(folder.metrics) if folder.metrics.is_file() else []:
         step, loss = number_in(record, "step"), number_in(record, "loss")
@@ -105,7 +104,10 @@ def _losses(folder: RunFolder) -> dict[int, float]:
 
 
 def _failed_step(folder: RunFolder, losses: dict[int, float], job: Job) -> int:
-    """Return the step that the ranks' errors name, else the step at which the loss rose, else the last step."""
+    """Return the step that the ranks' errors name, else the step at which the loss rose.
+
+    Without either, return the step after the last recorded loss, at most the run's last step.
+    """
     for file in sorted(folder.logs.glob("rank-*.error.json")):
         try:
             text = str(read_json(file))
@@ -122,7 +124,7 @@ def _failed_step(folder: RunFolder, losses: dict[int, float], job: Job) -> int:
 
 
 def _start_before(step: int, folder: RunFolder, job: Job, report: Reporter) -> Start | None:
-    """Return the newest complete checkpoint before a step, else the start of the run itself."""
+    """Return the newest complete checkpoint before a step, else the start of the run. Raises UserError."""
     for entry in reversed([entry for entry in Store(folder.checkpoints).entries() if entry.step < step]):
         try:
             return find_start(replace(job, run=job.run.model_copy(update={"resume": str(entry.path)})), folder, report)
@@ -135,7 +137,7 @@ def _start_before(step: int, folder: RunFolder, job: Job, report: Reporter) -> S
 
 
 def _job(job: Job, start: Start | None, last: int, precision: WidePrecision | None) -> Job:
-    """Return the job of the replay's ranks: the run's job, or a job on one CPU in another precision."""
+    """Return the job of the replay: the run's job or, with `precision`, a job on one CPU."""
     run = job.run.model_copy(update=_QUIET)
     job = replace(job, run=run, start=start, forecast=None, fit=None, batch=replace(job.batch, limit=0))
     if precision is None:
@@ -159,7 +161,6 @@ def _job(job: Job, start: Start | None, last: int, precision: WidePrecision | No
 
 
 def _run(job: Job, folder: RunFolder, report: Reporter, on_cpu: bool) -> Sequence[dict[str, Any]]:
-    """Start the ranks of a replay, and return their findings."""
     shutil.rmtree(folder.path, ignore_errors=True)  # of an earlier replay of this step
     folder.logs.mkdir(parents=True)
     job.write(folder, job.ds_config)

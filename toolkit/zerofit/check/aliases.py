@@ -18,13 +18,13 @@ OFFLOAD_FLAGS = ("cpu_offload", "cpu_offload_param")  # keys with true or false 
 
 @dataclass(frozen=True, kw_only=True)
 class Aliases:
-    """A configuration with documented names, and the file's own path for each key that has another name there."""
+    """A configuration with documented names. It keeps the file's path for each key that the file names differently."""
 
     config: Mapping[str, Any]
     written: Mapping[str, str] = field(default_factory=dict)  # documented path -> path in the file
 
     def in_file(self, path: str) -> str:
-        """Return the path that the file uses for a documented path."""
+        """Return the path in the file for a documented path."""
         head = next((p for p in _heads(path) if p in self.written), None)
         if head is None:
             return path
@@ -32,13 +32,13 @@ class Aliases:
         return self.written[head] if flag else self.written[head] + path[len(head) :]
 
     def documented(self, path: str) -> str:
-        """Return the documented path for a path that the file uses."""
+        """Return the documented path for a path in the file."""
         names = {written: name for name, written in self.written.items()}
         head = next((p for p in _heads(path) if p in names), None)
         return path if head is None else names[head] + path[len(head) :]
 
     def finding_in_file(self, finding: Finding) -> Finding:
-        """Return the finding, and its edits, with the paths that the file uses."""
+        """Return the finding with the file's paths, also in its edits."""
         if not self.written:
             return finding
         edits = tuple(self._edit(edit) for edit in finding.edits)
@@ -54,7 +54,10 @@ class Aliases:
 
 
 def resolve(config: Mapping[str, Any], catalog: Catalog) -> Aliases:
-    """Return the configuration with documented names. If a file has both names of a key, the documented name counts."""
+    """Return the configuration with documented names.
+
+    If a file has two names of the same key, the documented name counts.
+    """
     written: dict[str, str] = {}
     return Aliases(config=_resolved(config, "", "", catalog, written), written=written)
 
@@ -95,7 +98,6 @@ def corrected(config: Mapping[str, Any], findings: Iterable[Finding]) -> Aliases
 
 
 def _target(edit: Renaming | Move) -> str:
-    """Return the new dotted path of a renamed or moved key."""
     parent = edit.path.rpartition(".")[0]
     return edit.to if isinstance(edit, Move) else f"{parent}.{edit.key}" if parent else edit.key
 
@@ -105,7 +107,8 @@ def _resolved(
 ) -> dict[str, Any]:
     """Return a section with documented names.
 
-    `prefix` is the section's path in the file, `documented_prefix` its documented path. `written` gets the new names.
+    `prefix` is the section's path in the file, `documented_prefix` its documented path. Each renamed key is added
+    to `written`.
     """
     found: dict[str, Any] = {}
     for key, value in config.items():

@@ -31,7 +31,7 @@ TRAINING_FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class GivenValue:
-    """A value and its line. The value is None if only a run of the program determines it."""
+    """A value and its line. The value is None if it is known only when the program runs."""
 
     value: Any
     line: int
@@ -39,7 +39,7 @@ class GivenValue:
 
 @dataclass(frozen=True, kw_only=True)
 class ArgumentFile:
-    """The values of one file used with the JSON, by dotted name."""
+    """The values of one file that is used with the JSON, by dotted name."""
 
     file: str
     kind: str  # "trainer", "axolotl" or "accelerate"
@@ -52,7 +52,7 @@ class ArgumentFile:
         return self.values[name].value if name in self.values else None
 
     def place(self, name: str) -> str:
-        """Return file and line of a value."""
+        """Return the file and line of a value."""
         return f"{self.file}:{self.values[name].line}" if name in self.values else self.file
 
     @property
@@ -63,7 +63,7 @@ class ArgumentFile:
 
     @property
     def ranks(self) -> int | None:
-        """The number of ranks that the command starts, or None if it does not set the number."""
+        """The number of ranks that the command starts; None if the command does not set it."""
         each, nodes = (_first(self, names) for names in (("num_gpus", "nproc_per_node"), ("num_nodes", "nnodes")))
         return each * (nodes or 1) if each else _first(self, ("num_processes",))
 
@@ -84,7 +84,7 @@ def read_argument_file(file: str, text: str, *, accelerate: bool) -> ArgumentFil
 
 
 def of_mapping(values: Mapping[str, Any], *, accelerate: bool) -> ArgumentFile:
-    """Return values from Python as an `ArgumentFile`; all of them get line 1."""
+    """Return values from Python as an `ArgumentFile`, all at line 1."""
     given = {key: GivenValue(value=_plain(value), line=1) for key, value in leaves(values)}
     return ArgumentFile(
         file="accelerate_config" if accelerate else "training_args",
@@ -94,7 +94,6 @@ def of_mapping(values: Mapping[str, Any], *, accelerate: bool) -> ArgumentFile:
 
 
 def _given(value: ParsedValue, prefix: str = "") -> Iterator[tuple[str, GivenValue]]:
-    """Yield the values of a mapping and of the mappings in it, by dotted name."""
     for member in value.members:
         name = f"{prefix}{member.key}"
         if member.value.members:
@@ -104,7 +103,6 @@ def _given(value: ParsedValue, prefix: str = "") -> Iterator[tuple[str, GivenVal
 
 
 def _of_script(file: str, text: str) -> ArgumentFile:
-    """Read the first command of a script that has training arguments."""
     for words in commands(text):
         values = dict(_flags(words))
         if any(name in values for name in TRAINING_FLAGS):
@@ -119,7 +117,7 @@ def _of_script(file: str, text: str) -> ArgumentFile:
 
 
 def _one_thread(file: str, words: list[Word], values: Mapping[str, GivenValue]) -> str | None:
-    """Return name and place of a launcher that gives each of several ranks one thread; None for other commands."""
+    """Return name and place of a launcher that gives each of several ranks one thread, else None."""
     for word in takewhile(lambda word: not word.text.endswith(".py"), words):
         name = word.text.rpartition("/")[2]
         if name in ONE_THREAD:
@@ -130,7 +128,7 @@ def _one_thread(file: str, words: list[Word], values: Mapping[str, GivenValue]) 
 
 
 def _flags(words: list[Word]) -> Iterator[tuple[str, GivenValue]]:
-    """Yield `--name value`, `--name=value` and `--name` (true); - and _ in names are the same."""
+    """Yield `--name value`, `--name=value` and `--name` (true). In names, - and _ are the same."""
     for word, following in zip(words, [*words[1:], None], strict=True):
         if not word.text.startswith("--"):
             continue
@@ -141,7 +139,6 @@ def _flags(words: list[Word]) -> Iterator[tuple[str, GivenValue]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with numbers, true and false parsed from strings."""
     if not isinstance(value, str):
         return value
     if UNKNOWN in value:

@@ -93,7 +93,7 @@ BY_WIDTH: dict[str, Callable[[int], int]] = {
 
 
 def default_values(reader: str, facts: ModelFacts | None) -> Iterator[RequestedValue]:
-    """Yield the values that Accelerate (and the Trainer through it) replaces "auto" with if no argument is given."""
+    """Yield the values that replace "auto" in Accelerate, and in the Trainer, if no argument is given."""
     if reader not in HUGGING_FACE:
         return
     clipping = {"gradient_clipping": 1.0} if reader == "accelerate" else {}
@@ -107,7 +107,7 @@ def default_values(reader: str, facts: ModelFacts | None) -> Iterator[RequestedV
 
 
 def given_by(arguments: ArgumentFile) -> dict[str, GivenArgument]:
-    """Return the arguments with known values in a file of the training program, by their names in that file."""
+    """Return the known arguments in a file of the training program, by their names in that file."""
     return {
         name: GivenArgument(value=given.value, source=f"{name} {given.value}", place=arguments.place(name))
         for name, given in arguments.values.items()
@@ -140,12 +140,11 @@ def requested_by(arguments: ArgumentFile, ranks: int | None) -> Iterator[Request
 
 
 def _written(arguments: ArgumentFile, name: str) -> str:
-    """Return the name that the file uses for an argument of the Trainer."""
     return AXOLOTL.get(name, name) if arguments.kind == "axolotl" else name
 
 
 def _argument(arguments: ArgumentFile, name: str) -> GivenArgument | None:
-    """Return an argument of the Trainer: the given value, else the default; None if the value is unknown."""
+    """Return an argument of the Trainer: as given, else its default; None if it is not known."""
     written = _written(arguments, name)
     if written in arguments.values:
         value = arguments.get(written)
@@ -174,7 +173,6 @@ def _requested(
 
 
 def _composed(arguments: ArgumentFile, ranks: int | None, compared: bool) -> Iterator[RequestedValue]:
-    """Yield the values that the Trainer computes from several arguments."""
     micro, steps, beta1, beta2 = (
         _argument(arguments, name) for name in (TRAINER[MICRO], TRAINER[STEPS], "adam_beta1", "adam_beta2")
     )
@@ -240,7 +238,10 @@ def mixed_precision(arguments: ArgumentFile) -> str | None:
 
 
 def plugin_config(arguments: ArgumentFile) -> tuple[dict[str, Any], Mapping[str, int]]:
-    """Return the JSON that Accelerate makes from its own keys, and the line of each key (utils/dataclasses.py:1365)."""
+    """Return the JSON that Accelerate makes from its own keys, and the line of each key.
+
+    This follows utils/dataclasses.py:1365.
+    """
     given = {name: arguments.get(f"deepspeed_config.{name}") for name in PLUGIN}
     zero: dict[str, Any] = {"stage": 2 if given["zero_stage"] is None else given["zero_stage"]}
     for what in ("optimizer", "param"):

@@ -1,4 +1,4 @@
-"""The configuration keys of the installed DeepSpeed: shipped for known versions, derived for any other."""
+"""The configuration keys of the installed DeepSpeed: shipped for known versions, derived for other versions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """Keys of one DeepSpeed version, from `zerofit.check.derive`, with our descriptions and refinements."""
+    """The keys of one DeepSpeed version (from `zerofit.check.derive`), with zerofit's additions."""
 
     version: str
     schema: Schema  # JSON Schema of the whole configuration
@@ -40,7 +40,7 @@ class Catalog:
 
     @cached_property
     def places(self) -> dict[str, list[str]]:
-        """The dotted paths of all documented keys, by the last part of the path."""
+        """The dotted paths of all documented keys, by the last part of each path."""
         found: dict[str, list[str]] = {}
         for path in sorted(_paths(self.schema)):
             if path not in self.deprecated:
@@ -52,7 +52,7 @@ class Catalog:
         return get(self.schema, "properties." + path.replace(".", ".properties."))
 
     def default(self, path: str) -> Any:
-        """Return DeepSpeed's default for the key, or None if it has none."""
+        """Return DeepSpeed's default for the key; None if there is none."""
         return (self.node(path) or {}).get("default")
 
 
@@ -68,9 +68,10 @@ DERIVED_WITH = (2, 14)  # the torch version with which data/ was derived
 
 @lru_cache(maxsize=1)
 def catalog() -> Catalog:
-    """Return the installed DeepSpeed's catalog; if none is installed, the catalog of the newest version in zerofit.
+    """Return the catalog of the installed DeepSpeed.
 
-    Takes seconds once per version that zerofit does not ship.
+    If none is installed, return the newest catalog in zerofit. The first call for a version that zerofit does not
+    ship takes seconds.
     """
     version = installed_version("deepspeed") or NEWEST
     found = _shipped(version) or _derived(version)
@@ -90,13 +91,13 @@ def read_data(name: str) -> Any:
 
 @cache
 def names(kind: str) -> Mapping[str, str]:
-    """Return one section of data/names.yaml: names, and what each name means or what to use instead."""
+    """Return one section of data/names.yaml. Each name has a meaning or a replacement."""
     return _all_names()[kind]
 
 
 @cache
 def keys_of_programs() -> frozenset[str]:
-    """Return the top-level keys that training programs read from the same file."""
+    """Return the top-level keys of a DeepSpeed JSON that training programs read instead of DeepSpeed."""
     return frozenset(_all_names()["of_programs"].split())
 
 
@@ -106,12 +107,11 @@ def _all_names() -> Mapping[str, Any]:
 
 
 def _shipped(version: str) -> dict[str, Any] | None:
-    """Return the shipped catalog of a DeepSpeed version; None for an older torch, which has different optimizers."""
+    """Return the shipped catalog of a DeepSpeed version; None if this torch is too old for the catalog."""
     return None if is_older("torch", DERIVED_WITH) else read_data(f"deepspeed-{version}.json")
 
 
 def _derived(version: str) -> dict[str, Any]:
-    """Return the cached catalog, or derive it in a new process."""
     path = cache_root() / "catalog" / f"deepspeed-{version}-torch-{importlib.metadata.version('torch')}.json"
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
@@ -126,7 +126,7 @@ def _derived(version: str) -> dict[str, Any]:
 
 
 def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
-    """Add our descriptions, and types if DeepSpeed has none. An alias gets the description of its key."""
+    """Add zerofit's descriptions, and types if DeepSpeed has none. An alias gets the description of its key."""
     descriptions, refinements = read_data("descriptions.json") or {}, read_data("refinements.json") or {}
 
     def walk(node: Schema, prefix: str, documented_prefix: str) -> None:
@@ -145,7 +145,7 @@ def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
 
 
 def documented(prefix: str, key: str, deprecated: Mapping[str, str]) -> str:
-    """Return the documented name of a key; for some old names this takes two steps."""
+    """Return the documented name of a key. Some old names were renamed twice."""
     for _ in range(2):
         new = deprecated.get(f"{prefix}{key}", key)
         key = new if new.isidentifier() else key

@@ -30,9 +30,9 @@ FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (batch, opt
 
 
 def check(document: Document, setting: TargetHardware) -> list[Finding]:
-    """Return all findings: faults that stop a run, then faults that change it, then ignored keys.
+    """Return all findings: first faults that stop a run, then faults that change it, then ignored keys.
 
-    Does not start a rank or import torch.
+    This starts no rank and does not import torch.
     """
     known = catalog()
     found = list(text_findings(document, setting.reader))
@@ -56,7 +56,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
 def mend(document: Document, setting: TargetHardware, rounds: int = 5) -> str:
     """Return the text after fixing every error that has only one possible fix.
 
-    Repeats, since a fix may uncover another error.
+    This is repeated up to `rounds` times, since a fix may uncover another error.
     """
     # The edits of a round are independent. Faults within a renamed section are found in the next round.
     for _ in range(rounds):

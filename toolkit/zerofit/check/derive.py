@@ -40,9 +40,9 @@ OPEN = (
 
 
 class RecordingDict(dict):
-    """A JSON object that records which keys DeepSpeed looks up, with their defaults.
+    """A JSON object that records which keys DeepSpeed looks up, and their defaults.
 
-    A path in `sections` has another `RecordingDict` as its value. All other keys are missing.
+    The value of each path in `sections` is another `RecordingDict`. All other keys are missing.
     """
 
     def __init__(self, path: str, reading: SchemaReading):
@@ -50,7 +50,7 @@ class RecordingDict(dict):
         self._path, self._reading, self._children = path, reading, {}
 
     def _note(self, key: Any, default: Any = None) -> str | None:
-        """Record the lookup of a key. Return the key's path if it is a section, else None."""
+        """Record the lookup of a key. Return the key's path if the key is a section, else None."""
         path = f"{self._path}.{key}" if self._path else str(key)
         if default is not None or path not in self._reading.defaults:
             self._reading.defaults[path] = dict(default) if isinstance(default, dict) else default  # it changes
@@ -85,7 +85,7 @@ class RecordingDict(dict):
     def keys(self) -> Any:
         """Return the keys as an object that supports `in`.
 
-        If `**` iterates over this object, DeepSpeed passes all keys to a pydantic class.
+        If a caller unpacks this object with `**`, DeepSpeed passes all keys to a pydantic class.
         """
         return _Keys(self)
 
@@ -93,7 +93,7 @@ class RecordingDict(dict):
         return iter(())
 
     def unpacked(self) -> Iterator[str]:
-        """Record that all keys are passed to a call by `**`."""
+        """Record that a call gets all keys by `**`."""
         self._reading.unpacked = self._path
         return iter(())
 
@@ -120,7 +120,7 @@ class _Keys:
 
 
 class SchemaReading:
-    """The result of DeepSpeed reading a configuration once: the keys that it looked up."""
+    """One reading of a configuration by DeepSpeed, with the keys that it looked up."""
 
     def __init__(self, sections: set[str]):
         from deepspeed.runtime import config as ds
@@ -192,7 +192,7 @@ def derive() -> dict[str, Any]:
 
 
 def _explored() -> SchemaReading:
-    """Read the configuration repeatedly, each time with one more key as a section, until no new section is found."""
+    """Read the configuration repeatedly, each time with more keys as sections, until there is no new section."""
     # DeepSpeed looks up the keys of a section only if the section exists. A key without a default, or with false, may
     # be a section: try it, and keep it if the reader then looks up keys in it.
     sections: set[str] = set()
@@ -240,7 +240,6 @@ def _put(root: Schema, path: str, schema: Schema) -> None:
 
 
 def _of_default(default: Any) -> Schema:
-    """Return the schema that follows from a default; an empty schema for null."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
     kind = names.get(type(default))
     if kind is None:
@@ -249,7 +248,6 @@ def _of_default(default: Any) -> Schema:
 
 
 def _model_in(annotation: Any) -> type | None:
-    """Return the pydantic class in an annotation, or None."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
     options = typing.get_args(annotation) or (annotation,)
@@ -257,7 +255,10 @@ def _model_in(annotation: Any) -> type | None:
 
 
 def _of_model(model: Any, path: str, deprecated: dict[str, str], strict: set[str]) -> Schema:
-    """Return the fields under each name that DeepSpeed accepts (own and alias); record aliases and strict sections."""
+    """Return the fields under each name that DeepSpeed accepts (own name and alias).
+
+    Aliases are added to `deprecated`, and strict sections to `strict`.
+    """
     strict.add(path)
     properties: dict[str, Schema] = {}
     for name, field in model.model_fields.items():
@@ -371,7 +372,6 @@ def _schedulers() -> dict[str, dict[str, list[str]]]:
 
 
 def _parameters(kind: Any, required: bool = False) -> list[str]:
-    """Return a constructor's parameters, except self and the model or the optimizer."""
     skipped = {"self", "params", "model_params", "optimizer", "args", "kwargs"}
     signature = inspect.signature(kind.__init__).parameters.values()
     chosen = [p for p in signature if p.name not in skipped]

@@ -1,4 +1,4 @@
-"""The text of a DeepSpeed JSON or of a YAML with its keys: every key and value has its position."""
+"""The text of a DeepSpeed JSON, or of a YAML with its keys. Every key and value has a position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerofit.spec.foreign_yaml import YamlTree
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A parsed JSON or YAML: its text, its root, and where it is not strict JSON."""
+    """A parsed JSON or YAML: its text, its root, and the places where it is not strict JSON."""
 
     text: str
     root: ParsedValue
@@ -32,12 +32,12 @@ class Document:
 
     @property
     def config(self) -> Any:
-        """The value as json.loads returns it."""
+        """The value, as json.loads returns it."""
         return self.root.data
 
     @property
     def editable(self) -> bool:
-        """Whether the text can be edited in place. HJSON, and YAML without braces, cannot."""
+        """Whether the text can be edited in place. HJSON, and YAML without braces, cannot be edited."""
         return self.places is None and (not self.yaml or self.text[self.root.place.start :].startswith("{"))
 
     def reread(self, text: str) -> Document:
@@ -45,7 +45,7 @@ class Document:
         return parse_yaml(text) if self.yaml else parse(text)
 
     def member(self, path: str) -> ObjectMember | None:
-        """Return the member at a dotted path, or None. Of duplicate keys the last one counts."""
+        """Return the member at a dotted path, or None. Of several members with the same key, the last counts."""
         found = None
         value = self.root
         for key in path.split("."):
@@ -61,7 +61,7 @@ class Document:
         return self.root if not path else member and member.value
 
     def place(self, path: str) -> TextPosition:
-        """Return the position of a key; for a missing key, the position of its innermost existing parent."""
+        """Return the position of a key. For a missing key, return the position of its innermost existing parent."""
         while path:
             member = self.member(path)
             if self.places is not None and path in self.places:
@@ -72,7 +72,7 @@ class Document:
         return self.root.place
 
     def duplicates(self) -> Iterator[tuple[str, ObjectMember, ObjectMember]]:
-        """Yield each key that occurs more than once in an object: dotted path, an earlier member, the last member."""
+        """Yield each key that occurs twice in an object: dotted path, an earlier member, the last member."""
         yield from _duplicates(self.root, "")
 
 
@@ -88,7 +88,7 @@ def _duplicates(value: ParsedValue, prefix: str) -> Iterator[tuple[str, ObjectMe
 
 
 def parse(text: str) -> Document:
-    """Parse a JSON. Raises SyntaxFault with line, column and what was expected there."""
+    """Parse a JSON. Raises SyntaxFault with line, column, and what the parser expected there."""
     scanner = Scanner(text)
     return Document(text=text, root=scanner.read(), commas=tuple(scanner.commas), comment=scanner.comment)
 
@@ -130,7 +130,7 @@ def _position(node: yaml.Node) -> TextPosition:
 
 
 def of_hjson(text: str, config: Any, fault: SyntaxFault) -> Document:
-    """Return a document of an HJSON text. The positions of its keys are found by searching the text."""
+    """Return the document of an HJSON text. Its keys are located by a search in the text."""
     return replace(of_data(config), generated=False, places=dict(_places(config, text, "", 0)), loose=fault)
 
 
@@ -146,12 +146,12 @@ def _places(config: Any, text: str, prefix: str, after: int) -> Iterator[tuple[s
 
 
 def of_data(config: Any) -> Document:
-    """Return a document of a value that has no file of its own, such as `ds_config` in run.yaml."""
+    """Return a document for a value without a file of its own, such as `ds_config` in run.yaml."""
     return replace(parse(json.dumps(config, indent=2)), generated=True)
 
 
 def of_lines(config: Any, lines: Mapping[str, int]) -> Document:
-    """Return a document of a value made from another file, with that file's line numbers."""
+    """Return a document for a value made from another file, with the line numbers of that file."""
     places: dict[str, TextPosition] = {}
     for path, line in sorted(lines.items(), key=lambda item: item[1]):
         parts = path.split(".")

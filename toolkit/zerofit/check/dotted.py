@@ -40,7 +40,7 @@ def drop(config: dict[str, Any], path: str) -> None:
 
 
 def autos(config: Any, prefix: str = "") -> Iterator[str]:
-    """Yield dotted paths of all values that are "auto"."""
+    """Yield the dotted paths of all values that are "auto"."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             yield from autos(value, f"{prefix}.{key}" if prefix else str(key))
@@ -49,7 +49,7 @@ def autos(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted path and value of everything that is not an object, and of empty objects."""
+    """Yield the dotted path and the value of everything that is not an object. Empty objects count as values."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")

@@ -1,7 +1,8 @@
-"""Edits of a JSON's text that leave everything else unchanged, comments included.
+"""Edit a JSON's text so that everything else stays unchanged, comments included.
 
-An edit replaces the characters between two offsets of the text. Each edit parses the text again, since the offsets of
-all later keys have changed. json.dumps of the whole value would lose comments, order and the user's layout.
+An edit replaces the characters between two offsets of the text. The text is parsed again for each edit, since the
+offsets of all later keys have changed. json.dumps of the full value would lose comments, order and the user's
+layout.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def apply(document: Document, edits: Iterable[Edit]) -> str:
 
 
 def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the outermost spans, the last span first, so that removing a span does not shift the others."""
+    """Return the outermost spans, last first. So removing a span does not shift the other ones."""
     kept: list[tuple[int, int]] = []
     for start, end in sorted(set(spans)):
         if not kept or start >= kept[-1][1]:
@@ -117,7 +118,7 @@ def _span_of(document: Document, path: str, member: ObjectMember) -> tuple[int, 
 
 
 def after_comma(text: str, end: int) -> int:
-    """Return the offset after the comma that follows a value; comments may come before the comma."""
+    """Return the offset after the comma that follows a value. There may be comments before the comma."""
     found = re.match(r"(?:\s|//[^\n]*|#[^\n]*|/\*(?:[^*]|\*(?!/))*\*/)*,", text[end:])
     assert found, "every member except the last needs a comma"
     return end + found.end()
@@ -141,7 +142,6 @@ def _set(document: Document, edit: Assignment) -> str:
 
 
 def _insert(text: str, owner: ParsedValue, key: str, value: Any) -> str:
-    """Insert a new last member, formatted like the others."""
     if owner.members:
         last = owner.members[-1]
         indent, end = _indent_at(text, last.place.start), last.value.place.end
@@ -158,7 +158,6 @@ def _indent_at(text: str, offset: int) -> str:
 
 
 def _blanks(text: str) -> str:
-    """Return the leading spaces and tabs of a text."""
     return text[: len(text) - len(text.lstrip(" \t"))]
 
 

@@ -1,12 +1,14 @@
-"""The configuration that DeepSpeed gets from a file, a program and its arguments. Rules check this configuration.
+"""The configuration that DeepSpeed gets from a file, a program and its arguments.
 
-1. GPT-NeoX passes on a part of its file (`given`).
+Rules check this configuration:
+
+1. GPT-NeoX passes on only a part of its file (`given`).
 2. Faults with one clear correction are corrected (`meant`), so one error does not hide another error.
 3. Old names and aliases become the documented names (`aliases`).
-4. Each "auto" gets the value of the program that reads the file, from its arguments or its defaults (`filled`).
+4. Each "auto" gets the value from the program that reads the file: from its arguments or its defaults (`filled`).
    Arguments that differ from the file are findings.
 
-Findings are mapped back: `in_file` replaces names by the names in the file.
+Findings use the names in the file again: `in_file` translates them.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ LEFT_OUT: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveConfig:
-    """A JSON with documented names as DeepSpeed gets it, and how it was filled."""
+    """The configuration as DeepSpeed gets it, with documented names, and the source of each filled value."""
 
     given: Aliases  # DeepSpeed's keys of the file
     meant: Aliases  # `given` without the faults that have one clear correction
@@ -52,7 +54,7 @@ class EffectiveConfig:
     findings: tuple[Finding, ...] = ()
 
     def in_file(self, finding: Finding) -> Finding:
-        """Return a finding with the file's names. If the finding is about an "auto", add the source of the value."""
+        """Return a finding with the file's names. If the finding is about an "auto", add where its value comes from."""
         written = self.aliases.finding_in_file(finding)
         if self.meant.in_file(written.path) != written.path:  # edits use the key's correct name
             written = replace(self.meant.finding_in_file(written), edits=())
@@ -65,7 +67,7 @@ class EffectiveConfig:
 
 
 def effective_config(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware) -> EffectiveConfig:
-    """Compare values of flags, arguments and programs with the JSON's values, and fill in each "auto"."""
+    """Fill in each "auto", and compare the JSON with values from flags, arguments and programs."""
     given = handed_on(config) if setting.reader == "neox" else Aliases(config=config)
     key_findings = tuple(keys(given.config, catalog, setting))
     meant = corrected(given.config, key_findings)
@@ -87,7 +89,7 @@ def effective_config(config: Mapping[str, Any], catalog: Catalog, setting: Targe
 
 
 def _fill(config: dict[str, Any], filled: dict[str, RequestedValue], setting: TargetHardware) -> Iterator[Finding]:
-    """Replace each "auto" by the requested value, record it in `filled`, and yield findings about differences."""
+    """Replace each "auto" with the requested value and record it in `filled`. Yield findings about differences."""
     for requested in (
         *setting.requested,
         *_total_batch(config, setting),
@@ -108,7 +110,7 @@ def _fill(config: dict[str, Any], filled: dict[str, RequestedValue], setting: Ta
 
 
 def _same(value: Any, requested: Any) -> bool:
-    """Return whether a JSON value equals a requested value; a string and a number are never called different."""
+    """Return whether a JSON value equals a requested value. A string and a number count as equal."""
     if isinstance(requested, tuple):
         return str(value).lower() in requested
     if isinstance(value, str) or isinstance(requested, str):
@@ -151,7 +153,6 @@ def _refused(requested: RequestedValue, value: Any) -> Finding:
 
 
 def _left_out(config: Mapping[str, Any], requested: RequestedValue) -> Iterator[Finding]:
-    """Yield a finding about an argument that is not passed to DeepSpeed, because the JSON has no key for it."""
     default, needed = LEFT_OUT.get(requested.path, (None, ""))
     if default is None or _same(default, requested.value) or (needed and get(config, needed) is None):
         return
@@ -166,7 +167,6 @@ def _left_out(config: Mapping[str, Any], requested: RequestedValue) -> Iterator[
 
 
 def _total_batch(config: Mapping[str, Any], setting: TargetHardware) -> Iterator[RequestedValue]:
-    """Yield the total batch size that follows from the flags for micro batch and accumulation."""
     requested = {value.path: value.value for value in setting.requested}
     if TOTAL in requested or not (requested.get(MICRO) and requested.get(STEPS) and setting.ranks):
         return

@@ -1,4 +1,4 @@
-"""Effects of a DeepSpeed JSON: which keys take effect, which are ignored and why, and which defaults apply."""
+"""The effects of a DeepSpeed JSON: which keys are used, which are ignored and why, and which defaults apply."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KeyRow:
 
 
 def explain(document: Document, findings: Sequence[Finding], setting: TargetHardware) -> list[KeyRow]:
-    """Return a row for each key of the JSON, in its order, then for the defaults that matter."""
+    """Return a row for each key of the JSON, in the JSON's order, then for the defaults that matter."""
     known = catalog()
     effective = effective_config(document.config, known, setting)
     subject = effective.subject
@@ -76,7 +76,7 @@ def _row(
 
 
 def _unread(section: str, path: str, config: Mapping[str, Any]) -> str | None:
-    """Return why DeepSpeed ignores a key: its section is off, or the file also has the section's new name."""
+    """Return why DeepSpeed ignores a key: its section is off, or the file also has a newer name of the section."""
     known = catalog()
     parent, _, key = section.rpartition(".")
     prefix = f"{parent}." if parent else ""

@@ -1,4 +1,4 @@
-"""Findings of the checker, and guesses of the intended name for a wrong name."""
+"""Findings of the checker, and guesses of the name that a user meant."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def unknown_parameter(
     synonyms: Mapping[str, str],
     why: str = "",
 ) -> Finding:
-    """Return the finding about a parameter that an optimizer or scheduler (`owner`) does not have."""
+    """Return the finding about a parameter that `owner`, an optimizer or scheduler, does not have."""
     parent, _, key = path.rpartition(".")
     better = near(key, taken, synonyms)
     free = better is not None and not c.has(f"{parent}.{better}") and better != "betas"  # beta1 is only half of betas
@@ -74,14 +74,14 @@ def unknown_parameter(
 
 
 def plainly(word: str, name: str, synonyms: Mapping[str, str] | None = None) -> bool:
-    """Return whether the wrong name `word` clearly means `name`: a synonym, or a typo of one or two letters."""
+    """Return whether the wrong name `word` clearly means `name`: as a synonym, or by one or two wrong letters."""
     bare, meant = (w.lower().replace("_", "").replace("-", "") for w in (word, name))
     known = (synonyms or {}).get(word.lower()) == name
     return bare == meant or known or difflib.SequenceMatcher(None, bare, meant).ratio() >= SLIP
 
 
 def near(word: str, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str | None:
-    """Return the most likely intended name, or None: the name in another case, a synonym, or the closest spelling."""
+    """Return the most likely intended name: another case, a synonym, or the closest spelling. None if there is none."""
     names = list(known)
     plain = {n.lower().replace("_", "").replace("-", ""): n for n in names}
     bare = word.lower().replace("_", "").replace("-", "")

@@ -46,7 +46,7 @@ SCALARS = {bool: ("boolean",), int: ("integer", "number"), float: ("number",), s
 
 
 def keys(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware) -> Iterator[Finding]:
-    """Yield findings about single keys and their values; the rules check combinations."""
+    """Yield findings about single keys and their values. The rules check combinations."""
     yield from _walk(config, catalog.schema, "", CheckSubject(config=config, catalog=catalog, setting=setting))
 
 
@@ -88,14 +88,13 @@ def _in(parent: str) -> str:
 
 
 def _of_unknown(parent: str, catalog: Catalog) -> str:
-    """Return what DeepSpeed does with an unknown key in a section."""
     if parent in catalog.strict:
         return 'DeepSpeed stops after the ranks have started: "Extra inputs are not permitted"'
     return "DeepSpeed silently ignores it and uses its default"
 
 
 def is_off(value: Any) -> bool:
-    """Return whether the value of a section or a flag switches nothing on."""
+    """Return whether the value of a section or a flag turns nothing on."""
     if isinstance(value, Mapping):
         switched = value.get("enabled")
         return switched is False or (switched is None and all(is_off(v) for v in value.values() if _switches(v)))
@@ -168,7 +167,7 @@ def _own(path: str, elsewhere: Sequence[str]) -> Finding:
 
 
 def _places(path: str, key: str, value: Any, c: CheckSubject) -> list[str]:
-    """Return the paths where a key may belong; for a name in many sections (`enabled`), only paths in the section."""
+    """Return the paths where a key may belong. For a name in many sections (`enabled`), stay in its section."""
     places = c.catalog.places.get(key, [])
     generic = len(places) > NAMED or (len(places) > 1 and "_" not in key)
     section = path.partition(".")[0]
@@ -178,10 +177,10 @@ def _places(path: str, key: str, value: Any, c: CheckSubject) -> list[str]:
 
 
 def _is_certain(path: str, place: str, value: Any, c: CheckSubject) -> bool:
-    """Return whether an unknown key clearly belongs at `place`, in its own section or in another section of the file.
+    """Return whether an unknown key clearly belongs at `place`, in its own or another section of the file.
 
-    A key whose section the file lacks does not clearly belong there. Neither does a single word at the top level, since
-    another program may read that key.
+    If the file lacks the section, this is not certain. It is not certain for a single word at the top level either,
+    since another program may read that key.
     """
     parent, target = path.rpartition(".")[0], place.rpartition(".")[0]
     if isinstance(value, Mapping):
@@ -245,7 +244,10 @@ def _value(path: str, value: Any, schema: Schema, c: CheckSubject) -> Iterator[F
 
 
 def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) -> Finding:
-    """Return the finding about an unfilled "auto": a warning if DeepSpeed uses its default, else an error."""
+    """Return the finding about an unfilled "auto".
+
+    It is a warning if DeepSpeed uses its default instead, else an error.
+    """
     # DeepSpeed drops "auto" in strict sections, but compares this number before
     dropped = path.rpartition(".")[0] in catalog.strict and path != "tensor_parallel.autotp_size"
     severity, why = "error", 'DeepSpeed fails on "auto"'
@@ -271,7 +273,7 @@ def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) 
 def _plainly_fits(value: Any, schema: Schema) -> bool:
     """Return whether a scalar has the type that a simple schema requires.
 
-    So a file without faults needs no import of jsonschema, which takes a tenth of the command's time.
+    With this test, a file without faults needs no import of jsonschema, which takes a tenth of the command's time.
     """
     if schema.keys() - {"type", "enum", "minimum", "exclusiveMinimum", "default", "description", "deprecated"}:
         return False
@@ -336,7 +338,6 @@ def _is_integer(schema: Schema) -> bool:
 
 
 def _fraction(path: str, value: float, schema: Schema) -> Finding:
-    """Return the finding about an integer key whose number has a decimal point or is too large."""
     clear = value.is_integer() and abs(value) < MOST_INTEGER
     return Finding(
         code="out-of-range" if abs(value) >= MOST_INTEGER else "wrong-type",
@@ -349,7 +350,6 @@ def _fraction(path: str, value: float, schema: Schema) -> Finding:
 
 
 def _reading_of_flag(path: str, value: Any, shown: str, strict: bool) -> str:
-    """Return what DeepSpeed does if the value of a boolean key is neither true nor false."""
     if strict and (value in (0, 1) or str(value).lower() in FLAG_WORDS):
         return "DeepSpeed converts it, but other readers of the file treat any string as true"
     if strict or path.startswith(TYPED) or (path in SUMMED and not isinstance(value, int)):
@@ -373,7 +373,6 @@ def _fits(value: Any, schema: Schema) -> bool:
 
 
 def _allowed(schema: Schema) -> str:
-    """Describe the allowed values."""
     if "anyOf" in schema:
         return " or ".join(_allowed(option) for option in schema["anyOf"])
     if "enum" in schema:

@@ -1,4 +1,4 @@
-"""Migration of an old DeepSpeed JSON to the installed version, with the same behavior."""
+"""Migrate an old DeepSpeed JSON to the installed version, with the same behavior."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PINNED = f"{ZERO}.cpu_offload_use_pin_memory"
 
 @dataclass(frozen=True, kw_only=True)
 class Migrated:
-    """The new text, the settings that were lost, and the old defaults that were written out."""
+    """The new text, the settings that were lost, and the old defaults that are now written out."""
 
     text: str
     lost: tuple[str, ...]
@@ -30,7 +30,7 @@ class Migrated:
 
 
 def migrate(document: Document, setting: TargetHardware) -> Migrated:
-    """Rename old keys, drop removed ones, and write out the old value of changed defaults."""
+    """Rename old keys, remove dropped keys, and write out the old value of each changed default."""
     lost: list[str] = []
     document = _without_gone_optimizer(document, lost)
     for _ in range(3):  # a renamed key may uncover another old key
@@ -53,7 +53,6 @@ def migrate(document: Document, setting: TargetHardware) -> Migrated:
 
 
 def _edits(finding: Finding) -> Edits:
-    """Return the edits that migrate a key; a removed key is deleted."""
     return (Removal(finding.path),) if finding.code == "removed-key" else finding.edits
 
 

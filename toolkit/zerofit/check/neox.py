@@ -1,8 +1,8 @@
-"""Files of GPT-NeoX: arguments of GPT-NeoX, and keys that GPT-NeoX passes to DeepSpeed.
+"""Files of GPT-NeoX: its own arguments, and the keys that it passes to DeepSpeed.
 
 The names are from megatron/neox_arguments at commit ea7aefd8; - and _ in names are equivalent. GPT-NeoX builds
-optimizers and schedulers itself, except compressed optimizers. DeepSpeed does not read `fp32_allreduce`, which GPT-NeoX
-passes on.
+optimizers and schedulers itself, except compressed optimizers. It also passes on `fp32_allreduce`, which DeepSpeed
+does not read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def _names() -> Mapping[str, list[str]]:
 
 
 def is_for_neox(config: Any, *, yaml: bool) -> bool:
-    """Return whether a file is for GPT-NeoX: it has typical arguments; or, in a YAML, nearly all keys are arguments."""
+    """Return whether a file is for GPT-NeoX.
+
+    Such a file has typical arguments or, in YAML, almost only keys that are arguments.
+    """
     keys = {str(key).replace("-", "_") for key in config} if isinstance(config, Mapping) else set()
     if any(sum(key in keys for key in some) >= 2 for some in (SIZES, OWN)):
         return True
@@ -42,7 +45,7 @@ def is_for_neox(config: Any, *, yaml: bool) -> bool:
 
 
 def handed_on(config: Mapping[str, Any]) -> Aliases:
-    """Return the keys that GPT-NeoX passes to DeepSpeed from its file, and their names in the file."""
+    """Return the keys that GPT-NeoX passes from its file to DeepSpeed, and their names in the file."""
     names = {key.replace("-", "_"): key for key in config}
     made = {name: config[key] for name, key in names.items() if name in _names()["handed_on"]}
     kind = made["optimizer"].get("type") if isinstance(made.get("optimizer"), Mapping) else None

@@ -1,4 +1,4 @@
-"""Files of other programs that are not a DeepSpeed JSON, recognized by their keys."""
+"""Files of other programs that are not a DeepSpeed JSON. Their keys identify the program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gp
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program's file, and the keys to recognize it by."""
+    """A kind of file that belongs to another program, and the keys that identify it."""
 
     name: str
     kind: str = ""  # a kind of `zerofit.check.argument_files`; "" for files that name no DeepSpeed JSON
@@ -25,7 +25,7 @@ class Program:
     hint: str = ""  # what zerofit does with such a file
 
     def seen(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the keys that identify the program, or no keys if the file belongs to another program."""
+        """Return the keys in the file that identify the program; () if the file belongs to another program."""
         found = tuple(key for key in self.keys if key in config)
         return (*self.needs, *found) if len(found) >= self.least and all(k in config for k in self.needs) else ()
 
@@ -43,7 +43,7 @@ def program_of(config: Any) -> tuple[Program, tuple[str, ...]] | None:
 
 
 def where_to_look(program: Program, config: Mapping[str, Any], file: str) -> str:
-    """Return a hint: check the DeepSpeed JSON that a program's file names, not the file itself."""
+    """Return a hint to check the DeepSpeed JSON that a program's file names, not the file itself."""
     if program.kind == "accelerate":
         kind = config.get("distributed_type")
         if kind in (None, "DEEPSPEED"):

@@ -1,4 +1,4 @@
-"""The program that reads a DeepSpeed JSON: it determines what "auto" means and how strict the JSON must be."""
+"""The program that reads a DeepSpeed JSON. It determines what "auto" means and how strict the JSON must be."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def guess(config: Any, *, yaml: bool = False) -> Reader:
 
 
 def _left_to_trainer(config: Mapping[str, Any]) -> str:
-    """Return what plain DeepSpeed does with each "auto" that the Trainer fills; "" if the file has no such "auto"."""
+    """Return what plain DeepSpeed does with each "auto" that the Trainer fills; "" if there is none."""
     left = [path for path in autos(config) if path in filled_by()]
     stops = [path for path in left if path.rpartition(".")[0] not in catalog().strict]
     named = ", ".join(stops[:NAMED]) + ", ..." * (len(stops) > NAMED)

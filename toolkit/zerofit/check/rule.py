@@ -51,7 +51,7 @@ class Rule:
     ignored: bool = False  # whether DeepSpeed ignores the key, as --explain shows
 
     def __call__(self, subject: CheckSubject) -> Iterator[Finding]:
-        """Yield the finding if the condition is true. Raises UnclearValue if the condition depends on a wrong value."""
+        """Yield the finding if the condition is true. Raises UnclearValue if the condition needs a wrong value."""
         names = _Names(subject, self.path)
         if not names.value_of(self.when):
             return
@@ -73,7 +73,7 @@ class Rule:
 
 
 class _Names(dict[str, Any]):
-    """The values of names in a rule's expressions. A value is computed when an expression uses its name."""
+    """The values of names in a rule's expressions. Each value is computed when an expression uses the name."""
 
     def __init__(self, subject: CheckSubject, path: str):
         super().__init__(path=path)
@@ -90,7 +90,6 @@ class _Names(dict[str, Any]):
             raise KeyError(name) from None
 
     def value_of(self, expression: str) -> Any:
-        """Return the value of an expression of zerofit's own YAML."""
         return eval(_compiled(expression), {"__builtins__": FUNCTIONS}, self)
 
     def text(self, template: str) -> str:
@@ -110,7 +109,7 @@ def _compiled(expression: str) -> CodeType:
 
 @dataclass(frozen=True, kw_only=True)
 class DefaultNote:
-    """A default of DeepSpeed that may surprise users, and the default of older releases; see data/defaults.yaml."""
+    """A default of DeepSpeed that may surprise users, and its value in older releases. See data/defaults.yaml."""
 
     key: str
     when: str = "True"
@@ -124,11 +123,11 @@ class DefaultNote:
         return _Names(subject, self.key).text(self.text)
 
     def matters(self, subject: CheckSubject) -> bool:
-        """Return whether the default applies; False if the condition depends on a wrong value."""
+        """Return whether the default applies; False if the condition needs a wrong value."""
         return subject.holds(lambda c: _Names(c, self.key).value_of(self.when))
 
     def mattered(self, subject: CheckSubject) -> bool:
-        """Return whether the changed default affects a file that was written for an older release."""
+        """Return whether the change of the default affects a file written for an older release."""
         return bool(self.change) and subject.holds(lambda c: _Names(c, self.key).value_of(self.old_when or self.when))
 
 
@@ -140,7 +139,7 @@ def defaults() -> tuple[DefaultNote, ...]:
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """Return all rules: of check/rules/*.yaml and of the entries in zerofit.features."""
+    """Return all rules: those in check/rules/*.yaml, and those of the entries in zerofit.features."""
     folder = files("zerofit.check") / "rules"
     texts = (file.read_text(encoding="utf-8") for file in folder.iterdir() if file.name.endswith(".yaml"))
     optimizers = (Rule(**rule.fields()) for entry in ENTRIES for rule in entry.rules)

@@ -1,7 +1,8 @@
-"""Parser of JSON with comments and trailing commas, as DeepSpeed's reader (hjson) accepts it; values have positions.
+"""A parser for JSON with comments and trailing commas, which DeepSpeed's reader (hjson) accepts.
 
-It is a recursive descent over regular expressions: `_at` is the offset of the next character, and `_value` reads the
-value that begins there. The standard library's parser keeps no positions, which findings and edits need.
+All values have positions, which findings and edits need and the standard library's parser does not keep. The parser
+is a recursive descent over regular expressions: `_at` is the offset of the next character, and `_value` reads the
+value that begins there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MOST_DIGITS = 400  # digits; a double has at most 309 before its point
 
 @dataclass(frozen=True, kw_only=True)
 class TextPosition:
-    """A position in a text: line and column count from 1, offsets from 0."""
+    """A position in a text. Lines and columns count from 1, offsets from 0."""
 
     line: int
     column: int
@@ -46,7 +47,7 @@ class ParsedValue:
 
     @cached_property
     def by_key(self) -> dict[str, ObjectMember]:
-        """Members by key; the last member for a duplicate key."""
+        """Members by key. Of several members with the same key, the last."""
         return {member.key: member for member in self.members}
 
 
@@ -60,7 +61,7 @@ class ObjectMember:
 
 
 class SyntaxFault(Exception):
-    """Raised if a text is not valid JSON or YAML; has the place and what was expected there."""
+    """Raised if a text is not valid JSON or YAML, with the place and what the parser expected there."""
 
     def __init__(self, message: str, line: int, column: int, *, final: bool = False, notation: str = "JSON"):
         super().__init__(message)
@@ -69,7 +70,7 @@ class SyntaxFault(Exception):
 
 
 class Scanner:
-    """The parser of one text; it records the places that are not strict JSON."""
+    """The parser of one text. It records where the text is not strict JSON."""
 
     def __init__(self, text: str):
         self.commas: list[TextPosition] = []  # after the last member of an object or array
@@ -79,7 +80,7 @@ class Scanner:
         self._line_ends = [found.start() for found in re.finditer("\n", text)]
 
     def read(self) -> ParsedValue:
-        """Return the text's value. Raises SyntaxFault with line, column and what was expected."""
+        """Return the text's value. Raises SyntaxFault with line, column, and what the parser expected there."""
         self._skip()
         try:
             root = self._value()
@@ -97,7 +98,7 @@ class Scanner:
         return TextPosition(line=line + 1, column=start - before, start=start, end=end)
 
     def _skip(self) -> str:
-        """Skip blanks and comments. Return the next character, "" at the end."""
+        """Skip blanks and comments. Return the next character, or "" at the end."""
         text = self._text
         while True:
             self._at = BLANK.match(text, self._at).end()  # pyright: ignore[reportOptionalMemberAccess]
@@ -156,7 +157,7 @@ class Scanner:
         return items
 
     def _next(self, closing: str) -> str:
-        """Skip the comma after a part of a list or object, and record a trailing comma. Return the next character."""
+        """Skip the comma after an element, and record a trailing comma. Return the next character."""
         sign = self._skip()
         if sign == closing:
             return sign
@@ -183,7 +184,6 @@ class Scanner:
             raise SyntaxFault(error.reason, place.line, place.column, final=True) from None
 
     def _number(self, word: str) -> float | int:
-        """Return a number. Raises SyntaxFault if it is too large for a double."""
         if len(word) <= MOST_DIGITS and math.isfinite(float(word)):
             return int(word) if word.lstrip("-").isdigit() else float(word)
         shown = word if len(word) < 20 else f"a number of {len(word):,} characters"

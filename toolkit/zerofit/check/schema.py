@@ -12,7 +12,10 @@ from zerofit.check.subject import ZERO
 
 @cache
 def filled_by(reader: str = "") -> frozenset[str]:
-    """Return the keys whose "auto" a program fills before DeepSpeed reads the JSON; for "", all programs' keys."""
+    """Return the keys whose "auto" the program `reader` fills before DeepSpeed reads the JSON.
+
+    "": the keys of all programs.
+    """
     fills = {name: frozenset(keys) for name, keys in read_data("programs.yaml")["fills"].items()}
     theirs = fills["trainer"] | fills["accelerate"]
     if reader in ("", "zerofit"):

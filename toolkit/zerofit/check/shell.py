@@ -68,7 +68,7 @@ def commands(text: str) -> Iterator[list[Word]]:
 
 
 def _expanded(token: str, line: int, known: Mapping[str, list[Word]]) -> list[Word]:
-    """Expand a token: an array, or a variable without quotes, may become several words."""
+    """Expand a token. An array, or a variable without quotes, may become several words."""
     alone = REFERENCE.fullmatch(token.strip('"') if "[@]" in token else token)
     name = (alone["name"] or alone["short"] or "") if alone else ""
     if name in known:

@@ -1,4 +1,4 @@
-"""The configuration that rules check, with getters for its values, and its target."""
+"""The configuration that rules check, with getters for its values, and the hardware and program it is for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GivenArgument:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedValue(GivenArgument):
-    """The value that an argument sets for a key of the JSON; a tuple has equivalent words in lower case."""
+    """The value that an argument sets for a key of the JSON. A tuple lists equivalent words in lower case."""
 
     path: str
     compared: bool = True  # compare it with the JSON's value; else it only replaces "auto"
@@ -59,12 +59,12 @@ class TargetHardware:
 
 
 class UnclearValue(Exception):
-    """Raised if a condition cannot be decided, because it depends on a value that DeepSpeed does not allow."""
+    """Raised if a condition cannot be decided, because it needs a value that DeepSpeed does not allow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckSubject:
-    """A configuration and what it is for. Getters raise UnclearValue for a wrong value without a clear meaning."""
+    """A configuration and what it is for. Getters raise UnclearValue for wrong values without a clear meaning."""
 
     config: Mapping[str, Any]
     catalog: Catalog
@@ -78,7 +78,7 @@ class CheckSubject:
         return get(self.config, path)
 
     def holds(self, condition: Callable[[CheckSubject], object]) -> bool:
-        """Return whether a condition is true; False if it depends on an unclear value."""
+        """Return whether a condition is true; False if it needs an unclear value."""
         try:
             return bool(condition(self))
         except UnclearValue:
@@ -89,7 +89,7 @@ class CheckSubject:
         return has(self.config, path)
 
     def on(self, path: str) -> bool:
-        """Return whether the value, or DeepSpeed's default for a missing key, is true."""
+        """Return whether the value is true. A missing key has DeepSpeed's default."""
         value = self.get(path)
         return value is True or (value is None and self.catalog.default(path) is True)
 
@@ -98,17 +98,17 @@ class CheckSubject:
         return self.get(path) is False
 
     def number(self, path: str) -> float | int | None:
-        """Return a number, or None."""
+        """Return the value if it is a number, else None."""
         value = self.get(path)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def word(self, path: str) -> str | None:
-        """Return a string, or None; None for "auto"."""
+        """Return the value if it is a string other than "auto", else None."""
         value = self.get(path)
         return value if isinstance(value, str) and value != "auto" else None
 
     def count(self, path: str) -> int | None:
-        """Return a positive integer, or None."""
+        """Return the value if it is a positive integer, else None."""
         value = self.number(path)
         return value if isinstance(value, int) and value > 0 else None
 
@@ -118,12 +118,12 @@ class CheckSubject:
         return first is not None and second is not None and first < second
 
     def section(self, path: str) -> Mapping[str, Any]:
-        """Return an object, or an empty one."""
+        """Return the value if it is an object, else an empty object."""
         value = self.get(path)
         return value if isinstance(value, Mapping) else {}
 
     def changed(self, path: str) -> bool:
-        """Return whether the key exists with another value than DeepSpeed's default."""
+        """Return whether the key has a value other than DeepSpeed's default and "auto"."""
         value = self.get(path)
         return self.has(path) and value not in ("auto", None) and value != self.catalog.default(path)
 
@@ -136,12 +136,12 @@ class CheckSubject:
         return any(value.path == path for value in self.setting.requested)
 
     def argument(self, name: str) -> Any:
-        """Return an argument of the training program; None if no file shows it."""
+        """Return an argument of the training program; None if no file contains it."""
         given = self.setting.arguments.get(name)
         return given.value if given else None
 
     def by(self, name: str) -> str:
-        """Return an argument that a file shows, with its place."""
+        """Return an argument that a file contains, with its place."""
         return self.setting.arguments[name].by
 
     reader = property(lambda self: self.setting.reader)

@@ -16,7 +16,7 @@ MOST = 100  # maximum number of reported duplicate keys
 
 
 def text_findings(document: Document, reader: str) -> Iterator[Finding]:
-    """Yield findings about the text: not strict JSON, duplicate keys, not an object."""
+    """Yield findings about the text: it is not strict JSON, has duplicate keys, or is not an object."""
     yield from _strict_json(document, reader)
     for path, first, last in islice(document.duplicates(), MOST):
         yield _duplicate(document, path, first, last)
@@ -31,7 +31,6 @@ def text_findings(document: Document, reader: str) -> Iterator[Finding]:
 
 
 def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
-    """Yield findings about syntax that DeepSpeed's reader accepts and a strict JSON reader does not."""
     stops = reader in STRICT_READERS
     strict = f"{SPOKEN[reader]} supports only strict JSON and stops with an error"
     if document.encoding != "utf-8" and reader != "zerofit":
@@ -81,7 +80,7 @@ def _encoding(document: Document, reader: str, stops: bool) -> Finding:
 
 
 def _trailing_commas(document: Document, stops: str) -> Iterator[Finding]:
-    """Yield findings about trailing commas. `stops` says why the reader stops there; "" if it accepts them."""
+    """Yield findings about trailing commas. `stops`: why the reader stops there; "" if it accepts them."""
     accepts = "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning read strict JSON and do not"
     for place in document.commas:
         yield Finding(

@@ -1,1 +1,1 @@
-"""Checkpoints as files: contents, verification, export and conversion, without an engine."""
+"""Checkpoints as files: contents, verification, export and conversion. No engine is needed."""

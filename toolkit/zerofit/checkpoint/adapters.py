@@ -1,4 +1,4 @@
-"""Adapters on disk, as folders that peft reads and writes."""
+"""Adapters on disk, in folders that peft can read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PREFIX = "base_model.model."  # prefix of names in peft's files
 def write_adapters(folder: Path, model: nn.Module, source: ModelSource, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Write a model's adapters for `PeftModel.from_pretrained`, with the path of the frozen weights.
 
-    `weights` yields the adapters' tensors by their names in `model`, which may be on meta.
+    `weights` yields the adapters' tensors by their names in `model`. The tensors of `model` may be on meta.
     """
     config = peft_config(model)
     # peft finds the frozen weights by this name, so a path must be absolute: a relative path depends on the current
@@ -56,7 +56,7 @@ def is_adapters(folder: Path) -> bool:
 
 
 def adapters_of(path: Path) -> Path | None:
-    """Return the folder of adapters: `path`, or `model/` in a run without checkpoints; None without adapters."""
+    """Return the folder of adapters: `path`, or `model/` in a run without checkpoints. None without adapters."""
     saved = path / "model"
     if is_adapters(path):
         return path
@@ -64,7 +64,7 @@ def adapters_of(path: Path) -> Path | None:
 
 
 def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
-    """Open a folder of adapters written by zerofit or peft, without reading the tensors yet.
+    """Open a folder of adapters written by zerofit or peft. Tensors are read later.
 
     Raises UserError if they are not LoRA adapters, or if the base model does not exist.
     """
@@ -114,7 +114,6 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
 
 
 def _base(folder: Path, config: LoraConfig, info: ModelInfo | None) -> tuple[ModelSource, dict[str, Any]]:
-    """Return the base model of a folder of adapters, and the model's arguments. Raises UserError."""
     name, args = config.base_model_name_or_path or "", dict(info.model_args) if info else {}
     try:
         source = find(name if Path(name).is_dir() or info is None else info.model)

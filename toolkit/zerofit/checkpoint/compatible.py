@@ -1,4 +1,4 @@
-"""Configuration changes that prevent resuming from a checkpoint."""
+"""Changes of the configuration that make it impossible to resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ STORAGE = ("zero_optimization", "fp16", "bf16", "data_types", "torch_autocast", 
 
 
 def same_storage(old: Job, new: Job) -> bool:
-    """Return whether DeepSpeed can load the files of one job into the engine of the other."""
+    """Return whether DeepSpeed can load the files of the job `old` into the engine of the job `new`."""
 
     def storage(job: Job) -> tuple[Any, ...]:
         kind = job.ds_config.get("optimizer", {}).get("type")
@@ -113,9 +113,9 @@ def obstacles(old: Job, new: Job) -> list[Problem]:
 def piece_by_piece(job: Job) -> bool:
     """Return whether zerofit must load the tensors itself, even into the same layout.
 
-    DeepSpeed fails on its own elastic checkpoints and on parameters on NVMe. It does not restore Adam's moments from
-    NVMe. With spread experts it does not write the files in which it looks for a pipeline's layers (runtime/engine.py,
-    `_save_moe_checkpoint`).
+    DeepSpeed fails on its own elastic checkpoints and on parameters on NVMe. It does not restore Adam's moments
+    from NVMe. In a pipeline with expert parallelism it does not write the files from which it loads the layers
+    (runtime/engine.py, `_save_moe_checkpoint`).
     """
     config, layout = job.ds_config, job.layout
     nvme = any((_zero(config).get(key) or {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))
@@ -123,6 +123,6 @@ def piece_by_piece(job: Job) -> bool:
 
 
 def _states(job: Job) -> str:
-    """Return the optimizer to which the states belong. Types with the same states count as one optimizer."""
+    """Return the optimizer that the states belong to. Types with equal states count as one optimizer."""
     entry, kind = of_json(_kind(job.ds_config)), _kind(job.ds_config)
     return entry.name if entry else kind

@@ -1,4 +1,4 @@
-"""Conversions of checkpoints: result, forecast, progress, and how an interrupted conversion continues."""
+"""Conversions of checkpoints: their result, forecast and progress, and how to continue after an interruption."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ class ConvertResult:
 
 
 def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:
-    """Forecast disk, memory and time of a conversion. The time is measured: a part of the largest parameter is copied.
+    """Return a forecast of disk, memory and time for a conversion, as text.
 
-    `total`: bytes of the result. `ranks`: number of ranks whose files have a part of each parameter (ZeRO 3).
+    The time is measured by copying a part of the largest parameter. `total`: bytes of the result. `ranks`: number
+    of ranks that each store a part of every parameter (ZeRO 3).
     """
     name = max(state.names, key=lambda name: state.numel(name))
     numel = state.numel(name)
@@ -59,16 +60,17 @@ def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:
 
 
 def no_optimizer(state: FullState, what: str) -> UserError:
-    """Return the error for a checkpoint without states that another program's optimizer could load."""
+    """Return the error for a checkpoint without optimizer states that another program could load."""
     message = f"{what} cannot be converted: {next(iter(state.notes), 'it has no optimizer states')}"
     hint = "use --to hf for the weights"
     return UserError(Problem(kind="no-optimizer", message=message, hint=hint, where="PATH"))
 
 
 def loss_scaling(numbers: dict[str, Any] | None, fp16: bool) -> dict[str, Any]:
-    """Return the loss scaler's fields in the optimizer state of a DeepSpeed engine, from the checkpoint's `numbers`.
+    """Return the loss scaler's fields for the optimizer state of a DeepSpeed engine.
 
-    If `numbers` is None, an engine in fp16 gets a new scaler with DeepSpeed's defaults.
+    `numbers`: the scaler's numbers in the checkpoint. If they are None, an engine in fp16 gets a new scaler with
+    DeepSpeed's defaults.
     """
     with deepspeed_quiet():
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -83,7 +85,7 @@ def loss_scaling(numbers: dict[str, Any] | None, fp16: bool) -> dict[str, Any]:
 
 
 def conversion_plan(checkpoint: Path, *options: object) -> dict[str, Any]:
-    """Return the input and options of a conversion. An interrupted conversion continues only if they are the same."""
+    """Return the input and options of a conversion. An interrupted conversion continues only if both are unchanged."""
     root = checkpoint if checkpoint.is_dir() else checkpoint.parent
     files = sorted(file for file in root.rglob("*") if file.is_file()) if checkpoint.is_dir() else [checkpoint]
     seen = {str(file.relative_to(root)): [(s := file.stat()).st_size, s.st_mtime_ns] for file in files}
@@ -91,7 +93,7 @@ def conversion_plan(checkpoint: Path, *options: object) -> dict[str, Any]:
 
 
 def progress(report: Reporter, total: int, verb: str = "converting") -> Callable[[int], None]:
-    """Return the function that counts written bytes, and reports these and the remaining time."""
+    """Return a function that counts written bytes, and reports their sum and the remaining time."""
     done, begun = 0, time.monotonic()
 
     def wrote(count: int) -> None:

@@ -34,7 +34,7 @@ MISSING = "copy the files of all ranks into one folder; `zerofit ckpt verify` li
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedFiles:
-    """The files of one checkpoint by rank. Each file is opened when it is needed; tensors stay on disk."""
+    """The files of one checkpoint, by rank. A file is opened when it is needed; its tensors stay on disk."""
 
     root: Path  # folder that the index's paths are relative to
     folder: Path
@@ -65,7 +65,7 @@ class DeepSpeedFiles:
         )
 
     def load(self, name: str) -> Any:
-        """Return a file's content; tensors stay on disk."""
+        """Return the content of a file. Its tensors stay on disk."""
         if name not in self.loaded:
             self.loaded[name] = safe_load.load(self.folder / name)
         return self.loaded[name]
@@ -76,16 +76,19 @@ class DeepSpeedFiles:
 
     @property
     def model_ranks(self) -> list[int]:
-        """The tensor or pipeline parallel ranks."""
+        """The model parallel ranks, that is, tensor or pipeline parallel ranks."""
         return sorted({mp for mp, _ in self.models} | {mp for mp, _ in self.optimizers})
 
     @property
     def tensor_ranks(self) -> int:
-        """The tensor parallel degree. Without pipeline files, all model parallel ranks are tensor parallel."""
+        """The tensor parallel degree. Without a pipeline's files, all model parallel ranks are tensor parallel."""
         return len({tp for _, tp in self.layers}) if self.layers else len(self.model_ranks)
 
     def model(self, mp: int) -> tuple[str, dict[str, Any]]:
-        """Return a model parallel rank's model states: the file of its first data parallel rank, and its content."""
+        """Return the model states of the model parallel rank `mp`: file name and content.
+
+        The file is from the first data parallel rank.
+        """
         name = next((name for (rank, _), name in sorted(self.models.items()) if rank == mp), None)
         if name is None:
             raise incomplete(self.folder, f"mp_rank_{mp:02}_model_states.pt is missing", MISSING)
@@ -95,10 +98,10 @@ class DeepSpeedFiles:
         return name, state
 
     def _shapes_of_mixture(self, mp: int, weights: dict[str, Tensor]) -> list[dict[str, torch.Size]]:
-        """Return the shapes of the flat groups, from the names in the optimizer's files.
+        """Return the shapes of the flat groups of a mixture of experts, from the optimizer's files.
 
-        These files may lack experts: DeepSpeed 0.14 divides their partition by all ranks, and so lists only the first
-        parameters. Then the names are those of the experts' files.
+        These files may lack names of experts: DeepSpeed 0.14 divides their partition by all ranks, so it lists only
+        the first parameters. Then the names are taken from the experts' files.
         """
         for name in self.experts:
             weights |= self.load(name)
@@ -121,7 +124,10 @@ class DeepSpeedFiles:
         return [groups[number] for number in sorted(groups)]
 
     def _first_experts(self, mp: int, ranks: int) -> list[str]:
-        """Return the parameter names of the first rank's experts, in the model's order. `ranks` share the experts."""
+        """Return the parameter names of the first rank's experts, in the model's order.
+
+        `ranks`: the number of ranks over which the experts are split.
+        """
         layers: dict[int, dict[int, str]] = defaultdict(dict)
         for name in self.experts:
             layer, expert, rank = (int(number) for number in cast("re.Match[str]", EXPERT.fullmatch(name)).groups())
@@ -146,7 +152,7 @@ class DeepSpeedFiles:
 
 @dataclass(kw_only=True)
 class Parts:
-    """The index while it is built. Tensor parallel ranks have shares of the same parameters."""
+    """An index under construction. Tensor parallel ranks have shares of the same parameters."""
 
     tensor_ranks: int
     shards: dict[str, dict[int, list[Shard]]] = field(default_factory=dict)  # by name and tensor parallel rank
@@ -160,7 +166,7 @@ class Parts:
     def add(
         self, mp: int, name: str, shape: tuple[int, ...], start: int, numel: int, where: dict[str, Location]
     ) -> None:
-        """Add a parameter's `numel` elements from `start` on, which model parallel rank `mp` wrote to `where`."""
+        """Add `numel` elements of a parameter from `start` on. Model parallel rank `mp` wrote them to `where`."""
         tp = mp % self.tensor_ranks
         # tied weights are also in a later stage of a pipeline
         if numel and self.owners.setdefault((name, tp), mp) == mp:
@@ -169,19 +175,19 @@ class Parts:
 
 
 def lacks_experts(mapping: dict[str, Any], elements: int) -> bool:
-    """Return whether a mapping of experts does not cover their partition, which has this number of elements."""
+    """Return whether a mapping of experts covers less than their partition of `elements` elements."""
     has_experts = any(map(EXPERTS.fullmatch, mapping))
     return has_experts and sum(fragment.numel for fragment in mapping.values()) != elements
 
 
 def flat_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the shapes of the flat groups; releases before 0.4 saved one dictionary."""
+    """Return the shapes of the flat groups. Releases before 0.4 saved a single dictionary."""
     shapes = state.get("param_shapes") or []
     return [shapes] if isinstance(shapes, dict) else list(shapes)
 
 
 def step_count(saved: Any) -> int | None:
-    """Return the optimizer's step count at any depth of its state dict."""
+    """Return the optimizer's step count, from any depth of its state dict; None if there is none."""
     if isinstance(saved, dict):
         values: Any = saved.values()
         if "step" in saved and isinstance(saved["step"], int | float | Tensor):

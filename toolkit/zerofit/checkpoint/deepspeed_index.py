@@ -1,4 +1,4 @@
-"""Index of a checkpoint that a DeepSpeed engine wrote, from the metadata in its files."""
+"""The index of a checkpoint that a DeepSpeed engine wrote, built from the metadata in its files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Whole = dict[str, tuple[str, Keys, Tensor]]  # by name: file, keys, tensor
 
 
 def _whole_weights(files: DeepSpeedFiles, tp: int) -> Whole:
-    """Return the weights of a tensor parallel rank that are saved in one piece."""
+    """Return the weights that a tensor parallel rank saved as full tensors, not in flat partitions."""
     whole: Whole = {}
     for (number, rank), name in sorted(files.layers.items()):
         if rank == tp:
@@ -92,7 +92,7 @@ def _buffers(files: DeepSpeedFiles) -> set[str]:
 
 
 def _add_unpartitioned(files: DeepSpeedFiles, tp: int, whole: Whole, parts: Parts) -> None:
-    """Add the parameters of stage 0. Its optimizer numbers them in the order of its groups."""
+    """Add the parameters of stage 0. The optimizer numbers parameters in the order of its groups."""
     buffers = _buffers(files)
     places: dict[tuple[int, int], str] = {}
     for name, (_, _, value) in whole.items():
@@ -132,7 +132,10 @@ def _unpartitioned_places(
     named: list[tuple[int, str]],
     whole: Whole,
 ) -> Iterator[tuple[str, dict[str, Location]]]:
-    """Yield the parameters of a group and their places: one by one, or in flat tensors (DeepSpeed's FP16_Optimizer)."""
+    """Yield the parameters of a group and their places.
+
+    Parameters are saved one by one or, by DeepSpeed's FP16_Optimizer, in flat tensors.
+    """
     flat, offset = "fp32_groups_flat" in saved, 0
     inner: Keys = ["optimizer", "optimizer_state_dict"] if "optimizer_state_dict" in saved else ["optimizer"]
     base = saved.get("optimizer_state_dict", saved)
@@ -153,7 +156,7 @@ def _unpartitioned_places(
 def _experts_of(
     shapes: dict[str, tuple[int, ...]], files: DeepSpeedFiles, key: tuple[int, int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return a rank's parameters in a mixture of experts: the shared parameters, and the rank's own experts."""
+    """Return a rank's parameters in a mixture of experts: the shared ones, and those of its own experts."""
     numbers = {name: int(match[2]) for name in shapes if (match := EXPERTS.fullmatch(name))}
     if not files.expert_optimizers or not numbers:
         return shapes
@@ -162,7 +165,6 @@ def _experts_of(
 
 
 def _counters(files: DeepSpeedFiles, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the counters of the run, as `train.shard_index` writes them."""
     file = next(iter(files.optimizers.values()), None)
     saved = files.load(file)["optimizer_state_dict"] if file else (state.get("optimizer") or {})
     # the new run has its own schedule; only the position is taken from the file

@@ -1,4 +1,4 @@
-"""Index of the flat partitions of ZeRO 1 to 3."""
+"""The index of the flat partitions of ZeRO 1 to 3."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerofit.checkpoint.optimizer_names import weight_states
 
 
 def add_flat_groups(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
-    """Add the parameters of stages 1 and 2. Of each flat group, each rank has a part, in the order of ranks."""
+    """Add the parameters of stages 1 and 2. Each rank has a part of each flat group, in the order of ranks."""
     _, state = files.model(mp)
     shapes = {name: tuple(shape) for group in flat_groups(state) for name, shape in group.items()}
     parts.ties |= state.get("shared_params") or {}
@@ -44,7 +44,7 @@ def add_flat_groups(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
 
 
 def _lost_partition(files: DeepSpeedFiles, mp: int) -> dict[str, Any]:
-    """Return the sizes and kinds of a lost file's partition, which equal those of another rank's partition."""
+    """Return the sizes and kinds in the partition of a lost file. Other ranks' partitions have the same."""
     _, state = files.model(mp)
     if state.get("num_experts") or not state.get("module"):
         raise incomplete(files.folder, f"{', '.join(files.lost(mp).values())} is missing", MISSING)
@@ -61,12 +61,12 @@ def _lost_partition(files: DeepSpeedFiles, mp: int) -> dict[str, Any]:
 
 
 def _replaced(copy: Location, kinds: Iterable[str]) -> dict[str, Location]:
-    """Return the replacement of a lost stretch: weights from a copy, and zeros for the optimizer's states."""
+    """Return the replacement of a lost stretch: weights from `copy`, and zeros for the optimizer's states."""
     return {kind: replace(copy, lost=kind != MASTER) for kind in (MASTER, *kinds)}
 
 
 def partitioned_groups(files: DeepSpeedFiles, stage_three: bool) -> list[ParameterGroup]:
-    """Return the optimizer's groups at stages 1 to 3. The groups of all pipeline stages are joined."""
+    """Return the optimizer's groups at stages 1 to 3, joined over all pipeline stages."""
     groups: list[ParameterGroup] = []
     for mp, file in sorted(
         (mp, name) for (mp, dp), name in files.optimizers.items() if dp == min(d for _, d in files.optimizers)
@@ -90,11 +90,11 @@ def partitioned_groups(files: DeepSpeedFiles, stage_three: bool) -> list[Paramet
 def _fragments(
     saved: dict[str, Any], groups: list[dict[str, Any]], done: dict[str, int], shuffled: bool
 ) -> Iterator[list[tuple[str, int, int]]]:
-    """Yield for each group of a rank the parameters in the partition: name, first element, number of elements.
+    """Yield, for each group, the parameters in a rank's partition: name, first element, number of elements.
 
-    DeepSpeed 0.8 and newer save them (`param_slice_mappings`), but ignore the order of round_robin_gradients, and may
-    lack experts. Without this key, parameters follow one another as in `param_shapes`, each with its padding
-    (`parameter_alignment`).
+    DeepSpeed 0.8 and newer save this list (`param_slice_mappings`). The list ignores the order of
+    round_robin_gradients and may lack experts. Without a usable list, parameters follow one another as in
+    `param_shapes`, each with its padding (`parameter_alignment`).
     """
     mappings = saved.get("param_slice_mappings")
     if mappings and not shuffled and not any(map(lacks_experts, mappings, map(Tensor.numel, _flat_weights(saved)))):
@@ -119,7 +119,7 @@ def _flat_weights(saved: dict[str, Any]) -> list[Tensor]:
 def _flat_locations(
     files: DeepSpeedFiles, file: str, saved: dict[str, Any], group: int, offset: int
 ) -> dict[str, Location]:
-    """Return where the files have a stretch of a flat group: its master weights, and each state of the same length."""
+    """Return where a stretch of a flat group is stored: its master weights, and each state of the same length."""
     own: Keys = ["optimizer_state_dict"]
     key = "single_partition_of_fp32_groups" if "single_partition_of_fp32_groups" in saved else "fp32_flat_groups"
     where = {MASTER: files.at(file, [*own, key, group], offset)}
@@ -138,7 +138,7 @@ def _flat_locations(
 
 
 def _global_name(local: str, dp: int, state: dict[str, Any]) -> str:
-    """Return the name of a parameter in the full model: a rank numbers its own experts from 0."""
+    """Return a parameter's name in the full model. In a rank's files, its own experts count from 0."""
     match = EXPERTS.fullmatch(local)
     if match is None or not state.get("num_experts"):
         return local
@@ -189,9 +189,10 @@ def add_stage_three(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
 def _weights_copy(
     files: DeepSpeedFiles, shapes: dict[str, tuple[int, ...]], ties: dict[str, str]
 ) -> dict[str, Location]:
-    """Return the places of the parameters in the 16-bit weights that a program saved with the checkpoint.
+    """Return the places of the parameters in the 16-bit weights that are saved next to the checkpoint.
 
-    With stage3_gather_16bit_weights_on_model_save, save_16bit_model, the Trainer and Accelerate write these weights.
+    The Trainer, Accelerate, save_16bit_model and the setting stage3_gather_16bit_weights_on_model_save write these
+    weights.
     """
     copies: dict[str, Location] = {}
     for file in weight_files(files.root):

@@ -1,4 +1,4 @@
-"""Checkpoints for other programs: a DeepSpeed engine on any number of ranks, or PyTorch's distributed checkpoints.
+"""Checkpoints for other programs: a DeepSpeed engine on any number of ranks, or PyTorch's distributed format.
 
 Tensors are copied one by one into files that are mapped into memory, so the model may be larger than the memory.
 """
@@ -56,12 +56,11 @@ class _TargetWriter:
     wrote: Callable[[int], None]
 
     def kinds(self) -> list[str]:
-        """The optimizer's states, without the weights."""
         first = self.groups[0].names[0]
         return [kind for kind in self.state.kinds(first) if kind != MASTER]
 
     def mapped(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return zeros in a memory-mapped file that disappears when the tensor is no longer used."""
+        """Return zeros in a memory-mapped file. The file disappears when the tensor is no longer used."""
         if not count:
             return torch.zeros(0, dtype=dtype)
         with self.scratch.open("wb") as file:  # without its blocks, a full disk would kill the process at a mapped page
@@ -71,7 +70,7 @@ class _TargetWriter:
         return tensor
 
     def flat(self, names: list[str], kind: str, first: int, count: int) -> Tensor:
-        """Return elements `first` to `first + count` of a flat group; elements after its end are zero."""
+        """Return `count` elements of a flat group from `first` on. Elements after the group's end are zero."""
         out, place = self.mapped(count), 0
         for name in names:
             numel = self.state.numel(name)
@@ -89,7 +88,7 @@ class _TargetWriter:
         return loss_scaling(self.state.counters.get("loss_scaler"), fp16=self.target.dtype == torch.float16)
 
     def save(self, path: Path, content: Callable[[], Any]) -> None:
-        """Write a file completely or not at all. Skip a file that an interrupted call has already written."""
+        """Write a file completely or not at all. If an interrupted call has written the file already, skip it."""
         if path.exists():
             self.wrote(path.stat().st_size)
             return
@@ -98,7 +97,7 @@ class _TargetWriter:
 
 
 def groups_of(state: FullState) -> list[ParameterGroup]:
-    """Return the optimizer's groups: the groups in the files, else matrices and vectors as in zerofit's runs."""
+    """Return the optimizer's groups in the files. Without groups, return matrices and vectors, as in zerofit's runs."""
     if state.groups:
         return state.groups
     wide = [[name for name in state.names if (len(state.shape(name)) > 1) == many] for many in (True, False)]
@@ -143,7 +142,6 @@ def _optimizer_file(target: Target, rank: int) -> str:
 
 
 def _model_states(writer: _TargetWriter) -> dict[str, Any]:
-    """Return the content that all model states files share."""
     counters, target = writer.state.counters, writer.target
     precision = {torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": {"enabled": True}}}
     return {
@@ -166,7 +164,7 @@ def _model_states(writer: _TargetWriter) -> dict[str, Any]:
 
 
 def _weights(writer: _TargetWriter) -> dict[str, Tensor]:
-    """Return the module's state dict in the type of training, including tied weights."""
+    """Return the module's state dict in the type of the training, including tied weights."""
     state, weights = writer.state, {}
     for name in state.names:
         shape = state.shape(name)
@@ -181,7 +179,7 @@ def _shapes(writer: _TargetWriter) -> list[dict[str, torch.Size]]:
 
 
 def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, Any]:
-    """Return a rank's optimizer state at stages 1 and 2 (runtime/zero/stage_1_and_2.py, state_dict)."""
+    """Return the optimizer state of one rank at stages 1 and 2 (runtime/zero/stage_1_and_2.py, state_dict)."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
     ranks, masters, paddings, states, mappings = writer.target.ranks, [], [], {}, []
@@ -219,7 +217,10 @@ def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, Any]
 
 
 def _stretches(writer: _TargetWriter, names: list[str], first: int, end: int) -> Iterator[tuple[str, int, int]]:
-    """Yield the parameters of a partition of a flat group: name, first and last element + 1, in the group."""
+    """Yield the parameters in a partition of a flat group: name, first element, and last element + 1.
+
+    Elements are counted from the start of the group.
+    """
     place = 0
     for name in names:
         numel = writer.state.numel(name)
@@ -229,7 +230,10 @@ def _stretches(writer: _TargetWriter, names: list[str], first: int, end: int) ->
 
 
 def _unpartitioned(writer: _TargetWriter) -> dict[str, Any]:
-    """Return the optimizer state of stage 0, as torch or, in 16 bits, runtime/fp16/unfused_optimizer.py saves it."""
+    """Return the optimizer state of stage 0, as torch saves it.
+
+    In 16 bits, return it as runtime/fp16/unfused_optimizer.py saves it.
+    """
     number, states, numbered, masters = 0, {}, [], []
     for group in writer.groups:
         numbered.append(group.settings | {"params": [*range(number, number + len(group.names))]})
@@ -285,12 +289,11 @@ def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], place: Pat
 
 
 def _optimizer_states(partition: Callable[[], dict[str, Any]], versions: dict[str, Any]) -> Callable[[], Any]:
-    """Return a function that builds the content of a rank's optimizer file."""
     return lambda: {"optimizer_state_dict": partition(), **versions}
 
 
 def _sub_groups(writer: _TargetWriter, names: list[str]) -> list[list[str]]:
-    """Split a group as an engine with the default sub_group_size does (_create_fp16_sub_groups)."""
+    """Split a group like an engine with the default sub_group_size (_create_fp16_sub_groups)."""
     subs, size = [[]], 0
     for name in names:
         if size >= SUB_GROUP:
@@ -301,7 +304,7 @@ def _sub_groups(writer: _TargetWriter, names: list[str]) -> list[list[str]]:
 
 
 def _share(writer: _TargetWriter, names: list[str], kind: str, rank: int) -> Tensor:
-    """Return a rank's equal part of each parameter, one after another."""
+    """Return a rank's equal part of each parameter, concatenated."""
     state, ranks = writer.state, writer.target.ranks
     sizes = [-(-state.numel(name) // ranks) for name in names]
     out, place = writer.mapped(sum(sizes)), 0
@@ -315,7 +318,7 @@ def _share(writer: _TargetWriter, names: list[str], kind: str, rank: int) -> Ten
 
 
 def write_distributed(state: FullState, folder: Path, wrote: Callable[[int], None] = lambda count: None) -> None:
-    """Write a PyTorch distributed checkpoint with the keys `model` and `optimizer`, as `get_state_dict` names them.
+    """Write a PyTorch distributed checkpoint with the keys of `get_state_dict`: `model` and `optimizer`.
 
     FSDP2 loads it with `torch.distributed.checkpoint.load` on any number of ranks.
     """
@@ -348,10 +351,10 @@ def convert_to(
     repair: bool = False,
     report: Reporter | None = None,
 ) -> ConvertResult:
-    """Convert a checkpoint for the DeepSpeed engine `target`, or to a PyTorch distributed one if `target` is None.
+    """Convert a checkpoint for the DeepSpeed engine `target`; if it is None, to PyTorch's distributed format.
 
-    `dtype` is the type in which the engine trains (default: as in the checkpoint). `repair` replaces the data of a lost
-    rank. Raises UserError.
+    `dtype` is the type in which the engine trains (default: as in the checkpoint). `repair` replaces the data of a
+    lost rank. Raises UserError.
     """
     report = report or Reporter()
     refuse_existing(out)
@@ -385,7 +388,7 @@ def convert_to(
 
 
 def _opened(checkpoint: Path, repair: bool) -> tuple[FullState, Precision]:
-    """Open a checkpoint with its optimizer's groups; also return the precision of its training."""
+    """Open a checkpoint with its optimizer's groups. Also return the precision of the training."""
     if not is_own(checkpoint) and (found := foreign_at(checkpoint)):
         state, precision = FullState(found.path, repair=repair), facts_of(found).precision
         named = {"bf16": "bf16", "fp16": "fp16"}.get(precision or "", "fp32")

@@ -26,7 +26,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRow:
-    """The difference of one tensor. `apart` counts elements that differ in any bit of the wider type."""
+    """The difference between two tensors. `apart` counts elements that differ in any bit of the wider type."""
 
     name: str
     kind: str  # "fp32" for the tensor itself, or an optimizer state
@@ -49,7 +49,7 @@ class CheckpointDiff:
 
     @property
     def equal(self) -> bool:
-        """Whether both have the same names, shapes and values."""
+        """Whether both sides have the same names, shapes and values."""
         return not (self.only_in_a or self.only_in_b or self.shapes or self.apart)
 
     @property
@@ -58,7 +58,7 @@ class CheckpointDiff:
         return sorted((row for row in self.rows if row.apart), key=lambda row: -row.max_abs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the object for `zerofit ckpt diff --json`; equal tensors are only counted."""
+        """Return the object for `zerofit ckpt diff --json`. Equal tensors are counted but not listed."""
         apart = self.apart
         return {
             "a": str(self.a),
@@ -78,10 +78,10 @@ class CheckpointDiff:
 
 
 def diff(a: Path, b: Path, states: bool = False, report: Reporter | None = None) -> CheckpointDiff:
-    """Compare two folders: of a run, a checkpoint, an exported model, or any folder of safetensors.
+    """Compare two folders: of a run, a checkpoint, an exported model, or any other safetensors.
 
-    With `states` also compare optimizer states, which only checkpoints have. Only one tensor of each side is in memory
-    at a time. Raises UserError if a side cannot be read.
+    With `states`, also compare optimizer states, which only checkpoints have. Only one tensor of each side is in
+    memory at a time. Raises UserError if a side cannot be read.
     """
     report = report or Reporter()
     left, right = open_side(a, "A"), open_side(b, "B")
@@ -103,7 +103,7 @@ def diff(a: Path, b: Path, states: bool = False, report: Reporter | None = None)
 
 
 def open_side(path: Path, where: str) -> TensorSource:
-    """Open a folder or file. Raises UserError."""
+    """Open one side of a comparison: a folder or a file. Raises UserError."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] * (path.suffix == ".safetensors")
     if files:
         return SafetensorsFiles(files)
@@ -148,7 +148,7 @@ def _compare_kinds(
 
 
 def compare(name: str, kind: str, a: Tensor, b: Tensor) -> TensorRow:
-    """Return the difference of two tensors of the same shape."""
+    """Return the difference between two tensors of the same shape."""
     apart, max_abs, max_rel = 0, 0.0, 0.0
     wider = torch.promote_types(a.dtype, b.dtype)
     for pair in zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE), strict=True):

@@ -1,6 +1,7 @@
-"""Reads and writes files past the page cache.
+"""Read and write files without the page cache.
 
-A checkpoint may be larger than the memory. Each of its pages in the cache costs CPU time and displaces another page.
+A checkpoint may be larger than the memory. Each of its pages in the cache costs CPU time and displaces another
+page.
 
 Importing this module imports no torch.
 """
@@ -27,7 +28,7 @@ FEW_BYTES = 1 << 15  # fewer are read through the cache: as headers, they share 
 
 
 class _Buffers(threading.local):
-    """Aligned memory of a thread. It is reused, since the first use of a page costs as much time as a read."""
+    """Aligned memory of a thread. It is reused, because the first use of a page takes as long as a read."""
 
     def __init__(self):
         own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # by default processes that are forked would share the memory
@@ -38,7 +39,7 @@ BUFFERS = _Buffers()
 
 
 class DirectFile:
-    """An open file. Without support for O_DIRECT in the file system, all data passes through the page cache."""
+    """An open file. If the file system does not support O_DIRECT, all data passes through the page cache."""
 
     def __init__(self, path: Path | str, flags: int = os.O_RDONLY):
         self._cached = self._direct = os.open(path, flags)
@@ -59,9 +60,9 @@ class DirectFile:
             os.close(self._open.pop())
 
     def read_bytes(self, place: int, size: int) -> memoryview:
-        """Return `size` bytes from `place`, but at most PIECE. The thread's next call overwrites them.
+        """Return `size` bytes from `place` on, but at most PIECE. The thread's next call overwrites them.
 
-        Bytes that are in the page cache are copied from it. At the end of the file, fewer bytes are returned.
+        Bytes that are in the page cache are copied from there. At the end of the file, fewer bytes are returned.
         """
         skip = place % BLOCK
         end = skip + min(size, PIECE)
@@ -77,7 +78,7 @@ class DirectFile:
         return buffer[skip : max(min(done, end), skip)]
 
     def _read_cached(self, buffer: memoryview, place: int) -> int:
-        """Read the pages that are in the page cache. A cached read of other pages would make the kernel read ahead."""
+        """Read the pages that are in the page cache. Reading others this way would make the kernel read ahead."""
         try:
             size = min(len(buffer), os.fstat(self._cached).st_size - place)
             if pages_in_cache(self._cached, place, size) * mmap.PAGESIZE < size:
@@ -87,7 +88,7 @@ class DirectFile:
             return 0
 
     def _directly(self, call: Callable[[int], int]) -> int:
-        """Return the number of bytes that `call` moves past the page cache, or through it if the system requires it."""
+        """Return the number of bytes that `call` moves. The page cache is used only if the system requires it."""
         descriptor = self._direct  # another thread may change it
         try:
             return call(descriptor)
@@ -98,7 +99,7 @@ class DirectFile:
             return call(self._cached)
 
     def write_bytes(self, place: int, data: memoryview) -> list[tuple[int, bytes]]:
-        """Write the full blocks of `data`. Return the bytes before and after them, for `write_edges`.
+        """Write the full blocks of `data`. Return the bytes before and after these blocks, for `write_edges`.
 
         The kernel does not allow cached and direct writes to neighboring blocks at the same time.
         """
@@ -111,13 +112,13 @@ class DirectFile:
         return [(start, bytes(part)) for start, part in edges if part]
 
     def write_edges(self, edges: list[tuple[int, bytes]]) -> None:
-        """Write the bytes that `write_bytes` has returned."""
+        """Write the bytes that `write_bytes` returned."""
         for place, part in edges:
             os.pwrite(self._cached, part, place)
 
 
 def pages_in_cache(file: int, place: int, size: int) -> float:
-    """Return the number of pages of a part of an open file in the page cache; infinity before Linux 6.5."""
+    """Return how many pages of a part of an open file are in the page cache; infinity before Linux 6.5."""
     span, counts = (ctypes.c_uint64 * 2)(place, max(size, 0)), (ctypes.c_uint64 * 5)()
     call = getattr(ctypes.CDLL(None), "syscall", None)
     known = sys.platform == "linux" and call and call(ctypes.c_long(CACHESTAT), file, span, counts, 0) == 0
@@ -125,7 +126,7 @@ def pages_in_cache(file: int, place: int, size: int) -> float:
 
 
 class UncachedReader(io.RawIOBase):
-    """A file, or a part of it, for `zipfile`: large reads pass the page cache."""
+    """A file, or a part of it, for `zipfile`. Large reads bypass the page cache."""
 
     def __init__(self, path: Path | str, first: int = 0, length: int | None = None):
         self._file, self._first, self._place = DirectFile(path), first, 0
@@ -134,11 +135,11 @@ class UncachedReader(io.RawIOBase):
             os.posix_fadvise(self._file._cached, 0, 0, os.POSIX_FADV_RANDOM)
 
     def readable(self) -> bool:
-        """Return True."""
+        """Return True: the file can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
+        """Return True: the position can be changed."""
         return True
 
     def close(self) -> None:
@@ -147,7 +148,7 @@ class UncachedReader(io.RawIOBase):
         super().close()
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a place in the part. Return it."""
+        """Move to a position in the part, and return the position."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._length}[whence]
         if start + offset < 0:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as a file does, which zipfile expects
@@ -155,7 +156,7 @@ class UncachedReader(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] # any buffer
-        """Read into a buffer. Return the number of bytes, 0 at the end."""
+        """Read into a buffer. Return the number of bytes; 0 at the end."""
         out = memoryview(buffer)[: max(self._length - self._place, 0)]
         if len(out) < FEW_BYTES:
             count = os.preadv(self._file._cached, [out], self._first + self._place)

@@ -1,4 +1,4 @@
-"""Reads and writes numbers past the page cache, and copies and compares them in one thread."""
+"""Read and write numbers without the page cache. Copy and compare them in one thread."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class NumbersFile(DirectFile):
         return self
 
     def read(self, place: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return (count,) numbers from byte `place` on, with the limits of `read_bytes`."""
+        """Return (count,) numbers from byte `place` on. The limits of `read_bytes` apply."""
         part = self.read_bytes(place, count * dtype.itemsize)
         count = len(part) // dtype.itemsize
         return torch.frombuffer(part, dtype=dtype, count=count) if count else torch.empty(0)
 
     def write(self, place: int, numbers: Tensor) -> list[tuple[int, bytes]]:
-        """Write numbers that are in a `buffer`, with the result of `write_bytes`."""
+        """Write numbers that are in a `buffer`. Return the result of `write_bytes`."""
         return self.write_bytes(place, numbers.view(torch.uint8).numpy().data)
 
 
 def buffer(place: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the thread's memory for (count,) numbers that `NumbersFile.write` writes to byte `place`."""
+    """Return the thread's memory for (count,) numbers, which `NumbersFile.write` can write to byte `place`."""
     return torch.frombuffer(BUFFERS.written, dtype=dtype, count=count, offset=place % BLOCK)
 
 

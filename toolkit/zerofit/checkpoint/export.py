@@ -1,6 +1,6 @@
-"""Exports checkpoints as models for other tools: a Hugging Face folder, or one safetensors file.
+"""Export checkpoints as models for other tools: a Hugging Face folder, or one safetensors file.
 
-Tensors are read and written in pieces. Only tensors that must be joined or merged are read at once. No engine or
+Tensors are read and written in pieces. Only tensors that must be joined or merged are read in full. No engine or
 device is needed.
 """
 
@@ -89,11 +89,11 @@ def export(
 ) -> ExportResult:
     """Write the model of a checkpoint or of a folder of adapters into `out`, a new or empty folder.
 
-    A transformers model becomes a folder for `from_pretrained`, with the run's tokenizer; any other model becomes one
-    `model.safetensors` for `load_state_dict`. Adapters become a folder for peft, or with `merge` the full model.
-    `dtype` is the type of the parameters (default: the run's precision); buffers keep their type. A model of the form
-    package.module:callable is refused unless `trust_model_code`. Raises UserError if the checkpoint does not fit the
-    model, and before writing if the disk is too small.
+    A transformers model becomes a folder for `from_pretrained`, with the run's tokenizer. Any other model becomes
+    one `model.safetensors` for `load_state_dict`. Adapters become a folder for peft or, with `merge`, the full
+    model. `dtype` is the type of the parameters (default: the run's precision); buffers keep their type. A model of
+    the form package.module:callable is refused unless `trust_model_code`. Raises UserError if the checkpoint does
+    not match the model. If the disk is too small, it is raised before anything is written.
     """
     report = report or Reporter()
     refuse_existing(out)
@@ -181,13 +181,12 @@ def export_foreign(
 
 
 def _named_model(folder: Path) -> nn.Module:
-    """Build the model that a config.json describes, on the meta device."""
     with torch.device("meta"):
         return build(replace(find(str(folder.absolute())), pretrained=None), None, {})
 
 
 def _shape_model(state: FullState) -> nn.Module:
-    """Return a module with the checkpoint's names and shapes, but without a forward."""
+    """Return a module that has the checkpoint's names and shapes, but no forward."""
     model = nn.Module()
     for name in state.tensors:
         owner = model
@@ -212,7 +211,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _write_foreign_adapters(state: FullState, source: Path, out: Path, dtype: Precision) -> ExportResult:
-    """Write adapters in peft's format, whose names omit the adapter's name; frozen weights are not written."""
+    """Write adapters in peft's format, in which names omit the adapter's name. Frozen weights are not written."""
     names = {}
     for name in state.names:
         owner, _, rest = name.partition(".modules_to_save.")
@@ -248,7 +247,6 @@ def _part_of(manifest: Manifest, model: nn.Module, source: ModelSource, state: F
 
 
 def _of_adapters(folder: Path, dtype: Precision | None, trusted: bool) -> ExportedModel:
-    """Return the model of a folder of adapters, merged."""
     part, info = read_adapters(folder, trusted), read_model_info(folder)
     wanted = dtype or NAMES[part.dtype]
     template, has_tokenizer = folder / CHAT_TEMPLATE, (folder / "tokenizer.json").is_file()
@@ -259,7 +257,6 @@ def _of_adapters(folder: Path, dtype: Precision | None, trusted: bool) -> Export
 def _merged(
     part: TrainedPart, dtype: Precision, write_tokenizer: Callable[[Path], None] | None, info: ModelInfo | None
 ) -> ExportedModel:
-    """Return the full model of a trained part."""
     return ExportedModel(
         published=PublishedModel(part.plain, part.source.family == "transformers"),
         tensors=partial(merged_weights, part),
@@ -290,7 +287,6 @@ def _write(exported: ExportedModel, out: Path, max_shard_bytes: int, report: Rep
 
 
 def _write_beside(exported: ExportedModel, staging: Path) -> list[str]:
-    """Write the files other than weights; return the names of all files."""
     if exported.write_tokenizer is not None:
         exported.write_tokenizer(staging)
     if exported.info is not None:
@@ -299,7 +295,6 @@ def _write_beside(exported: ExportedModel, staging: Path) -> list[str]:
 
 
 def _meta_model(manifest: Manifest, file: Path, trusted: bool) -> tuple[nn.Module, ModelSource]:
-    """Build the run's model on the meta device; also return its source. Raises UserError."""
     run = manifest.job.run
     try:
         source = source_of(run)
@@ -315,9 +310,9 @@ def _meta_model(manifest: Manifest, file: Path, trusted: bool) -> tuple[nn.Modul
 
 
 def _check_names(model: nn.Module, state: FullState, checkpoint: Path, without_frozen: bool) -> None:
-    """Raise UserError with all missing and unexpected names and wrong shapes.
+    """Raise UserError with all missing names, unexpected names and wrong shapes.
 
-    `without_frozen`: frozen parameters are not in the checkpoint.
+    `without_frozen`: the checkpoint has no frozen parameters.
     """
     held = model.state_dict(keep_vars=True)
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -52,7 +52,7 @@ OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """A checkpoint of another program; no file is opened yet."""
+    """A checkpoint of another program. No file has been opened yet."""
 
     path: Path  # the path that a user names: the folder with the configs, or a file
     files: Path  # the folder or file with the tensors
@@ -72,7 +72,7 @@ class Foreign:
 
 
 def foreign_at(path: Path) -> Foreign | None:
-    """Return another program's checkpoint at `path`: the one that `latest` names, else the newest."""
+    """Return another program's checkpoint at `path`: the one that the file `latest` names, else the newest."""
     found = foreign_in(path)
     latest = latest_of(path) if path.is_dir() else None
     named = [entry for entry in found if latest is not None and entry.files == path / latest]
@@ -80,7 +80,7 @@ def foreign_at(path: Path) -> Foreign | None:
 
 
 def foreign_in(path: Path) -> list[Foreign]:
-    """List the checkpoints of other programs in a folder, or the file, by step."""
+    """List another program's checkpoints in a folder, sorted by step. `path` can also be a single file."""
     if path.is_file():
         form = FILES.get(path.suffix)
         return [Foreign(path=path, files=path, format=form, program="a state dict")] if form else []
@@ -91,7 +91,6 @@ def foreign_in(path: Path) -> list[Foreign]:
 
 
 def _in_folder(path: Path) -> Iterator[Foreign]:
-    """Yield the checkpoints in this folder and its direct subfolders."""
     trainer = (path / "trainer_state.json").is_file()
     accelerate = any(path.glob("random_states_*.pkl"))
     by = "Trainer (%s)" if trainer else "Accelerate (%s)" if accelerate else "%s"
@@ -145,12 +144,12 @@ def _is_distributed_model(path: Path, child: Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the files with a model's weights, as `save_pretrained` and DeepSpeed's `save_16bit_model` name them."""
+    """List the files of a model's weights, named as by `save_pretrained` and DeepSpeed's `save_16bit_model`."""
     return [file for pattern in WEIGHTS for file in sorted(folder.glob(pattern))]
 
 
 def state_dict_files(found: Foreign) -> list[Path]:
-    """List the files of a state dict, including missing files if the other files' names show how many there are."""
+    """List the files of a state dict. If the names of the files show how many there are, also list missing ones."""
     files = [found.files]
     if found.files.is_dir():
         every = sorted(found.files.glob("*.safetensors"))
@@ -162,7 +161,7 @@ def state_dict_files(found: Foreign) -> list[Path]:
 
 
 def other_format(path: Path) -> str | None:
-    """Return what a file or folder is that zerofit does not read; None if it is unknown."""
+    """Describe the format of a file or folder that zerofit does not read; None if the format is unknown."""
     if path.is_dir():
         return next((text for pattern, text in OTHERS.items() if any(path.glob(pattern))), None)
     try:
@@ -182,7 +181,7 @@ def other_format(path: Path) -> str | None:
 
 
 def latest_of(path: Path) -> str | None:
-    """Return the folder that `latest` names; None without one."""
+    """Return the folder that the file `latest` names; None without this file."""
     for name in ("latest", "latest_universal"):
         if (path / name).is_file():
             return (path / name).read_text(errors="replace").strip()
@@ -190,6 +189,6 @@ def latest_of(path: Path) -> str | None:
 
 
 def _step(*places: Path) -> int | None:
-    """Return the first step number in a folder's name."""
+    """Return the step number in the first of these names that has one; None if none has."""
     matches = (NUMBERED.fullmatch(place.name) for place in places)
     return next((int(match[1]) for match in matches if match), None)

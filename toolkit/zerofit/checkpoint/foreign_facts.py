@@ -34,7 +34,7 @@ TORCH_FILES = (".pt", ".bin", ".pth", ".ckpt")
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignFacts:
-    """Facts from the files' metadata; None where no file has them."""
+    """Facts from the metadata in the files. A fact is None if no file has it."""
 
     found: Foreign
     stage: int | None = None  # of ZeRO
@@ -61,7 +61,7 @@ class ForeignFacts:
 
 
 def facts_of(found: Foreign) -> ForeignFacts:
-    """Read the facts of a checkpoint. Files that cannot be read are reported as damage."""
+    """Read the facts about a checkpoint. Files that cannot be read are reported as damage."""
     root = found.path if found.path.is_dir() else found.path.parent
     files = [file for file in sorted(root.rglob("*")) if file.is_file()] if root == found.path else [found.path]
     listed = {file.relative_to(root).as_posix(): file.stat() for file in files}
@@ -117,8 +117,10 @@ def _model_class(found: Foreign) -> str | None:
 
 
 def model_config_folder(found: Foreign) -> Path | None:
-    """Return the folder where the program keeps config.json and the tokenizer: the checkpoint's folder, or its
-    parent."""
+    """Return the folder with config.json and the tokenizer: the checkpoint's folder or its parent.
+
+    None if neither has a config.json.
+    """
     root = found.path if found.path.is_dir() else found.path.parent
     return next((folder for folder in (root, root.parent) if (folder / "config.json").is_file()), None)
 
@@ -145,9 +147,10 @@ def _deepspeed_facts(found: Foreign) -> dict[str, Any]:
 
 
 def verify_foreign(found: Foreign, progress: Callable[[str], None] | None = None) -> list[Damage]:
-    """Read every byte of a checkpoint. Return files that are missing, truncated, changed, or of another step or run.
+    """Read every byte of a checkpoint. Return damage: files that are missing, truncated, changed or mixed up.
 
-    torch's files have a CRC-32 of each tensor. Safetensors files have none: only their header and size are checked.
+    Mixed up means from another step or run. torch's files have a CRC-32 of each tensor. Safetensors files have
+    none: only their header and size are checked.
     """
     damage = _latest_damage(found)
     root = found.path if found.path.is_dir() else found.path.parent
@@ -171,7 +174,7 @@ def verify_foreign(found: Foreign, progress: Callable[[str], None] | None = None
 
 
 def _latest_damage(found: Foreign) -> list[Damage]:
-    """Return the fault of a `latest` file that names a folder without files of a checkpoint."""
+    """Return the fault of a `latest` file that names a folder without a checkpoint."""
     latest = latest_of(found.path) if found.path.is_dir() else None
     if latest is None or found.files in (found.path / latest, found.path):
         return []
@@ -181,7 +184,6 @@ def _latest_damage(found: Foreign) -> list[Damage]:
 
 
 def _torch_file_damage(file: Path, name: str) -> list[Damage]:
-    """Compare the checksum of every tensor in a file."""
     try:
         with UncachedReader(file) as opened:
             bad = _changed_records(opened)
@@ -198,12 +200,15 @@ def _torch_file_damage(file: Path, name: str) -> list[Damage]:
 
 
 def _system_error(error: Exception) -> str | None:
-    """Return why the system cannot read a file; None if the file's content is wrong (EINVAL: it names a bad offset)."""
+    """Return why the system cannot read a file; None if the file's content is wrong.
+
+    EINVAL counts as wrong content: the file names a bad offset.
+    """
     return error.strerror if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL) else None
 
 
 def _changed_records(opened: UncachedReader) -> list[str]:
-    """Return the records of a torch file whose CRC-32 differs. Raises BadZipFile if it is not complete."""
+    """Return the records of a torch file whose CRC-32 differs. Raises BadZipFile if the file is incomplete."""
     bad, archive = [], zipfile.ZipFile(cast("IO[bytes]", opened))
     for info in archive.infolist():
         try:
@@ -248,7 +253,6 @@ def _tensors(value: Any, keys: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _distributed_damage(found: Foreign) -> list[Damage]:
-    """Check the place of every tensor of a distributed checkpoint."""
     file = found.files / METADATA
     if not file.is_file():
         return [Damage(file=METADATA, kind="missing", message="rank 0 writes it last: the checkpoint is incomplete")]
@@ -285,7 +289,6 @@ def _distributed_damage(found: Foreign) -> list[Damage]:
 
 
 def _rank_damage(found: Foreign) -> list[Damage]:
-    """Return damage for ranks' files that are missing, have another step, or belong to another run."""
     files = DeepSpeedFiles.of(found)
     damage = _missing_ranks(files, found)
     plain = sorted(found.files.glob("mp_rank_*_model_states.pt"))
@@ -349,7 +352,6 @@ def _missing_ranks(files: DeepSpeedFiles, found: Foreign) -> list[Damage]:
 
 
 def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
-    """Return a sentence about the content of a rank's lost optimizer file."""
     groups = flat_groups(state)
     if found.stage_three:
         count = sum(len(group) for group in groups)
@@ -366,7 +368,10 @@ def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
 
 
 def _remedy(found: Foreign) -> str:
-    """Try to repair lost optimizer files, and return the end of a message: what the user can do."""
+    """Return the end of a message about lost optimizer files: what the user can do.
+
+    To find this out, try to repair the files.
+    """
     try:
         state = FullState(found.path, repair=True)
     except UserError:
@@ -404,7 +409,10 @@ def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
 
 
 def _differ(state: FullState, share: list[Shard], shard: Shard, saved: Tensor) -> bool:
-    """Return whether a stretch of master weights, rounded to the type of the saved weights, differs from them."""
+    """Return whether a stretch of master weights differs from the saved weights.
+
+    The master weights are rounded to the type of the saved weights first.
+    """
     flat = saved.reshape(-1)[shard.start : shard.start + shard.numel]
     place = shard.start
     for stored in flat.split(PIECE // 4):

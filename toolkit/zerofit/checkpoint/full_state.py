@@ -94,7 +94,6 @@ class FullState:
             self.notes = self.notes or [UNREADABLE_STATES]
 
     def _collect(self, indexes: Iterable[RankIndex], engines: Mapping[str, str], repair: bool) -> list[str]:
-        """Read the indexes of all ranks. Return the names of the parameters."""
         order: dict[str, None] = {}
         for rank in indexes:
             for engine, prefix in engines.items():
@@ -123,7 +122,10 @@ class FullState:
         return list(order)
 
     def match(self, wanted: Iterable[str]) -> None:
-        """Remove the prefix that a program's wrapper adds to the names ("module.", "_forward_module.model.")."""
+        """Remove the prefix that a wrapper has added to the names ("module.", "_forward_module.model.").
+
+        `wanted`: the names without the prefix.
+        """
         wanted = list(wanted)
         if not wanted:
             return
@@ -155,20 +157,20 @@ class FullState:
         return math.prod(self.shape(name))
 
     def kinds(self, name: str) -> list[str]:
-        """List the kinds of a tensor: "fp32", and after the first step a parameter's optimizer states."""
+        """List the kinds of a tensor: "fp32" and, for a parameter after the first step, the optimizer's states."""
         return [MASTER] if name in self._buffers else list(self._shards_of(name)[0].where)
 
     @property
     def has_states(self) -> bool:
-        """Whether a parameter has states of an optimizer."""
+        """Whether any parameter has optimizer states."""
         return any(len(self.kinds(name)) > 1 for name in self.names)
 
     def shares(self, name: str) -> list[list[Shard]]:
-        """Return the stretches of a parameter, in one list for each tensor parallel rank."""
+        """Return the stretches of a parameter: one list per tensor parallel rank."""
         return list(_by_cut(self._shards_of(name)).values())
 
     def read(self, name: str, kind: str = MASTER, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a parameter or state in full shape as `dtype`, or a buffer; only this tensor is in memory."""
+        """Return a parameter or state in full shape as `dtype`, or a buffer. Only this tensor is in memory."""
         if name in self._buffers:
             return self.buffer(name)
         shape = self.shape(name)
@@ -176,7 +178,7 @@ class FullState:
 
     @property
     def saved_dtype(self) -> torch.dtype:
-        """The narrowest type that can represent the master weights of all parameters."""
+        """The narrowest type that represents all master weights."""
         firsts = [self._shards_of(name)[0] for name in self.names]
         firsts = firsts[:1] if firsts[0].where[MASTER].span else firsts
         return reduce(torch.promote_types, (self._stored(shard, MASTER, 0, 0).dtype for shard in firsts))
@@ -212,13 +214,13 @@ class FullState:
             place = stop
 
     def _read_share(self, share: list[Shard], kind: str, rows: int, first: int, shape: tuple[int, ...]) -> Tensor:
-        """Return `rows` rows of a share from row `first` on, (rows, *shape)."""
+        """Return `rows` rows of a share, from row `first` on: (rows, *shape)."""
         out = torch.empty(rows, *shape)
         self.fill_share(share, kind, out.view(-1), first * math.prod(shape))
         return out
 
     def _fill_row(self, share: list[Shard], kind: str, out: Tensor, start: int, cut: TensorSlice) -> None:
-        """Read the ranges of a share that are in a part of one row, which begins at element `start`."""
+        """Read the ranges of a share that lie in one part of one row. The part begins at element `start`."""
         shape, end = share[0].shape, start + len(out)
         row, unit = math.prod(shape[cut.dim :]), math.prod(shape[cut.dim + cut.joined + 1 :])
         full, place = start // row * row, start // row * math.prod(cut.shape(shape)[cut.dim :])
@@ -230,7 +232,7 @@ class FullState:
             place += length * unit
 
     def fill_share(self, share: list[Shard], kind: str, out: Tensor, start: int) -> None:
-        """Read a part of a flattened share, or of an uncut tensor."""
+        """Read a part of a flattened share, or of an uncut tensor, into `out`."""
         end = start + len(out)
         for shard in share:
             first, last = max(start, shard.start), min(end, shard.start + shard.numel)
@@ -239,7 +241,10 @@ class FullState:
                 safe_load.copy_numbers(out[first - start : last - start], part)
 
     def source(self, name: str) -> Tensor | LazyTensor:
-        """Return a buffer, or a parameter that is not read yet. Its files are opened, as threads may read it."""
+        """Return a buffer, or a parameter that will be read later.
+
+        The parameter's files are opened now, since threads may read it.
+        """
         if name in self._buffers:
             return self.buffer(name)
         shards = self._shards_of(name)
@@ -249,7 +254,7 @@ class FullState:
         return LazyTensor(shape=self.shape(name), fill=partial(self.fill, name, MASTER), in_pieces=in_pieces)
 
     def buffer(self, name: str) -> Tensor:
-        """Return a buffer; for batch norm's running statistics the mean over the ranks."""
+        """Return a buffer. For batch norm's running statistics, return the mean over the ranks."""
         copies = [self._tensor(entry) for entry in self._buffers[name]]
         if len(copies) == 1 or not copies[0].is_floating_point():
             return copies[0].clone()
@@ -261,7 +266,7 @@ class FullState:
         return self._shards[self.ties.get(name, name)]
 
     def _stored(self, shard: Shard, kind: str, start: int, numel: int) -> Tensor:
-        """Return (numel,) elements of a shard from `start`, in the file's type and mapped memory."""
+        """Return (numel,) elements of a shard from `start` on, mapped into memory and in the file's type."""
         where = shard.where[kind]
         if where.lost:
             return torch.zeros(numel)
@@ -310,14 +315,14 @@ class FullState:
         return path.resolve()
 
     def _check_names(self) -> None:
-        """Refuse names that point outside the folder, since `convert` writes files with these names."""
+        """Raise an error for names that point outside the folder: `convert` writes files with these names."""
         kinds = {kind for shards in self._shards.values() for shard in shards for kind in shard.where}
         for name in (*self.names, *self._buffers, *self.ties, *kinds):
             if not stays_inside(name):
                 raise self._incomplete(f"the index has a tensor named {name!r}")
 
     def _check_coverage(self) -> None:
-        """Refuse parameters with missing or duplicate elements."""
+        """Raise an error for parameters with missing or duplicate elements."""
         for name in self.names:
             shards = self._shards.get(name)
             if not shards or any(s.where.keys() != shards[0].where.keys() for s in shards):
@@ -360,12 +365,11 @@ def full_model(checkpoint: Path) -> FullState:
 
 
 def _without_wrappers(prefix: str, own: bool, name: str) -> str:
-    """Return a name in the model, without the wrappers of torch.compile, FSDP 1 and activation checkpointing."""
+    """Return the name in the model, without wrappers of torch.compile, FSDP 1 and activation checkpointing."""
     return prefix + (name if own else WRAPPERS.sub("", name))
 
 
 def _by_cut(shards: list[Shard]) -> dict[TensorSlice | None, list[Shard]]:
-    """Group shards by share, each group in order."""
     shares: dict[TensorSlice | None, list[Shard]] = defaultdict(list)
     for shard in sorted(shards, key=lambda s: s.start):
         shares[shard.cut].append(shard)

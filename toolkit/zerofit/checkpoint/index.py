@@ -1,7 +1,7 @@
-"""Index of a checkpoint of any program: the file and the place of each stretch of each tensor.
+"""The index of any program's checkpoint: the file and the place of each stretch of each tensor.
 
-zerofit's own checkpoints contain it (ranks/rank-*.json, from `train.shard_index`). For checkpoints of other programs,
-`checkpoint.foreign` builds the index from the metadata in their files.
+zerofit's own checkpoints contain it (ranks/rank-*.json, from `train.shard_index`). For checkpoints of other
+programs, `checkpoint.foreign` builds the index from the metadata in their files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HINT = "`zerofit ckpt verify` lists the damaged files; use another checkpoint"
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A rank's share of a weight: (start, length) ranges of the full tensor's `dim`, concatenated.
+    """A rank's share of a weight: (start, length) ranges along `dim` of the full tensor, concatenated.
 
     Used for tensor and expert parallelism.
     """
@@ -41,12 +41,12 @@ class TensorSlice:
     joined: Count = 0  # number of dimensions after `dim` that are flattened into it, for rows of stacked matrices
 
     def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the rank's share of a tensor with shape `full`."""
+        """Return the shape of the rank's share if the full tensor has the shape `full`."""
         rest = full[self.dim + self.joined + 1 :]
         return (*full[: self.dim], sum(length for _, length in self.ranges), *rest)
 
     def length(self, full: tuple[int, ...]) -> int:
-        """Return the length of all shares together along the cut dimension, for a tensor with shape `full`."""
+        """Return the total length of all ranks' shares along `dim`, for a tensor with shape `full`."""
         return math.prod(full[self.dim : self.dim + self.joined + 1])
 
     def take(self, full: Tensor) -> Tensor:
@@ -66,8 +66,8 @@ class TensorSlice:
 class Location:
     """The place of a tensor: nested keys in a torch file, or a `raw` file of numbers.
 
-    In a safetensors file the only key is its name. `span`: first byte and length of a torch file that is embedded in
-    this file.
+    In a safetensors file the only key is the tensor's name. `span`: first byte and length of a torch file that is
+    embedded in this file.
     """
 
     file: str
@@ -110,7 +110,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class EngineIndex:
-    """The part of an index of one engine; a GAN has two."""
+    """One engine's part of an index. A GAN has two engines."""
 
     names: list[str]
     parameters: list[Shard]
@@ -124,9 +124,9 @@ class EngineIndex:
 
 
 def scaler_numbers(scaler: Any) -> dict[str, Any] | None:
-    """Return the numbers of an fp16 loss scaler, given as an object or a dict; a static scale has only `cur_scale`.
+    """Return the numbers of an fp16 loss scaler, given as an object or a dict.
 
-    For bf16 and fp32, whose scale is always 1, return None.
+    A static scale has only `cur_scale`. For bf16 and fp32, whose scale is always 1, return None.
     """
     fields = scaler if isinstance(scaler, dict) else vars(scaler)
     numbers = {key: fields[key] for key in (*SCALER, *SCALER_SETTINGS) if type(fields.get(key)) in (int, float, bool)}
@@ -144,7 +144,10 @@ class RankIndex:
 
 
 def read_ranks(folder: Path) -> Iterator[RankIndex]:
-    """Read the index of each rank of zerofit's own checkpoint, in order. Raises UserError "incomplete-checkpoint"."""
+    """Read the index of each rank from zerofit's own checkpoint, in the order of ranks.
+
+    Raises UserError "incomplete-checkpoint".
+    """
     files = sorted((folder / "ranks").glob("rank-*.json"))
     if not files:
         raise incomplete(folder, "it has no index (ranks/rank-*.json)")
@@ -167,7 +170,7 @@ _UNEXPECTED = (LookupError, TypeError, AttributeError, StopIteration, ValueError
 
 @contextmanager
 def expected_content(folder: Path) -> Iterator[None]:
-    """Turn errors about unexpected values in the files of a checkpoint into a UserError "incomplete-checkpoint"."""
+    """Turn errors about unexpected values in a checkpoint's files into UserError "incomplete-checkpoint"."""
     try:
         yield
     except _UNEXPECTED as error:

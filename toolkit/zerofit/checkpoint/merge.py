@@ -1,4 +1,4 @@
-"""Merges a model's trained part with its frozen weights, which are rebuilt from their source.
+"""Merge a model's trained part with its frozen weights, which are rebuilt from their source.
 
 Frozen weights are built in groups, like pipeline stages, so the model may be larger than memory. peft merges each
 layer's adapters.
@@ -53,10 +53,10 @@ class TrainedPart:
 
 
 def merged_weights(part: TrainedPart, most_bytes: int | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield all weights and buffers of the model without adapters, by name, merged in float32.
+    """Yield all weights and buffers of the model, by name, with adapters merged in float32.
 
-    At most `most_bytes` of frozen weights (default: a quarter of the free memory), or one larger weight, are in memory
-    at a time. Raises UserError after the last weight if the checksum of the frozen weights differs.
+    At most `most_bytes` of frozen weights are in memory at a time (default: a quarter of the free memory), or one
+    larger weight. If the checksum of the frozen weights differs, UserError is raised after the last weight.
     """
     layers, read, total = dict(lora_layers(part.model)), {name_without_adapters(n): n for n in part.names}, 0
     state = part.plain.state_dict(keep_vars=True)
@@ -99,14 +99,14 @@ def _groups(names: list[str], state: dict[str, Tensor], most: int, dtype: torch.
 
 
 def _built(part: TrainedPart, keep: set[str]) -> nn.Module:
-    """Build these weights as in the training; all other weights are on meta."""
+    """Build the weights in `keep` as for the training. All other weights are on meta."""
     torch.manual_seed(part.seed)
     stored = Stored(dtype=part.dtype, device=torch.device("cpu"))
     return build(part.source, part.inputs, dict(part.model_args), stored=stored, keep=keep)
 
 
 def _merged(part: TrainedPart, path: str, layer: Any, attribute: str, weight: Tensor) -> Tensor:
-    """Return a layer's frozen weight, float32, with its adapters merged into it."""
+    """Return a layer's frozen weight in float32, with its adapters merged."""
     if attribute != "weight":
         return weight
     merged = copy.deepcopy(layer)  # on meta

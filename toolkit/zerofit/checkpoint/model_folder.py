@@ -1,4 +1,4 @@
-"""Write a model's folder, completely or not at all: safetensors, tensor by tensor, and zerofit.json."""
+"""Write a model's folder, completely or not at all: safetensors files, tensor by tensor, and zerofit.json."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ SAFETENSORS_NAMES = {
 
 
 def refuse_existing(out: Path, where: str = "OUT") -> None:
-    """Raise UserError "output-exists" unless `out` does not exist or is an empty folder."""
+    """Raise UserError "output-exists" if `out` exists and is not an empty folder."""
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         hint = "use a folder that does not exist"
         raise UserError(Problem(kind="output-exists", message=f"{out} already exists", hint=hint, where=where))
 
 
 def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
-    """Raise UserError "disk-full" if `needed_bytes` do not fit on the disk of `out`."""
+    """Raise UserError "disk-full" if the disk of `out` has less than `needed_bytes` free."""
     existing = next(path for path in (out, *out.parents) if path.exists())
     free, needed = shutil.disk_usage(existing).free, needed_bytes + SPARE_BYTES
     if free < needed:
@@ -71,9 +71,10 @@ def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
 
 @contextmanager
 def staged_folder(out: Path, where: str = "OUT", plan: dict[str, Any] | None = None) -> Iterator[Path]:
-    """Yield a folder to write into; on success it is synced and renamed to `out`, else removed.
+    """Yield a folder to write into. On success it is synced and renamed to `out`, else it is removed.
 
-    With a `plan`, the folder of an interrupted call stays, and the next call with the same plan gets it and its files.
+    With a `plan`, an interrupted call leaves the folder in place. The next call with the same plan continues with
+    its files.
     """
     refuse_existing(out, where)
     out = out.absolute()
@@ -100,7 +101,7 @@ def staged_folder(out: Path, where: str = "OUT", plan: dict[str, Any] | None = N
 
 @contextmanager
 def writable(out: Path, where: str, then: str = "") -> Iterator[None]:
-    """Turn the system's errors, also if torch has wrapped them in its own, into a UserError "output-unwritable"."""
+    """Turn errors of the system, also those wrapped by torch, into a UserError "output-unwritable"."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -116,7 +117,10 @@ def writable(out: Path, where: str, then: str = "") -> Iterator[None]:
 
 @contextmanager
 def _locked(staging: Path, plan: dict[str, Any] | None, where: str) -> Iterator[None]:
-    """Create the staging folder and lock it. Remove leftovers of a killed call, unless that call had the same plan."""
+    """Create the staging folder and lock it.
+
+    Remove the leftovers of a killed call, unless that call had the same plan.
+    """
     staging.mkdir(parents=True, exist_ok=True)
     folder = os.open(staging, os.O_RDONLY)
     try:
@@ -172,7 +176,7 @@ class TensorEntry:
 
 
 def cut(entries: list[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
-    """Split the entries in order into files of at most `most_bytes`; a larger tensor gets its own file."""
+    """Split the entries, in order, into files of at most `most_bytes`. A larger tensor gets its own file."""
     files: list[list[TensorEntry]] = [[]]
     room = most_bytes
     for entry in entries:
@@ -210,9 +214,10 @@ class TensorFile:
         wrote: Callable[[int], None] = lambda count: None,
         run: Map = map,
     ) -> None:
-        """Write one tensor, in pieces that `run` may write at the same time; `wrote` gets the bytes of each piece.
+        """Write one tensor, in pieces that `run` may write at the same time.
 
-        Raises UserError "overflow" if a number does not fit the narrower type.
+        `wrote` gets the bytes of each piece. Raises UserError "overflow" if a number does not fit the narrower
+        type.
         """
         place, entry = self._places[name]
         if not entry.shape and isinstance(tensor, Tensor):
@@ -237,7 +242,7 @@ class TensorFile:
 def write_file(
     path: Path, entries: list[TensorEntry], read: Callable[[str], Tensor], wrote: Callable[[int], None]
 ) -> None:
-    """Write one safetensors file. `read` returns a tensor by name; `wrote` gets the bytes of each write."""
+    """Write one safetensors file. `read` returns a tensor by name, and `wrote` gets the bytes of each write."""
     file = TensorFile(path, entries)
     for entry in file.entries:
         file.write(entry.name, read(entry.name), wrote)
@@ -259,7 +264,7 @@ def check_file(path: Path, entries: list[TensorEntry]) -> None:
 
 
 def _header(entries: list[TensorEntry]) -> bytes:
-    """Return 8 bytes of length, then JSON, padded so that the data begins at a multiple of 8."""
+    """Return the file's header: 8 bytes of length, then JSON, padded to a multiple of 8 bytes."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -276,7 +281,7 @@ def _header(entries: list[TensorEntry]) -> bytes:
 
 
 def _spans(place: int, entry: TensorEntry) -> list[tuple[int, int]]:
-    """Split a tensor at byte `place` of a file into pieces of elements that end at full pieces of the file."""
+    """Split a tensor at byte `place` of a file into pieces. They end where full pieces of the file end."""
     size, total = entry.dtype.itemsize, math.prod(entry.shape)
     first = (PIECE - place % PIECE) // size
     cuts = [0, *range(first, total, PIECE // size), total]
@@ -345,7 +350,7 @@ class ModelInfo:
 
 
 def read_model_info(folder: Path) -> ModelInfo | None:
-    """Read zerofit.json in a model's folder, or return None without one. Raises UserError for a bad file."""
+    """Read zerofit.json in a model's folder; None if the file does not exist. Raises UserError for a bad file."""
     file = folder / CARD
     if not file.is_file():
         return None

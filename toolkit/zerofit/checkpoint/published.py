@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 # found on the meta device, where they cost nothing. Tensors can then be converted and written one at a time, in any
 # order.
 class PublishedFiles:
-    """The files of a published model: safetensors of at most `max_shard_bytes`, and configs.
+    """The files of a published model: safetensors files of at most `max_shard_bytes`, and configs.
 
     Parameters are in `dtype`; buffers keep their type.
     """
@@ -58,7 +58,7 @@ class PublishedFiles:
         tensors: Iterable[tuple[str, Tensor | LazyTensor]],
         wrote: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Write (name in the model, tensor) pairs in any order; names that are not published are skipped.
+        """Write (name in the model, tensor) pairs, in any order. Names that are not published are skipped.
 
         `wrote` gets the number of bytes after each write. Raises RunFailed if the files cannot be read back.
         """
@@ -77,7 +77,10 @@ class PublishedFiles:
             self._write_configs(folder)
 
     def _outputs(self, part: PublishedTensor, tensor: Tensor | LazyTensor) -> Mapping[str, Tensor | LazyTensor]:
-        """Return the tensors that the files store for a part, by name. They are read now if pieces are not enough."""
+        """Return the tensors that the files store for a part, by name.
+
+        If the part cannot be written in pieces, it is read now.
+        """
         if isinstance(tensor, LazyTensor):
             if part.unchanged and tensor.in_pieces:
                 return dict.fromkeys(part.outputs, tensor)
@@ -86,7 +89,6 @@ class PublishedFiles:
         return self.published.tensors(part, tensor)
 
     def _write_configs(self, folder: Path) -> None:
-        """Write config.json, generation_config.json (if the model generates) and the index (if there are shards)."""
         model = cast("PreTrainedModel", self.published.model)
         config = model.config
         config.dtype = self._dtype
@@ -103,7 +105,7 @@ class PublishedFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedTensor:
-    """One tensor of the model, and its tensors in the files."""
+    """One tensor of the model, and the tensors for it in the files."""
 
     source: str  # its name in the model's state_dict
     outputs: dict[str, tuple[int, ...]]  # names in the files, and shapes
@@ -111,7 +113,7 @@ class PublishedTensor:
 
 
 class PublishedModel:
-    """The published form of a model on the meta device: transformers' format, or its state_dict."""
+    """The published form of a model on the meta device: transformers' format, or the model's state_dict."""
 
     def __init__(self, model: nn.Module, transformers: bool):
         self.model, self.transformers = model, transformers
@@ -133,7 +135,7 @@ class PublishedModel:
         """Switch to the names that transformers uses in files, which may differ from those in the model.
 
         For example, files have one tensor per expert of a mixture. If a published tensor would need several of the
-        model's tensors, the model's names are kept, which transformers can also load.
+        model's tensors, keep the model's names. transformers can load these too.
         """
         together = self._converted(dict(state))
         try:

@@ -1,4 +1,4 @@
-"""Load torch files safely: no code in them is run."""
+"""Load torch files safely, without running code in them."""
 
 from __future__ import annotations
 
@@ -39,14 +39,11 @@ class InertFragment:
 
 
 class InertLossScaler:
-    """A loss scaler's attributes: cur_scale, and for a dynamic scaler also cur_iter, cur_hysteresis and settings."""
+    """The attributes of a loss scaler: cur_scale. A dynamic scaler also has cur_iter, cur_hysteresis and settings."""
 
 
 class Inert:
-    """A placeholder for objects other than tensors: arguments of a script, numpy's random states.
-
-    They are discarded.
-    """
+    """A placeholder for objects that are not needed: arguments of a script, numpy's random states."""
 
     def __init__(self, *values: object, **named: object):
         pass
@@ -76,7 +73,10 @@ ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Return only enum members: Python before 3.11.4 pickles them as `getattr(class, name)`."""
+    """Return an enum's member: Python before 3.11.4 pickles members as `getattr(class, name)`.
+
+    Refuse everything else.
+    """
     if kind is int and name in ZERO_STAGES:
         return ZERO_STAGES[name]
     if isinstance(kind, EnumType) and name in kind.__members__:
@@ -89,7 +89,7 @@ _TRUSTED = ContextVar("trusted", default=False)
 
 @contextmanager
 def trusted_pickles(trusted: bool) -> Iterator[None]:
-    """If `trusted`, let `load` create objects of any class within the block; their code may run (--trust-pickle)."""
+    """If `trusted`, `load` may create objects of any class within the block (--trust-pickle). Their code may run."""
     token = _TRUSTED.set(trusted)
     try:
         yield
@@ -98,11 +98,11 @@ def trusted_pickles(trusted: bool) -> Iterator[None]:
 
 
 def load(path: Path | str, mmap: bool = True, for_engine: bool = False, span: tuple[int, int] | None = None) -> Any:
-    """Load a torch file with its tensors on the CPU; with `mmap` they stay on disk until they are read.
+    """Load a torch file with its tensors on the CPU. With `mmap` they stay on disk until they are read.
 
-    Only tensors, plain values and the classes above are loaded. With `for_engine` DeepSpeed's own classes are used,
-    which its engine needs to resume. `span` (first byte, bytes) is the place of a torch file within a larger one. A
-    safetensors file is a mapping of its tensors.
+    Only tensors, plain values and the classes above are loaded. With `for_engine`, DeepSpeed's own classes are
+    used, which its engine needs to resume. `span` (first byte, bytes) is the place of a torch file within a larger
+    file. A safetensors file is returned as a mapping of its tensors.
 
     Raises UserError: "unsafe-file" if the file needs other classes, "damaged-file" if it cannot be parsed,
     "missing-file" if it does not exist, "unreadable-file" if the system cannot read it.
@@ -142,7 +142,8 @@ _MAPPED: dict[int, tuple[str, int]] = {}  # path and size of each mapped file, b
 def _unreserved_maps() -> Iterator[None]:
     """Let torch map files that are larger than the memory.
 
-    torch (serialization.py, `load`) maps a file as private and writable. Linux reserves memory for such a mapping.
+    torch (serialization.py, `load`) maps a file as private and writable, for which Linux reserves memory. Within
+    the block, no memory is reserved.
     """
     with _MAPPING:
         setattr(torch.UntypedStorage, "from_file", _map)  # noqa: B010 - a method of its base class
@@ -165,7 +166,7 @@ def _map(path: str, shared: bool, size: int) -> torch.UntypedStorage:
 def copy_numbers(out: torch.Tensor, stored: torch.Tensor) -> None:
     """Copy flat numbers of a mapped file into `out`, which may have another type.
 
-    If there are many, they are read from the file, which takes a tenth of the CPU time of mapping its pages.
+    Many numbers are read from the file, which takes a tenth of the CPU time of mapping its pages.
     """
     address, count, size = stored.data_ptr(), len(stored), stored.dtype.itemsize
     place = next(((p, address - a) for a, (p, total) in list(_MAPPED.items()) if a <= address < a + total), None)
@@ -182,9 +183,9 @@ def copy_numbers(out: torch.Tensor, stored: torch.Tensor) -> None:
 
 
 class _MetadataReader(PlainUnpickler):
-    """An unpickler for the metadata of torch.distributed.checkpoint, which names only these classes.
+    """An unpickler for the metadata of torch.distributed.checkpoint. It refuses all classes but a few.
 
-    Its dataclasses become plain objects. torch's weights-only unpickler does not read the newer protocol of this file.
+    Dataclasses become plain objects. torch's weights-only unpickler cannot read the newer protocol of this file.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -201,8 +202,6 @@ class _MetadataReader(PlainUnpickler):
 
 
 class _Fields:
-    """The fields of a dataclass, as attributes."""
-
     def __init__(self, *values: object):
         pass
 
@@ -223,7 +222,7 @@ PLAIN: dict[tuple[str, str], Any] = {
 
 
 def load_metadata(path: Path) -> Any:
-    """Load the `.metadata` of a PyTorch distributed checkpoint, without running code. Raises like `load`."""
+    """Load the `.metadata` of a PyTorch distributed checkpoint, without running code. Raises the errors of `load`."""
     try:
         metadata = read_pickle(path, _MetadataReader)
         if not isinstance(metadata.storage_data, dict) or not isinstance(metadata.state_dict_metadata, dict):
@@ -238,7 +237,7 @@ def load_metadata(path: Path) -> Any:
 
 
 class Safetensors(Mapping[str, torch.Tensor]):
-    """The tensors of a safetensors file by name, read on demand."""
+    """The tensors of a safetensors file, by name. They are read on demand."""
 
     def __init__(self, path: Path | str):
         self._file = safe_open(path, framework="pt")

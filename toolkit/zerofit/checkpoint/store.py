@@ -56,7 +56,7 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class FileMark:
-    """Size and XXH3 128-bit hash (hexadecimal) of a file's bytes."""
+    """The size of a file, and the XXH3 128-bit hash (hexadecimal) of its bytes."""
 
     bytes: Count
     xxh3_128: str
@@ -64,9 +64,9 @@ class FileMark:
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenWeights:
-    """A reference to weights outside a checkpoint or folder of adapters.
+    """The identity of weights that a checkpoint or folder of adapters needs but does not contain.
 
-    It prevents the use of the wrong weights.
+    It prevents the use of other weights.
     """
 
     parameters: int  # elements
@@ -75,13 +75,13 @@ class FrozenWeights:
 
 
 def checksum_text(total: int) -> str:
-    """Return the text of the checksum of frozen weights from the sum of all parts (`models.checksums`)."""
+    """Return the checksum of frozen weights as text. `total`: the sum over all parts (`models.checksums`)."""
     return f"{total % WORD:016x}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A checkpoint's content, written last: all files with sizes and checksums, and the job."""
+    """The content of a checkpoint: all files with sizes and checksums, and the job. It is written last."""
 
     step: Count  # optimizer steps done
     samples: Count  # samples consumed: the position in the sequence of samples to resume from
@@ -101,7 +101,7 @@ class Manifest:
         return sum(mark.bytes for mark in self.files.values())
 
     def write(self, checkpoint: Path) -> None:
-        """Write the manifest into the checkpoint's folder with its own checksum, and flush it to the disk."""
+        """Write the manifest with its own checksum into the checkpoint's folder, and flush it to the disk."""
         job = self.job.to_dict() | {"inputs": inputs_to_dict(self.inputs)}
         content = field_data(self, "job", "inputs") | {"job": job}
         write_text(checkpoint / MANIFEST, json.dumps({**content, "checksum": checksum_of(content)}, indent=1))
@@ -135,7 +135,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def mark_of(path: Path) -> FileMark:
-    """Return size and hash of a file."""
+    """Return the size and the hash of a file."""
     digest, size = xxhash.xxh3_128(), 0
     with DirectFile(path) as file:
         while len(part := file.read_bytes(size, PIECE)):
@@ -145,7 +145,7 @@ def mark_of(path: Path) -> FileMark:
 
 
 def marks_of(folder: Path, names: list[str]) -> dict[str, FileMark]:
-    """Return size and hash of several files of a folder, by name."""
+    """Return the size and the hash of several files in a folder, by name."""
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(names, pool.map(mark_of, [folder / name for name in names]), strict=True))
 
@@ -172,7 +172,7 @@ class Damage:
 
 
 def quick_look(checkpoint: Path) -> tuple[Manifest | None, list[Damage]]:
-    """Return the manifest, and damage that is visible without reading the files: missing files, wrong sizes."""
+    """Return the manifest, and damage that shows without reading the files: missing files, wrong sizes."""
     try:
         manifest = read_manifest(checkpoint)
     except ManifestError as error:
@@ -186,9 +186,9 @@ def quick_look(checkpoint: Path) -> tuple[Manifest | None, list[Damage]]:
 
 
 def verify(checkpoint: Path, progress: Callable[[str], None] | None = None) -> list[Damage]:
-    """Read a checkpoint and return all damage; [] if every byte is as written.
+    """Read a checkpoint and return all damage; [] if every byte is as it was written.
 
-    After two seconds, `progress` is called with a text after each file.
+    After the first two seconds, `progress` gets a text after each file.
     """
     manifest, damage = quick_look(checkpoint)
     if manifest is None:
@@ -227,7 +227,7 @@ def _read(checkpoint: Path, name: str, mark: FileMark) -> list[Damage]:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry:
-    """One visible checkpoint; `damage` is from `quick_look`, without checksums."""
+    """One visible checkpoint. `damage` is from `quick_look`, which compares no checksums."""
 
     step: int
     path: Path
@@ -242,7 +242,7 @@ class Store:
     folder: Path
 
     def entries(self) -> list[CheckpointEntry]:
-        """Return all visible checkpoints by step, including damaged ones."""
+        """Return all visible checkpoints, sorted by step, including damaged ones."""
         if not self.folder.is_dir():
             return []
         folders = sorted((step, path) for path in self.folder.iterdir() if (step := _own_step(path)) is not None)
@@ -254,7 +254,7 @@ class Store:
         on_damaged: Callable[[CheckpointEntry], None] = lambda _: None,
         progress: Callable[[str], None] | None = None,
     ) -> CheckpointEntry | None:
-        """Return the newest checkpoint without damage; `on_damaged` is called for each newer, damaged one."""
+        """Return the newest checkpoint without damage. Call `on_damaged` for each newer, damaged one."""
         for entry in reversed(self.entries()):
             damage = entry.damage or verify(entry.path, progress)
             if not damage:
@@ -263,11 +263,11 @@ class Store:
         return None
 
     def staging_path(self, step: int) -> Path:
-        """Return the folder where the checkpoint of this step is written first."""
+        """Return the folder in which the checkpoint of a step is written before it becomes visible."""
         return self.folder / f"{STAGING}{folder_name(step)}"
 
     def make_visible(self, step: int) -> Path:
-        """Rename the staging folder to the checkpoint of its step; archive an existing checkpoint of that name."""
+        """Rename the staging folder to the checkpoint of its step. Archive an existing checkpoint of that name."""
         target, staging = self.folder / folder_name(step), self.staging_path(step)
         # A run that resumed from an earlier step reaches this step again: the older checkpoint is kept under another
         # name, and folders are synced before the rename, since a crash could otherwise show the name without its
@@ -279,7 +279,7 @@ class Store:
         return target
 
     def archive(self, paths: Iterable[Path]) -> list[Path]:
-        """Rename checkpoints so that no run resumes from them; return the new paths."""
+        """Rename checkpoints so that no run resumes from them. Return the new paths."""
         moved = []
         for path in paths:
             number = 1
@@ -290,7 +290,7 @@ class Store:
         return moved
 
     def remove_incomplete(self) -> None:
-        """Remove checkpoints that killed runs left half written or half deleted.
+        """Remove checkpoints that a killed run left half written or half deleted.
 
         Call this only while no run uses the folder.
         """
@@ -300,9 +300,9 @@ class Store:
                     shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, keep_last: int, keep_every: int) -> list[Path]:
-        """Delete checkpoints except the newest `keep_last` and multiples of `keep_every` (0: none).
+        """Delete all checkpoints but the newest `keep_last` and multiples of `keep_every` (0: none).
 
-        Damaged checkpoints are kept, for inspection. Returns the deleted paths.
+        Damaged checkpoints are kept, for inspection. Return the deleted paths.
         """
         complete = [entry for entry in self.entries() if not entry.damage]
         steps = {entry.step for entry in complete[-keep_last:]}
@@ -316,7 +316,7 @@ class Store:
 
 
 def folder_name(step: int) -> str:
-    """Return the name of a checkpoint's folder, such as `step-00000100`, which sorts by step."""
+    """Return the name of a checkpoint's folder, such as `step-00000100`. These names sort by step."""
     return f"{PREFIX}{step:08}"
 
 
@@ -332,19 +332,19 @@ def _own_step(path: Path) -> int | None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Flush the entries of a folder and its subfolders to the disk."""
+    """Flush a folder and its subfolders to the disk: the names in them, not the files' contents."""
     for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
         sync_folder(path)
 
 
 def is_own(path: Path) -> bool:
-    """Return whether a path was written by zerofit: a checkpoint, a run's folder, or its checkpoints folder."""
+    """Return whether zerofit wrote this path: a checkpoint, a run's folder, or its checkpoints folder."""
     own = path.is_dir() and ((path / MANIFEST).is_file() or _own_step(path.absolute()) is not None)
     return own or any(Store(folder).entries() for folder in (path / CHECKPOINTS, path))
 
 
 def store_of(path: Path, where: str = "PATH") -> Store | None:
-    """Return the store for a run's folder or its checkpoints folder, or None for a single checkpoint.
+    """Return the store of a run's folder or of its checkpoints folder; None for a single checkpoint.
 
     Raises UserError "no-checkpoint" for other paths.
     """
@@ -361,11 +361,12 @@ def store_of(path: Path, where: str = "PATH") -> Store | None:
 
 
 def locate(path: Path, where: str = "PATH", *, deep: bool = False, report: Reporter | None = None) -> Path:
-    """Return a checkpoint's folder, or a run's newest complete one, with a warning for each newer damaged one.
+    """Return a checkpoint's folder. For a run, return its newest complete checkpoint.
 
-    Another program's checkpoint is returned as it is: without checksums, only reading its tensors shows damage. With
-    `deep` every byte is checked, else only that the files exist and have the right sizes. Raises UserError
-    "no-checkpoint", or "damaged-checkpoint" for a named checkpoint that is damaged.
+    Newer damaged checkpoints are skipped with a warning. Another program's checkpoint is returned without a check:
+    it has no checksums, so only reading its tensors shows damage. With `deep` every byte is checked, else only that
+    the files exist and have the right sizes. Raises UserError "no-checkpoint", or "damaged-checkpoint" for a named
+    checkpoint that is damaged.
     """
     report = report or Reporter()
     if not is_own(path) and (found := foreign_at(path)):

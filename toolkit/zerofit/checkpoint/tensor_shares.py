@@ -1,4 +1,4 @@
-"""Join weights that are split over tensor parallel ranks, by the rules in the files or by the rules of Megatron."""
+"""Join weights that are split over tensor parallel ranks, by rules in the files or by Megatron's rules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WIDE, NARROW = "dense_h_to_4h.weight", "dense_4h_to_h.weight"
 
 
 def whole_shards(found: Foreign, parts: Parts, rules: dict[str, Any] | None) -> list[Shard]:
-    """Return all shards as parts of the full tensors. Raises UserError "no-whole-view" if no rules are known."""
+    """Return all shards as parts of the full tensors. Raises UserError "no-whole-view" if there are no rules."""
     if parts.tensor_ranks == 1:
         return [shard for ranks in parts.shards.values() for shard in ranks[0]]
     unknown = []
@@ -56,7 +56,7 @@ def whole_shards(found: Foreign, parts: Parts, rules: dict[str, Any] | None) -> 
 
 
 def _gated(parts: Parts) -> list[str]:
-    """Return the patterns of Megatron's gated layers, which stack two matrices: they have twice the rows."""
+    """Return patterns for Megatron's gated layers. These stack two matrices, so they have twice the rows."""
     gated = []
     for name, ranks in parts.shards.items():
         other = parts.shards.get(name.replace(WIDE, NARROW))
@@ -82,7 +82,7 @@ class _Rules:
             raise ValueError(f"a pattern of tensor parallel shares: {error}") from None
 
     def widths(self, name: str, lengths: list[int]) -> list[list[int]] | None:
-        """Return the rows of each rank in each matrix, if a weight stacks several matrices; else None."""
+        """If a weight stacks several matrices, return the rows of each rank in each matrix; else None."""
         for pattern, widths in (self.saved.get("sub_param_shard_widths") or {}).items():
             if self.matches([pattern], name):
                 return [list(each) for each in widths]
@@ -97,7 +97,6 @@ class _Rules:
         return None
 
     def dim(self, name: str) -> int:
-        """Return the dimension that is cut."""
         for entry in self.saved.get("parameter_with_sub_params") or ():
             if self.matches(entry["patterns"], name):
                 return int(entry["partition_dim"])
@@ -105,7 +104,10 @@ class _Rules:
 
 
 def _joined(found: Foreign, rules: _Rules, name: str, ranks: dict[int, list[Shard]]) -> list[Shard]:
-    """Return the shards of a parameter; only the first rank's shards, if all ranks have the full parameter."""
+    """Return the shards of a parameter as parts of the full tensor.
+
+    If all ranks have the full parameter, return only the first rank's shards.
+    """
     for pattern, reason in (rules.saved.get("autotp_unsupported_parameter_patterns") or {}).items():
         if rules.matches([pattern], name):
             message = f"{found.files}: the shares of {name} cannot be joined: {reason}"

@@ -1,4 +1,4 @@
-"""Index of checkpoints by torch's own tools (distributed, state dicts), and of DeepSpeed's universal folders."""
+"""The index of checkpoints by torch's own tools (distributed, state dicts), and of DeepSpeed's universal ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _index(
 def distributed_index(found: Foreign) -> RankIndex:
     """Build the index of a PyTorch distributed checkpoint from its `.metadata`.
 
-    Accelerate keeps the optimizer in a separate folder, `optimizer_0`.
+    Accelerate stores the optimizer in a separate folder, `optimizer_0`.
     """
     folders = [found.files]
     optimizer = found.files.with_name(found.files.name.replace("pytorch_model_fsdp", "optimizer"))
@@ -76,7 +76,7 @@ def distributed_index(found: Foreign) -> RankIndex:
 
 
 def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dict[str, Location]) -> None:
-    """Add a folder's tensors by key, as (description, chunk, place), and its scalars."""
+    """Add a folder's tensors to `tensors`, by key as (description, chunk, place), and its scalars to `scalars`."""
     if not (folder / METADATA).is_file():
         raise incomplete(folder, f"{METADATA} is missing, which rank 0 writes last", "use an older checkpoint")
     metadata = safe_load.load_metadata(folder / METADATA)
@@ -105,7 +105,6 @@ def _rank(file: str) -> str:
 
 
 def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Location]) -> RankIndex:
-    """Separate weights and optimizer states by their keys, and rename both to the model's names."""
     states: dict[str, dict[str, str]] = {}  # key by name and kind
     owners: dict[str, str] = {}
     for key in tensors:
@@ -141,8 +140,10 @@ def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Loc
 
 
 def _grad_scaler(folder: Path) -> dict[str, Any] | None:
-    """Return the scale of torch's GradScaler, saved by the Trainer and Accelerate, as numbers of DeepSpeed's loss
-    scaler."""
+    """Return the scale of torch's GradScaler as the numbers of DeepSpeed's loss scaler.
+
+    The Trainer and Accelerate save it; None if there is none.
+    """
     saved = safe_load.load(folder / SCALER) if (folder / SCALER).is_file() else None
     if not saved:  # {}: of a scaler that is switched off
         return None
@@ -151,9 +152,9 @@ def _grad_scaler(folder: Path) -> dict[str, Any] | None:
 
 
 def _distributed_groups(found: Foreign, scalars: dict[str, Location]) -> list[ParameterGroup]:
-    """Return the optimizer's groups, which `get_optimizer_state_dict` numbers.
+    """Return the optimizer's groups, which are numbered by `get_optimizer_state_dict`.
 
-    torchtitan saves the settings of each parameter: parameters with the same settings are a group.
+    torchtitan saves the settings of each parameter instead. Then parameters with the same settings are a group.
     """
     groups: dict[str, dict[str, Any]] = {}
     for key, where in scalars.items():
@@ -170,7 +171,7 @@ def _distributed_groups(found: Foreign, scalars: dict[str, Location]) -> list[Pa
 
 
 def _prefix(weights: list[str], states: list[str]) -> str:
-    """Return the prefix that the keys add to the model's names. It is found from the keys of the optimizer's states."""
+    """Return the prefix of the weights' keys before the model's names, found by comparing them with `states`."""
     firsts = {key.split(".")[0] + "." for key in weights}
     for prefix in ("", *sorted(firsts)):
         if states and all(prefix + name in weights for name in states):
@@ -196,8 +197,6 @@ def _chunk_shard(found: Foreign, name: str, shape: tuple[int, ...], chunk: Any, 
 
 @dataclass(kw_only=True)
 class _StateDict:
-    """Tensors of one or several files, and the optimizer's states that belong to them."""
-
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     places: dict[str, Location] = field(default_factory=dict)
     buffers: list[SavedBuffer] = field(default_factory=list)
@@ -230,7 +229,7 @@ class _StateDict:
 
 
 def _weights_key(content: Any, file: str) -> str | None:
-    """Return the key of the state dict in a file, or None if the file is the state dict."""
+    """Return the key under which a file has its state dict; None if the file is the state dict."""
     if not isinstance(content, dict) or any(isinstance(value, Tensor) for value in content.values()):
         return None
     inner = [key for key, value in content.items() if isinstance(value, dict) and _has_tensor(value)]
@@ -248,7 +247,8 @@ def _has_tensor(content: dict[Any, Any]) -> bool:
 def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
     """Build the index of full state dicts: a torch file, or safetensors with the optimizer's file next to them.
 
-    The optimizer's file numbers the parameters. Their order is known from the model of `run`, or else of config.json.
+    The optimizer's file numbers the parameters. Their order is that of the model of `run` or, without a run, of
+    config.json.
     """
     root = found.path if found.path.is_dir() else found.path.parent
     saved, notes = _StateDict(), []
@@ -287,7 +287,7 @@ def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
 
 
 def _model_order(folder: Path, run: Run | None) -> list[str]:
-    """Return the names of the parameters in the model's order; [] if neither a run nor config.json describes it."""
+    """Return the names of the parameters in the model's order; [] without a run and a config.json."""
     if run is None and not (folder / "config.json").is_file():
         return []
     source = source_of(run) if run else find(str(folder.absolute()))
@@ -297,7 +297,7 @@ def _model_order(folder: Path, run: Run | None) -> list[str]:
 
 
 def _states_in(content: Any, file: str) -> dict[str, Any]:
-    """Find torch's optimizer state dict in a file. Return its place and content."""
+    """Return the content and the place of torch's optimizer state dict in a file; {} if there is none."""
     for key in STATES:
         base, keys = content.get(key) if isinstance(content, dict) else None, [key]
         if isinstance(base, list) and base:
@@ -310,7 +310,6 @@ def _states_in(content: Any, file: str) -> dict[str, Any]:
 def _by_name(
     states: dict[str, Any], shapes: dict[str, tuple[int, ...]], notes: list[str]
 ) -> dict[str, dict[str, Location]]:
-    """Return the places of the optimizer's states by parameter and kind."""
     if not states.get("base"):
         notes.append("it has no optimizer states")
         return {}
@@ -332,7 +331,7 @@ def _by_name(
 
 
 def universal_index(found: Foreign) -> RankIndex:
-    """Build the index of DeepSpeed's universal checkpoint: one file for each parameter and state."""
+    """Build the index of DeepSpeed's universal checkpoint, which has one file per parameter and state."""
     shards, step = [], None
     for file in sorted((found.files / "zero").glob("*/fp32.pt")):
         states = {f.stem: f for f in sorted(file.parent.glob("*.pt")) if f.stem != "step"}

@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint to DeepSpeed's universal format, which its engines load with another number of ranks.
+"""Convert a checkpoint to DeepSpeed's universal format, which DeepSpeed loads with any number of ranks.
 
     OUT/latest_universal                              the tag below
     OUT/step-00000100/zero/NAME/fp32.pt, exp_avg.pt   each full parameter and optimizer state: {"param": tensor}
@@ -6,9 +6,10 @@
     OUT/step-00000100/zero/optimizer_state.pt         parameter groups, loss scaler, versions
     OUT/step-00000100/*mp_rank_00_model_states.pt     counters and learning rate schedule, without weights
 
-DeepSpeed's own converter writes only the files for its source's stage. This converter writes the files that stages 1
-and 2 read (runtime/base_optimizer.py, load_hp_checkpoint_state_from_checkpoint_dir) and the files that stage 3 reads
-(runtime/zero/stage3.py, load_hp_checkpoint_state_from_checkpoint_dir_stage3), so each of them can load it.
+DeepSpeed's own converter writes only the files for the ZeRO stage of its source. This converter writes files for
+all stages: those that stages 1 and 2 read (runtime/base_optimizer.py,
+load_hp_checkpoint_state_from_checkpoint_dir), and those that stage 3 reads (runtime/zero/stage3.py,
+load_hp_checkpoint_state_from_checkpoint_dir_stage3).
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> Conv
 
 
 def _sources(checkpoint: Path) -> tuple[dict[str, Path | None], int, int]:
-    """Return the folder of each engine's files (None if DeepSpeed did not write them), the step, and the ranks."""
+    """Return the folder of each engine's files, the step, and the number of ranks.
+
+    The folder is None if DeepSpeed did not write the files.
+    """
     if not is_own(checkpoint) and (found := foreign_at(checkpoint)):
         facts = facts_of(found)
         return {STATE: found.files if found.format == "deepspeed" else None}, facts.step or 0, facts.ranks or 1
@@ -88,7 +92,7 @@ def refuse_without_frozen(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def _write_engine(source: Path | None, state: FullState, ranks: int, folder: Path) -> Iterator[int]:
-    """Write one engine's files into `folder`; yield the bytes of each tensor.
+    """Write one engine's files into `folder`. Yield the bytes of each tensor.
 
     FullState has refused names that point outside the folder.
     """
@@ -117,7 +121,7 @@ def _write_engine(source: Path | None, state: FullState, ranks: int, folder: Pat
 
 
 def engine_facts(source: Path | None, state: FullState) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the counters of an engine, and its optimizer's globals, groups and step.
+    """Return the counters of an engine, and the globals, groups and step of its optimizer.
 
     Without DeepSpeed's files (`source` is None), use the counters in the index. Raises UserError "no-optimizer".
     """
@@ -140,7 +144,7 @@ def _save(value: Any, path: Path) -> None:
 
 
 def _counters(source: Path) -> dict[str, Any]:
-    """Return the counters, which are the same in all ranks' model states files."""
+    """Return the counters, which are equal in the model states files of all ranks."""
     files = sorted(source.glob("*model_states.pt"))
     files = [file for file in files if "mp_rank" in file.name]  # a pipeline's layers have files too
     saved = safe_load.load(files[0])
@@ -164,7 +168,6 @@ def _optimizer_globals(source: Path) -> dict[str, Any] | None:
 
 
 def _own_state(saved: Any) -> dict[str, Any] | None:
-    """Find the state dict of torch's optimizer at any depth."""
     if not isinstance(saved, dict):
         return None
     if "state" in saved and "param_groups" in saved:

@@ -1,4 +1,4 @@
-"""Print answers and errors of commands (with --json on the last line), and exit with 0, 1, 2, 3, 70, 75 or 130."""
+"""Print answers and errors of commands (with --json on the last line). Exit with 0, 1, 2, 3, 70, 75 or 130."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ R = TypeVar("R", bound="Result | dict[str, Any]")
 # Every command ends here: its function returns a result, printed as one line of JSON or lines for people, or raises an
 # error, which becomes messages and an exit code. Scripts rely on both, so no command exits in another way.
 def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], interrupted: str = "") -> R:
-    """Call `work`, the function of a command, and print its answer. Errors end the process with their exit code.
+    """Call `work`, the function of a command, and print the result.
+
+    Errors end the process with their exit code.
 
     `interrupted` is the hint to print after Ctrl-C, for commands without checkpoints.
     """
@@ -79,7 +81,7 @@ def problems_of(error: Exception) -> list[Problem]:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Within the block, handle SIGTERM, SIGUSR1 and a closed terminal like Ctrl-C."""
+    """Within the block, SIGTERM, SIGUSR1 and a closed terminal have the effect of Ctrl-C."""
     # default_int_handler raises KeyboardInterrupt in the main thread, so that all blocks with cleanup run
     former = {number: signal.signal(number, signal.default_int_handler) for number in stop_requests()}
     try:
@@ -90,9 +92,9 @@ def _stoppable() -> Iterator[None]:
 
 
 def fail_internally(error: Exception, as_json: bool) -> NoReturn:
-    """Exit with code 70 for a bug in zerofit, and name the file with the traceback.
+    """Exit with code 70 for a bug in zerofit, and print the path of a file with the traceback.
 
-    Exit with code 2 (bad input) for a missing package of an extra, and for a path that the system refuses.
+    Exit with code 2 (bad input) if a package of an extra is missing, or if the system refuses a path.
     """
     if missing := missing_extra(error):
         fail([missing], BAD_INPUT, as_json)
@@ -110,14 +112,14 @@ REFUSED = ("ENAMETOOLONG", "ENOTDIR", "EISDIR", "ELOOP", "EACCES", "EPERM", "ERO
 
 
 def _of_path(error: Exception) -> str:
-    """Return the system's message if the error is about a path that the system refuses, else ""."""
+    """Return the system's message if the system refuses a path, else ""."""
     if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in REFUSED and error.filename is not None:
         return f"cannot use {os.fsdecode(error.filename)}: {error.strerror}"
     return "a path has a NUL byte" if isinstance(error, ValueError) and "embedded null byte" in str(error) else ""
 
 
 def _write_traceback(error: Exception) -> Path:
-    """Write the traceback into zerofit's cache, else into the temporary folder."""
+    """Write the traceback into zerofit's cache, else into the temporary folder, else to standard error."""
     name = f"error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     text = f"{' '.join(sys.argv)}\n\n" + "".join(traceback.format_exception(error))
     for folder in (cache_root() / "errors", Path(tempfile.gettempdir())):

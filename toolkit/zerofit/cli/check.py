@@ -41,7 +41,7 @@ CLEAN, WARNINGS, ERRORS = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """The findings about one file, and the output that the flags request."""
+    """The findings about one file, and the output that the flags ask for."""
 
     result: CheckResult
     explained: list[KeyRow] | None = None
@@ -169,7 +169,6 @@ def _unread(name: str, error: UserError) -> UnreadFile:
 
 
 def _show_total(reports: CheckReports) -> None:
-    """Print the number of files with errors, and the version of DeepSpeed used for the check."""
     if not reports.several:
         return
     faulty = [result for result in reports.results if isinstance(result, UnreadFile) or result.errors]
@@ -237,7 +236,7 @@ def _show(report: CheckReport | UnreadFile, show_all: bool, several: bool) -> No
 
 
 def _show_explained(report: CheckReport) -> None:
-    """Print what each key does. If the resolved JSON goes to standard output, print it to standard error."""
+    """Print what each key does. If standard output gets the resolved JSON, print to standard error."""
     from zerofit.check.explain import shown
 
     console = err() if report.resolved else out()

@@ -52,7 +52,6 @@ def show_findings(result: CheckResult, show_all: bool, on_stderr: bool) -> None:
 
 
 def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
-    """Return the findings in groups with the same code, effect and severity."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.code, finding.why, finding.severity), []).append(finding)
@@ -74,7 +73,7 @@ def _without_key(finding: Finding) -> str:
 
 
 def _others(group: Sequence[Finding], most: int) -> Iterator[str]:
-    """Yield the places of a group after the first, in one line if the findings differ only in the key."""
+    """Yield the places of a group's other findings, in one line if these differ only in the key."""
     others, unlisted = group[1:most], len(group[most:])
     if others and len({_without_key(finding) for finding in group[:most]}) == 1:
         rest = f", and at {unlisted} more places" if unlisted else ""
@@ -94,7 +93,7 @@ def github(results: Iterable[CheckResult | UnreadFile]) -> str:
 
 
 def workflow_command(kind: str, text: str, **properties: object) -> str:
-    """Return a GitHub workflow command; characters that would end a property or the line are escaped."""
+    """Return a GitHub workflow command. Characters that would end a property or the line are escaped."""
     listed = [f"{name}={_escaped(str(value), ':,')}" for name, value in properties.items()]
     return f"::{kind} {','.join(listed)}::{_escaped(text)}"
 
@@ -116,7 +115,10 @@ def sarif(results: Iterable[CheckResult | UnreadFile]) -> str:
 
 
 def _rows(results: Iterable[CheckResult | UnreadFile]) -> Iterator[tuple[str, str, int, int, str, str]]:
-    """Yield severity, file, line, column, code and text of findings; equal findings at several places only once."""
+    """Yield severity, file, line, column, code and text of findings.
+
+    Equal findings at several places are yielded once.
+    """
     for result in results:
         if isinstance(result, UnreadFile):
             yield "error", result.file, result.line, 1, result.problem.kind, result.problem.message

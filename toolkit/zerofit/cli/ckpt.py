@@ -95,10 +95,7 @@ def show(path: Path, as_json: bool) -> None:
 @TRUST_PICKLE
 @AS_JSON
 def verify(path: Path, as_json: bool) -> None:
-    """Read every file of a checkpoint and compare checksums.
-
-    Exit code 0: complete, 2: damaged.
-    """
+    """Read every file of a checkpoint and compare checksums. Exit code 0: complete, 2: damaged."""
     result = _answer(path, lambda saved, on_event: saved.verify(on_event=on_event), as_json, show_verdict)
     sys.exit(0 if result.ok else DAMAGED)
 
@@ -159,10 +156,7 @@ def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
 @TRUST_PICKLE
 @AS_JSON
 def diff(a: Path, b: Path, states: bool, as_json: bool) -> None:
-    """Compare two checkpoints or exported folders tensor by tensor.
-
-    Exit code 0: equal, 1: different.
-    """
+    """Compare two checkpoints or exported folders tensor by tensor. Exit code 0: equal, 1: different."""
     result = _answer(
         a, lambda saved, on_event: saved.diff(b, states=states, on_event=on_event), as_json, show_difference
     )
@@ -170,7 +164,6 @@ def diff(a: Path, b: Path, states: bool, as_json: bool) -> None:
 
 
 def _answer(path: Path, work: Callable[[Checkpoint, OnEvent], R], as_json: bool, show: Callable[[R], None]) -> R:
-    """Call `work` with the checkpoint at `path`, and print the result."""
 
     def checked(console: EventConsole) -> R:
         from zerofit.app.checkpoints import Checkpoint
@@ -238,7 +231,6 @@ def show_description(result: CheckpointDescription) -> None:
 
 
 def _show_foreign(result: CheckpointDescription) -> None:
-    """Print the facts in the files of another program's checkpoint."""
     console = out()
     console.print(f"STEP {result.step}  {result.path}", style="bold", soft_wrap=True)
     lines = {

@@ -31,7 +31,7 @@ KEEP = ("samples/s", "speed-up", "accuracy", "memory a rank", "sent a step", "we
 
 
 def usual(field: str, words: str) -> dict[str, Any]:
-    """Return the default and the help of an option."""
+    """Return keyword arguments for `click.option`: the default of a field of `CompareJob`, and its help text."""
     return {"default": getattr(CompareJob, field), "show_default": True, "help": words}
 
 
@@ -113,7 +113,7 @@ def _finish(context: click.Context, parameter: click.Parameter, value: str | Non
 def strategies(model: str, as_json: bool, **options: Any) -> None:
     """Train MODEL with each strategy on the same samples, and compare speed, memory, traffic and weights.
 
-    If a strategy fails, or these devices cannot run it, its row has the reason. Repeat the command to resume.
+    If a strategy fails or cannot run on these devices, the table shows the reason. Repeat the command to resume.
     """
     from zerofit.app.comparing.comparisons import compare_strategies
 
@@ -183,14 +183,13 @@ def all_experiments(model: str, as_json: bool, **options: Any) -> None:
 
 
 def _taken(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Remove the options named `names` and return them. The options of a run remain in `options`."""
+    """Remove the options named `names` from `options`, and return them."""
     return {name: options.pop(name) for name in (*names, "hostfile", "anyway")}
 
 
 def _compare(
     work: Callable[..., R], model: str, options: dict[str, Any], as_json: bool, show: Callable[[R], None]
 ) -> None:
-    """Compare runs of `model` with these options, and print the answer."""
 
     def watched(events: EventConsole) -> R:
         return work(load_run(None, {"model": model, **given(options)}), on_event=events)
@@ -262,7 +261,7 @@ def show_scaling(result: Comparison[ScalingRow]) -> None:
 
 
 def _first(summary: Sequence[SizeSummary], target: str, epochs: int) -> tuple[bool, str]:
-    """Return a sentence about the batch size that reached the target first with every seed."""
+    """Return whether any batch size reached the target with every seed, and a sentence about the fastest one."""
     medians = {
         size.batch_size: size.seconds_to_target[0]
         for size in summary

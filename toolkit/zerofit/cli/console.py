@@ -68,11 +68,11 @@ def fitting_table(
     wraps: str,
     styles: Sequence[str | None] | None = None,
 ) -> Table:
-    """Return a table that is at most as wide as the console. It has fewer columns, not shortened cells.
+    """Return a table that is at most as wide as the console. Columns are left out; cells are not shortened.
 
     Columns are left out in this order: columns that are "-" in all rows, columns that `keep` does not name, then
-    columns of `keep` from its end. The first four columns of `keep` stay, except a column of long words. The text of
-    the column `wraps` may take several lines. `styles` has a style for each row.
+    columns of `keep` from its end. The first four columns of `keep` stay, except a column of long words. The text
+    of the column `wraps` may take several lines. `styles` has a style for each row.
     """
     # Problem: a table has more columns than a terminal of 80 columns can show, and rich would cut its cells.
     # 1. Measure each column by its longest cell. The column that may wrap counts at most WRAPPED letters, but never
@@ -131,7 +131,7 @@ def print_commands(console: Console, label: str, commands: Iterable[Sequence[str
 
 
 def print_verdict(console: Console, verdict: str, text: str, good: bool = True) -> None:
-    """Print the first line of an answer: its verdict in capitals, then its subject."""
+    """Print the first line of an answer: the verdict in capitals, then the subject."""
     line = Text(_wrapped(console, verdict, text, indent=len(verdict) + 2, hang=0))
     line.stylize("bold green" if good else "bold red", 0, len(verdict))
     console.print(line, soft_wrap=True)
@@ -233,7 +233,6 @@ class EventConsole:
         self.console.print(text, soft_wrap=True)
 
     def _update(self, **fields: Any) -> None:
-        """Change the live line."""
         if self.live:
             if self._main is None:
                 self._main = self._progress.add_task("", total=None, unit="", figures="", ranks="")
@@ -246,7 +245,7 @@ class EventConsole:
             self.say(text)
 
     def _show_phase(self, text: str) -> None:
-        """Show a phase. Without a terminal, print a new phase at once, and an old one every PHASE_EVERY_S seconds."""
+        """Show a phase. Without a terminal, print a new phase now and an old phase every PHASE_EVERY_S seconds."""
         # A log file gets a line only for a new phase or after PHASE_EVERY_S: phases report their seconds every second.
         self._update(description=text)
         if not self.live and (_topic(text) != self._phase or time.monotonic() - self._phase_shown_s > PHASE_EVERY_S):
@@ -279,7 +278,7 @@ class EventConsole:
 def answer_watched(
     work: Callable[[EventConsole], R], as_json: bool, show: Callable[[R], None], interrupted: str = ""
 ) -> R:
-    """Call `work`, show its events meanwhile, and print its answer."""
+    """Call `work`, show its events while it runs, and print its answer."""
 
     def watched() -> R:
         with EventConsole() as console:
@@ -294,15 +293,12 @@ def _topic(text: str) -> str:
 
 
 class _PlainTask:
-    """Plain lines about one task: at its start, every few seconds, and at its end."""
-
     def __init__(self, event: Event) -> None:
         self._started_s = self._shown_s = time.monotonic()
         of = f" ({_amount(event.total, event.unit)})" if event.total else ""
         self._say(f"{event.text}{of} ...")
 
     def show(self, event: Event) -> None:
-        """Print the task's progress if a line is due."""
         now = time.monotonic()
         if event.ended:
             done = f", {_amount(event.done, event.unit)}" if event.done else ""
@@ -317,8 +313,6 @@ class _PlainTask:
 
 
 class _IfTotal(ProgressColumn):
-    """A column that stays empty for tasks without an amount."""
-
     def __init__(self, column: ProgressColumn) -> None:
         super().__init__()
         self._column = column
@@ -329,7 +323,7 @@ class _IfTotal(ProgressColumn):
 
 
 class _Amount(ProgressColumn):
-    """A column with the units that are done; bytes are shown in MB."""
+    """A column that shows how many units are done; bytes are shown in MB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +367,7 @@ def show_checks(checks: Sequence[Check], hosts: int, console: Console) -> None:
 
 
 def _grouped(checks: Sequence[Check]) -> list[list[Check]]:
-    """Group checks with the same finding. The worst groups come first, others keep their order."""
+    """Group checks that have the same finding, worst first. Equally bad groups keep their order."""
     groups: dict[tuple[str, ...], list[Check]] = {}
     for check in checks:
         groups.setdefault((check.status, check.name, check.value, check.hint), []).append(check)

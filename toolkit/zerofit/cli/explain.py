@@ -57,7 +57,10 @@ def explain(ctx: click.Context, what: str, html: Path | None, as_json: bool, **h
 
 
 def _cluster(ctx: click.Context, what: str, hardware: dict[str, Any]) -> Cluster | None:
-    """Return the hardware of the command, or the given hardware for a run folder; None without command and hardware."""
+    """Return the hardware on which the run started; None if it is unknown.
+
+    With a command after --, the hardware comes from the command and the options. A run folder needs the options.
+    """
     words = ctx.meta[SCRIPT]
     if words is not None:
         return command_cluster(words, hardware)
@@ -125,7 +128,7 @@ def _memory(result: Explanation) -> Iterator[str]:
 
 
 def _changes(changes: Sequence[Change]) -> Iterator[str]:
-    """Yield the changes that would help. A simulated change has its memory and its cost in speed."""
+    """Yield a line for each change that would help. Simulated changes include memory and the cost in speed."""
     simulated = [change for change in changes if change.reserved_bytes is not None]
     fitting = [change for change in simulated if change.fits] or simulated
     for change in (fitting or changes)[:CHANGES]:

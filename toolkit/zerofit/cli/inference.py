@@ -47,11 +47,11 @@ placement_options = add_options(  # options for the placement of weights
 @run_options(DATA_FIELDS)
 @placement_options
 def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
-    """Evaluate CKPT: a run's folder, one of its checkpoints, an exported model, or any Hugging Face model's folder.
+    """Evaluate CKPT: a run's folder, a checkpoint, an exported model, or any Hugging Face model's folder.
 
     Uses the validation samples of --data (default: the data that the model was trained on). Prints loss and
     perplexity for text, loss and accuracy for images (for masks also mean IoU), F1 for labeled text, and ROUGE for
-    texts of an encoder-decoder.
+    encoder-decoder models.
 
     Exit code 0: done, 1: the model does not fit into the memory that it may use, 2: bad input.
     """
@@ -97,8 +97,9 @@ def _show_scores(result: Evaluation) -> None:
 def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **options: Any) -> None:
     """Continue --prompt, or chat (--chat), with the model of CKPT: a run, a checkpoint or a model folder.
 
-    The text is printed as it is written, to standard output (with --json to standard error). A chat ends with /exit
-    or Ctrl-D. Exit code 0: done, 1: the model does not fit into the memory that it may use, 2: bad input.
+    The text is printed while the model writes it, to standard output (with --json to standard error). A chat ends
+    with /exit or Ctrl-D. Exit code 0: done, 1: the model does not fit into the memory that it may use, 2: bad
+    input.
     """
     if chats == (prompt is not None):
         raise click.UsageError("use either --prompt TEXT or --chat")

@@ -109,9 +109,10 @@ def _show_report(result: dict[str, Any]) -> None:
 @click.option("--seconds", type=Number(min=0), default=0.8, show_default=True, help="seconds for each measurement")
 @AS_JSON
 def calibrate(seconds: float, as_json: bool) -> None:
-    """Measure this machine's kernels by shape, collectives by size, host copies and the disk (under a minute).
+    """Measure this machine's speed: kernels, collectives, host copies and the disk (under a minute).
 
-    `zerofit plan`, `tune` and `--fit` use these figures for this kind of device.
+    Kernels are measured by shape, collectives by size. `zerofit plan`, `tune` and `--fit` use these figures for
+    this kind of device.
     """
     answer(lambda: _calibrate(seconds), as_json, _show_speeds)
 
@@ -148,7 +149,6 @@ def _measure(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
 
 
 def _ranges(kernels: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, float, str]]:
-    """Return the slowest and the fastest shape of each kind and dtype, with the unit."""
     rates: dict[tuple[str, str], list[float]] = {}
     for kernel in kernels:
         amount = kernel["flops"] / 1e12 if kernel["flops"] else kernel["moved_bytes"] / 1e9

@@ -51,7 +51,7 @@ class Commands(click.Group):
     """A group that imports a command only when the user calls it, and prints errors as JSON with `--json`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return all names."""
+        """Return the names of all commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -152,7 +152,6 @@ async def models(
 
 
 def _with_knobs(result: Simulation, report: OnEvent) -> Simulation:
-    """Simulate changes if the run does not fit, and return the result with them."""
     if not result.fits:
         result.knobs(report)
     return result

@@ -112,10 +112,10 @@ class Number(click.FloatRange):
 
 
 class Group(click.Group):
-    """A group of commands, whose --help lists the first paragraph of each without cutting it."""
+    """A group of commands. Its --help shows the first paragraph about each command uncut."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the names and first paragraphs; click itself would end them with "..." at 45 letters."""
+        """Write the names and first paragraphs of the commands; click would cut them after 45 letters."""
         rows = [(name, (command.help or "").partition("\n\n")[0]) for name, command in sorted(self.commands.items())]
         with formatter.section("Commands"):
             formatter.write_dl([(name, " ".join(text.split())) for name, text in rows])
@@ -165,7 +165,6 @@ def _option(field: str, info: Any) -> Callable[..., Any]:
 
 
 def _switches(field: str, words: Sequence[str], extra: Mapping[str, Any]) -> Decorator:
-    """Return options for a field whose value is true, false, or one of a few words."""
     helps = {True: extra["help"], False: f"switch {switch(field, True)} off", **checkpointing.HELP}
     options = {"type": click.UNPROCESSED, "default": None}
     return add_options(
@@ -207,7 +206,7 @@ def hardware_options(*names: str, kinds: str) -> Decorator:
 
 
 def clusters(kinds: Sequence[str], **sizes: Any) -> list[Cluster]:
-    """Return a cluster for each kind (kinds may be comma-separated), or for this machine if none is given.
+    """Return one cluster for each kind (kinds may be comma-separated); this machine if no kind is given.
 
     Raises UserError with all problems.
     """

@@ -79,7 +79,6 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
 
 
 def _close(result: PlanResult) -> Iterator[tuple[str, str]]:
-    """Yield facts about the fastest layout that fits only without the margin."""
     for row in result.close[:1]:
         room = row.fit.device_available_bytes - row.memory.peak_bytes
         yield "close", f"{row.layout} ({row.step_s:.3g} s/step) is {CLOSE}"
@@ -105,7 +104,6 @@ def _title(result: PlanResult) -> str:
 
 
 def _assumptions(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the model, the assumptions, and the measurements that corrected step times."""
     result = plan.result
     length = f", {result.seq_len:,} tokens" if result.seq_len else ""
     yield "model", f"{result.model}, {shown_count(result.parameters)} parameters, {result.precision}{length}"
@@ -116,7 +114,6 @@ def _assumptions(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _tuned(tuned: TunedLayouts) -> str:
-    """Return a sentence about the accuracy of the corrected step times."""
     report = tuned.to_dict()
     planned, learned = report["errors"]["planned"], report["errors"]["learned"]
     words = f"step times corrected by {report['trials']} trials of {tuned.model}; the plan's errors were "
@@ -127,7 +124,6 @@ def _tuned(tuned: TunedLayouts) -> str:
 
 
 def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
-    """Yield the parts of the first layout's memory and step time."""
     result = plan.result
     best = result.layouts[0]
     memory, layout = best.memory, best.layout
@@ -201,7 +197,6 @@ def _row(number: int, ranked: RankedLayout) -> dict[str, str]:
 
 
 def _terms(shown: Sequence[RankedLayout]) -> str:
-    """Explain the degrees and batch sizes of the shown layouts."""
     degrees = {"dp": "data parallel ranks", "tp": "tensor parallel ranks", "pp": "pipeline stages"}
     degrees |= {"sp": "sequence parallel ranks", "ep": "expert parallel ranks"}
     used = [f"{name}: {words}" for name, words in degrees.items() if any(getattr(r.layout, name) > 1 for r in shown)]
@@ -209,7 +204,6 @@ def _terms(shown: Sequence[RankedLayout]) -> str:
 
 
 def _rejected(result: PlanResult, details: bool) -> Iterator[tuple[str, str]]:
-    """Yield each reason for rejection with the number of layouts, and what would make the nearest layout fit."""
     for rejection in result.rejections[:LINES] if details else ():
         near = f"{rejection.count:,}; the nearest is {rejection.layout or '-'}: {rejection.message}"
         yield "rejected", f"{near}; {rejection.hint}" if rejection.hint else near
@@ -234,7 +228,6 @@ def _files(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
 
 
 def _outlook(outlook: Outlook) -> Iterator[tuple[str, str]]:
-    """Yield the best layout's training time, its price, and when to save checkpoints."""
     goodput = outlook.goodput
     if outlook.hours is not None and outlook.train_h is not None:
         span = f" ({_hours(outlook.hours_range[0])} to {_hours(outlook.hours_range[1])})" if outlook.hours_range else ""
@@ -257,7 +250,6 @@ def _hours(value: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Format seconds, minutes, hours or days."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:,.3g} {unit}"
@@ -265,7 +257,6 @@ def _time(seconds: float) -> str:
 
 
 def _lacks(fit: Fit) -> str:
-    """Return how much more memory must be there for a layout to fit."""
     place = "" if fit.exceeded == "device" else f" {fit.exceeded}"
     return f"lacks {shown_bytes(fit.lacking_bytes)}{place}"
 
@@ -311,7 +302,6 @@ def _longest(answer: LargestFit | None) -> str:
 
 
 def _boxes(console: Console, boxes: Sequence[Plan]) -> Table:
-    """Return a table of the machines: the fastest layout of each, or the changes that would make the model fit."""
     rows = []
     for box in boxes:
         cluster, best = box.cluster, box.result.layouts[0] if box.result.layouts else None

@@ -57,7 +57,7 @@ TRACE_HELP = "write the timeline of a step, in Chrome trace format for Perfetto 
 
 
 class CommandAfterDashes(click.Command):
-    """A command that takes another program's command line after `--` (`ctx.meta[SCRIPT]`)."""
+    """A command that accepts another program's command line after `--` and stores it in `ctx.meta[SCRIPT]`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Move the arguments after the first `--` into `ctx.meta[SCRIPT]` (None without `--`)."""
@@ -93,7 +93,9 @@ def _share(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--deepspeed-version", metavar="X.Y.Z", help="use this release of DeepSpeed, installed separately")
 @click.option("--transformers-version", metavar="X.Y.Z", help="use this release of transformers, installed separately")
 @click.option(
-    "--write-config", type=PATH, help="write the file of the first change that fits, for DeepSpeed, Accelerate or FSDP"
+    "--write-config",
+    type=PATH,
+    help="write the configuration file (DeepSpeed, Accelerate or FSDP) of the first change that fits",
 )
 @click.option("--plot", type=PATH, help="write a picture of the memory over time (implies --exact)")
 @click.option("--html", type=PATH, metavar="FILE", help=HTML_HELP)
@@ -108,11 +110,13 @@ def _share(context: click.Context, parameter: click.Parameter, value: str | None
 @AS_JSON
 @click.pass_context
 def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: Any) -> None:
-    """Forecast the memory of one rank that trains MODEL (or RUN.yaml), with the real DeepSpeed engine on fake tensors.
+    """Forecast the memory of one rank that trains MODEL (or RUN.yaml), with DeepSpeed's real engine on fake
+    tensors.
 
-    To simulate your own unmodified script, put its command (python, torchrun, deepspeed or accelerate launch) after --,
-    as in `zerofit simulate --gpus 8 --gpu h100-80gb -- torchrun train.py --epochs 3`. It is stopped after --steps
-    optimizer steps (default 2). Hardware options, --rank, --steps, --alloc-conf, --plot, --trace and --snapshot apply.
+    To simulate your own unmodified script, put its command (python, torchrun, deepspeed or accelerate launch) after
+    --, as in `zerofit simulate --gpus 8 --gpu h100-80gb -- torchrun train.py --epochs 3`. The script is stopped
+    after --steps optimizer steps (default 2). Hardware options, --rank, --steps, --alloc-conf, --plot, --trace and
+    --snapshot apply.
 
     Exit code 0: it fits; 1: it does not fit, is close to the limit, or adds more than --fail-above; 2: bad input.
     """
@@ -194,7 +198,7 @@ def _write_config(result: Simulation, path: Path) -> None:
 
 
 def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:
-    """Return a problem: the simulator does not work with the requested releases."""
+    """Return the problem that the simulator does not work with the requested releases."""
     named = " and ".join(f"{name} {version}" for name, version in releases.items())
     reason = str(error).strip().splitlines()[-1]
     hint = "use a later release; docs/scripts.md lists the tested releases"
@@ -203,7 +207,10 @@ def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:
 
 
 def _named(target: str | None, longest: bool) -> str:
-    """Return the model or run file. Raises UserError if none is given, or if an option for scripts is."""
+    """Return `target`, a model or run file.
+
+    Raises UserError if it is missing, or if --longest is given, which is only for scripts.
+    """
     if longest:
         hint = "use --seq-len for a run"
         raise UserError(Problem(kind="usage", message="--longest is only for scripts", hint=hint, where="--longest"))
@@ -232,7 +239,7 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
 
 
 def command_cluster(words: list[str], hardware: dict[str, Any]) -> Cluster:
-    """Return the hardware from the options. GPUs and nodes that are not given are those that the command starts.
+    """Return the hardware from the options. Without --gpus or --nodes, use the numbers that the command starts.
 
     Raises UserError with all problems.
     """
@@ -248,7 +255,6 @@ def command_cluster(words: list[str], hardware: dict[str, Any]) -> Cluster:
 
 
 def _refuse_run_options(ctx: click.Context, problems: Problems) -> None:
-    """Refuse options of a run, which do not apply to a script."""
     for parameter in ctx.command.params:
         name = parameter.name or ""
         described = name in (*RUN_FIELDS, "target", "image", "exact", "trust_model_code") and name != "steps"
@@ -273,7 +279,6 @@ def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation
 
 
 def _with_knobs(result: Simulation, options: dict[str, Any]) -> Simulation:
-    """Simulate changes, if requested."""
     if options["knobs"]:
         with EventConsole() as console:
             result.knobs(console)
@@ -281,7 +286,7 @@ def _with_knobs(result: Simulation, options: dict[str, Any]) -> Simulation:
 
 
 def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simulation:
-    """Show the result. Return it with the path of the picture and the comparison with --baseline."""
+    """Show the result. Return it with the path of the picture and the comparison with --baseline added."""
     if options["base"] is not None:
         from zerofit.simulate.forecast.baseline import compare_with
 
@@ -310,7 +315,7 @@ def _read_run(target: str, options: dict[str, Any]) -> tuple[RunRequest, Cluster
 
 
 def single_cluster(hardware: dict[str, Any]) -> Cluster:
-    """Return the hardware from the options. Raises UserError for several kinds."""
+    """Return the hardware from the options. Raises UserError if --gpu names several kinds."""
     kinds = clusters(**hardware)
     if len(kinds) > 1:
         hint = "`zerofit plan` compares several"

@@ -28,7 +28,10 @@ WORTH_SAYING = 0.05  # share of a device's or a node's memory that gets a line o
 
 
 def show(result: Simulation, details: bool) -> None:
-    """Print the verdict and its facts. Changes that need less memory follow when they are simulated (`show_knobs`)."""
+    """Print the verdict and its facts.
+
+    `show_knobs` prints the changes that need less memory, as soon as they are simulated.
+    """
     console = out()
     verdict = Text(result.verdict.upper(), COLORS.get(result.verdict, "bold yellow"))
     console.print(Text.assemble("\n", verdict, "  ", _needs(result)))
@@ -43,7 +46,7 @@ def show(result: Simulation, details: bool) -> None:
 
 
 def _needs(result: Simulation) -> str:
-    """Return the line with needed and available memory: of the host if its memory is too small, else of the device."""
+    """Return the line about needed and available memory: the host's if it is too small, otherwise the device's."""
     needed, available = _needed(result), result.device_total_bytes
     figures = shown_bytes(needed)
     if result.verdict not in COLORS:
@@ -62,7 +65,7 @@ def _needs(result: Simulation) -> str:
 
 
 def _needed(result: Simulation) -> int:
-    """Return the bytes that nvidia-smi would likely show; if the run does not fit, with torch's upper estimate."""
+    """Return the bytes that nvidia-smi would likely show. If the run does not fit, use torch's upper estimate."""
     if result.verdict != NOT:
         return result.smi_bytes
     return result.device_total_bytes - result.margin_bytes - sum(o.high_bytes - o.bytes for o in result.overheads)
@@ -102,7 +105,6 @@ def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
 
 
 def _run(run: SimulatedRun) -> str:
-    """Describe the simulated run with its flags."""
     fed, size = run.input, f"{run.seq_len} tokens"
     if isinstance(fed, ImageInputs):
         size = f"{fed.channels}x{fed.size}x{fed.size}"
@@ -122,7 +124,6 @@ def _run(run: SimulatedRun) -> str:
 
 
 def _seen(run: SimulatedScript) -> str:
-    """Describe the simulated script."""
     seen = run.facts
     words = [f"{seen.model} of {seen.parameters:,} parameters"]
     if seen.trained_parameters < seen.parameters:
@@ -136,7 +137,6 @@ def _seen(run: SimulatedScript) -> str:
 
 
 def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]]:
-    """Yield the memory of the longest batches, how the script ended, and which parts of it were replaced."""
     longest = run.longest
     if longest:
         fits = "fits" if longest.fits else "does not fit"
@@ -159,7 +159,6 @@ def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]
 
 
 def _details(console: Console, result: Simulation) -> None:
-    """Print the memory outside of torch, the phases, the breakdown of the peak, and the collectives."""
     facts = [("verdict", result.because)]
     if result.device != "cpu":
         low, high = map(shown_bytes, result.smi_range_bytes)
@@ -213,7 +212,7 @@ def _collectives(result: Simulation) -> Rows:
 
 
 def show_knobs(result: Simulation, details: bool) -> None:
-    """Print the changes that need less memory, those that cost least speed first, and how to see more."""
+    """Print the changes that need less memory, cheapest in speed first, and how to see more."""
     console = out()
     leaner = [row for row in result.tried if row.fits or row.reserved_bytes < result.reserved_bytes]
     fitting = [row for row in leaner if row.fits]

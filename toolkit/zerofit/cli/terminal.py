@@ -30,14 +30,17 @@ def visible(text: str) -> str:
 
 
 def style(text: str, **looks: Any) -> str:
-    """Style text with `click.style`, for a stream of `safe_output`."""
+    """Style text with `click.style` within `safe_output`; otherwise return it unchanged."""
     if not isinstance(sys.stdout, SafeStream):
         return text
     return click.style("\0", **looks).replace("\x1b", MARK).replace("\0", text)
 
 
 def write_data(text: str, err: bool = False) -> None:
-    """Write output that programs may read, such as generated text. Only for a terminal, escape control characters."""
+    """Write output that programs may read, such as generated text.
+
+    Control characters are escaped only if the stream is a terminal.
+    """
     stream = sys.stderr if err else sys.stdout
     stream.write(text if stream.isatty() else SafeText(text))
     stream.flush()
@@ -59,7 +62,7 @@ class SafeStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text. Keep a leading carriage return, which libraries' progress bars need."""
+        """Write text. A leading carriage return is kept, because libraries' progress bars need it."""
         if not isinstance(text, str):
             raise TypeError(f"expected str, got {type(text).__name__}")
         shown = text

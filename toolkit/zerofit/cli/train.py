@@ -60,9 +60,9 @@ def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: boo
 
     With a RUN_FOLDER, or an --output with the same run, training resumes from the newest checkpoint. SIGTERM and
     SIGUSR1 save a checkpoint and stop with exit code 75. Without arguments, zerofit trains a small Llama on the
-    Python standard library's source code, and resumes an unfinished run of this kind in runs/.
+    Python standard library's source code. If runs/ has an unfinished run of this kind, zerofit resumes it.
 
-    Under deepspeed, torchrun, srun, mpirun or accelerate launch it uses the ranks that the launcher starts.
+    Under deepspeed, torchrun, srun, mpirun or accelerate launch, zerofit uses the ranks that the launcher starts.
     """
     drop_settings(os.environ)
     # A launcher has started this process. It becomes the guard of one rank, and rank 0's process supervises.
@@ -93,7 +93,10 @@ def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: boo
 
 
 def _default_job(runs: Path) -> tuple[dict[str, Any], str]:
-    """Return the run for `zerofit train` without arguments (unfinished or new), and a line about the earlier run."""
+    """Return the run for `zerofit train` without arguments, and a line about an earlier run in `runs`.
+
+    An unfinished run is resumed; otherwise the run is new. Without an earlier run the line is "".
+    """
     own = {name: value for name, value in DEFAULT_JOB.items() if name != "ds_config"}  # a run folder stores its content
     for path in sorted(runs.glob("*/run.json"), key=lambda file: -file.stat().st_mtime):
         folder = RunFolder(path.parent)
@@ -150,7 +153,6 @@ def show(result: TrainingResult) -> None:
 
 
 def _next_commands(result: TrainingResult) -> list[list[str]]:
-    """Return commands that use this run, each as a list of arguments."""
     folder, sample = _from_here(result.run_dir), (result.sample or "").split()
     prompt = ["--chat"] if result.conversations else ["--prompt", *sample[:1]]
     generates = sample or result.conversations
@@ -168,7 +170,6 @@ def _from_here(path: str) -> str:
 
 
 def _against_forecast(name: str, pair: Mapping[str, float | None]) -> str:
-    """Return a measured figure with its forecast, in the same unit, and the difference."""
     measured, forecast, difference = (pair[key] for key in ("measured", "forecast", "difference"))
     assert measured is not None
     unit = (lambda value: f"{value:.3g} s") if name.endswith("_s") else partial(shown_bytes, unit_of=measured)

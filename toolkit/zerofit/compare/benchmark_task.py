@@ -40,7 +40,7 @@ RANDOM = ("_DropoutNd", "StochasticDepth")  # layers of torch and torchvision th
 
 
 class NotHereError(Exception):
-    """Raised if these devices, this model or this installation do not support a strategy, with the reason."""
+    """These devices, this model or this installation do not support a strategy. The message is the reason."""
 
 
 class BenchmarkTask:
@@ -92,7 +92,10 @@ class BenchmarkTask:
         return model.train()
 
     def stage(self, number: int, stages: int) -> LayerStage:
-        """Return the layers of stage `number` of `stages` with similar numbers of parameters. Raises NotHereError."""
+        """Return the layers of stage `number` out of `stages` stages. Raises NotHereError.
+
+        All stages have similar numbers of parameters.
+        """
         if self.task == "gan":
             raise NotHereError("a pair of networks is not a list of layers")
         layers = as_layers(self._full_model())
@@ -103,12 +106,12 @@ class BenchmarkTask:
         return LayerStage(layers[first:last]).to(self.device)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
-        """Return SGD with momentum; Adam would amplify the last bits, in which strategies differ."""
+        """Return SGD with momentum. Adam would amplify the rounding differences between strategies."""
         self._optimizer = torch.optim.SGD(parameters, lr=self.job.lr, momentum=MOMENTUM)
         return self._optimizer
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        """Return the mean loss over a batch. The mean of the losses of equal shares of a batch is exactly the same."""
+        """Return the mean loss over a batch: the average of the mean losses of the batch's equal parts."""
         if self.task == "gan":
             return output.mean()
         logits = getattr(output, "logits", output)
@@ -117,7 +120,7 @@ class BenchmarkTask:
         return total / target.numel()
 
     def batches(self, share: int = 0, of: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs and targets of share number `share` of every global batch, which is divided into `of` shares."""
+        """Divide every global batch into `of` equal shares, and yield inputs and targets of share `share`."""
         if self.job.phases:
             yield from self.epochs.batches(self, self._model, self._optimizer, share, of)
             return
@@ -182,16 +185,20 @@ class BenchmarkTask:
         return {"loss": loss if math.isfinite(loss) else None, "accuracy": accuracy}
 
     def keep(self, model: nn.Module, steps: float) -> None:
-        """Store weights and time after `steps` global batches, for `curve`; fractions of a batch are ignored.
+        """Store the weights and the time after `steps` global batches, for `curve`.
 
-        Does nothing if no accuracy is requested, or if only the workers have batch norm's statistics.
+        Stores only some of the steps, at regular intervals. Does nothing if no target accuracy is set, or if the
+        model has batch norm, because then only the workers have the running statistics.
         """
         if self.job.target is None or steps % max(1, self.job.steps // MOST_KEPT) or batch_norms(model):
             return
         self._kept.append((steps, time.perf_counter(), state_on_cpu(model)))
 
     def curve(self) -> list[dict[str, Any]]:
-        """Evaluate all kept weights; return their seconds since the first, loss and accuracy."""
+        """Evaluate all weights that `keep` stored.
+
+        Return the steps, the seconds since the first of them, loss and accuracy of each.
+        """
         model, points = self.model(), []
         for steps, moment, state in self._kept:
             model.load_state_dict(state)
@@ -199,7 +206,10 @@ class BenchmarkTask:
         return points
 
     def progress(self, text: str) -> None:
-        """Write this process's progress. Without progress for minutes, the command assumes that the process is dead."""
+        """Write the progress of rank 0 to its file; other ranks do nothing.
+
+        If the file does not change for minutes, the command assumes that the process is dead.
+        """
         if self._progress and time.monotonic() - self._told > TELL_S:
             self._told = time.monotonic()
             write_text(self._progress, text)
@@ -236,9 +246,9 @@ def tied(model: nn.Module) -> bool:
 
 
 def _even_cuts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of each part; `stop` is exclusive. The sums are nearly equal, and no part is empty.
+    """Divide `sizes` into consecutive parts with nearly equal sums. Return (start, stop) of each part.
 
-    Raises NotHereError if fewer layers than parts have parameters.
+    `stop` is exclusive; no part is empty. Raises NotHereError if fewer layers than parts have parameters.
     """
     # Greedy: the boundary after part k goes where the sum of sizes is nearest to k / parts of the total, among the
     # places that leave at least one layer with parameters for this part and for each later one.
@@ -272,7 +282,7 @@ class StrategyMeter:
         self._before = resident_memory().now
 
     def step(self, done: int, last: bool) -> None:
-        """Record that this many steps are done."""
+        """Record the time after `done` steps. After the last step, also record memory and traffic."""
         # kernels run asynchronously; without this only the time to issue them would be measured
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -299,7 +309,10 @@ class StrategyMeter:
         return {"peak_bytes": max(torch.cuda.max_memory_allocated(n) for n in devices), "host_bytes": host}
 
     def _wire(self) -> dict[str, int | None]:
-        """Return the bytes of connections that existed during all timed steps; NCCL's cannot be counted this way."""
+        """Return the bytes sent and received by connections that existed during all timed steps. None on GPUs.
+
+        NCCL's traffic cannot be counted this way.
+        """
         if self._device.type == "cuda":
             return {"sent_bytes": None, "received_bytes": None}
         both = [(self._flows[name], flow) for name, flow in flows().items() if name in self._flows]
@@ -310,7 +323,6 @@ class StrategyMeter:
 
 
 def _forget_peaks(device: torch.device) -> None:
-    """Reset the peaks of devices and of the process."""
     if device.type == "cuda":
         for number in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(number)

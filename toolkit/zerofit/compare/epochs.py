@@ -34,7 +34,7 @@ class Epochs:
     def batches(
         self, work: BenchmarkTask, model: nn.Module, optimizer: torch.optim.Optimizer, share: int, of: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs and targets of share number `share` (of `of` shares) of every batch, phase by phase."""
+        """Divide every batch into `of` equal shares. Yield inputs and targets of share `share`, phase by phase."""
         seconds, step, start, epoch = 0.0, 0, 0, 0
         epochs = sum(count for count, _, _ in work.job.phases)
         for count, batch, lr in work.job.phases:
@@ -62,7 +62,7 @@ class Epochs:
         self._curve.append({**done, **work.evaluate(model, range(0, count, 2)), "test_accuracy": test})
 
     def measurements(self) -> RankReport:
-        """Return the figures after each epoch and the noise scale; {} on other ranks than the first."""
+        """Return the figures after each epoch and the noise scale; {} on all ranks but the first."""
         return {"curve": self._curve, "noise_scale": self._noise.scale} if self._curve else {}
 
 

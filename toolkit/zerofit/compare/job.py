@@ -21,7 +21,7 @@ DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True, kw_only=True)
 class CompareJob:
-    """One measurement. Its processes read it from a JSON file."""
+    """The description of one measurement, which its processes read from a JSON file."""
 
     strategy: str
     model: str
@@ -48,7 +48,7 @@ class CompareJob:
     def run(self) -> Run:
         """A run with the same data and model, for `zerofit.data.open_data`.
 
-        For text its samples are not packed, because strategies pass nothing but tokens to a model.
+        Text is not packed, because strategies pass only tokens to a model.
         """
         root = Path(self.data_root) if self.data_root else None
         names = ("model", "model_args", "data", "image_size", "seq_len", "tokenizer", "seed")

@@ -1,7 +1,7 @@
 """Run one process of one strategy, with RANK and related variables in its environment.
 
-It writes `rank-N.json` with the measurements, or with the reason if there are none. The rank that has the full model at
-the end evaluates it, and compares its weights with the weights of the single device.
+The process writes `rank-N.json` with its measurements, or with the reason why there are none. The rank that has the
+full model at the end evaluates it, and compares its weights with the weights of the single device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REFERENCE = "single.safetensors"  # in the folder of the strategies' folders
 
 
 def measure(folder: Path) -> NoReturn:
-    """Measure this process's part of the job in a folder, and exit."""
+    """Run this process's part of the job in `folder`, write its measurements, and exit."""
     rank = int(os.environ["RANK"])
     job = CompareJob.read(folder / "job.json")
     end_first()
@@ -69,7 +69,6 @@ def _measured(job: CompareJob, folder: Path, rank: int) -> RankReport:
 
 
 def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> RankReport:
-    """Return the trained model's loss and accuracy, and the largest difference to a single device's weights."""
     model = work.model()
     model.load_state_dict(state)
     names = [name for name, _ in model.named_parameters()]

@@ -1,6 +1,6 @@
 """Decides degrees, batch sizes, precision and optimizer from a run and a DeepSpeed JSON.
 
-A value may be in the run or in the JSON. If both set it and differ, the error names both places.
+A value may be in the run or in the JSON. If their values differ, the error names both places.
 """
 
 from __future__ import annotations

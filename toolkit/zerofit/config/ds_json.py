@@ -68,7 +68,7 @@ def is_bundled(path: Path) -> bool:
 
 
 def read_for_run(name: str, where: str = "--ds-config") -> Document:
-    """Parse the JSON that a run names; a bundled one has "auto" at `RUN_DECIDES`. Raises UserError."""
+    """Parse the JSON that a run names. A bundled JSON gets "auto" at `RUN_DECIDES`. Raises UserError."""
     path = find_config(name, where)
     document = read_document(path, where)
     return for_run(document) if is_bundled(path) else document
@@ -132,7 +132,7 @@ def read_text(path: Path) -> tuple[str, str]:
 def parse_text(text: str, *, yaml: bool = False) -> Document:
     """Parse a JSON, another program's YAML, or HJSON as DeepSpeed reads it.
 
-    Raises SyntaxFault, with the position of the error in the JSON, or in the YAML if `yaml` is true.
+    Raises SyntaxFault with the position of the error: in the YAML if `yaml` is true, otherwise in the JSON.
     """
     try:
         document = parse(text)
@@ -171,7 +171,7 @@ def _read_hjson(text: str) -> Any:
 
 
 def _is_meant(config: Any) -> bool:
-    """Return whether a text without outer braces is HJSON: it has DeepSpeed's keys, and no string looks like a section.
+    """Return whether HJSON without outer braces was meant: it has DeepSpeed's keys, but no sections of a YAML.
 
     HJSON reads a YAML's section (`fp16:` with `enabled: true` below it) as one string.
     """

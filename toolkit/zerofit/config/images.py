@@ -53,7 +53,6 @@ def check_images(run: Run, layout: Layout, facts: ModelFacts, problems: Problems
 
 
 def _check_targets(run: Run, facts: ModelFacts, problems: Problems) -> None:
-    """Check that the loss supports the options that change targets."""
     mixed = [name for name in ("mixup", "cutmix") if getattr(run, name)]
     for name in [*mixed, *(["label_smoothing"] if run.label_smoothing else [])]:
         if not facts.gives_logits or run.loss == "mse" or (facts.own and run.loss is None):

@@ -15,7 +15,7 @@ LORA_FIELDS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_init")
 
 
 def part_flag(run: Run) -> str | None:
-    """Return the flag of the run that trains only a part of the model; None if there is none."""
+    """Return the flag by which the run trains only a part of the model; None if there is no such flag."""
     partial = run.partial
     return partial and ("--lora" if partial.lora else "--train" if partial.train else "--freeze")
 

@@ -28,10 +28,14 @@ CNN_DECAY = 0.16
 def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
     """Return the default peak learning rate, to two digits.
 
-    For optimizers that normalize their step it grows with the square root of the batch (Malladi et al., 2022) between 4
-    and 64 samples; above that, rates of language models hardly depend on the batch. For SGD it grows linearly above 256
-    samples (Goyal et al., 2017). Adafactor's rate is relative to the weights and fixed. Models from scratch get a lower
-    rate the larger they are; others have a fixed rate.
+    The rate depends on the optimizer:
+    - SGD: it grows linearly above 256 samples (Goyal et al., 2017).
+    - Adafactor: it is fixed and relative to the weights.
+    - Others normalize their step. It grows with the square root of the batch between 4 and 64 samples (Malladi et al.,
+      2022). Above that, good rates of language models hardly depend on the batch. Except with Muon, larger models from
+      scratch get a lower rate. The rate of pretrained models does not depend on their size.
+
+    A GAN's rate is fixed, except with SGD.
     """
     rates = OPTIMIZERS.get(optimizer, ADAMW).rates
     if rates.by_batch == "linear":

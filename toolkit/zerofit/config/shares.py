@@ -42,7 +42,7 @@ def solve_by_rank(asked: str, given: Mapping[str, Any], dp: int, place: str, whe
 
 
 def shared_out(samples: int, speeds: Sequence[float], most: int) -> tuple[int, ...]:
-    """Split `samples` in proportion to the speeds, into shares from 1 to `most`.
+    """Split `samples` into shares from 1 to `most`, in proportion to the speeds.
 
     Each sample goes to the rank that would finish it first, which minimizes the time of the slowest rank.
     """

@@ -52,7 +52,6 @@ def check_combination(layout: Layout, config: Mapping[str, Any], problems: Probl
 
 
 def _check_experts(layout: Layout, problems: Problems) -> None:
-    """Check the expert parallel degree against the other degrees and the ZeRO stage."""
     name, others = f"--expert-parallel {layout.ep}", layout.dp * layout.sp
     if layout.tp > 1:
         problems.add(
@@ -146,7 +145,7 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
 
 
 def _check_selective(run: Run, layout: Layout, problems: Problems) -> None:
-    """Refuse selective checkpointing with untested settings: collectives that work in place change what it keeps."""
+    """Refuse selective checkpointing with untested settings: in-place collectives change kept tensors."""
     used = {"--tensor-parallel": layout.tp > 1, "--sequence-parallel": layout.sp > 1, "--compile": run.compile}
     used |= {"--expert-parallel": layout.ep > 1, "--quantize": run.quantize is not None}
     used["--activation-offload"] = run.activation_offload

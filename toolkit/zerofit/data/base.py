@@ -18,7 +18,10 @@ Integers = Sequence[int] | np.ndarray  # one-dimensional
 
 
 class Dataset(ABC):
-    """Samples by index. It can be pickled (loader processes get a copy) and never changes."""
+    """A data set that never changes, with samples by index.
+
+    It can be pickled, because each loader process gets a copy.
+    """
 
     decodes = False  # True if making batches is slow enough to need loader processes
     draws = True  # False if samples have no randomness, so `keys` are not needed

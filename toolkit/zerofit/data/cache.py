@@ -59,7 +59,7 @@ def waiting_lock(path: Path, text: str, progress: Reporter) -> Iterator[None]:
 # again.
 @dataclass(frozen=True, kw_only=True)
 class Preparation(Generic[T]):
-    """How to make files from a source, and how to read them."""
+    """How to make files from a source of data, and how to read these files."""
 
     source: Source
     identity: tuple[str, ...]  # everything except the source's content that determines the files
@@ -67,7 +67,7 @@ class Preparation(Generic[T]):
     read: Callable[[Path], T | None]  # None: missing or incomplete
 
     def open(self, progress: Reporter) -> T:
-        """Open existing files, else make them now, or wait for the process that does.
+        """Open the files. If they do not exist, make them now, or wait for the process that is making them.
 
         Raises UserError for bad documents, "empty-data", "data-changed" or "cache" (no space, no permission).
         """
@@ -102,7 +102,6 @@ class Preparation(Generic[T]):
         return files
 
     def _build(self, root: Path, key: str, documents: int) -> None:
-        """Write the files into a staging folder, sync them, and rename the folder."""
         staging = root / f"{key}.build"
         shutil.rmtree(staging, ignore_errors=True)
         shutil.rmtree(root / key, ignore_errors=True)  # a folder of this name exists only if it could not be read

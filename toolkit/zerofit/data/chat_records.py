@@ -41,7 +41,7 @@ _TEMPLATE_FIELDS = ("tools", "functions", "documents", "chat_template_kwargs")  
 
 
 class NotAConversation(ValueError):
-    """Raised if a record is not a conversation in the expected form; the message is the reason."""
+    """A record is not a conversation in the expected form; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class ChatForm:
 
 
 def form_of(row: Record, text_field: str) -> ChatForm | None:
-    """Return the form of a record; None if `text_field` is plain text, or the form is unknown."""
+    """Return the form of a record. None if `text_field` contains plain text, or if the form is unknown."""
     if text_field in row and text_field not in CHAT_FIELDS:
         return None
     forms = [CHAT_FIELDS[text_field]] if text_field in CHAT_FIELDS else CHAT_FIELDS.values()
@@ -73,12 +73,11 @@ def form_of(row: Record, text_field: str) -> ChatForm | None:
 
 
 def refused_record(row: Record, text_field: str, where: str) -> Problem | None:
-    """Return why zerofit does not train on records like this one; None for other records."""
+    """Return the problem that makes zerofit refuse a record; None if it accepts the record."""
     return _lone_message(row, text_field, where) or judged_answers(row, text_field, where)
 
 
 def _lone_message(row: Record, text_field: str, where: str) -> Problem | None:
-    """Return a message if records are the messages of one conversation, not conversations."""
     forms = (("role", "content", ROLES, "messages"), ("from", "value", _SPEAKERS, "conversations"))
     for speaker, text, known, turns in forms:
         if text_field not in row and {speaker, text} <= row.keys() and row[speaker] in [*known]:
@@ -89,7 +88,7 @@ def _lone_message(row: Record, text_field: str, where: str) -> Problem | None:
 
 
 def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
-    """Return a message that zerofit does not train on records of good and bad answers; None for other records.
+    """Return a problem if a record has good and bad answers, which zerofit does not train on; else None.
 
     The full text would teach the bad answers too. The prompt alone would teach no answers.
     """
@@ -112,7 +111,7 @@ def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Judged:
-    """A kind of records that another training method needs. TRL's field names identify it."""
+    """Records that need one of TRL's training methods. The names of their fields identify them."""
 
     fields: frozenset[str]
     title: str
@@ -149,7 +148,10 @@ _JUDGED = (
 
 
 def field_hint(row: Record, field: str) -> str:
-    """Return a hint for records without `field`; training on only one of several texts is seldom intended."""
+    """Return a hint for records without the field `field`.
+
+    Training on only one of several text fields is seldom intended.
+    """
     close = nearest(field, map(str, row))
     texts = [name for name, value in row.items() if isinstance(value, str)]
     lists = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
@@ -180,7 +182,6 @@ def conversation_of(row: Record, form: ChatForm) -> ChatMessages | str:
 
 
 def _variables(row: Record) -> dict[str, Any]:
-    """Return a template's variables other than the messages, under transformers' names."""
     arguments = row.get("chat_template_kwargs") or {}
     if not isinstance(arguments, Mapping):
         raise NotAConversation(f"'chat_template_kwargs' is {type(arguments).__name__}, need an object")
@@ -201,7 +202,6 @@ def _sharegpt(row: Record) -> list[Message]:
 
 
 def _turn(turn: Any, number: int) -> Any:
-    """Return a turn as a message that keeps the turn's other fields."""
     if not isinstance(turn, Mapping) or "role" in turn:
         return turn
     speaker, text = turn.get("from"), turn.get("value")
@@ -239,7 +239,10 @@ def _alpaca(row: Record) -> list[Message]:
 
 
 def _completion(row: Record) -> list[Message]:
-    """Read TRL's prompt and completion, each a text or a list of messages; messages of the prompt are not learned."""
+    """Return the messages of TRL's prompt and completion, each a text or a list of messages.
+
+    Messages of the prompt are not learned.
+    """
     prompt, completion = row.get("prompt"), row.get("completion")
     question, answer = _question_and_answer(prompt, completion)
     question_messages = prompt if isinstance(prompt, list) else [question]
@@ -263,7 +266,7 @@ def _turns(row: Record, field: str) -> list[Any]:
 
 
 def _system(row: Record) -> list[Message]:
-    """Return the fields of the record other than its turns."""
+    """Return the record's system prompt as a list of one message; [] if there is none."""
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
@@ -356,7 +359,10 @@ def _arguments(arguments: Any, place: str) -> Arguments:
 
 
 def read_tools(row: Record) -> list[dict[str, Any]] | None:
-    """Return the tools of a record as JSON schemas; they may be JSON in a string, or OpenAI's older "functions"."""
+    """Return the tools of a record as JSON schemas.
+
+    The record may have them as JSON in a string, or as OpenAI's older "functions".
+    """
     named = [name for name in ("tools", "functions") if row.get(name)]
     tools = [schema for name in named for schema in _schemas(row[name], name)]
     return tools or None

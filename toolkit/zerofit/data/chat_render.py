@@ -20,7 +20,7 @@ Span = tuple[int, int]  # of characters
 
 
 class NotRendered(ValueError):
-    """Raised if a template rejects a conversation, or the assistant's part cannot be found. Contains the reason."""
+    """A template rejects a conversation, or the assistant's part cannot be found. The message is the reason."""
 
 
 class Rendered(NamedTuple):
@@ -81,7 +81,7 @@ class Renderer:
     #     the same with the answer                      <user> 2 + 2? <assistant> 4 <end>
     #                                                                             |-----| learned
     def _by_prefixes(self, chat: ChatMessages, text: str) -> list[Span]:
-        """Find the assistant's text if the template does not mark it. Raises NotRendered."""
+        """Return the spans of the assistant's text, for a template that does not mark them. Raises NotRendered."""
         spans = []
         for n, message in enumerate(chat.messages):
             if _is_learned(message):
@@ -94,9 +94,10 @@ class Renderer:
         return spans
 
     def _learned(self, chat: ChatMessages, spans: list[Span]) -> list[Span]:
-        """Return the marked spans of the messages that are learned. Raises NotRendered.
+        """Return only the marked spans of messages that are learned. Raises NotRendered.
 
-        To find a message's spans, the conversation up to this message is rendered twice: without and with the message.
+        To find a message's spans, the conversation up to this message is rendered twice: without and with the
+        message.
         """
         dropped: set[int] = set()
         for n, message in enumerate(chat.messages):
@@ -138,7 +139,7 @@ class Renderer:
 
 
 def compiled(template: str) -> Any:  # jinja's types do not have the attributes of transformers' environment
-    """Return a template in transformers' sandbox. Raises jinja's errors and those of Python's compiler."""
+    """Compile a template in transformers' sandbox. Raises the errors of jinja and of Python's compiler."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _compile_jinja_template(template)

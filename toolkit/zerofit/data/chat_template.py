@@ -76,7 +76,10 @@ class ChatTemplate:
         return MARKED.search(self.text) is not None
 
     def encode_all(self, conversations: Sequence[ChatMessages]) -> list[EncodedChat | str]:
-        """Return the tokens of each conversation, or why it fails. Raises UserError if a template exceeds limits."""
+        """Return the tokens of each conversation, or the reason why it has none.
+
+        Raises UserError if the template exceeds its limits.
+        """
         results = self._limited(lambda renderer, chat: renderer.render(chat), conversations)
         rendered = [result if isinstance(result, str) else _bytes_safe(*result) for result in results]
         texts = [result[0] for result in rendered if not isinstance(result, str)]
@@ -125,7 +128,6 @@ class ChatTemplate:
     def _targets(
         self, ids: np.ndarray, ranges: np.ndarray, text: str, spans: Sequence[Span], unused: Sequence[str]
     ) -> EncodedChat:
-        """Mark the tokens that have characters of a span."""
         targets = np.zeros(len(ids), dtype=bool)
         special = np.isin(ids, self.tokenizer.added_ids)
         for start, stop in spans:
@@ -167,8 +169,10 @@ def _bytes_with_places(text: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def open_chat_template(template: Path | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the given template (a file, or the name of a shipped template), else the tokenizer's template. Raises
-    UserError."""
+    """Return the template that `template` names (a file or a shipped template), else the tokenizer's own.
+
+    Raises UserError.
+    """
     loaded = tokenizer.loaded
     if loaded is not None and not loaded.is_fast:
         message = f"--tokenizer {tokenizer.name} does not return the character offsets of its tokens"
@@ -223,14 +227,17 @@ def template_file(template: Path) -> Path:
 
 
 def likely_template(vocabulary: Collection[str]) -> str:
-    """Return the name of the template that fits a tokenizer best: most of its own tokens are in the vocabulary."""
+    """Return the name of a template for a tokenizer: all of its special tokens must be in `vocabulary`.
+
+    The template with the most special tokens is chosen; "zephyr" if none of the matching templates has any.
+    """
     suited = {name: len(tokens) for name, tokens in NAMED_TEMPLATES.items() if not missing_tokens(name, vocabulary)}
     best = max(suited, key=suited.__getitem__)
     return best if suited[best] else "zephyr"
 
 
 def missing_tokens(name: str, vocabulary: Collection[str]) -> list[str]:
-    """Return the tokens of a named template that a vocabulary does not have."""
+    """Return the special tokens of a named template that are not in `vocabulary`."""
     return [token for token in NAMED_TEMPLATES.get(name, ()) if token not in vocabulary]
 
 
@@ -277,7 +284,6 @@ def _set_special_tokens(folder: Path, ids: Mapping[str, int]) -> None:
 
 
 def _read(file: Path) -> str:
-    """Read a template's text. Raises UserError."""
     try:
         return file.expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -285,7 +291,10 @@ def _read(file: Path) -> str:
 
 
 def _check(file: Path, text: str) -> None:
-    """Raise UserError if a template is not valid; jinja evaluates constants while it compiles."""
+    """Raise UserError if a template is invalid.
+
+    It is compiled in a limited process, because jinja evaluates constants while it compiles.
+    """
     import jinja2
 
     def fault(text: str) -> list[Any]:

@@ -101,7 +101,7 @@ class ChatRows(Dataset):
         return int(self.row_targets[np.asarray(indices, dtype=np.int64)].sum())
 
     def _conversation(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids (int64) and targets of a conversation's first seq_len + 1 tokens."""
+        """Return the ids (int64) and the targets of a conversation, cut off after seq_len + 1 tokens."""
         start, stop = self.tokens.starts.array()[number : number + 2]
         part = slice(start, min(stop, start + self.seq_len + 1))
         return self.tokens.ids.array()[part].astype(np.int64), self.tokens.targets.array()[part]
@@ -145,10 +145,10 @@ def make_rows(tokens: ChatTokens, seq_len: int, pad_id: int, packed: bool) -> tu
 # Rows are kept by their free space, and the sizes of free space in order. So each conversation finds the fullest row
 # into which it fits by bisection: n log n for n conversations, where a search over all rows would take n^2.
 def pack(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
-    """Return rows of conversations (indices) that have at most `size` tokens together.
+    """Divide conversations into rows of at most `size` tokens. Return the conversations' indices in each row.
 
-    Best-fit decreasing: the longest conversation comes first, and each goes into the fullest row with enough space. It
-    needs at most 11/9 of the smallest possible number of rows.
+    Best-fit decreasing: the longest conversation comes first, and each goes into the fullest row with enough space.
+    The result has at most 11/9 of the smallest possible number of rows.
     """
     rows: list[list[int]] = []
     rows_by_space: dict[int, list[int]] = {}  # remaining space -> rows

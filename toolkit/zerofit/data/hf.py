@@ -1,6 +1,6 @@
 """Text from a data set on the Hugging Face hub, or from a folder that the `datasets` library can read.
 
-If this machine cannot reach the hub, the hub is not tried again and again.
+If this machine cannot reach the hub, zerofit does not retry.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY
 def hub_if_reachable(*clients: ModuleType) -> Iterator[None]:
     """Make hub clients use only local files if this machine cannot resolve the hub's address.
 
-    Otherwise they retry each file five times with growing delays. `clients`: modules, besides huggingface_hub, that
-    have a flag HF_HUB_OFFLINE.
+    Otherwise the clients would retry each file five times with growing delays. `clients`: modules, besides
+    huggingface_hub, that have a flag HF_HUB_OFFLINE.
     """
     from huggingface_hub import constants
 
@@ -89,7 +89,10 @@ def open_hf(run: Run, argument: str) -> Source:
 
 
 def named_splits(argument: str) -> dict[str, Any]:
-    """Return the fields `name`, `train` and `valid` (None: no such split) for an HfSet. Raises UserError "hf"."""
+    """Return the arguments `name`, `train` and `valid` of an HfSet. Raises UserError "hf".
+
+    `valid` is None if there is no such split.
+    """
     splits = load_splits(argument)
     if "train" not in splits:
         message = f"--data hf:{argument} has no split 'train'; it has {', '.join(splits)}"
@@ -207,7 +210,7 @@ class HfChats(HfSet, ChatSource):
 
 # Arrow has one schema for all rows: a message without tool calls gets "tool_calls": None, which templates would read.
 def _without_nulls(value: Any) -> Any:
-    """Return rows without null fields: Arrow gives each object in a list the fields of all objects in the list."""
+    """Return rows without null fields. In a list of objects, Arrow gives each object the fields of all the others."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

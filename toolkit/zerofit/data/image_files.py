@@ -33,7 +33,7 @@ _LARGEST = 65535  # modes of images with 16-bit values
 
 
 def is_own(name: str) -> bool:
-    """Return whether a file or folder belongs to the user, not to a system."""
+    """Return whether a file or folder belongs to the user, not to the operating system or a program."""
     return not name.startswith(".") and name.lower() not in _SYSTEM
 
 
@@ -52,7 +52,7 @@ def image_paths(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def split_folders(root: Path) -> list[Path]:
-    """Return [train, valid] if there are such folders, else the one folder to split."""
+    """Return the training folder and, if it exists, the validation folder. A single folder has to be split."""
     if not (root / "train").is_dir():
         return [root]
     return [root / "train", *[root / name for name in VALID_NAMES if (root / name).is_dir()][:1]]
@@ -97,7 +97,7 @@ def short_reason(error: Exception, path: Path | None = None) -> str:
 
 
 def as_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
-    """Return an opened image with 8 bits per color. 16 bits become their upper 8, as Pillow does with 16-bit colors.
+    """Return an opened image with 8 bits per color. Of 16 bits only the upper 8 are kept, as in Pillow.
 
     `upright`: rotate by the EXIF tag, as image viewers do. Raises ValueError for pixel values without a known white
     level; Pillow itself would clip them at 255.

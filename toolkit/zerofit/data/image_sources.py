@@ -34,7 +34,7 @@ class Scaling:
 
     @classmethod
     def of_units(cls, mean: Sequence[float], std: Sequence[float], largest: float) -> Scaling:
-        """Return the scaling of values up to `largest`. `mean` and `std` are of the same values between 0 and 1."""
+        """Return the scaling of values up to `largest`. `mean` and `std` are given for values from 0 to 1."""
         units = {"mean": tuple(largest * value for value in mean), "std": tuple(largest * value for value in std)}
         return cls(**units, largest=largest)
 
@@ -158,7 +158,7 @@ def open_packaged_set(name: str, run: Run, task: Task, progress: Reporter) -> Da
 
 @dataclass(frozen=True, kw_only=True)
 class VisionSet:
-    """Facts about one of torchvision's sets; mean and std over the training images, for values from 0 to 1."""
+    """Facts about one of torchvision's sets. `mean` and `std` are of the training images, scaled to 0..1."""
 
     class_name: str
     mean: tuple[float, ...]

@@ -141,7 +141,6 @@ def _transform(style: str, size: int):
 
 
 def _split_folders(root: Path) -> list[Path]:
-    """Return [train, valid], or one folder to split."""
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
         message = f"--data imagefolder: {root} {what}"
@@ -225,7 +224,7 @@ def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[
 
 
 def _compare(store: Path, files: list[ImageFile]) -> tuple[dict[str, str], list[ImageFile]]:
-    """Return {name: reason} for files that are known to be broken, and the files that were not checked yet."""
+    """Return {name: reason} of known broken files, and the files that were not checked yet."""
     try:
         # bad files as {identity: reason}, and identities of good files
         broken, good = json.loads(store.read_text())["bad"], np.load(store.with_suffix(".npy"))

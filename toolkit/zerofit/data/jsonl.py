@@ -88,7 +88,7 @@ class JsonlSet(FileSet):
         return Survey(super().survey(progress).digest + self.what, sum(1 for _ in self.lines()))
 
     def lines(self) -> Iterator[JsonLine]:
-        """Yield the lines that are not blank. From arrays and objects of several lines, yield the elements instead."""
+        """Yield the lines that are not blank. If arrays or objects span several lines, yield elements instead."""
         for name, path in self.files:
             with open_plain(path) as file:
                 first = next(filter(bytes.strip, _bounded_lines(file)), b"")
@@ -138,7 +138,6 @@ def _bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _text_of(line: JsonLine, field: str) -> str | Problem:
-    """Return the text of one line, or a problem."""
     row = line.read()
     if isinstance(row, Problem):
         return row
@@ -175,10 +174,11 @@ class JsonlChats(JsonlSet, ChatSource):
 def open_jsonl(run: Run, argument: str) -> Source:
     """Open records as documents: the field `run.text_field` of a JSON object, or conversations.
 
-    A record is a line that is not blank, or an element of an array. If the first record has the field,
-    all records are texts; otherwise it may be a conversation. From 20 documents on, 5 % of them are held out, by the
-    hash of file and number. With fewer documents, the last 5 % of each text is held out, or one conversation. Raises
-    UserError "empty-data" if nothing matches.
+    A record is a line that is not blank, or an element of an array. If the first record has the field, all records
+    are texts; otherwise they may be conversations.
+
+    From 20 documents on, 5 % are held out, by the hash of file and number. With fewer documents, the last 5 % of
+    each text is held out, or one conversation. Raises UserError "empty-data" if no file matches.
     """
     named = {"name": f"jsonl:{argument}", "files": matching_files("jsonl", argument)}
     source = JsonlSource(**named, what=run.text_field)
@@ -199,7 +199,7 @@ class JsonElement(NamedTuple):
 
 
 def is_spread(line: bytes) -> bool:
-    """Return whether a file with this first line contains an array, or values that span several lines."""
+    """Return whether a file that starts with `line` contains an array, or values that span several lines."""
     text = line.decode("utf-8-sig", "replace").strip()
     if text.startswith("["):
         return True
@@ -213,7 +213,7 @@ def is_spread(line: bytes) -> bool:
 
 
 def elements(file: IO[bytes]) -> Iterator[JsonElement]:
-    """Yield the elements of an array, or consecutive values; an unreadable part is yielded last.
+    """Yield the elements of an array, or consecutive values. A part that cannot be read comes last.
 
     Only a part of the file is in memory at a time, at least one element. Bytes that are not UTF-8 are kept.
     """
@@ -244,7 +244,7 @@ def elements(file: IO[bytes]) -> Iterator[JsonElement]:
 # element on. If the parser fails there, more is read until it succeeds or the file ends. Each read is at least as long
 # as the unparsed text, so an element of n bytes is parsed log n times.
 class _Window:
-    """The part of a file that is held in memory."""
+    """The part of a file that is in memory."""
 
     def __init__(self, file: IO[bytes]):
         self._file, self._decoder = file, json.JSONDecoder()
@@ -263,7 +263,7 @@ class _Window:
             self._more()
 
     def element(self) -> JsonElement | None:
-        """Return the value that starts here; None if it is incomplete or invalid."""
+        """Return the value at the current position; None if it is incomplete or invalid."""
         while True:
             try:
                 _, end = self._decoder.raw_decode(self._text, self.at)
@@ -277,7 +277,6 @@ class _Window:
         return self._taken(end)
 
     def rest(self) -> JsonElement:
-        """Return the remaining text, or its beginning."""
         return self._taken(min(len(self._text), self.at + CHUNK_CHARACTERS))
 
     def _taken(self, end: int) -> JsonElement:
@@ -287,7 +286,6 @@ class _Window:
         return JsonElement(raw, *place)
 
     def _count(self, end: int) -> None:
-        """Advance to `end` and count lines."""
         if lines := self._text.count("\n", self.at, end):
             self._line, self._line_start = self._line + lines, self._text.rindex("\n", self.at, end) + 1
         self.at = end
@@ -304,7 +302,7 @@ class _Window:
 
 
 def _character_end(read: bytes) -> int:
-    """Return the start of a last, possibly incomplete character; the length if all are complete."""
+    """Return the start of the last character if it may be incomplete; otherwise the length."""
     for back in range(1, min(4, len(read)) + 1):
         byte = read[-back]
         if byte >= 0xC0:

@@ -38,7 +38,7 @@ MULTIPLE = 8  # batch widths are multiples of this, for fast kernels
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledText(Dataset):
-    """Row i: a text padded at the end, and its labels. The loss ignores labels of -100."""
+    """Row i is a text, padded at the end, with its labels. The loss ignores labels of -100."""
 
     draws = False
 
@@ -74,7 +74,7 @@ class LabelledText(Dataset):
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
     def targets(self, indices: Integers) -> int:
-        """Count the labels that count in the loss."""
+        """Count the labels that are not ignored by the loss."""
         if self.task == "classify":
             return len(indices)
         return sum(int((self._labels(row) != IGNORE_INDEX).sum()) for row in np.asarray(indices))
@@ -97,7 +97,6 @@ class LabelledText(Dataset):
 
 # Texts of a batch are padded to the longest text, not to seq_len, since attention over padding takes time.
 def _width(real: torch.Tensor) -> int:
-    """Return the number of columns up to the last one used by any row."""
     columns = real.any(dim=0).nonzero()
     last = int(columns[-1]) + 1 if len(columns) else 1
     return min(-(-last // MULTIPLE) * MULTIPLE, real.shape[1])
@@ -106,7 +105,7 @@ def _width(real: torch.Tensor) -> int:
 def open_labelled(name: str, run: Run, task: Task, seq_len: int, known: Sequence[str], progress: Reporter) -> Data:
     """Open labelled text as samples of at most `seq_len` tokens, and target texts of at most `run.target_len`.
 
-    `known`: the classes of an existing model; their order is kept if they include all classes of the data.
+    `known`: the classes of an existing model. If they include all classes of the data, their order is kept.
 
     Raises UserError for bad rows (up to 20), and for too few or too many classes.
     """
@@ -199,7 +198,6 @@ def _notes(name: str, meta: dict[str, Any], task: Task, classes: Sequence[str]) 
 def _open_files(
     source: RowSource, fields: LabelledFields, encoder: LabelledEncoder, progress: Reporter
 ) -> tuple[dict[str, Any], dict[str, dict[str, TokenFile]]]:
-    """Open the files of a source's samples, or make them now."""
 
     def write(staging: Path, documents: int) -> None:
         writers = {split: SplitWriter(staging, split, PARTS, ("starts", "label_starts")) for split in SPLITS}

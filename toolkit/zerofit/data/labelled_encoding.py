@@ -41,12 +41,12 @@ class ClassNames:
         self.numbers: dict[str, int] = {}
 
     def number(self, name: str) -> int:
-        """Return a name's number."""
+        """Return the number of a name. A new name gets the next number."""
         return self.numbers.setdefault(name, len(self.numbers))
 
 
 def read_row(values: Record, fields: LabelledFields, task: Task, names: Sequence[str]) -> Labelled | str:
-    """Return a row's content, or an error text; `names`: class names for numbers."""
+    """Return a row's content, or an error text. `names`: the names of classes that are given as numbers."""
     text, label = value_of(values, fields.text), value_of(values, fields.label)
     pair = value_of(values, fields.pair) if fields.pair else None
     if task == "tag":
@@ -121,7 +121,6 @@ class LabelledEncoder:
 
     # As in BERT (Devlin et al., 2019, section 5.3): further tokens of a word have no label.
     def _tagged(self, text: _Text, row: Labelled, classes: ClassNames) -> EncodedLabelled:
-        """Assign each word's tag to its first token."""
         labels, before = np.full(len(text.ids), IGNORE_INDEX), None
         for place, word in enumerate(text.words):
             if word is not None and word != before:
@@ -148,7 +147,6 @@ class LabelledEncoder:
         return encoded_texts
 
     def _loaded(self, rows: Sequence[Labelled]) -> list[_Text]:
-        """Let transformers' tokenizer add its special tokens and truncate."""
         texts = [row.text for row in rows]
         pairs = [row.pair for row in rows] if rows[0].pair is not None else None
         options = {"is_split_into_words": True} if self.task == "tag" else {}

@@ -45,7 +45,7 @@ class RowSource(Source):
         """Yield the rows, or problems with them."""
 
     def class_names(self, field: str) -> tuple[str, ...]:
-        """Return the data's own names for the numbers in a field; () if it has none."""
+        """Return the data's own names for the class numbers in `field`; () if the data have no names."""
         return ()
 
 
@@ -151,7 +151,7 @@ def fields_of(run: Run, task: Task, source: RowSource) -> LabelledFields:
 
 
 def value_of(row: Record, field: str) -> Any:
-    """Return the value of a row's field, or of a field inside it; None if there is none."""
+    """Return the value of a row's field, or of a field inside an object; None if the field is missing."""
     if field in row:
         return row[field]
     outer, dot, inner = field.partition(".")

@@ -18,14 +18,14 @@ MORE_BYTES = 1 << 30  # limit of additional memory, in bytes
 
 
 class Exceeded(Exception):
-    """Raised with a text about the exceeded limit."""
+    """The process has exceeded a limit, which the message names."""
 
 
 # Why a process: a template can loop for ever or build huge texts within one call of Python or C. Only the operating
 # system can stop such a template. A fork takes milliseconds and inherits the imported modules. A limit of address space
 # ends a single allocation, and ITIMER_PROF counts processor time, so a busy machine does not end the work.
 def limited(work: Callable[[T], Any], items: Sequence[T]) -> Iterator[Any]:
-    """Yield the result of `work` for each item, passed as JSON. Raises Exceeded.
+    """Yield the result of `work` for each item. Results are passed as JSON. Raises Exceeded.
 
     The items are processed in a forked process. `work` calls `begin_step` before each part of unbounded length.
     """
@@ -51,12 +51,12 @@ def limited(work: Callable[[T], Any], items: Sequence[T]) -> Iterator[Any]:
 
 
 def begin_step() -> None:
-    """Allow `SECONDS` of processor time from now on; after that the system kills the process."""
+    """Allow `SECONDS` of processor time from now on. After that, the system kills the process."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
 
 
 def _work(work: Callable[[T], Any], items: Sequence[T], writing: int) -> NoReturn:
-    """Write a line for each item, then exit without running the parent's exit handlers."""
+    """Write the result of each item as a line of JSON. Exit without running the parent's exit handlers."""
     status = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):

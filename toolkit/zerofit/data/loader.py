@@ -37,10 +37,10 @@ _KEY_STREAM = 0x5EED  # fixed, so that masked samples are the same in every eval
 # layout.
 @dataclass(frozen=True)
 class Order:
-    """Endless stream of sample indices; every `n` positions are one epoch with each sample once.
+    """An endless stream of sample indices. Every `n` positions are one epoch with each sample once.
 
-    It is a pure function of seed and position, so any run can resume anywhere. Ranks, workers and batch sizes only
-    choose their positions.
+    The order is a pure function of seed and position, so any run can resume anywhere. Ranks, workers and batch
+    sizes do not change the order; they only choose positions.
     """
 
     n: int  # number of samples in the data set
@@ -69,7 +69,7 @@ class Order:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def keys(self, start: int, stop: int) -> np.ndarray:
-        """Return one non-negative int64 per position, which determines the randomness of the sample there."""
+        """Return one non-negative int64 per position. This key determines the randomness of the sample."""
         positions = np.arange(start, stop, dtype=np.uint64)
         seed = mix64(np.array([self.seed % 2**64], dtype=np.uint64))
         return (mix64(positions + seed) >> np.uint64(1)).astype(np.int64)
@@ -77,7 +77,7 @@ class Order:
 
 @lru_cache(maxsize=3)
 def _epoch_order(n: int, seed: int, epoch: int | None) -> np.ndarray:
-    """Return a permutation of n; the identity if `epoch` is None."""
+    """Return a permutation of range(n); the identity if `epoch` is None."""
     if epoch is None:
         order = np.arange(n)
     else:
@@ -88,7 +88,7 @@ def _epoch_order(n: int, seed: int, epoch: int | None) -> np.ndarray:
 
 
 def default_workers(data: Data, ranks: int) -> int:
-    """Return the number of loader processes per rank: 0 if making a batch is only indexing, else up to 4."""
+    """Return the number of loader processes per rank: at most 4, and 0 if batches need no decoding."""
     if not data.train.decodes:
         return 0
     return max(1, min(4, len(os.sched_getaffinity(0)) // ranks))
@@ -104,12 +104,16 @@ def micro_batches(
 ) -> Iterator[dict]:
     """Yield for each range of positions {"inputs", "labels", "positions": range, "indices": int64 array}.
 
-    Ranges are not empty. All have the same length, except the last. Ranges are consumed lazily (2 * workers ahead, or a
-    block of about 64 KiB), and there may be infinitely many. With workers > 0, loader processes live until the iterator
-    is closed. Loader processes do not change the result or its order. `indices` is read-only. `slices` may also yield
-    MicroSlices, which have the image settings of their step. `mixing` mixes each MicroSlice that has a `before`.
-    `pinned`: loader processes return pinned memory, so copies to a GPU overlap with computation. Positions are then a
-    list.
+    `slices`: the ranges. They are not empty, and all have the same length, except the last. There may be infinitely
+    many, because ranges are consumed lazily (2 * workers ahead, or a block of about 64 KiB). `slices` may also
+    yield MicroSlices, which have the image settings of their step. `mixing` mixes each MicroSlice that has a
+    `before`.
+
+    `workers`: number of loader processes, which live until the iterator is closed. They change neither the result
+    nor its order. `pinned`: loader processes return pinned memory, so copies to a GPU overlap with computation.
+    "positions" is then a list.
+
+    "indices" is read-only.
     """
     maker, remaining = _MicroBatches(dataset, order, mixing), iter(slices)
     first = next(remaining, None)
@@ -131,7 +135,7 @@ class _MicroBatches:
         return self._of_step(item) if isinstance(item, MicroSlice) else self._block([item])[0]
 
     def _of_step(self, micro_slice: MicroSlice) -> dict:
-        """Return a micro batch with images in their step's size, or mixed."""
+        """Return a micro batch. Its images have their step's size, and are mixed if the step requires it."""
         dataset = self.dataset if micro_slice.size is None else self.dataset.sized(micro_slice.size)
         positions = micro_slice.positions
         indices, keys = (of(positions.start, positions.stop) for of in (self.order.indices, self.order.keys))
@@ -145,7 +149,6 @@ class _MicroBatches:
     # Indexing takes about as long for one sample as for a hundred, so small micro batches are made together and cut.
     # Cuts must be aligned, since kernels may round differently at other addresses.
     def in_blocks(self, slices: Iterator[range]) -> Iterator[dict]:
-        """Yield the batches of these positions; once the size is known, make several small batches at a time."""
         count = 1
         while ranges := list(islice(slices, count)):
             batches = self._block(ranges)
@@ -169,7 +172,7 @@ class _MicroBatches:
 
 
 def eval_indices(n: int, limit: int | None) -> np.ndarray:
-    """Choose the samples of `n` for an evaluation: all samples, or `limit` samples evenly spaced.
+    """Return the samples to evaluate: all `n`, or `limit` samples evenly spaced.
 
     They are evenly spaced because image folders are sorted by class: the first thousand samples could be one class.
     """
@@ -190,11 +193,11 @@ def eval_batch_count(n: int, dp: int, micro: int, limit: int | None) -> int:
 def eval_batches(
     dataset: Dataset, dp_rank: int, dp: int, micro: int, limit: int | None, workers: int = 0, pinned: bool = False
 ) -> Iterator[dict]:
-    """Yield this rank's {"inputs", "labels", "indices": int64 (micro,), "real": bool (micro,)}, in a fixed order.
+    """Yield this rank's {"inputs", "labels", "indices": int64 (micro,), "real": bool (micro,)}.
 
-    Every sample is in one batch of one rank, and every rank gets the same number of batches of `micro` samples. The
-    last batches are filled with earlier samples; their labels are -100, and `real` is False. `workers` and `pinned`:
-    see `micro_batches`.
+    The order is fixed. Every sample is in one batch of one rank, and every rank gets the same number of batches of
+    `micro` samples. The last batches are filled up with earlier samples, whose labels are -100 and whose `real` is
+    False. `workers` and `pinned`: see `micro_batches`.
     """
     maker = _EvalShare(dataset, dp_rank, dp, micro, eval_indices(len(dataset), limit))
     return _batches(maker, range(eval_batch_count(len(dataset), dp, micro, limit)), workers, pinned)
@@ -221,7 +224,6 @@ class _EvalShare:
 
 
 def _batches(maker: _MicroBatches | _EvalShare, items: Iterable[Any], workers: int, pinned: bool) -> Iterator[dict]:
-    """Return `maker[item]` for each item in order, made here or in `workers` processes."""
     return _from_processes(maker, items, workers, pinned) if workers else map(maker.__getitem__, items)
 
 

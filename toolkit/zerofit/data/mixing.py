@@ -74,7 +74,7 @@ class StepImages:
 
     @classmethod
     def of(cls, run: Run, steps: int, inputs: Inputs | None) -> StepImages | None:
-        """Return the settings of this run; None if there are none."""
+        """Return the settings of this run; None if it has no such settings."""
         sizes = ImageSizes.parse(run.image_sizes) if run.image_sizes else None
         mixing = None
         if mixes(run) and isinstance(inputs, ImageInputs):
@@ -82,7 +82,10 @@ class StepImages:
         return cls(steps=steps, sizes=sizes, mixing=mixing) if sizes or mixing else None
 
     def slice(self, positions: range, step: int, batch: range, first_key: int) -> MicroSlice:
-        """Return a micro batch; `batch`: positions of the step's global batch, `first_key`: its first sample's key."""
+        """Return the samples of a micro batch with the settings of their step.
+
+        `batch`: positions of the step's global batch. `first_key`: key of the global batch's first sample.
+        """
         size = self.sizes.at(step, self.steps) if self.sizes else None
         if self.mixing is None:
             return MicroSlice(positions=positions, size=size)

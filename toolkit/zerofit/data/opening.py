@@ -127,7 +127,6 @@ def split_name(data: str) -> tuple[str, str]:
 
 
 def _path_hint(data: str) -> str:
-    """Suggest the data name for an existing path."""
     path = Path(data).expanduser()
     if path.is_dir():
         return f"did you mean imagefolder:{data} or text:{data}/*.txt?"
@@ -221,7 +220,6 @@ def open_data(
 
 
 def _open_images(name: str, word: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open images in the size and scaling that the folder of pretrained weights contains, if any."""
     if task == "gan":
         return IMAGE_SOURCES[word](name, run, task, progress)
     published = published_images(run)
@@ -254,7 +252,7 @@ def _tokenized(name: str, tokens: Tokens, tokenizer: Tokenizer, task: Task, seq_
     train, valid = tokens.counts["train"], tokens.counts["valid"]
     if train <= seq_len or valid < 2:
         message = f"--data {name} has {train:,} training tokens and {valid:,} validation tokens"
-        message += f"; a sample needs {seq_len + 1:,}, validation at least 2"
+        message += f"; a sample needs {seq_len + 1:,} tokens, and validation at least 2"
         hint = f"add text, or use --seq-len {max(1, train // 20)} or less"
         raise UserError(Problem(kind="data-too-short", message=message, hint=hint, where="--data"))
     labels = {"training": train - (task == "causal-lm"), "validation": valid - (task == "causal-lm")}

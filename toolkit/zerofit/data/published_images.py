@@ -89,7 +89,6 @@ def _of_transformers(settings: Mapping[str, Any]) -> PublishedImages:
 
 
 def _pixels(size: Any) -> int | None:
-    """Return the side of square images from a number or one of transformers' formats."""
     if isinstance(size, Mapping):
         size = size.get("height") or size.get("shortest_edge")
     return int(size) if size else None

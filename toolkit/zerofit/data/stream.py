@@ -1,7 +1,7 @@
 """Streamed text from a set larger than the disk, a block of tokens at a time.
 
-Block after block of windows is tokenized into the cache by the first process that needs it, and the oldest blocks are
-deleted. The position of the stream before each block is stored with it, so a resumed run continues there.
+The first process that needs a block tokenizes it into the cache. The oldest blocks are deleted. The position of the
+stream before each block is stored with the block, so a resumed run continues there.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ ENDLESS = 1 << 62  # samples
 
 
 class _Reader:
-    """The tokens of a streamed split. If it is `endless`, the first row follows the last row."""
+    """Reads the tokens of a streamed split. If `endless`, the first row follows the last row."""
 
     def __init__(self, stream: TokenStream, split: str, place: dict[str, Any], *, endless: bool = True):
-        """Start at a `place` of this split."""
         self._stream, self._split, self._endless = stream, split, endless
         self._tokenizer = open_tokenizer(stream.tokenizer)
         self._set, self._state = self._opened(), place["rows"]
@@ -71,7 +70,6 @@ class _Reader:
         return np.concatenate(taken)
 
     def _read(self) -> bool:
-        """Read some rows, and return whether there were any."""
         if self._begun:  # at the start the set's state is unknown before reading
             self._state = self._set.state_dict()
         self._begun, self._at = True, 0
@@ -131,9 +129,9 @@ class TokenStream:
         return TokenFile(path, "uint32")
 
     def begin(self, valid_split: str | None) -> TokenFile:
-        """Return the validation tokens: at most `valid_tokens` of their own split, or the first tokens of training.
+        """Return the validation tokens: at most `valid_tokens` tokens of `valid_split`.
 
-        Training skips those first tokens.
+        Without a `valid_split` they are the first tokens of the training split, and training skips them.
         """
         path, beginning = self.folder / "valid.bin", {"rows": None, "tokens": 0}
         with cache_errors(f"hf:{self.name}"), self._alone():
@@ -169,7 +167,6 @@ class TokenStream:
         return self.folder / f"before-{block}.json"
 
     def _note(self, block: int, place: dict[str, Any], last: int) -> None:
-        """Store the stream's position before a block, and the token with which it starts."""
         write_json(self._noted(block), {"place": place, "last": last})
 
     def _write(self, path: Path, tokens: np.ndarray) -> None:

@@ -106,7 +106,6 @@ def open_synthetic_labelled(name: str, run: Run, task: Task, seq_len: int) -> Da
 
 
 def _split(name: str, make: Callable[..., SyntheticSamples], inputs: Inputs, train: int, valid: int) -> Data:
-    """Return the first samples as training data, and the next ones for validation."""
     return Data(name=name, train=make(n=train, first=0), valid=make(n=valid, first=train), inputs=inputs)
 
 
@@ -142,7 +141,7 @@ class SyntheticPictures(SyntheticSamples, LabelledDataset):
 
     @property
     def decodes(self) -> bool:
-        """Whether pictures are so large that drawing a batch is slower than training on it."""
+        """Whether pictures are so large that making a batch takes longer than training on it."""
         return self.size >= LARGE
 
 
@@ -241,7 +240,7 @@ class SyntheticText(SyntheticSamples):
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticLabelled(SyntheticSamples):
-    """Samples of noise whose classes follow from their tokens."""
+    """Random tokens, from which classes and tags follow."""
 
     inputs: LabelledTextInputs
 

@@ -53,7 +53,7 @@ class _Table:
 
 
 def open_table(name: str, run: Run, progress: Reporter) -> Data:
-    """Open csv:FILE[:COLUMN] or npy:FILE[:COLUMN]; the label column is the named one, or the last.
+    """Open csv:FILE[:COLUMN] or npy:FILE[:COLUMN]. COLUMN has the labels (default: the last column).
 
     A fixed fifth of each class is held out. Features are standardized by mean and deviation of the training rows.
     Raises UserError for broken rows (all of them, unless `skip_bad`) and labels that are not classes.
@@ -96,7 +96,7 @@ def _file_and_column(name: str, argument: str) -> tuple[Path, str]:
 
 
 def _read_csv(path: Path, column: str) -> _Table:
-    """Read a table; its first line has column names if it has no number, or if it contains the named column."""
+    """Read a table. Its first line names the columns if it has no number, or if it contains `column`."""
     file, delimiter = open_cells(path)
     with file:
         reader = csv.reader(file, delimiter=delimiter)
@@ -172,7 +172,6 @@ def _refuse_words(path: Path, names: Sequence[str], label: int, rows: Sequence[S
 
 
 def _fault(row: Sequence[str], names: Sequence[str], label: int) -> str:
-    """Return the fault of a row; "" if there is none."""
     if len(row) != len(names):
         return f"{len(row)} cells for {len(names)} columns"
     for place, (cell, name) in enumerate(zip(row, names, strict=True)):

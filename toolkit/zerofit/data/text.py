@@ -17,15 +17,16 @@ _WHERE, _HOW, _WHAT = 11, 12, 13  # independent streams of random numbers
 
 @dataclass(frozen=True, kw_only=True)
 class _TextWindows(Dataset):
-    """Windows of one row of tokens."""
-
     file: TokenFile
     tokens: int
     seq_len: int  # L
     pad_id: int
 
     def _gather(self, indices: Integers, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens int64 (batch, width) from index * L on, padded at the end, and their real counts (batch,)."""
+        """Return tokens, int64 (batch, width), and the number of real tokens in each row (batch,).
+
+        A row starts at token index * L and is padded at the end.
+        """
         row, stride = self.file.array(), self.seq_len
         starts = np.asarray(indices, dtype=np.int64) * stride
         real = np.minimum(len(row) - starts, width)
@@ -47,7 +48,7 @@ class _TextWindows(Dataset):
 #     window 2    t6 pad pad       labels t7 -100 -100
 @dataclass(frozen=True, kw_only=True)
 class CausalText(_TextWindows):
-    """Window i: inputs tokens[i*L : (i+1)*L], labels the same shifted by one.
+    """Window i has the inputs tokens[i*L : (i+1)*L]. Labels are the same tokens, shifted by one.
 
     Every token except the row's first token is a label exactly once. The last window is padded, with labels -100.
     """

@@ -54,7 +54,7 @@ class Source(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a text that changes when a file is added, removed or modified, without reading files."""
+        """Return a text that changes if a file is added, removed or modified. It does not read the files."""
 
     @abstractmethod
     def survey(self, progress: Reporter) -> Survey:
@@ -156,7 +156,7 @@ class FileSource(FileSet, TextSource):
     errors: str = "strict"  # handling of bytes that are not UTF-8
 
     def pieces(self, documents: int) -> Iterator[TextPiece]:
-        """See Source.pieces; reports files that are not UTF-8 with line and column."""
+        """See TextSource.pieces; reports files that are not UTF-8 with line and column."""
         limit = held_out_hash((name for name, _ in self.files), documents)
         problems: list[Problem] = []
         for name, path in self.files:
@@ -180,7 +180,7 @@ class FileSource(FileSet, TextSource):
 
 
 def _cut_at_line(path: Path, wanted: int, size: int) -> int:
-    """Return the start of the first line at or after `wanted`; if no line starts there, of the first character."""
+    """Return the start of the first line at or after `wanted`; without such a line, of the first character."""
     with open_plain(path) as file:
         skip(file, wanted)
         tail = file.read(CHUNK_BYTES)
@@ -252,7 +252,10 @@ def open_text(run: Run, argument: str) -> Source:
 
 
 def matching_files(kind: str, pattern: str) -> tuple[tuple[str, Path], ...]:
-    """Return (path relative to the fixed part of the pattern, path), so a moved folder keeps split and cache."""
+    """Return each file's path relative to the fixed part of `pattern`, and its path.
+
+    Split and cache depend on the relative path, so they survive if the folder is moved.
+    """
     full = str(Path(pattern).expanduser())
     paths = sorted(Path(p).absolute() for p in glob.glob(full, recursive=True) if Path(p).is_file())
     if not paths:

@@ -59,12 +59,12 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a model's folder has tokenizer files, or a model that zerofit trained on bytes."""
+    """Return whether a model's folder has tokenizer files, or zerofit trained the model on bytes."""
     return any(next(folder.glob(pattern), None) for pattern in _FILES) or was_trained_on_bytes(folder)
 
 
 def was_trained_on_bytes(folder: Path) -> bool:
-    """Return whether zerofit trained the model in a folder on bytes, which need no files."""
+    """Return whether zerofit trained the model in a folder on bytes, which need no tokenizer files."""
     try:
         return read_json(folder / CARD).get("tokenizer") == "bytes"
     except (OSError, Unreadable):

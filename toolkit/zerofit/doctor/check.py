@@ -29,7 +29,10 @@ class Check:
 def check(
     name: str, host: str, problem: str, good: str, status: str = FAIL, expected: str = "", hint: str = ""
 ) -> Check:
-    """Return a check with the value `good` and status OK if `problem` is empty, else with `problem` and `status`."""
+    """Return a check. If `problem` is empty, its value is `good` and its status OK.
+
+    Otherwise they are `problem` and `status`.
+    """
     return Check(
         name=name,
         host=host,

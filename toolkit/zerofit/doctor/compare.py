@@ -22,7 +22,10 @@ WARN_S, FAIL_S = 2.0, 60.0  # clock difference; logs, and builds on shared disks
 
 
 def checks(hosts: Sequence[Host], facts: Facts, own: dict[str, Any], accelerator: str | None) -> list[Check]:
-    """Check versions, code, run file, slots, processes and GPUs. Run folder, clock and network are not checked here."""
+    """Check versions, code, run file, slots, processes and GPUs of all hosts.
+
+    Run folder, clock and network are checked elsewhere.
+    """
     cuda = any(host_facts["gpus"] for host_facts in facts.values()) if accelerator is None else accelerator == "cuda"
     names = [host_facts["gpus"][0]["name"] for host_facts in facts.values() if host_facts["gpus"]]
     found: list[Check] = []
@@ -69,7 +72,10 @@ def _code(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Check:
 
 
 def _run_file(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Iterator[Check]:
-    """Check the run file. It may be missing on a host, since ranks read the run folder, but it must not differ."""
+    """Check that a host's run file, if there is one, is the same as here.
+
+    It may be missing, because ranks read the run folder.
+    """
     if own["run_file"] is None:
         return
     other = host_facts["run_file"] not in (None, own["run_file"])
@@ -82,7 +88,6 @@ def _run_file(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Ite
 
 
 def _strays(host: str, host_facts: dict[str, Any]) -> Check:
-    """Check for processes of other runs, counted by run."""
     count = Counter((stray["user"], stray["run"]) for stray in host_facts["strays"])
     shown = [f"{n} of {user}" + (f" (run {run[:HASH]})" if run else "") for (user, run), n in count.items()]
     pids = " ".join(str(stray["pid"]) for stray in host_facts["strays"][:PIDS])
@@ -93,7 +98,7 @@ def _strays(host: str, host_facts: dict[str, Any]) -> Check:
 
 
 def slots(host: Host, host_facts: dict[str, Any], *, cuda: bool) -> Check:
-    """Check whether there is a device for each rank, or a core if the host has no GPU."""
+    """Check whether the host has a GPU for each of its slots; without `cuda`, a core."""
     count, what = (len(host_facts["gpus"]), "GPUs") if cuda else (host_facts["cores"]["usable"], "cores")
     problem, hint = "", f"write slots={count} in the hostfile"
     if cuda and host_facts["gpu_error"]:
@@ -110,7 +115,7 @@ def slots(host: Host, host_facts: dict[str, Any], *, cuda: bool) -> Check:
 
 
 def gpus(host: Host, host_facts: dict[str, Any], names: list[str]) -> Iterator[Check]:
-    """Check memory and processes on each GPU that ranks will use, and whether all hosts have the same kind."""
+    """Check memory and processes of each GPU that ranks will use, and whether all hosts have the same kind."""
     for gpu in host_facts["gpus"]:
         if gpu["index"] in host.ids:
             yield _memory(host.name, gpu)
@@ -160,7 +165,10 @@ def _space(host: str, free: int, checkpoint_bytes: int) -> Check:
 
 
 def folders(facts: Facts, folder: Path, seen: set[str]) -> list[Check]:
-    """Check that all hosts can write to one run folder; `seen`: the hosts whose files have appeared here."""
+    """Check that all hosts can write to the same run folder.
+
+    `seen`: the hosts whose files in the folder have appeared on this machine.
+    """
     found = []
     for host, host_facts in facts.items():
         seen_folder = host_facts["run_folder"]

@@ -55,7 +55,6 @@ async def _inside(hosts: list[Host], first: Preflight, wanted: ExamineOptions, s
 
 
 async def _measured(hosts: list[Host], there: dict[str, Conversation], first: Preflight, say: Say) -> list[Check]:
-    """Measure all hosts at the same time, each with its own ranks. Then measure an all-reduce over all hosts."""
     questions = {}
     for host in hosts:
         ranks = _ranks(host, first.facts[host.name])
@@ -83,14 +82,12 @@ def _ranks(host: Host, facts: dict[str, Any]) -> int:
 
 
 def _question(facts: dict[str, Any], local: int, interface: str | None = None, **job: Any) -> dict[str, Any]:
-    """Return the question that starts the measurement on `local` ranks. `job`: more fields of the first rank's job."""
     threads = max(1, facts["cores"]["usable"] // local)
     first = MeasurementJob(threads=threads, seconds=SECONDS, **job)
     return {"ask": "measure", "job": asdict(first), "local": local, "interface": interface}
 
 
 async def _across(hosts: list[Host], there: dict[str, Conversation], first: Preflight, say: Say) -> list[Check]:
-    """Measure an all-reduce over all ranks of all hosts and return its checks."""
     local = [_ranks(host, first.facts[host.name]) for host in hosts]
     questions = {}
     common = {"store": (first.master_address or "", first.master_port or 0), "collectives_only": True}

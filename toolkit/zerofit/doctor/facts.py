@@ -4,7 +4,7 @@
 
     {"ask": "facts", "run_folder", "token", "run_file", "code": paths, "compilers": false}     `collect`
     {"ask": "listen", "port": 29500}             listen on this port until the end (0: any free port)
-    {"ask": "sweep", "mark": ...}     end every process of the run's start with this mark
+    {"ask": "sweep", "mark": ...}                kill all processes that were started with this run id
     {"ask": "reach", "targets": [["10.0.0.1", 29500], ...]}     connect to each
 """
 
@@ -30,7 +30,7 @@ LIFE_S = 120
 
 
 def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
-    """Return all facts of this host. The file written to the run folder is removed when the stack closes."""
+    """Return all facts of this host. The file that tests the run folder is removed when `stack` closes."""
     with ThreadPoolExecutor(2) as pool:
         graphics = pool.submit(system.gpus)  # nvidia-smi and the compiler are slow, so they run in parallel
         aio = pool.submit(libaio)
@@ -70,9 +70,9 @@ def _of(path: str | None, work: Any) -> Any:
 
 
 def _look(folder: Path, token: str, stack: ExitStack) -> dict[str, Any]:
-    """Return facts of the run folder: `same` (it has the file `token`), `writable` or `error`, `free_bytes`, `mark`.
+    """Return `same` (whether the run folder has the file `token`), `writable` or `error`, `free_bytes`, `mark`.
 
-    The asking command looks for the file `mark`. The file is removed when the stack closes.
+    `mark` is a new file, which the asking command looks for. It is removed when `stack` closes.
     """
     there = folder.is_dir()
     same = there and (folder / token).is_file()

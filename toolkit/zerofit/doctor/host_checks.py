@@ -61,7 +61,6 @@ def checks(host: str, facts: Facts, *, many: bool) -> Iterator[Check]:
 
 
 def _gpus(host: str, facts: Facts) -> Iterator[Check]:
-    """Compare each kind of GPU with the hardware table."""
     if not facts["gpus"]:
         problem = f"nvidia-smi fails: {facts['gpu_error']}" if facts["gpu_error"] else ""
         hint = "repair the driver; after an update: reboot"

@@ -73,7 +73,6 @@ def _seconds(work: Callable[[], object], device: torch.device, budget_s: float) 
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call."""
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -117,8 +116,8 @@ def _launch(device: torch.device, budget_s: float) -> float:
 def _adam(budget_s: float) -> float:
     """Return the bytes per second of host memory that torch's fused AdamW reads and writes.
 
-    Like DeepSpeed's AdamW, it makes one pass over the tensors. They have 1 GiB together, since servers have caches of
-    hundreds of MiB.
+    Like DeepSpeed's AdamW, torch's makes one pass over the tensors. The tensors have 1 GiB together, since servers
+    have caches of hundreds of MiB.
     """
     parameter = torch.nn.Parameter(torch.zeros(2**26))
     parameter.grad = torch.ones_like(parameter)

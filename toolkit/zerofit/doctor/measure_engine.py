@@ -38,12 +38,13 @@ class _Unit(nn.Module):
 def measure_engine(watch: Stopwatch) -> dict[str, float]:
     """Return the host's seconds per parameter: `hook_s`, and on a CPU `gradient_s`.
 
-    `hook_s` is ZeRO-3's fetch and release of a parameter: the difference between a forward under stage 3 and a forward
-    without an engine. Every parameter stays gathered, so no collective is measured. On a CPU the host itself would send
-    the data. On a GPU the host would wait for such a small collective, while a model gathers during its kernels
-    (benchmarks/gpu/README.md). `gradient_s` is the same difference for a full step under stage 1: the time of a hook,
-    the bucket, the norm and the gathering of the new parameter. On a GPU this time consists of launches, which are
-    measured elsewhere.
+    `hook_s` is the time in which ZeRO-3 fetches and releases a parameter: a forward under stage 3 minus a forward
+    without an engine. Every parameter stays gathered, so no collective is measured. On a CPU the host itself would
+    send the data. On a GPU the host would wait for such a small collective, while a model gathers during its
+    kernels (benchmarks/gpu/README.md).
+
+    `gradient_s` is the same difference for a full step under stage 1: a hook, the bucket, the norm, and gathering
+    the new parameter. On a GPU this time consists of kernel launches, which are measured elsewhere.
     """
     alone = not dist.is_initialized()
     if alone:
@@ -98,7 +99,6 @@ def _step(engine: Any, loss: Tensor) -> None:
 
 
 def _timed(watch: Stopwatch, forward: Callable[[], Tensor], ending: Callable[[Tensor], object]) -> tuple[float, float]:
-    """Return the seconds of one forward, and of the rest of the step (`ending`)."""
     loss: list[Tensor] = []
     first_s = watch.timed(lambda: loss.append(forward()), 1)
     return first_s, watch.timed(lambda: ending(loss[0]), 1)

@@ -87,7 +87,7 @@ class Stopwatch:
     def seconds(self, work: Work) -> float:
         """Return the median seconds of a call.
 
-        With several CPU threads return the minimum, since other load slows some calls.
+        With several CPU threads, return the minimum, since other load slows some calls.
         """
         work()
         calls = max(1, min(MOST_CALLS, int(LEAST_S / max(1e-7, self.timed(work, 1)))))
@@ -146,7 +146,7 @@ def _kernels(watch: Stopwatch, dtype: torch.dtype) -> Iterator[MeasuredKernel]:
 
 
 def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Operands:
-    """Return an iterator of operands for successive calls. Addresses differ, so caches do not contain the operands."""
+    """Return an iterator of operands for successive calls. Their addresses differ, so caches do not contain them."""
     size = dtype.itemsize * sum(map(math.prod, shapes))
     count = max(1, min(MOST_OPERANDS, POOL // size))
     first = [torch.randn(*shape, device=watch.device).to(dtype) for shape in shapes]
@@ -154,7 +154,7 @@ def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) ->
 
 
 def _keeping(watch: Stopwatch, work: Work, result_bytes: int) -> Work:
-    """Return `work`, changed on a CPU so that it keeps its results, as a forward does, and frees them together.
+    """Return `work`. On a CPU, it keeps its results, as a forward does, and frees many of them together.
 
     Freed memory goes back to the system, and new results need new pages. This is slower than most kernels.
     """
@@ -172,7 +172,6 @@ def _keeping(watch: Stopwatch, work: Work, result_bytes: int) -> Work:
 
 
 def _products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
-    """Yield multiplications of activations and weights, and batched multiplications of small matrices."""
     shapes = [(1, m, n, k) for m in sizes.rows for n, k in sizes.matrices if 2.0 * m * n * k <= sizes.most_flops]
     for many, m, n, k in (*shapes, *sizes.batches):
         shape = () if many == 1 else (many,)
@@ -189,7 +188,6 @@ def _products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> 
 
 
 def _attention(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
-    """Yield fused attention with and without a causal mask, forward and backward."""
     for heads, tokens, width in sizes.attention:
         one = MeasuredKernel(kind="attention", dtype=name, shape=(heads, tokens, tokens, width), seconds=0.0)
         q, k, v = (

@@ -28,7 +28,7 @@ AT_MOST = 4  # file systems
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementJob:
-    """The measurements of one rank; see `measure`."""
+    """What one rank has to measure; see `measure`."""
 
     rank: int = 0
     ranks: int  # ranks of all hosts
@@ -44,9 +44,9 @@ class MeasurementJob:
 def measured(
     first: MeasurementJob, local: int, say: Callable[[str], None], env: Mapping[str, str] | None = None
 ) -> list[Figures]:
-    """Return the figures of each of `local` ranks of this host; `first` is the first rank's job. Raises RunFailed.
+    """Run `local` ranks that measure this host, and return the figures of each. Raises RunFailed.
 
-    It also measures the disk with zerofit's cache.
+    `first`: the job of the first rank. The disk with zerofit's cache is measured, too.
     """
     cache_root().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_root()) as name:
@@ -63,7 +63,7 @@ def measured(
 
 
 def _started(job: MeasurementJob, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start one rank, which the kernel ends when this process ends."""
+    """Start one rank. The kernel kills it when this process ends."""
     module, argument = "zerofit.doctor.measure", json.dumps(asdict(job))
     command = [sys.executable, "-P", "-m", "zerofit.launch.parent_death", str(os.getpid()), module, argument]
     with (Path(job.folder) / f"rank-{job.rank}.log").open("wb") as log:
@@ -98,7 +98,7 @@ def _watch(
 
 
 def together(ranks: Sequence[Figures]) -> Figures:
-    """Join the ranks' figures. Each is the slowest rank's, since the other ranks wait for it.
+    """Join the ranks' figures. Each figure is that of the slowest rank, since the other ranks wait for it.
 
     The speeds of host memory, which the ranks share, are added up.
     """

@@ -130,7 +130,10 @@ async def find_routes(
     port: int | None,
     callback: tuple[str, int] | None,
 ) -> Preflight:
-    """Listen on the first host, and connect to it from all. The result is empty if the first host does not answer."""
+    """Listen on the first host, and connect to it from all hosts.
+
+    The result is empty if the first host does not answer.
+    """
     first = names[0]
     if first not in there:
         return Preflight()
@@ -155,12 +158,11 @@ async def find_routes(
 
 
 def _most_reached(reached: dict[str, list[dict[str, Any]]], count: int) -> int:
-    """Return the index of the target that most hosts have reached, among the first `count`."""
     return max(range(count), key=lambda n: sum(rows[n]["error"] is None for rows in reached.values()))
 
 
 async def _reached(there: dict[str, Conversation], targets: list[list[Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the result of each connection, by host and target: `error` (None if reached), seconds and interface."""
+    """Return the results of connecting to each target, by host: `error` (None if reached), seconds, interface."""
     answers = await ask_all(there, {"ask": "reach", "targets": targets})
     return {
         name: [{"error": one.message}] * len(targets) if isinstance(one, Unreachable) else one["reached"]
@@ -169,7 +171,7 @@ async def _reached(there: dict[str, Conversation], targets: list[list[Any]]) -> 
 
 
 def candidates_of(facts: dict[str, Any], *, alone: bool) -> list[str]:
-    """Return the addresses at which others may reach a host: first the address that ssh has used, then the fastest."""
+    """Return the addresses at which others may reach a host: the address that ssh has used, then the fastest."""
     if alone:
         return [LOOPBACK]
     usable = [one for one in facts["addresses"] if not one["loopback"] and not one["link_local"]]
@@ -185,7 +187,10 @@ def _version(address: str) -> int:
 def _interfaces(
     names: list[str], facts: dict[str, dict[str, Any]], to_master: dict[str, dict[str, Any]], *, named: bool
 ) -> dict[str, str]:
-    """Return each host's interface on the way to the master; `named`: the user has given the master's name."""
+    """Return each host's network interface on its route to the master.
+
+    `named`: the user has given the master's name.
+    """
     found = {name: row["interface"] for name, row in to_master.items() if not row["error"] and row["interface"]}
     first = names[0]
     if named and len(names) > 1 and first in found:  # on the host itself, its name may resolve to loopback

@@ -68,7 +68,7 @@ class Unreachable(Exception):
 
 
 def why(host: str, code: int | None, said: str) -> Unreachable:
-    """Return why ssh failed, from its exit code (255: its own failure) and its standard error."""
+    """Return the reason why ssh failed, from its exit code (255: its own failure) and its standard error."""
     kinds = SAID[:-2] if code == SSH_FAILED else SAID[-2:]
     for pattern, kind, hint in kinds:
         line = next((one.strip() for one in said.splitlines() if re.search(pattern, one)), None)
@@ -169,8 +169,8 @@ async def conversations(
 ) -> AsyncIterator[dict[str, Conversation | Unreachable]]:
     """Start a conversation with each host. Yield the conversation, or the reason of a failure, by host.
 
-    The conversations end with the block. If the only host is this machine, ssh is not used, since a run does not use
-    ssh in this case.
+    The conversations are closed at the end of the block. If the only host is this machine, ssh is not used, because
+    a run does not use it either.
     """
     local = len(hosts) == 1 and is_here(hosts[0])
     started = await asyncio.gather(*(_started(host, module, ssh_port, local) for host in hosts))
@@ -182,7 +182,6 @@ async def conversations(
 
 
 async def _started(host: str, module: str, ssh_port: int | None, local: bool) -> Conversation | Unreachable:
-    """Start a module that answers questions and wait for its greeting; `local`: on this machine, without ssh."""
     if not NAME.fullmatch(host):
         return Unreachable("name", f"{host!r} is not a valid host name", "give users and ports in ~/.ssh/config")
     argv = [sys.executable, "-P", "-m", module] if local else command(host, module, ssh_port)

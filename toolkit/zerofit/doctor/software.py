@@ -50,7 +50,10 @@ def own_code() -> str:
 
 
 def model_code(model: str) -> Path | None:
-    """Return the file or top folder of a model `package.module:callable` without importing it; else None."""
+    """Return the file or top folder of a model `package.module:callable`, without importing it.
+
+    None for other models, or if no file is found.
+    """
     module, colon, _ = model.partition(":")
     if not colon or not all(part.isidentifier() for part in module.split(".")):
         return None

@@ -41,7 +41,7 @@ def limits() -> dict[str, int | None]:
 
 
 def shared_memory() -> dict[str, int] | None:
-    """Return the bytes of /dev/shm, through which NCCL, gloo and loaders pass tensors; None if there is none."""
+    """Return the bytes of /dev/shm, through which NCCL, gloo and loaders pass tensors; None without /dev/shm."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
@@ -186,7 +186,10 @@ def _prefix(netmask: str | None) -> int | None:
 
 
 def asked_from() -> dict[str, str | None]:
-    """Return this host's address of the ssh connection that started this process (from SSH_CONNECTION)."""
+    """Return {"here": address}: this host's address in the ssh connection that started this process, or None.
+
+    The address is read from SSH_CONNECTION.
+    """
     words = os.environ.get("SSH_CONNECTION", "").split()
     return {"here": words[2] if len(words) == 4 else None}
 
@@ -204,7 +207,10 @@ def port_taken(port: int) -> str:
 
 
 def reach(host: str, port: int) -> dict[str, Any]:
-    """Connect and close; return the seconds, this host's address and interface on the way, or the error in words."""
+    """Connect to a port and close the connection.
+
+    Return the seconds, and this host's address and interface on the route, or the error in words.
+    """
     start = time.monotonic()
     try:
         with socket.create_connection((host, port), timeout=CONNECT_S) as connection:

@@ -4,7 +4,7 @@
 
     {"ask": "ops"}                               for each C++ op, whether it can be built and is built
     {"ask": "build", "ops": ["CPUAdamBuilder"]}  compile them
-    {"ask": "measure", "job": `measured.Job`, "local": 2, "interface": "eth0"}    the ranks' figures
+    {"ask": "measure", "job": `MeasurementJob`, "local": 2, "interface": "eth0"}    the ranks' figures
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Explain an out-of-memory error from a log or a memory snapshot, on any machine: nothing here imports torch."""
+"""Explain why a run ran out of memory or failed, from a log or a memory snapshot. Nothing here imports torch."""

@@ -41,7 +41,7 @@ _DEVICES = {"HIP": r"\bHIP|ROCBLAS|rocblas", "XPU": r"\bXPU|level_zero|_RESULT_E
 
 
 def for_device(text: str, message: str) -> str:
-    """Return the advice `text` with the tools of the device that an error message names (default: CUDA's tools)."""
+    """Return the advice `text` with tools for the device that an error message names (default: CUDA's)."""
     device = next((name for name in _TOOLS if re.search(_DEVICES.get(name, rf"\b{name}"), message)), "")
     if not device:
         return text
@@ -55,7 +55,7 @@ def for_device(text: str, message: str) -> str:
 
 
 def changes_for(cause: str, message: str) -> tuple[str, ...]:
-    """Return the changes that make room for a cause, without those that a Mac or a CPU rank cannot use."""
+    """Return the changes that help against a cause, except those that are useless on a Mac or a CPU rank."""
     useless = ()
     if "MPS backend" in message:  # CUDA has a service of that name
         useless = (_SHARD, _OFFLOAD)

@@ -56,7 +56,6 @@ def _single_tensor(evidence: LogEvidence) -> Cause | None:
 
 
 def _other_processes(evidence: LogEvidence) -> Cause | None:
-    """Find other processes on the device without which the request would have fit."""
     figures = evidence.shortage.figures
     others = sum(figures.other_bytes)
     if not others or figures.asked_bytes is None or figures.asked_bytes > (figures.free_bytes or 0) + others:
@@ -189,7 +188,6 @@ _IN_PHASE = {
 
 
 def _on_cpu(evidence: LogEvidence) -> Cause | None:
-    """Find the cause in a CPU rank's training, where tensors are in host memory."""
     in_training = (FORWARD, BACKWARD, LOSS, EVALUATION, KEPT_LOGITS, GENERATION, STEP, INIT)
     offloading = "/runtime/zero/" if evidence.phase == INIT else "cpu_adam"  # only ZeRO offloads
     offloaded = any(offloading in frame.file or "offload" in frame.name for frame in evidence.frames)
@@ -200,7 +198,6 @@ def _on_cpu(evidence: LogEvidence) -> Cause | None:
 
 
 def _in_phase(evidence: LogEvidence) -> Cause | None:
-    """Find the cause from the phase of the error, if torch's tensors fill the device."""
     progress, phase = evidence.progress, evidence.phase
     shown = _filled(evidence.shortage)
     if leak := progress.leak:
@@ -243,7 +240,6 @@ def _loading(evidence: LogEvidence, shown: tuple[str, ...]) -> Cause:
 
 
 def _filled(shortage: Shortage) -> tuple[str, ...]:
-    """Return sentences about the memory that fills the device, and about smaller parts of it."""
     figures = shortage.figures
     if figures.allocated_bytes is None or not figures.total_bytes:
         return ()

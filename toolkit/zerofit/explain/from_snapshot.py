@@ -100,7 +100,6 @@ def explain_snapshot(path: Path) -> Explanation:
 def _cause(
     snapshot: MemorySnapshot, alive: Sequence[AliveBlock], kinds: Counter[str], frames: Sequence[CodeFrame]
 ) -> tuple[str, str, tuple[str, ...]]:
-    """Return the cause, its summary, and the evidence."""
     allocated = sum(kinds.values())
     reserved, failed = snapshot.reserved_at_moment, snapshot.ran_out
     if failed and reserved - allocated >= max(failed.bytes - failed.free_bytes, USUAL_FRAGMENTS * reserved):

@@ -55,7 +55,7 @@ def decoded_log(content: bytes) -> str:
 
 
 def lines_of(text: str) -> list[LogLine]:
-    """Split a log's text into lines, also at the carriage returns with which progress bars overwrite themselves."""
+    """Split a log's text into lines, also at carriage returns, with which progress bars overwrite themselves."""
     found = []
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
         for part in line.split("\r"):

@@ -197,7 +197,7 @@ def _shortage(kind: str, place: str, lines: Sequence[LogLine], at: int) -> Short
 
 
 def shortened(text: str) -> str:
-    """Return a message without its end if it is too long; "..." marks the cut, which is between words."""
+    """Return a message, cut between words if it is too long. "..." marks the cut."""
     return textwrap.shorten(text, MESSAGE_LENGTH, placeholder=" ...")
 
 
@@ -243,7 +243,10 @@ def device_figures(text: str) -> MemoryFigures:
 
 
 def _host_figures(text: str, before: str) -> MemoryFigures:
-    """Return the figures of a message by the kernel, the CPU allocator, numpy or Ray. `before`: the text before it."""
+    """Return the figures of a message by the kernel, the CPU allocator, numpy or Ray.
+
+    `before`: the text before the message.
+    """
     if asked := re.search(r"you tried to allocate (\d+) bytes", text):
         return MemoryFigures(asked_bytes=int(asked[1]))
     if asked := re.search(rf"Unable to allocate {_SIZE} for an array", text):

@@ -149,7 +149,7 @@ def _of_samples(ranks: Sequence[Mapping[str, Any]]) -> Replay | None:
 
 
 def _of_origin(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> Replay | None:
-    """Return the cause from the first op whose result is not finite, on a rank that has such an op."""
+    """Return the cause from the first op whose result is not finite, if a rank has found such an op."""
     found = [rank for rank in ranks if rank.get("origin")]
     if not found:
         return None
@@ -169,7 +169,6 @@ def _of_origin(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> R
 
 
 def _judged(origin: Mapping[str, Any], rank: Mapping[str, Any], grown: str) -> tuple[str, str, list[str]]:
-    """Return cause, summary and evidence for the op that made the first result that is not finite."""
     place = f"{origin['op'] or origin['tensor']} in {origin['module'] or 'the loss'}"
     made = f"{place} ({origin['phase']}) has the first result that is not finite"
     evidence = [grown] if grown else []

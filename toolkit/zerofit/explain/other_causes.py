@@ -18,7 +18,7 @@ FULL_HOST = 0.8  # share of used host memory above which a large allocation may 
 
 
 def _driver(evidence: LogEvidence) -> Cause | None:
-    """Find why the driver had no memory. In this case the message has no figures of torch's allocator."""
+    """Find why the driver had no memory, if the message has no figures of torch's allocator."""
     names = {frame.name for frame in evidence.frames}
     if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames):
         return _pinned(evidence)

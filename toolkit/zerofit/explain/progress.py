@@ -48,12 +48,12 @@ class Progress:
     readings: tuple[MemoryReading, ...] = ()
 
     def went_on_after(self, earlier: Progress) -> bool:
-        """Return whether the log shows a step after an earlier line of it."""
+        """Return whether the run made progress after `earlier`, a state of the same log."""
         return (self.steps, self.losses) != (earlier.steps, earlier.losses)
 
     @property
     def leak(self) -> tuple[str, int, int] | None:
-        """The label of readings that grew one after another, with first and last bytes; None if none did."""
+        """The label of readings that grew every time, with the first and last bytes; None if there is no leak."""
         for label in {reading.label for reading in self.readings}:
             sizes = [r.allocated_bytes for r in self.readings if r.label == label][-10:]
             later = sizes[1:]  # the first step allocates the optimizer's state

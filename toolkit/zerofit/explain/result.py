@@ -74,7 +74,7 @@ class Explanation:
 
     @property
     def is_shortage(self) -> bool:
-        """Whether memory ran out, for a known cause."""
+        """Whether memory ran out and the cause is known."""
         return self.is_known and bool(self.place)
 
     def to_dict(self) -> dict[str, Any]:

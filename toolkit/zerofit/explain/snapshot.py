@@ -48,7 +48,7 @@ class MemorySnapshot:
 
     @cached_property
     def moment(self) -> int:
-        """The event to explain: the last out-of-memory event, else the moment of the peak."""
+        """The event to explain: the last out-of-memory event, or else the peak."""
         failed = [number for number, event in enumerate(self.trace) if event.action == "oom"]
         if failed:
             return failed[-1]
@@ -73,7 +73,10 @@ class MemorySnapshot:
 
     @property
     def reserved_at_moment(self) -> int:
-        """Reserved bytes at `moment`, computed from those at the end and the segments added or freed in between."""
+        """Reserved bytes at `moment`.
+
+        They follow from the reserved bytes at the end, and from the segments added or freed in between.
+        """
         later = self.trace[self.moment + 1 :]
         return self.reserved_bytes - sum(event.bytes * _SEGMENT_SIGN.get(event.action, 0) for event in later)
 
@@ -127,7 +130,7 @@ _SEGMENT_SIGN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segm
 
 
 def read_snapshot(path: Path) -> MemorySnapshot:
-    """Read the device of a snapshot that ran out of memory, else the fullest one. Raises OSError or Unreadable."""
+    """Read a snapshot: the device that ran out of memory, or else the fullest device. Raises OSError or Unreadable."""
     content = read_pickle(path)
     try:
         devices = _devices(content)

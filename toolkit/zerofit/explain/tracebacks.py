@@ -43,13 +43,13 @@ class CodeFrame:
 
     @property
     def place(self) -> str:
-        """File and line, like `train.py:44`. The path is the log's, without the folder of a library."""
+        """File and line, like `train.py:44`. Paths of libraries start below site-packages."""
         path = re.sub(r"^.*(?:(?:site|dist)-packages|toolkit)/", "", self.file.replace("\\", "/"))
         return f"{path}:{self.line}" if self.line else path
 
 
 def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
-    """Return the calls of the traceback that ends at line number `error`, outermost first; [] without a traceback.
+    """Return the calls of the traceback that ends at line number `error`, outermost first; [] if there is none.
 
     Skip the traceback of a launcher.
     """
@@ -81,7 +81,7 @@ def own_frame(frames: Sequence[CodeFrame]) -> CodeFrame | None:
 
 
 def caller_of_torch(frames: Sequence[CodeFrame]) -> CodeFrame | None:
-    """Return the innermost call outside of torch and DeepSpeed, such as a model's call; else the innermost call."""
+    """Return the innermost call outside of torch and DeepSpeed (such as a model's), or else the innermost call."""
     outside = [frame for frame in frames if not frame.place.startswith(("torch/", "deepspeed/"))]
     return (outside or list(frames) or [None])[-1]
 

@@ -51,7 +51,7 @@ def _not_free(text: str) -> Cause:
 
 
 def _share_below(free: str, total: str) -> float:
-    """Return the largest utilization, in hundredths, that needs no more than the free memory."""
+    """Return the utilization that needs exactly the free memory, rounded down to hundredths."""
     try:
         return int(100 * float(free) / float(total)) / 100
     except (ValueError, ZeroDivisionError):

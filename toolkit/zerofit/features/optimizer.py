@@ -44,7 +44,7 @@ class States:
         return FLOAT_BYTES * min(self.numbers, self.host_numbers) if self.by_weight else 0
 
     def of_tensors(self, numels: Iterable[int], gpu: bool) -> StateBytes:
-        """Return the bytes of the states, without offload, for tensors with these element counts.
+        """Return the bytes of the states of tensors with these element counts, without offload.
 
         `gpu`: whether the training is on a GPU.
         """

@@ -1,1 +1,1 @@
-"""Evaluation and generation with a trained model. Accelerate spreads its weights over GPUs, host memory and disk."""
+"""Evaluate a trained model, and generate text. Accelerate spreads the weights over GPUs, host and disk."""

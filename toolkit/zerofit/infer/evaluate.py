@@ -188,7 +188,7 @@ class EvalFigures:
 
     @property
     def classes(self) -> int:
-        """The number of classes in a table of `class_table`; 0 without one."""
+        """The number of classes in the table of `class_table`; 0 if there is no table."""
         return tabled_classes(self.inputs)
 
     def __call__(self, model: nn.Module, x: Tensor, labels: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
@@ -248,7 +248,6 @@ def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
 
 
 def _pixel_counts(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the `cross_entropy_counts` of pixels, computed one image at a time."""
     images = zip(logits, labels, strict=True)
     return torch.stack([cross_entropy_counts(image.movedim(0, -1), wanted, 1) for image, wanted in images]).sum(0)
 

@@ -139,7 +139,7 @@ def end_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
 def generate(
     model: nn.Module, request: GenerationRequest, device: torch.device, on_text: Callable[[str], None]
 ) -> GeneratedText:
-    """Generate what follows the prompt; `on_text` gets each piece of text as it comes.
+    """Generate what follows the prompt. `on_text` gets each piece of text as soon as it is complete.
 
     The same seed gives the same text. Raises RunFailed if memory runs out.
     """
@@ -172,9 +172,10 @@ def _config(request: GenerationRequest, cached: bool) -> GenerationConfig:
 
 
 def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) -> int:
-    """Return the bytes that generation needs besides the weights: the prompt's forward, and the KV cache of all tokens.
+    """Return the bytes that generation needs besides the weights.
 
-    While a token is added, one layer's cache exists twice.
+    They are the prompt's forward, and the KV cache of all tokens. While a token is added, one layer's cache exists
+    twice.
     """
     on = torch.device("cpu" if device == "cpu" else "cuda")
     length, new = len(request.prompt.ids), request.max_new_tokens
@@ -227,7 +228,6 @@ class _TextStreamer(BaseStreamer):
         self._send_text(final=False)
 
     def end(self) -> None:
-        """Send the rest of the text."""
         self._send_text(final=True)
 
     # One character can take several tokens, and a token's text can depend on the token before it (sentencepiece's
@@ -260,14 +260,14 @@ class _TextStreamer(BaseStreamer):
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """A model's chat template, and how it answers."""
+    """A model's chat template, and the options of its answers."""
 
     template: ChatTemplate
     longest: int | None  # maximum number of tokens of a conversation; None without a limit
     empty: GenerationRequest  # the settings of all answers; its prompt has no tokens
 
     def request(self, messages: list[Message]) -> GenerationRequest:
-        """Return the request for the next answer, limited to the number of tokens that the model still supports.
+        """Return the request for the next answer, limited to the tokens that the conversation may still have.
 
         Raises UserError if the conversation has already reached the model's limit.
         """
@@ -292,7 +292,7 @@ class Chat:
 def open_chat(
     saved: SavedModel, tokenizer_name: str | None, given: Path | None, **drawing: Unpack[DrawingOptions]
 ) -> Chat:
-    """Open the chat template of a model, or the `given` template. Raises UserError if there is no template."""
+    """Open the template `given`, or else the model's chat template. Raises UserError if there is none."""
     tokenizer = writers_tokenizer(saved, tokenizer_name)
     if saved.task != "causal-lm":
         message = f"a model for the task {saved.task} cannot chat"

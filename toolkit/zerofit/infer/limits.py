@@ -31,15 +31,16 @@ class MemoryLimits:
 
 
 def room(device: Device) -> int:
-    """Return the reserve on a device that runs layers, in bytes, for memory that is not counted."""
+    """Return the bytes to reserve on a device that runs layers, for memory that is not counted."""
     return SCRATCH if device == "cpu" else SCRATCH + WORKSPACE
 
 
 # Names are accelerate's, so a device map can be copied from other code: GPUs by number, "cpu" and "disk".
 def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits:
-    """Read limits such as "0=20GiB,cpu=60GiB" or {0: "20GiB", "cpu": 60 << 30}. None allows most of the free memory.
+    """Read limits such as "0=20GiB,cpu=60GiB" or {0: "20GiB", "cpu": 60 << 30}.
 
-    Only the named devices are used, and the disk, unless the limits have "disk=0". Raises UserError with all problems.
+    None allows most of the free memory. Otherwise only the named devices and the disk are used; "disk=0" excludes
+    the disk. Raises UserError with all problems.
     """
     import torch
 

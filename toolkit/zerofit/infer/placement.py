@@ -42,7 +42,7 @@ class DeviceRow:
 
     @property
     def needed(self) -> int:
-        """The needs in total. If layers run on the device, a reserve for memory that is not counted is included."""
+        """The total need. If layers run on the device, it includes a reserve for memory that is not counted."""
         return self.weights + self.layer + self.working + (room(self.device) if self.working or self.layer else 0)
 
     @property
@@ -123,10 +123,10 @@ def block_classes(model: nn.Module) -> list[str]:
 
 
 def loads_whole(model: nn.Module) -> list[str]:
-    """Return the names of the module classes that need all weights, including their children's, before they run.
+    """Return the names of the module classes whose weights, including their children's, must be loaded at once.
 
-    transformers' modules use only their own weights. Other modules may use a child's weights without calling the child,
-    as torch's attention does. So all weights of a block are loaded at once.
+    transformers' modules use only their own weights. Other modules may use a child's weights without calling the
+    child, as torch's attention does. So all weights of a block are loaded at once.
     """
     return [] if hasattr(model, "_no_split_modules") else block_classes(model)
 
@@ -152,10 +152,11 @@ def main_device(limits: MemoryLimits) -> Device:
 # 2. the same without GPUs
 # 3. if nothing fits: the last placement, whose rows show how much memory is missing
 def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
-    """Place a model without weights on GPUs, then in memory, then on disk; leave `working` bytes for its forward.
+    """Assign a model's weights to GPUs, then to host memory, then to the disk. Nothing is loaded.
 
-    Only transformers' models are split over several GPUs, since it is not known what other models do between their
-    layers. If nothing fits, the placement that was tried last is returned.
+    `working`: bytes to leave free for the model's forward. Only transformers' models are split over several GPUs,
+    since it is not known what other models do between their layers. If nothing fits, the placement that was tried
+    last is returned.
     """
     gpus = sorted(d for d, size in limits.memory.items() if isinstance(d, int) and size)
     if not hasattr(model, "_no_split_modules"):
@@ -176,9 +177,9 @@ def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
 
 
 def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | None:
-    """Return accelerate's map, completed by the buffers and single parameters of modules that it splits.
+    """Return accelerate's device map, with the buffers and parameters of modules that it splits.
 
-    These go to the device that runs the module, since dispatch_model loads only complete modules. Returns None if
+    They go to the device that runs the module, since dispatch_model loads only complete modules. Returns None if
     accelerate 1.15 raises IndexError, as it does for some sizes of models with tied parameters.
     """
     if not any(size > 0 for size in memory.values()):
@@ -230,7 +231,6 @@ def _placed(model: nn.Module, device_map: dict[str, Device], limits: MemoryLimit
 
 # accelerate's hooks copy a module's weights to the main device before it runs and free them after it: one at a time.
 def _largest_layer(model: nn.Module, device_map: dict[str, Device], main: Device) -> tuple[int, str]:
-    """Return bytes and name of the largest module that is copied to the main device for its forward."""
     stays = {main} if main == "cpu" else {d for d in device_map.values() if isinstance(d, int)}
     classes = loads_whole(model)
     best = (0, "")

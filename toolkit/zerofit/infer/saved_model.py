@@ -48,10 +48,10 @@ class SavedModel:
 
 # Users may name a run, its model, a checkpoint, adapters or a folder from the hub.
 def find_folder(path: Path, report: Reporter) -> Path:
-    """Return the folder to open: a run's `model/`, a model's folder, a checkpoint, or else a run's newest checkpoint.
+    """Return the folder to open: a run's `model/` or newest checkpoint, a model's folder, or a checkpoint.
 
-    Checkpoints are verified byte by byte, with a warning for each newer, damaged one. Raises UserError "no-model", or
-    "damaged-checkpoint" if `path` is an incomplete checkpoint.
+    Checkpoints are verified byte by byte, with a warning for each newer, damaged one. Raises UserError "no-model",
+    or "damaged-checkpoint" if `path` is an incomplete checkpoint.
     """
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
@@ -193,7 +193,10 @@ def read_weights(folder: Path) -> StoredWeights:
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:
-    """Return a safetensors file's tensors; its library checks types, shapes and offsets against the file's length."""
+    """Return a safetensors file's tensors.
+
+    The library checks types, shapes and offsets against the length of the file.
+    """
     try:
         with safe_open(file, framework="pt") as opened, file.open("rb") as raw:
             header = raw.read(int.from_bytes(raw.read(8), "little"))

@@ -103,7 +103,7 @@ class InferenceSession:
 
     @property
     def main(self) -> Device:
-        """The device on which the model would run; the activations are counted there."""
+        """The device on which the model would run, and whose activations are counted."""
         return main_device(self.limits)
 
     def load(self, working: int, knobs: str) -> tuple[nn.Module, Placement]:
@@ -157,7 +157,9 @@ def open_model(
     """Return the model in a folder from `find_folder`, and the type of its weights.
 
     A checkpoint is exported first, and adapters are merged into their model. Without `dtype` the weights keep their
-    saved type. Call it before large tensors are created: otherwise later allocations would fill the gaps in the heap
+    saved type.
+
+    Call this function before large tensors are created. Otherwise later allocations would fill the gaps in the heap
     that freed tensors leave.
     """
     return_freed_memory_at_once()
@@ -262,7 +264,6 @@ def _by_name(saved: SavedModel, model: nn.Module) -> dict[str, tuple[str, Stored
 
 
 def _refuse(missing: list[str], saved: SavedModel) -> None:
-    """Raise UserError if the files lack tensors of the model."""
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         message = f"{saved.folder} lacks weights of the model: {shown}"
@@ -349,7 +350,7 @@ def _merged(saved: SavedModel, empty: nn.Module) -> list[PublishedTensor]:
 
 
 def _tensor(weights: StoredWeights, name: str) -> Tensor:
-    """Read one tensor. Its file is opened for this alone, since pages read through a memory map stay resident."""
+    """Read one tensor. Its file is opened only for this, since pages read through a memory map stay resident."""
     where = weights.tensors[name]
     if weights.pickled:
         return load(where.file)[name]

@@ -132,7 +132,10 @@ def run_id_of(pid: int) -> str | None:
 
 
 def end_all(run_id: str) -> int:
-    """Kill every process of a start on this host except this one and its ancestors; return their number."""
+    """Kill all processes with this run id on this host, except this process and its ancestors.
+
+    Return the number of killed processes.
+    """
     left_over = [process for process in unrelated_processes() if run_id_of(process.pid) == run_id]
     for process in left_over:
         with suppress(psutil.Error):

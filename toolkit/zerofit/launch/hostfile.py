@@ -54,7 +54,6 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def _host(content: str, place: str, before: dict[str, int], problems: Problems) -> Host | None:
-    """Return one line's host; add its problems with line and column."""
     indent = len(content) - len(content.lstrip())
     match = LINE.fullmatch(content.strip())
     assert match
@@ -134,7 +133,7 @@ def _picked(text: str, hosts: Mapping[str, Host], flag: str, problems: Problems)
 
 
 def check_size(nodes: int, slots: int, problems: Problems) -> None:
-    """Add a problem for more ranks in total than are possible."""
+    """Add a problem if `nodes` times `slots` are more ranks than possible."""
     if nodes * slots > MOST_RANKS:
         message = f"--nodes {nodes} with --slots {slots} exceeds the limit of {MOST_RANKS:,} ranks"
         problems.add("bad-value", message, "use fewer", "--nodes and --slots")

@@ -60,7 +60,6 @@ class _Dumper(yaml.SafeDumper):
     """YAML dumper without anchors: repeated data are repeated in the output."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Return True, so repeated data are written out."""
         return True
 
 

@@ -48,9 +48,9 @@ class LaunchSite:
 
 
 def launcher(ranks: int, port: int) -> list[str]:
-    """Return the first arguments of a command that starts a program, named next, once per rank on this machine.
+    """Return the beginning of a command that runs a program once per rank on this machine.
 
-    The ranks end when this process ends (`launch.local_ranks`).
+    The program and its arguments come next. The ranks end when this process ends (`launch.local_ranks`).
     """
     return [sys.executable, "-m", "zerofit.launch.local_ranks", str(os.getpid()), str(ranks), str(port)]
 
@@ -73,8 +73,8 @@ def local_site(job: Job, machine: Machine) -> LaunchSite:
 def free_port() -> int:
     """Return a free TCP port in a range from which no system assigns ports.
 
-    Rank 0 listens seconds later, after importing torch. By then another process could have a port assigned by the
-    system.
+    Rank 0 listens seconds later, after importing torch. Meanwhile the system could assign another port to another
+    process.
     """
     for port in random.SystemRandom().sample(NEVER_GIVEN, len(NEVER_GIVEN)):
         with socket.socket() as probe, suppress(OSError):

@@ -56,7 +56,6 @@ def main() -> int:
 
 
 def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
-    """Return a rank's environment, with the variables that torch.distributed and DeepSpeed read."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_SIZE": ranks}
     place |= {"CROSS_RANK": 0, "CROSS_SIZE": 1}  # host and number of hosts, for DeepSpeed's checkpoint writer
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -218,7 +218,7 @@ def lock_owner(lock: Path) -> str | None:
 
 
 def _at_work(pid: int, folder: Path) -> bool:
-    """Return whether a process works in the folder or has a file in it open: its lock, a compiler's output."""
+    """Return whether a process runs in `folder` or has a file in it open (the lock, a compiler's output)."""
     place = Path(f"/proc/{pid}")
     try:
         links = [place / "cwd", *(place / "fd").iterdir()]
@@ -243,7 +243,6 @@ def _changed(path: Path) -> float:
 
 
 def _file_system(path: Path) -> str:
-    """Return the type of the file system of a path."""
     real = os.path.realpath(path)
     mounts = [p for p in psutil.disk_partitions(all=True) if os.path.commonpath([real, p.mountpoint]) == p.mountpoint]
     return max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else ""

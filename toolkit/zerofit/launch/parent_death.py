@@ -16,9 +16,9 @@ COMMAND = "zerofit.cli"
 
 
 def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send this signal when the parent ends; exit now if the parent (a process id) has ended already.
+    """Make the kernel send the signal `sent` to this process when its parent ends.
 
-    Does nothing except on Linux.
+    `parent`: the parent's process id. If the parent has ended already, exit now. Does nothing except on Linux.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -45,7 +45,7 @@ def held(folder: RunFolder, progress: Callable[[str], None]) -> Iterator[None]:
 
 
 def wait_for_ranks(folder: RunFolder, progress: Callable[[str], None]) -> None:
-    """Wait until no rank of an earlier start is left. Raises UserError if a rank stays."""
+    """Wait until no rank of an earlier start is left. Raises UserError if a rank does not end."""
     with _locked(folder.ranks_lock, fcntl.LOCK_EX, PATIENCE_S, folder, progress):
         pass
 

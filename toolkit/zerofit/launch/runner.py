@@ -101,7 +101,7 @@ def runner_environment(logs: Path, plain: Mapping[str, str]) -> dict[str, str]:
 
 
 def forwarded(variables: Sequence[str]) -> dict[str, str]:
-    """Return the environment for `--env`: NAME, with its value here, or NAME=VALUE.
+    """Return the environment variables of `--env`: NAME (with its value in this process) or NAME=VALUE.
 
     Raises UserError for a name that is not set.
     """
@@ -131,7 +131,7 @@ def forwarded_always() -> dict[str, str]:
 
 
 def allocated(env: Mapping[str, str], hosts: Sequence[str]) -> tuple[Host, ...]:
-    """Return the hosts of a Slurm allocation, as listed by `scontrol show hostnames`; one rank per task or GPU.
+    """Return the hosts of a Slurm allocation, which `scontrol show hostnames` lists; one rank per task or GPU.
 
     Raises UserError if the number of ranks per host is unknown.
     """

@@ -1,4 +1,4 @@
-"""Reads from the environment with which other processes a launcher has started this one, and as which rank.
+"""Reads from the environment which launcher started this process, with how many ranks, and as which rank.
 
 deepspeed, torchrun and accelerate set RANK and related variables, Open MPI OMPI_COMM_WORLD_*, MPICH and Intel MPI
 PMI_*, and srun SLURM_PROCID.
@@ -180,8 +180,8 @@ class Member:
 def hosts_of(members: Sequence[Member], on_gpus: bool) -> tuple[Host, ...]:
     """Return the hosts of these processes, in the order of their ranks; local rank 0 starts the next host.
 
-    Hosts with the same name (containers) get a number. Raises UserError if ranks are distributed round-robin
-    over hosts, software differs, or a rank sees only one GPU.
+    Hosts with the same name (containers) get a number. Raises UserError if ranks are distributed round-robin over
+    hosts, if software differs, or if a rank sees fewer GPUs than its host has ranks.
     """
     problems, hosts = Problems(), list[list[Member]]()
     for rank, member in enumerate(members):

@@ -40,9 +40,9 @@ class LiveMemory(NamedTuple):
 
 
 def backward_moments(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> tuple[LiveMemory, ...]:
-    """Return the live memory at each moment that is a backward's peak for some size of the micro batch.
+    """Return the live memory at all moments of a backward that can be its peak.
 
-    Persistent memory is not included.
+    Which moment is the peak depends on the size of the micro batch. Persistent memory is not included.
 
     `graded`: number of elements that already have gradients from earlier micro batches (stages 0 and 1).
     """
@@ -70,7 +70,7 @@ def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: in
 
 
 def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Return the moments that are the peak for some size of the micro batch. Equal moments count once.
+    """Return the moments that can be the peak, depending on the micro batch. Equal moments count once.
 
     `line` returns a moment's bytes per sample and its fixed bytes.
     """
@@ -161,7 +161,6 @@ class _Bucketed:
         self.layer = -1
 
     def run(self) -> Iterator[LiveMemory]:
-        """Replay the backward."""
         waiting = began = self.waiting_bytes > 0  # an earlier micro batch has allocated the bucket
         for event in self.line.backward:
             self._pass(self.line.layers[event.layer + 1 : max(self.layer, 0)])
@@ -186,7 +185,6 @@ class _Bucketed:
             self.oversized = self.element * numel
 
     def reduce(self, activations: Point) -> Iterator[LiveMemory]:
-        """Reduce the bucket and empty it."""
         if not self.filled:
             return
         # each kind is reduced over its own ranks, one after the other (:1640)
@@ -218,7 +216,6 @@ class _Bucketed:
         self.kept_bytes = max(self.kept_bytes, max(reached, default=0))
 
     def _slices(self, parameter: Parameter) -> Iterator[tuple[int, int]]:
-        """Yield each rank whose partition overlaps a parameter, and the number of elements that overlap."""
         size = self.sizes[parameter.group]
         start, end = parameter.start, parameter.start + parameter.numel
         while start < end:
@@ -269,7 +266,6 @@ class _Scattered:
         self.layer = -1
 
     def run(self) -> Iterator[LiveMemory]:
-        """Replay the backward."""
         for event, gathered in zip(self.line.backward, self.gathered_bytes, strict=True):
             self.layer = event.layer
             for point in event.live:

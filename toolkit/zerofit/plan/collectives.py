@@ -22,7 +22,7 @@ _SENT = {
 # move through both kinds of rings at once, so the slower kind counts.
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks of a collective, and the number of them that share a node."""
+    """The number of ranks of a collective, and how many of them share a node."""
 
     size: int
     per_node: int
@@ -39,7 +39,10 @@ def group_of(size: int, stride: int, gpus: int) -> RankGroup:
 
 
 def sent_bytes(op: str, size_bytes: float, ranks: int) -> float:
-    """Return the bytes that one rank sends. `size_bytes`: size of the full (gathered or not yet scattered) tensor."""
+    """Return the bytes that one rank sends.
+
+    `size_bytes`: size of the full tensor, which is gathered or not yet scattered.
+    """
     return size_bytes * _SENT[op](ranks)
 
 

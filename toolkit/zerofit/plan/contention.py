@@ -14,9 +14,9 @@ SAME_MOMENT_S = 1e-12  # tolerance for sums in another order
 
 
 class Piece(NamedTuple):
-    """A span before it is placed in the step.
+    """A span of work, before it is placed in the step.
 
-    Its times count from the start of its forward or backward, and assume that no other work slows it.
+    Times count from the start of the forward or backward, as if no other work slowed this piece.
     """
 
     stream: Stream
@@ -40,7 +40,8 @@ class Piece(NamedTuple):
 class Clock:
     """Converts times without contention to real times.
 
-    While links and compute are both busy, both are slower. During a pause, only the piece that causes it runs.
+    While links and compute are both busy, both are slower. During a pause, only the piece that causes the pause
+    runs.
     """
 
     def __init__(self, exposed: float):

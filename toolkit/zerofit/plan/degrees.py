@@ -55,7 +55,10 @@ class Degrees(NamedTuple):
 def settings_of(
     heads: tuple[int | None, int | None], model_type: str | None, most: int, experts: int | None = None
 ) -> list[Degrees]:
-    """Return the degrees, at most `most`, that a model with these heads and experts supports."""
+    """Return the degrees that a model with these heads and experts supports, one kind of parallelism at a time.
+
+    Only powers of two up to `most` are returned, and no parallelism.
+    """
     powers = [2**n for n in range(1, most.bit_length()) if 2**n <= most]
     found = [degrees for n in powers for degrees in (Degrees(tp=n), Degrees(sp=n))]
     spread = [Degrees(ep=n) for n in powers if model_type in EXPERT_TYPES and (experts or 1) % n == 0]
@@ -63,7 +66,10 @@ def settings_of(
 
 
 def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_type: str | None) -> bool:
-    """Return whether tensor and sequence parallelism can divide a model with these attention and key-value heads."""
+    """Return whether tensor and sequence parallelism can divide a model.
+
+    `heads`: the numbers of attention heads and of key-value heads. The model's type must be supported, too.
+    """
     if degrees.tp * degrees.sp == 1:
         return True
     able = all(model_type in types_of(single, degrees.combined) for single in degrees.alone())
@@ -71,7 +77,7 @@ def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_typ
 
 
 def _undivided(degrees: Degrees, heads: tuple[int | None, int | None]) -> tuple[bool, bool]:
-    """Return two flags: whether the ranks do not divide the attention heads, and the key-value heads.
+    """Return whether the ranks fail to divide the attention heads, and whether they fail for key-value heads.
 
     Ulysses repeats key-value heads if there are fewer than sequence ranks
     (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
@@ -84,7 +90,7 @@ def _undivided(degrees: Degrees, heads: tuple[int | None, int | None]) -> tuple[
 
 
 def types_of(degrees: Degrees, beside: bool) -> tuple[str, ...]:
-    """Return the supported model types. `beside`: whether the degree is combined with another degree."""
+    """Return the model types that support this degree. `beside`: whether it is combined with another degree."""
     if degrees.tp > 1:
         return TENSOR_PLAN_TYPES if beside else TENSOR_PARALLEL_TYPES
     return SEQUENCE_PARALLEL_TYPES
@@ -159,7 +165,6 @@ def _stages_problem(degrees: Degrees, profile: Profile, schedule: PipelineSchedu
 
 
 def _pipeline_problem(pp: int, profile: Profile, each: int = 1) -> Problem | None:
-    """Check that the model has enough layers. Each stage gets `each` parts of the layers."""
     layers = sum(layer.count for layer in profile.layers if layer.matrices or layer.vectors)
     if not profile.pipelines:
         message = f"--pipeline {pp} needs a model that can be cut into stages, but {profile.model} cannot"
@@ -174,7 +179,10 @@ def _pipeline_problem(pp: int, profile: Profile, each: int = 1) -> Problem | Non
 
 
 def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
-    """Check one of a layout's degrees. `whole`: all its degrees. Sequence ranks divide a tensor rank's heads."""
+    """Check one degree of a layout. `whole`: all degrees of the layout.
+
+    Sequence ranks divide the heads of a tensor rank.
+    """
     name, degree = _named(degrees)
     types = types_of(degrees, whole.combined)
     kind = "tensor-parallel" if degrees.tp > 1 else "sequence-parallel"
@@ -205,7 +213,6 @@ def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: 
 
 
 def _model_takes(degrees: Degrees, degree: int, profile: Profile) -> bool:
-    """Return whether the model supports the size `degree` for the kind of parallelism in `degrees`."""
     if degrees.pp > 1:
         return _pipeline_problem(degree, profile) is None
     other = Degrees(tp=degree) if degrees.tp > 1 else Degrees(sp=degree)

@@ -24,8 +24,9 @@ _ENDING = "<B1 | B1 B1> "
 def order(stages: int, stage: int, micro_batches: int) -> tuple[str, ...]:
     """Return the actions of a stage in a step, in order, as strings.
 
-    "F0" is the forward of the next micro batch through its first part, "B1" the backward through its second part.
-    "<F0" queues the receive of F0's input. "F0>" queues the send of F0's output. EXCHANGE runs all that is queued.
+    "F0" is the forward of the next micro batch through the stage's first part. "B1" is the backward through the
+    second part. "<F0" queues the receive of F0's input. "F0>" queues the send of F0's output. EXCHANGE runs
+    everything that is queued.
     """
     after, last = stages - 1 - stage, stage == stages - 1
     turning = "<F0 " + _TURNING * (stage + 1)
@@ -132,7 +133,6 @@ class _Rank:
         return False
 
     def arrive(self, posted: defaultdict[Message, list[float]]) -> None:
-        """Add this stage's messages of the exchange to `posted`."""
         for message in self.queued:
             posted[message].append(self.now_s)
 

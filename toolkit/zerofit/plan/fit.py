@@ -62,7 +62,7 @@ class Fit:
 
     @property
     def lacking_bytes(self) -> float:
-        """Bytes that are missing in the memory that is too small; 0 if everything fits."""
+        """Bytes by which the memory that is too small is exceeded; 0 if everything fits."""
         lacks = {
             "device": self.device_bytes - self.device_available_bytes,
             "host": self.host_bytes - self.host_available_bytes,
@@ -72,7 +72,7 @@ class Fit:
 
     @property
     def utilization(self) -> float:
-        """The needed share of the available bytes, in the memory where this share is largest."""
+        """Needed bytes divided by available bytes, of the fullest memory."""
         pairs = [(self.device_bytes, self.device_available_bytes), (self.host_bytes, self.host_available_bytes)]
         if self.nvme_bytes:
             pairs.append((self.nvme_bytes, self.nvme_available_bytes))
@@ -123,7 +123,6 @@ def margin_bytes(
 
 
 def _process_bytes(layout: PlannedLayout, cluster: Cluster, more_communicators: int) -> int:
-    """Return the bytes of context and communicators, each at the upper end of its published range."""
     device = cluster.device
     divided = (layout.zero_ranks > 1) + (layout.tp > 1) + (layout.replicas > 1)
     # a pipeline has three: the stages (losses), stages and tensor ranks (norm), all ranks (activations)

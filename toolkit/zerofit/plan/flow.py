@@ -62,8 +62,8 @@ def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
 def flow_s(runs: Sequence[FlowRun], exposed: float) -> float:
     """Return the seconds of layers, with contention.
 
-    While links and compute are both busy, both are slower by the share `exposed`. One of them is always busy, so
-    the time with both busy is the sum of their busy times minus the time without contention.
+    While links and compute are both busy, both are slower by the share `exposed`. At any time at least one of them
+    is busy. So the time with both busy is the sum of their busy times minus the time without contention.
     """
     alone_s = flow_ends(runs).reduced_s
     busy_s = sum(run.groups * (run.layers * (run.fetch_s + run.compute_s) + run.reduce_s) for run in runs)

@@ -32,7 +32,6 @@ class _GatheredGroup(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Sequence[Parameter], ranks: int, width: int) -> _GatheredGroup:
-        """Divide parameters among ranks."""
         every, trained = (sum(shard(p, ranks, width) for p in found) for found in (parameters, _trained(parameters)))
         largest = max((shard(p, ranks, width) for p in _trained(parameters)), default=0)
         numels = [p.numel for p in _trained(parameters)]
@@ -44,10 +43,10 @@ def _trained(parameters: Iterable[Parameter]) -> list[Parameter]:
 
 
 def shard(parameter: Parameter, ranks: int, width: int) -> int:
-    """Return a rank's elements of a parameter, whose first dimension is divided and padded (_fsdp_param.py:337).
+    """Return how many elements of a parameter a rank has. Its first dimension is divided and padded.
 
-    A profile has no shapes. One side of a matrix is assumed to be the model's width. The result is for the side that
-    needs more padding.
+    (_fsdp_param.py:337) A profile has no shapes. One side of a matrix is assumed to be the model's width. The
+    result is for the side that needs more padding.
     """
     numel = parameter.numel
     sides = {numel} if parameter.group == 1 or not width or numel % width or numel == width else {width, numel // width}
@@ -82,7 +81,7 @@ def block_init(line: StageTimeline, layout: PlannedLayout) -> Iterator[dict[str,
 
 
 def block_step(line: StageTimeline, layout: PlannedLayout) -> Iterator[StepMemory]:
-    """Yield the optimizer step's moment with a rank's gradients. Fused Adam allocates nothing."""
+    """Yield the moment of the optimizer step, with a rank's gradients. Fused Adam allocates nothing."""
     parts = (shard(p, layout.shard_ranks, line.width) for p in _trained(chain(*line.layers)))
     yield StepMemory(gradients=layout.weight_bytes * sum(parts) if layout.offload_param == "none" else 0)
 
@@ -144,7 +143,6 @@ class _LayerReplay:
             self.trained[-1] = self.late.numel
 
     def forward(self) -> Iterator[LiveMemory]:
-        """Replay the forward."""
         moments = {n: (before, points) for n, before, points in self.line.forward}
         for n, group in enumerate(self.groups):
             before, points = moments.get(n, (None, ()))
@@ -162,7 +160,6 @@ class _LayerReplay:
         self.flat = 0
 
     def backward(self) -> Iterator[LiveMemory]:
-        """Replay the backward."""
         events: dict[int, list[TimelineEvent]] = {}
         for event in self.line.backward:
             events.setdefault(event.layer, []).append(event)
@@ -208,7 +205,6 @@ class _LayerReplay:
         self.scattered += 0 if self.offloaded or self.adds_up else self.stored * (group.trained - self.late.trained)
 
     def _opened(self, n: int) -> list[_GatheredGroup]:
-        """Return the groups that are gathered just before layer n runs."""
         if n == 0:
             found = [self.root, self.groups[-1] if self.line.tied else self.groups[0]]
             return [group for group in found if group.shard]
@@ -257,9 +253,9 @@ class _LayerReplay:
         return self._gathered(group) if self.ranks > 1 else 0
 
     def _sent(self, group: _GatheredGroup) -> int:
-        """Return the bytes of a gather's input: the shards in the compute precision, copied from the host if offloaded.
+        """Return the bytes of a gather's input: the shards in the compute precision.
 
-        (_fsdp_collectives.py:382, _fsdp_param.py:1051)
+        Offloaded shards are copied from the host (_fsdp_collectives.py:382, _fsdp_param.py:1051).
         """
         if self.ranks == 1:
             return self.element * group.largest if self.half else 0

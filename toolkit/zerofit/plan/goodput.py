@@ -1,7 +1,7 @@
-"""Forecast the cost of failures in a long run: the best interval between checkpoints, and the lost time.
+"""Forecast what failures cost a long run: the best checkpoint interval, and the lost time.
 
 The formulas of Young (1974) and Daly (2006) assume failures that are equally likely at any time. The spread between
-months is from a simulation with random failures (Monte Carlo).
+months comes from a simulation with random failures (Monte Carlo).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST_FAILURES = 2_000  # simulated per month; more failures do not change the re
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """The time between failures of a cluster, and the durations of a save, a restart and a repair."""
+    """A cluster's time between failures, and the durations of a save, a restart and a repair."""
 
     mtbf_s: float  # mean time between failures of the cluster
     save_s: float  # seconds that training stops for a checkpoint
@@ -46,22 +46,22 @@ class Failures:
 
     @property
     def interval_s(self) -> float:
-        """The seconds of training between checkpoints that lose the least time."""
+        """The interval between checkpoints that loses the least time, in seconds of training."""
         return daly_interval(self.save_s, self.mtbf_s)
 
     @property
     def goodput(self) -> float:
-        """Useful share of all time if there are enough spare nodes."""
+        """The useful share of all time, if there are enough spare nodes."""
         return goodput(self.interval_s, self)
 
     @property
     def spare_nodes(self) -> int:
-        """Nodes in reserve that suffice at any time with 99 % certainty."""
+        """The number of spare nodes that suffices at any time with 99 % certainty."""
         return spare_nodes(self.repair_s / self.mtbf_s, CERTAINTY)
 
 
 def young_interval(save_s: float, mtbf_s: float) -> float:
-    """Return Young's interval between checkpoints, for saves much shorter than the time between failures."""
+    """Return Young's interval between checkpoints. It assumes that a save is much shorter than `mtbf_s`."""
     return math.sqrt(2 * save_s * mtbf_s)
 
 
@@ -74,7 +74,10 @@ def daly_interval(save_s: float, mtbf_s: float) -> float:
 
 
 def goodput(interval_s: float, failures: Failures) -> float:
-    """Return the useful share of time with a save every `interval_s` seconds, by Daly's expected time."""
+    """Return the useful share of all time if the run saves every `interval_s` seconds.
+
+    The formula is Daly's expected time.
+    """
     mtbf_s = failures.mtbf_s
     exponent = (interval_s + failures.save_s) / mtbf_s
     if failures.restart_s / mtbf_s + exponent > 700:  # exp() would overflow: nothing is ever saved
@@ -99,11 +102,11 @@ def spare_nodes(expected: float, certainty: float) -> int:
 
 
 def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, float]:
-    """Return the bytes of a checkpoint, and the bytes that the rank with the largest part writes.
+    """Return the bytes of a checkpoint, and the most bytes that one rank writes.
 
-    A checkpoint has the weights in the run's precision, and 12 bytes per element for master weights and moments. Below
-    stage 3 the first rank of each tensor or pipeline part writes the part's weights. At stage 0 it also writes the
-    part's states.
+    A checkpoint has the weights in the run's precision, and 12 bytes per element for master weights and moments.
+    Below ZeRO stage 3, the first rank of each tensor or pipeline part writes that part's weights. At stage 0 it
+    also writes that part's states.
     """
     weights, states = parameters * layout.element_bytes, parameters * 12
     parts = layout.tp * layout.pp
@@ -114,7 +117,7 @@ def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, flo
 
 @dataclass(frozen=True, kw_only=True)
 class Reliability:
-    """The user's figures on failures and restarts. None stands for a published default."""
+    """The user's figures on failures and restarts. If a figure is None, a default is used."""
 
     mtbf_h: float | None = None
     of_node: bool = False  # whether `mtbf_h` is a node's time between failures instead of a GPU's
@@ -135,7 +138,7 @@ class Reliability:
 
     @property
     def sources(self) -> dict[str, str]:
-        """The source of each default figure that is used."""
+        """The source of each figure that is a default."""
         found = {
             "mtbf": "" if self.mtbf_h else f"{GPU_MTBF_H.value:,.0f} h of one GPU: {GPU_MTBF_H.how}",
             "save": "" if self.save_s is not None else f"{WRITTEN.value / 1e9:.2f} GB/s of one rank: {WRITTEN.how}",
@@ -162,7 +165,7 @@ class Goodput:
     spare_nodes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return `goodput` of a layout in `zerofit plan --json`."""
+        """Return the field `goodput` of a layout for `zerofit plan --json`."""
         return field_data(self)
 
 
@@ -171,10 +174,11 @@ class Goodput:
 def draw_months(
     failures: Failures, interval_s: float, spares: int, *, months: int = MONTHS, length_s: float = MONTH_S
 ) -> np.ndarray:
-    """Return the useful share of each month's time, shape (months,).
+    """Simulate `months` months with random failures.
 
-    Failures are equally likely at any time, also during restarts. A failed node is out for `repair_s`. If no spare
-    node is left, training waits until the first node is back. Work that was not saved is repeated.
+    Return each month's useful share, shape (months,). Failures are equally likely at any time, also during
+    restarts. A failed node is out for `repair_s`. If no spare node is left, training waits until the first node is
+    back. Work that was not saved is repeated.
     """
     import numpy as np  # not needed for a plan without failures
 

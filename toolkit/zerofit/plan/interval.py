@@ -1,4 +1,4 @@
-"""Give intervals for step times, from the forecast errors on published figures of the same class."""
+"""Give the uncertainty of forecast step times, from forecast errors on published figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONG = 16_384  # tokens per sample
 
 
 class PublishedErrors(NamedTuple):
-    """The middle 80 % of published step times of one class, as multiples of their forecasts."""
+    """The range of measured / forecast step time that contains the middle 80 % of one class."""
 
     what: str
     figures: int
@@ -42,7 +42,7 @@ AS_MEASURED = PublishedErrors("measured", 1, 1.0, 1.0)
 
 
 def class_of(layout: PlannedLayout, task: str, seq_len: int | None, nodes: int) -> str:
-    """Return the class of a layout on GPUs, a key of CLASSES."""
+    """Return the key in CLASSES for a layout on GPUs."""
     fitting = {
         "image": not is_text(task),
         "offload": layout.offload != "none",
@@ -56,6 +56,6 @@ def class_of(layout: PlannedLayout, task: str, seq_len: int | None, nodes: int) 
 
 
 def errors_of(layout: PlannedLayout, task: str, seq_len: int | None, nodes: int) -> PublishedErrors:
-    """Return the forecast errors on published figures in the layout's class."""
+    """Return the forecast errors on published figures in the same class as the layout."""
     own = layout.engine == "torchtitan"
     return TITAN if own else CLASSES[class_of(layout, task, seq_len, nodes)]

@@ -1,4 +1,4 @@
-"""Invert the plan: find the largest value that fits, and the fewest devices that suffice."""
+"""Find the largest value that fits, and the fewest devices that suffice."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ MOST_GPUS = 65536
 def largest(
     pressure: Callable[[int], float], smallest: int, step: int, most: int, end_first: bool = False
 ) -> tuple[int | None, int]:
-    """Return the largest of the values smallest, smallest + step, ... with a `pressure` of at most 1.
+    """Return the largest value that fits, and the number of evaluations of `pressure`.
 
-    The second result is the number of evaluations. `pressure` must grow with the value. The first result is None if
-    the smallest value does not fit. The value after the result was evaluated, unless the result is the last value.
-    `pressure` grows nearly linearly, so the next guess is the value at which a line through the bracket's ends
-    reaches 1. If this guess does not halve the bracket, the next guess is its middle. With `end_first` the last value,
-    up to `most`, is tried early.
+    The candidates are `smallest`, `smallest + step`, ..., up to `most`. A value fits if its `pressure` is at most
+    1. `pressure` must grow with the value. If not even `smallest` fits, the value is None. Unless the result is the
+    last candidate, the next candidate was evaluated.
+
+    `pressure` grows nearly linearly. So the next guess is where a line through the bracket's ends reaches 1. If
+    this guess does not halve the bracket, the next guess is the bracket's middle. With `end_first` the last
+    candidate is tried early.
     """
     seen: dict[int, float] = {}
 
@@ -50,7 +52,7 @@ def largest(
 
 
 def _crossing(seen: dict[int, float], low: int, high: int) -> int:
-    """Return the value at which a line through two evaluated values reaches a share of 1, at most 64 times `high`."""
+    """Return where a line through two evaluated values reaches a pressure of 1, at most 64 times `high`."""
     slope = (seen[high] - seen[low]) / (high - low)
     if not 0 < slope < math.inf:
         return (low + high) // 2 if slope > 0 else 2 * high
@@ -58,7 +60,7 @@ def _crossing(seen: dict[int, float], low: int, high: int) -> int:
 
 
 def with_layers(profile: Profile, count: int) -> Profile:
-    """Return the profile with `count` copies of its repeated layer."""
+    """Return the profile with `count` copies of the repeated layer."""
     index = repeated_layer(profile)
     layers = list(profile.layers)
     layers[index] = replace(layers[index], count=count)
@@ -71,10 +73,11 @@ def repeated_layer(profile: Profile) -> int:
 
 
 def fewest(pressure: Callable[[int, int], float], full: int) -> tuple[int, int] | None:
-    """Return the fewest (devices per node, nodes) with a `pressure` of at most 1. Several nodes are used in full.
+    """Return the fewest (devices per node, nodes) with a `pressure` of at most 1.
 
-    Bisects the number of nodes, assuming that more nodes never need more memory per device. The result is None if four
-    times as many nodes do not reduce the pressure, or if more than MOST_GPUS devices are needed.
+    If several nodes are needed, all their devices are used. The number of nodes is bisected, assuming that more
+    nodes never need more memory per device. Return None if four times as many nodes do not reduce the pressure, or
+    if more than MOST_GPUS devices are needed.
     """
     for gpus in range(1, full + 1):
         if pressure(gpus, 1) <= 1:

@@ -1,4 +1,4 @@
-"""Compute the seconds of kernels on a device. A kernel needs the longer of compute time and memory time."""
+"""Compute the seconds of kernels on a device: the longer of compute time and memory time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> floa
 # Rates of matrix multiplications fall with small or unaligned dimensions (`rates.ProductRate`, `rates.UnalignedShare`).
 # If a kernel's shape was measured on the device, the measured time is used.
 def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
-    """Return the seconds of equal kernels: the measured time, or else the time at the device's rates."""
+    """Return the seconds of equal kernels: measured if their shape was, else from the rates."""
     measured_s = rates.kernels.seconds(kernel, micro_batch, _aligned_share(kernel, rates)) if rates.kernels else None
     if measured_s is None:
         measured_s = max(_compute_s(kernel, micro_batch, rates), _memory_s(kernel, micro_batch, rates))
@@ -45,11 +45,12 @@ def _memory_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
 
 
 def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
-    """Return the seconds of a kernel's FLOPs at the rate for the kernel's shape.
+    """Return the compute time of a kernel at the rate for its shape, in seconds.
 
-    Tiles at the edges are partly empty. If there are few tiles, part of the device is idle. So a matrix multiplication
-    reaches 1 / (1 + edge (1/M + 1/N + 1/K)) of the best rate. Attention with a causal mask skips half of its blocks.
-    If a kernel's shape differs between micro batches, no shape is recorded, and no waste is counted.
+    Tiles at the edges are partly empty. If there are few tiles, part of the device is idle. So a matrix
+    multiplication reaches 1 / (1 + edge (1/M + 1/N + 1/K)) of the best rate. Attention with a causal mask skips
+    half of its blocks. If a kernel's shape differs between micro batches, no shape is recorded, and no waste is
+    counted.
     """
     flops = kernel.flops.at(micro_batch)
     if not flops:
@@ -64,14 +65,14 @@ def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
 
 
 def _grouped(kernel: Kernel, sizes: list[float], rates: Rates) -> float:
-    """Return the FLOPs per second of a grouped convolution, which grow with the channels per group."""
+    """Return the FLOP/s of a grouped convolution. They grow with the channels per group."""
     channels = sizes[1] if sizes else 1.0
     least = rates.depthwise if kernel.dtype == "float16" else 0.0
     return min(rates.flops, max(least, channels * rates.general))
 
 
 def _aligned_share(kernel: Kernel, rates: Rates) -> float:
-    """Return a matrix multiplication's rate, relative to one whose rows begin at multiples of 16 bytes."""
+    """Return a matrix multiplication's rate, relative to the rate with rows aligned to 16 bytes."""
     lengths = unaligned_lengths(kernel)
     if not lengths:
         return 1.0

@@ -1,4 +1,4 @@
-"""Define a layout that a plan considers, and its memory."""
+"""Define the layouts that a plan considers, and their memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OF_FSDP2 = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayout:
-    """The settings that decide memory and time of a run, besides model and machine."""
+    """The settings, besides model and machine, that decide a run's memory and time."""
 
     zero_stage: int
     micro_batch: int  # samples of the rank with the most samples; it needs most memory and, on equal devices, most time
@@ -86,7 +86,10 @@ class PlannedLayout:
         return ", ".join(filter(None, [*words, WORDS[self.checkpointing]]))
 
     def with_sizes(self, wanted: Mapping[str, Any]) -> PlannedLayout:
-        """Return the layout with new values. "auto" keeps the layout's value. UNSET sets DeepSpeed's default."""
+        """Return the layout with the sizes in `wanted`.
+
+        "auto" keeps the layout's value. UNSET stands for DeepSpeed's default.
+        """
         stage = self.zero_stage
         defaults = {"bucket": DEFAULT_BUCKET if stage else self.bucket, "overlap": stage == 3}
         defaults |= {name: DEFAULTS[name] if stage == 3 else 0 for name in ("prefetch", "persistence")}
@@ -136,7 +139,10 @@ class PlannedLayout:
 
     @property
     def combined(self) -> bool:
-        """Whether zerofit itself creates the groups: with expert parallelism, or at least two other degrees."""
+        """Whether zerofit creates the process groups itself.
+
+        This is so with expert parallelism, and with at least two of tensor, pipeline and sequence parallelism.
+        """
         return self.ep > 1 or sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
 
     @property
@@ -159,7 +165,7 @@ class PlannedLayout:
 
     @property
     def zero_ranks(self) -> int:
-        """Ranks among which ZeRO partitions: data and sequence parallel ones (engine.py, seq_data_parallel_group)."""
+        """The number of ranks that ZeRO partitions among (DeepSpeed's seq_data_parallel_group)."""
         return self.dp * self.sp
 
     @property
@@ -169,37 +175,37 @@ class PlannedLayout:
 
     @property
     def shard_ranks(self) -> int:
-        """The number of ranks among which FSDP2 divides parameters."""
+        """The number of ranks that FSDP2 divides parameters among."""
         return self.zero_ranks // self.replicas
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes of an element of the gradients that FSDP2 reduces."""
+        """Bytes per element of the gradients that FSDP2 reduces."""
         return 4 if ENGINES[self.engine].reduces_in_float32 else self.element_bytes
 
     @property
     def keeps_full_gradients(self) -> bool:
-        """Whether FSDP2 reduces gradients once per step, and accumulates full gradients until then."""
+        """Whether FSDP2 accumulates full gradients and reduces them once per step."""
         return self.accumulation > 1 and not self.sync_each_batch and ENGINES[self.engine].accumulates_full_gradients
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element in the layout's precision."""
+        """Bytes per element in the layout's precision."""
         return ELEMENT_BYTES[self.precision]
 
     @property
     def global_batch(self) -> int:
-        """Samples of one optimizer step."""
+        """The number of samples per optimizer step."""
         return self.accumulation * (sum(self.by_rank) or self.micro_batch * self.dp)
 
     @property
     def offload(self) -> str:
-        """All that is offloaded: "none", "optimizer:cpu", "optimizer:cpu+param:cpu", ..."""
+        """What is offloaded, and where: "none", "optimizer:cpu", "optimizer:cpu+param:cpu", ..."""
         places = {"optimizer": self.offload_optimizer, "param": self.offload_param}
         return "+".join(f"{what}:{where}" for what, where in places.items() if where != "none") or "none"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the layout's settings, with the names that --json and --space use."""
+        """Return the layout's settings, under the names that `--json` and `--space` use."""
         return {
             "engine": self.engine,
             "zero_stage": self.zero_stage,
@@ -226,14 +232,17 @@ class PlannedLayout:
 
 
 def steps_early(config: Mapping[str, Any]) -> bool:
-    """Return whether a DeepSpeed JSON has SuperOffload without clipping, so it steps before all gradients exist."""
+    """Return whether `config` (DeepSpeed's JSON) uses SuperOffload without gradient clipping.
+
+    DeepSpeed then steps before all gradients exist.
+    """
     offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
     return offload.get("super_offload") is True and config.get("gradient_clipping") == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutMemory:
-    """Bytes on the rank that needs the most memory."""
+    """Memory of the rank that needs most, in bytes."""
 
     peak_bytes: int  # device, allocated
     peak_phase: str  # "init", "forward", "backward" or "step"

@@ -1,4 +1,4 @@
-"""Compute seconds of kernels and collectives from measurements of the nearest sizes."""
+"""Compute the seconds of kernels and collectives from measurements of similar sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAME = 1e-3  # difference of logarithms below which sizes are equal
 
 
 class _Point(NamedTuple):
-    """A measurement: logarithms of its sizes and of its rate."""
+    """A measurement: the logarithms of its sizes and its rate."""
 
     sizes: tuple[float, ...]
     rate: float
@@ -28,7 +28,10 @@ class _Point(NamedTuple):
 # of the logarithms of all measured rates, with weight 1 / distance^k (inverse distance weighting, Shepard, 1968). So a
 # measured shape gets its own rate, and a shape that is far from all measured shapes gets about the mean.
 class KernelTable:
-    """Measured rates of kernels by kind, dtype and shape. Other shapes get a mean that weighs near sizes more."""
+    """Measured rates of kernels by kind, dtype and shape.
+
+    A shape that was not measured gets a mean of the measured rates, in which similar sizes weigh more.
+    """
 
     def __init__(self, measured: Iterable[MeasuredKernel]):
         self._points: defaultdict[tuple[str, str, bool, bool], list[_Point]] = defaultdict(list)
@@ -44,10 +47,12 @@ class KernelTable:
             self._points[kernel.kind, kernel.dtype, kernel.groups > 1, odd].append(point)
 
     def seconds(self, kernel: Kernel, micro_batch: int, unaligned: float = 1.0) -> float | None:
-        """Return the seconds of equal kernels; None if no kernel of their kind and dtype was measured.
+        """Return the seconds of equal kernels; None if no kernel like them was measured.
 
-        `unaligned`: rate of matrix multiplications with unaligned rows, relative to aligned rows. It is used if no
-        matrix multiplication with unaligned rows was measured.
+        A kernel is like them if it has the same kind and dtype.
+
+        `unaligned`: rate of matrix multiplications with unaligned rows, relative to aligned rows. It is used only
+        if no matrix multiplication with unaligned rows was measured.
         """
         key, odd = (kernel.kind, kernel.dtype, kernel.groups > 1), bool(unaligned_lengths(kernel))
         points = self._points.get((*key, odd))
@@ -67,9 +72,10 @@ class KernelTable:
 
 
 def unaligned_lengths(kernel: Kernel) -> list[int]:
-    """Return row lengths of a 16-bit product that are not a multiple of 16 bytes, e.g. 50,257 for GPT-2's logits.
+    """Return the unaligned row lengths of a 16-bit product, e.g. 50,257 for GPT-2's logits.
 
-    Sizes that grow with the samples are numbers of rows, not lengths.
+    A row is unaligned if its length is not a multiple of 16 bytes. Sizes that grow with the samples are numbers of
+    rows, not lengths.
     """
     if kernel.kind != "product" or kernel.dtype not in HALF:
         return []
@@ -77,7 +83,6 @@ def unaligned_lengths(kernel: Kernel) -> list[int]:
 
 
 def _made(flops: float, causal: bool) -> float:
-    """Return the FLOPs that a kernel really computes: with a causal mask half of `flops`."""
     return 0.5 * flops if causal else flops
 
 
@@ -86,9 +91,10 @@ def _logs(sizes: Iterable[float]) -> tuple[float, ...]:
 
 
 def _rate_at(points: Sequence[_Point], sizes: tuple[float, ...]) -> float:
-    """Return the measured rate at these sizes, or else the mean over all points, weighted by nearness.
+    """Return the measured rate at these sizes. Without one, return the mean of all points.
 
-    If the kernel or a point has no shape, nearness depends on the amount of work only.
+    Near points weigh more in this mean. If the kernel or a point has no shape, nearness depends only on the amount
+    of work.
     """
     total = weights = 0.0
     for point in points:
@@ -102,14 +108,17 @@ def _rate_at(points: Sequence[_Point], sizes: tuple[float, ...]) -> float:
 
 
 class CollectiveLine(NamedTuple):
-    """Seconds of a collective: per call, and per byte of the full tensor."""
+    """Seconds of a collective: a part per call, and a part per byte of the full tensor."""
 
     call_s: float
     byte_s: float
 
 
 class CollectiveTable:
-    """Measured seconds of collectives within a node: a line over the bytes for each op and number of ranks."""
+    """Measured seconds of collectives within a node.
+
+    For each op and number of ranks, the seconds are a line in the number of bytes.
+    """
 
     def __init__(self, measured: Iterable[MeasuredCollective]):
         sizes: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
@@ -118,7 +127,7 @@ class CollectiveTable:
         self._lines = {key: _line(sorted(found)) for key, found in sizes.items()}
 
     def line(self, op: str, ranks: int) -> CollectiveLine | None:
-        """Return the line of an op; None if it was not measured with this number of ranks."""
+        """Return the line of an op; None if the op was not measured with `ranks` ranks."""
         return self._lines.get((op, ranks))
 
 

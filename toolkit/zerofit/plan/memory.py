@@ -1,7 +1,7 @@
-"""Forecast a layout's memory from a stored profile: the peak of start-up and of a training step.
+"""Forecast a layout's peak memory, at start-up and in a step, from a stored profile.
 
-The terms follow the source of DeepSpeed 0.19.8 and torch's optimizers. Nothing is fitted. Kernels' scratch
-memory, the communication library, the device's context and the allocator's rounding are not included.
+The terms follow the source of DeepSpeed 0.19.8 and torch's optimizers. Nothing is fitted. Kernels' scratch memory,
+the communication library, the device's context and the allocator's rounding are not included.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _key_of = attrgetter(*_WITHOUT_MICRO_BATCH)
 
 
 class _Moment(NamedTuple):
-    """The bytes in use on the device at one moment. The device "cpu" stands for the host."""
+    """The bytes in use on the device at one moment. For the device "cpu" this is host memory."""
 
     phase: str
     fixed: float  # all bytes without any samples
@@ -40,12 +40,11 @@ class _Moment(NamedTuple):
     kinds: dict[str, int]  # bytes of all other kinds
 
     def line(self) -> tuple[float, float]:
-        """Return the bytes per sample, and the bytes that do not depend on the micro batch."""
         return self.slope, self.fixed
 
 
 class LayerMoment(NamedTuple):
-    """The peak of one layer in a phase."""
+    """The largest memory of one layer in a phase."""
 
     phase: str  # "forward", "backward" or "step"
     layer: int  # index in the stage; -1: none
@@ -53,8 +52,6 @@ class LayerMoment(NamedTuple):
 
 
 class _StageMoments(NamedTuple):
-    """The forecast of a pipeline stage, for any size of the micro batch."""
-
     moments: tuple[_Moment, ...]
     static_bytes: int
     host_bytes: int
@@ -64,11 +61,10 @@ class _StageMoments(NamedTuple):
     stepped: tuple[Point, ...]  # live bytes at moments of the step, plus the block that they allocate
 
     def host_at(self, samples: int) -> int:
-        """Return the bytes on the host for a size of the micro batch."""
         return self.host_bytes + sum(pinned_bytes(round(a + b * samples)) for a, b in self.on_host)
 
     def large_at(self, samples: int, peak_bytes: int) -> int:
-        """Return the summed bytes of the largest block of each kind that a step allocates and frees.
+        """Return the sum, over all kinds, of the largest block that a step allocates and frees.
 
         The optimizer's blocks count only above the peak: while it flattens gradients, no activation is alive.
         """
@@ -99,12 +95,12 @@ def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> L
 #
 # A search needs the largest moment only (`memory`). The timeline of a step needs every layer's (`along`).
 class Forecaster:
-    """Forecasts of many layouts for one model on one kind of device, "cpu" or "cuda".
+    """Forecasts the memory of many layouts, for one model on "cpu" or "cuda".
 
-    On "cpu" the host is the device, and the optimizer is from torch. On "cuda" the optimizer is DeepSpeed's FusedAdam,
-    or DeepSpeed's CPUAdam if the states are on the host. `workspace_bytes`: workspace of a thread's matmuls.
-    Forward and backward run in two threads, each with its own workspace (aten/src/ATen/cuda/CublasHandlePool.cpp),
-    unless the engine runs both in one. `engine`: the engine whose model code was traced for the profile.
+    On "cpu" the host is the device, and the optimizer is torch's. On "cuda" the optimizer is DeepSpeed's FusedAdam,
+    or DeepSpeed's CPUAdam if the states are on the host. `workspace_bytes`: workspace for the matmuls of one
+    thread. Forward and backward run in two threads with a workspace each (aten/src/ATen/cuda/CublasHandlePool.cpp),
+    unless the engine runs both in one thread. `engine`: the engine whose model code was traced for the profile.
     """
 
     def __init__(self, profile: Profile, device: str = "cuda", workspace_bytes: int = 0, engine: Engine = "deepspeed"):
@@ -149,19 +145,20 @@ class Forecaster:
         )
 
     def _more_communicators(self, layout: PlannedLayout) -> int:
-        """Count the extra communicators: for a matrix tied between stages, and to send full weights at stage 3.
+        """Count the extra communicators: for a matrix tied between stages, and for full weights at stage 3.
 
-        At ZeRO-3 the first rank sends full weights to all other ranks in an extra group before they are divided
-        (engine.py, _broadcast_model). Models of transformers are already divided at that time.
+        At stage 3 the first rank sends the full weights to all other ranks before they are divided (engine.py,
+        _broadcast_model). This uses an extra group. Models of transformers are already divided at that time.
         """
         tied = bool(self._tied) and layout.pp > 1 and layout.schedule != "dualpipev"
         whole = not self._built_in_parts and layout.zero_stage == 3 and layout.zero_ranks > 1
         return tied + whole
 
     def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:
-        """Return the peak of each layer of a pipeline stage, and of the step. A few of equal layers represent all.
+        """Return the peak memory of each layer of a pipeline stage, and of the step.
 
-        The result is for the micro batch with the most live bytes. Raises KeyError as `memory` does.
+        Of many equal layers, the result has only a few. It is for the micro batch with the most live bytes. Raises
+        KeyError as `memory` does.
         """
         if layout.engine in self._own:
             return self._own[layout.engine].along(layout, stage)
@@ -193,7 +190,6 @@ class Forecaster:
     def _passes(
         self, layout: PlannedLayout, parts: tuple[tuple[int, int], ...] | None, stage: int
     ) -> tuple[list[StageTimeline], list[Pass], Point]:
-        """Return the timeline of each part of a stage, the stage's passes, and its memory kept between steps."""
         stage_of_costs = 0 if layout.by_layer else layout.zero_stage
         key = self.profile.key_of(layout.setting, stage_of_costs, layout.micro_batch)
         lines = [timeline(self.profile, key, parts, part) for part in range(len(parts or "."))]
@@ -207,7 +203,6 @@ class Forecaster:
     def _stage(
         self, layout: PlannedLayout, stage: int, lines: list[StageTimeline], passes: list[Pass], between: Point
     ) -> _StageMoments:
-        """Forecast a stage. `lines`: the timeline of each part. `between`: memory kept between steps."""
         line = lines[0]
         persistent = self._persistent(line, layout)
         moments = []
@@ -259,7 +254,7 @@ class Forecaster:
     def _live_in_passes(
         self, layout: PlannedLayout, passes: list[Pass], between: Point, *, every: bool
     ) -> Iterator[tuple[Direction, LiveMemory, Point]]:
-        """Yield direction and live memory at each moment, with the live bytes of other micro batches.
+        """Yield for each moment its direction, its live memory, and the live bytes of other micro batches.
 
         Without `every`, moments that are not the peak for any size of the micro batch may be left out.
         """
@@ -296,7 +291,10 @@ class Forecaster:
 
 
 def _cpu_process_bytes(profile: Profile) -> int:
-    """Return an upper limit of a CPU rank's private memory without tensors. It depends on the imported libraries."""
+    """Return an upper limit of a CPU rank's private memory without tensors.
+
+    The limit depends on the libraries that the model imports.
+    """
     if not names_callable(profile.model):
         if profile.trained < profile.parameters:
             return CPU_PROCESS_BYTES["peft or diffusers"][1]
@@ -306,7 +304,7 @@ def _cpu_process_bytes(profile: Profile) -> int:
 
 
 def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
-    """Yield the moments of the forward with the most live bytes. With accumulation, it is a later micro batch's."""
+    """Yield the moments of a forward with the most live bytes. With accumulation, it is not the first forward."""
     line, gradients, buckets = kind.line, 0, 0
     if layout.zero_stage < 2:
         gradients = layout.element_bytes * kind.graded
@@ -325,10 +323,10 @@ def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator
 
 
 def _distinct_stages(stages: tuple[tuple[tuple[int, int], ...], ...]) -> list[int]:
-    """Choose the stages to forecast: the first, the last, and the first other stage with each number of layers.
+    """Choose the stages to forecast: the first, the last, and one other stage per number of layers.
 
-    With two parts per stage, the last stage with each number of layers is added, because its second part has the most
-    micro batches in flight.
+    With two parts per stage, the last stage with each number of layers is added, because its second part has the
+    most micro batches in flight.
     """
     kinds: dict[tuple, list[int]] = {}
     for stage, parts in enumerate(stages):

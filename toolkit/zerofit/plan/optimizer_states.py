@@ -1,7 +1,8 @@
-"""Compute an optimizer's states per tensor and its step's allocations, from its entry in `features.optimizers`.
+"""Compute an optimizer's states per tensor, and the memory that its step allocates.
 
-Adam is torch's Adam on a CPU and DeepSpeed's FusedAdam on a GPU. Other optimizers come from torch 2.14 and bitsandbytes
-0.50.2. SGD has momentum and weight decay, as in `train`.
+Both come from the optimizer's entry in `features.optimizers`. Adam is torch's Adam on a CPU and DeepSpeed's
+FusedAdam on a GPU. Other optimizers come from torch 2.14 and bitsandbytes 0.50.2. SGD has momentum and weight
+decay, as in `train`.
 """
 
 from __future__ import annotations
@@ -16,32 +17,33 @@ from zerofit.plan.timeline import StageTimeline
 
 
 def host_state_bytes(layout: PlannedLayout) -> int:
-    """Return the bytes of optimizer states per element on the host. They have the dtype of the weights."""
+    """Return the bytes per element of optimizer states on the host. The states have the dtype of the weights."""
     return OPTIMIZERS[layout.optimizer].states.element_bytes(on_host=True) * layout.weight_bytes // FLOAT_BYTES
 
 
 def states_of(layout: PlannedLayout, numels: Iterable[int], device: str) -> StateBytes:
-    """Return the bytes of the states of tensors with these element counts. A tensor may be a flat partition."""
+    """Return the bytes of the states of tensors with `numels` elements. A tensor may be a flat partition."""
     found = OPTIMIZERS[layout.optimizer].states.of_tensors(numels, gpu=device == "cuda")
     return StateBytes(*(size * layout.weight_bytes // FLOAT_BYTES for size in found))
 
 
 def whole_states(line: StageTimeline, layout: PlannedLayout, device: str) -> StateBytes:
-    """Return the bytes of the states without ZeRO, which has one state tensor per parameter."""
+    """Return the bytes of the states without ZeRO: each parameter has its own state tensors."""
     if OPTIMIZERS[layout.optimizer].states.factored:
         return StateBytes(FLOAT_BYTES * line.factors)
     return states_of(layout, (numel for group in line.groups for numel in group), device)
 
 
 def step_bytes(layout: PlannedLayout, numel: int, device: str) -> int:
-    """Return the bytes that the step of one tensor allocates at its peak."""
+    """Return the peak of what the step of one tensor allocates, in bytes."""
     return OPTIMIZERS[layout.optimizer].step.temporary(numel, device == "cuda")
 
 
 def whole_step_bytes(line: StageTimeline, layout: PlannedLayout, device: str) -> int:
-    """Return the bytes that the step allocates at its peak without ZeRO, parameter by parameter.
+    """Return the peak of what a step without ZeRO allocates, in bytes.
 
-    torch's loops free the last tensor of a parameter only after they have allocated a tensor for the next parameter.
+    It runs parameter by parameter. torch's loops free the last tensor of a parameter only after they have allocated
+    a tensor for the next parameter.
     """
     step, gpu = OPTIMIZERS[layout.optimizer].step, device == "cuda"
     together = gpu and step.group_at_once

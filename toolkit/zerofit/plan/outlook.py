@@ -23,7 +23,7 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The amount of training, the prices of devices, and the figures on failures."""
+    """How much to train, what devices cost, and how often they fail."""
 
     samples: float | None = None  # per epoch
     tokens: float | None = None  # per epoch, instead of samples
@@ -32,13 +32,16 @@ class Work:
     reliability: Reliability = field(default_factory=Reliability)
 
     def samples_of(self, seq_len: int | None) -> float | None:
-        """Return the samples of all epochs; None if unknown, or if tokens are given for a model without tokens."""
+        """Return the number of samples in all epochs.
+
+        The result is None if it is unknown, or if `tokens` is set for a model without tokens.
+        """
         if self.tokens is not None:
             return self.epochs * self.tokens / seq_len if seq_len else None
         return None if self.samples is None else self.epochs * self.samples
 
     def price(self, cluster: Cluster) -> Price | None:
-        """Return the user's price, else the node's list price; None if both are unknown."""
+        """Return the user's price. Without one, return the node's list price, or None if that is unknown."""
         requested = cluster.kind if isinstance(cluster.kind, str) else cluster.device.kind
         for name in (requested, cluster.device.kind, ""):
             if name in self.prices:
@@ -52,7 +55,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """A full run with one layout: its time, with saves and failures, and its cost."""
+    """The duration and cost of a full run with one layout, including saves and failures."""
 
     steps: int | None  # None: the length is unknown
     train_h: float | None  # of steps alone
@@ -64,7 +67,7 @@ class Outlook:
     goodput: Goodput
 
     def to_dict(self) -> dict[str, Any]:
-        """Return `outlook` of a layout in `zerofit plan --json`."""
+        """Return the field `outlook` of a layout for `zerofit plan --json`."""
         return {**field_data(self, "price"), "price": self.price and self.price._asdict()}
 
 

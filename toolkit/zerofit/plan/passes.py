@@ -1,4 +1,7 @@
-"""Compute the seconds of layers in one micro batch: kernels, launches, hooks, and collectives that layers wait for."""
+"""Compute the seconds of each layer in one micro batch.
+
+These are kernels, launches, hooks, and the collectives that a layer waits for.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class LayerWork(NamedTuple):
 
 
 class StageLayers(NamedTuple):
-    """A run of equal layers in a pipeline stage."""
+    """Consecutive equal layers in a pipeline stage."""
 
     layer: int  # index in the profile's layers
     count: int
@@ -45,7 +48,7 @@ class StageLayers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankPass:
-    """The pass of one micro batch through all pipeline stages. Most tuples have an entry per layer of the profile."""
+    """The pass of one micro batch through all pipeline stages. Most tuples have one entry per layer of the profile."""
 
     parts: tuple[tuple[tuple[StageLayers, ...], ...], ...]  # of each stage
     forward: tuple[LayerWork, ...]
@@ -64,62 +67,62 @@ class RankPass:
 
     @cached_property
     def slowest(self) -> tuple[StageLayers, ...]:
-        """The slowest stage."""
+        """The layers of the slowest stage."""
         return max(self.stages, key=lambda stage: self.total(stage, self.forward) + self.total(stage, self.backward))
 
     @cached_property
     def parameters(self) -> int:
-        """Parameter elements on one rank of the largest stage."""
+        """The number of parameter elements on one rank of the largest stage."""
         return max(self.elements_of(stage) for stage in self.stages)
 
     @cached_property
     def trained_parameters(self) -> int:
-        """Trained elements on one rank of the stage with most trained elements."""
+        """The number of trained elements on one rank, in the stage where they are most."""
         return max(self.trained_of(stage) for stage in self.stages)
 
     @cached_property
     def trained_tensors(self) -> int:
-        """Number of trained parameters in the stage with most trained elements, on one rank."""
+        """The number of trained parameters on one rank, in the stage with most trained elements."""
         return sum(n * self.gradients[i] for i, n in max(self.stages, key=self.trained_of))
 
     @cached_property
     def expert_share(self) -> float:
-        """Share of experts in the parameters of the stage with most parameters."""
+        """The experts' share of all parameters, in the stage with the most parameters."""
         stage = max(self.stages, key=self.elements_of)
         return sum(n * self.experts[i] for i, n in stage) / max(1, self.elements_of(stage))
 
     @cached_property
     def forward_s(self) -> float:
-        """Seconds of the slowest stage's forward, without fetches."""
+        """Seconds of forward in the stage where it is slowest, without fetches."""
         return max(self.total(stage, self.forward) for stage in self.stages)
 
     @cached_property
     def backward_s(self) -> float:
-        """Seconds of the slowest stage's backward, without fetches and reductions."""
+        """Seconds of backward in the stage where it is slowest, without fetches and reductions."""
         return max(self.total(stage, self.backward) for stage in self.stages)
 
     @cached_property
     def sums(self) -> LayerWork:
-        """Seconds of the slowest stage in both directions."""
+        """Seconds of the slowest stage, forward and backward together."""
         works = [(n, work) for i, n in self.slowest for work in (self.forward[i], self.backward[i])]
         return LayerWork(*(sum(n * work[part] for n, work in works) for part in range(len(LayerWork._fields))))
 
     def elements_of(self, stage: tuple[StageLayers, ...]) -> int:
-        """Count the elements of a stage's parameters on one rank."""
+        """Return the number of parameter elements of a stage on one rank."""
         return sum(n * self.elements[i] for i, n in stage)
 
     def trained_of(self, stage: Sequence[StageLayers]) -> int:
-        """Count the elements with gradients of a stage on one rank."""
+        """Return the number of trained elements of a stage on one rank."""
         return sum(n * self.trained[i] for i, n in stage)
 
     @staticmethod
     def total(stage: tuple[StageLayers, ...], works: tuple[LayerWork, ...]) -> float:
-        """Return the seconds of a stage's layers in one direction."""
+        """Return the seconds of a stage's layers in one direction. `works` has one entry per layer of the profile."""
         return sum([n * works[i].layer_s for i, n in stage])
 
 
 class Passes:
-    """Computes the passes of one model on one cluster. Results that several layouts share are computed once."""
+    """Computes the passes of one model on one cluster. Layouts share results where they can."""
 
     def __init__(self, profile: Profile, cluster: Cluster, rates: Rates):
         self._profile, self._cluster, self._rates = profile, cluster, rates
@@ -127,7 +130,7 @@ class Passes:
         self._known_kernels: dict[tuple[str, int], list[tuple[tuple[float, float], tuple[float, float]]]] = {}
 
     def of(self, layout: PlannedLayout) -> RankPass:
-        """Return the pass of a layout. Raises KeyError if its setting is not in the profile."""
+        """Return the pass of a layout. Raises KeyError if the profile was not traced for the layout's setting."""
         hooks = layout.zero_stage == 3, layout.by_layer, self._handles(layout), self._ahead(layout)
         degrees = (layout.tp, layout.sp, layout.ep, layout.pp, layout.schedule, *hooks)
         key = (layout.precision, layout.checkpointing, layout.micro_batch, *degrees)
@@ -185,18 +188,20 @@ class Passes:
         )
 
     def _handles(self, layout: PlannedLayout) -> bool:
-        """Return whether gradients cost host time in backward. On a GPU at stage 0 they cost it after backward."""
+        """Return whether gradients cost host time during backward.
+
+        On a GPU at stage 0, the cost comes after backward.
+        """
         return (layout.zero_stage > 0 and not layout.by_layer) or not self._rates.ahead
 
     def _ahead(self, layout: PlannedLayout) -> bool:
-        """Return whether launches run ahead. ZeRO-3 on one rank waits for each fetched parameter instead.
+        """Return whether launches run ahead of the device.
 
-        (zero/partition_parameters.py:84)
+        ZeRO-3 on one rank waits for each fetched parameter instead (zero/partition_parameters.py:84).
         """
         return self._rates.ahead and (layout.zero_stage < 3 or layout.zero_ranks > 1 or layout.by_layer)
 
     def _kernels(self, key: str, micro_batch: int) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-        """Return for each layer the seconds of its kernels and of their launches, in forward and in backward."""
         if (key, micro_batch) not in self._known_kernels:
             self._known_kernels[key, micro_batch] = [
                 (self._busy(cost.forward_kernels, micro_batch), self._busy(cost.backward_kernels, micro_batch))
@@ -208,7 +213,7 @@ class Passes:
         return kernels_s(kernels, micro_batch, self._rates), launches(kernels) * self._rates.launch_s
 
     def _waits(self, costs: tuple[LayerCost, ...], layout: PlannedLayout) -> list[tuple[float, float, float]]:
-        """Return for each layer the seconds of tensor, sequence and expert parallelism in its forward.
+        """Return for each layer the seconds of tensor, sequence and expert parallel collectives in forward.
 
         Attention and MLP all-reduce once each. Ulysses sends queries, keys, values and outputs. Expert parallelism
         sends the counts of tokens, the tokens to their experts, and the results back.
@@ -235,11 +240,12 @@ class Passes:
         counts: tuple[float, int, int],
         ahead: bool,
     ) -> LayerWork:
-        """Return a layer's work in one direction.
+        """Return the work of one layer in one direction.
 
-        If launches and hooks run ahead, the layer needs the longer of host time and device time. `waits`:
-        seconds of the collectives of tensor, sequence and expert parallelism, and of a copy. `counts`: the number of
-        times that the collectives run, the number of ZeRO-3 hooks, and the number of gradients.
+        If launches and hooks run ahead, the layer needs the longer of host time and device time. `seconds`: seconds
+        of kernels and of launches. `waits`: seconds of the collectives of tensor, sequence and expert parallelism,
+        and of a copy. `counts`: how often the collectives run, the number of ZeRO-3 hooks, and the number of
+        gradients.
         """
         times, hooks, gradients = counts
         busy_s = seconds[0]

@@ -1,8 +1,8 @@
-"""Compute persistent memory: the bytes on device, host and NVMe between two steps, by ZeRO stage and offloading.
+"""Compute persistent memory: the bytes on device, host and NVMe between two steps.
 
-References are to DeepSpeed 0.19.8, below deepspeed/runtime/. Sizes for offloading come from zerofit's bundled JSONs,
-otherwise from DeepSpeed's defaults. Swap buffers are rounded up as in torch and in `zerofit simulate`. This gives an
-upper bound, because DeepSpeed's own allocator (ops/csrc/pin_memory) allocates them page by page.
+References are to DeepSpeed 0.19.8, below deepspeed/runtime/. Sizes for offloading come from zerofit's bundled
+JSONs, otherwise from DeepSpeed's defaults. Swap buffers are rounded up as in torch and in `zerofit simulate`. This
+gives an upper bound, because DeepSpeed's own allocator (ops/csrc/pin_memory) allocates them page by page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Shard = Callable[[Parameter], int]  # returns a rank's elements of a parameter
 
 
 class PersistentMemory(NamedTuple):
-    """Bytes by kind that are kept from step to step."""
+    """Memory that is in use from step to step, in bytes per kind."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -51,7 +51,7 @@ class PersistentMemory(NamedTuple):
 # Offloading moves columns to the host or to disk, and adds page-locked buffers. Page-locked blocks are
 # rounded up, so the number of tensors matters besides their sizes.
 def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, tied: int = 0) -> PersistentMemory:
-    """Return the persistent memory of a rank's layers at a ZeRO stage. `tied`: elements of a tied matrix."""
+    """Return the memory that a rank keeps between steps. `tied`: elements of a tied matrix."""
     if layout.zero_stage == 3:
         found = _partitioned(line, layout, device, tied)
     elif layout.zero_stage:
@@ -69,10 +69,10 @@ def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, t
 
 
 def _with_averages(found: PersistentMemory, plain: PersistentMemory, layout: PlannedLayout) -> PersistentMemory:
-    """Add float32 averages of the weights that a rank steps, next to the optimizer's states (train/averaging.py).
+    """Add float32 averages of the weights that a rank steps (train/averaging.py).
 
-    `plain`: the memory with Adam, which has two states per weight. Averaged copies of buffers are not counted, since
-    they have only a few numbers per channel.
+    The averages are where the optimizer's states are. `plain`: the memory with Adam, which has two states per
+    weight. Averaged copies of buffers are not counted, since they have only a few numbers per channel.
     """
     place = "device" if layout.offload_optimizer == "none" else "host"
     elements = getattr(plain, place).get("optimizer state", 0) // ADAMW.states.element_bytes(on_host=True)
@@ -80,18 +80,21 @@ def _with_averages(found: PersistentMemory, plain: PersistentMemory, layout: Pla
 
 
 def partitions(line: StageTimeline, ranks: int) -> tuple[int, ...]:
-    """Return the elements of a rank's flat partition per group, padded to 2 x ranks (stage_1_and_2.py:390, :525)."""
+    """Return the elements of one rank's flat partition, for each parameter group.
+
+    Groups are padded to a multiple of 2 x ranks (stage_1_and_2.py:390, :525).
+    """
     sizes = zip(filter(None, line.groups), partition_ranks(line, ranks), strict=True)
     return tuple(-(-sum(group) // (2 * sharing)) * 2 for group, sharing in sizes)
 
 
 def partition_ranks(line: StageTimeline, ranks: int) -> tuple[int, ...]:
-    """Return the number of ranks that divide each group. Experts are divided among the ranks that have them."""
+    """Return for each group the number of ranks that divide it. Experts are divided among the ranks that have them."""
     return tuple(ranks // line.ep if group[0].expert else ranks for group in line.members if group)
 
 
 def padded_groups(line: StageTimeline, ranks: int) -> tuple[int, ...]:
-    """Return the padded elements of each group, over all ranks."""
+    """Return the elements of each group with padding, summed over all ranks."""
     return tuple(map(mul, partitions(line, ranks), partition_ranks(line, ranks)))
 
 
@@ -112,25 +115,27 @@ class ParameterSharers(NamedTuple):
         return self.expert if parameter.expert else self.split if parameter.split else self.whole
 
     def shard(self, parameter: Parameter) -> int:
-        """Return one rank's elements of a parameter."""
+        """Return the number of a parameter's elements on one rank."""
         return -(-parameter.numel // self.of(parameter))
 
 
 def sharers(layout: PlannedLayout) -> ParameterSharers:
-    """Return the numbers of ranks that divide parameters at stage 3."""
+    """Return how many ranks divide each kind of parameter at stage 3."""
     ranks = layout.zero_ranks
     return ParameterSharers(ranks * (1 if layout.combined else layout.tp), ranks, ranks // layout.ep)
 
 
 @lru_cache(maxsize=1024)
 def parameter_shards(line: StageTimeline, spread: ParameterSharers) -> tuple[int, ...]:
-    """Return a rank's elements per group at stage 3. Each parameter is divided and rounded up separately."""
+    """Return for each group one rank's elements at stage 3. Each parameter is divided and rounded up separately."""
     return tuple(sum(map(spread.shard, group)) for group in line.members if group)
 
 
 @lru_cache(maxsize=1024)
 def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
-    """Return the largest number of elements, over ranks, in the full parameters that overlap a rank's partitions.
+    """Return the elements of the parameters that overlap one rank's partitions.
+
+    Parameters count in full. The rank is the one with the most elements.
 
     Stages 1 and 2 keep full gradients of parameters that are only partly in the partition (stage_1_and_2.py:2187).
     """
@@ -139,7 +144,10 @@ def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
 
 @lru_cache(maxsize=1024)
 def heaviest_reached(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
-    """Return for each parameter the most overlapping elements of any rank whose partition it overlaps."""
+    """Return for each parameter the elements of the heaviest rank whose partition overlaps it.
+
+    A rank's elements are those of all parameters that overlap its partitions.
+    """
     totals, found = overlaps(line, ranks, int), dict[Parameter, int]()
     for rank, parameter, _ in _reaching(line, ranks):
         found[parameter] = max(found.get(parameter, 0), totals[rank])
@@ -148,16 +156,19 @@ def heaviest_reached(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
 
 @lru_cache(maxsize=1024)
 def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) -> int:
-    """Return the bytes of page-locked copies of full gradients that overlap a partition. Each is allocated alone."""
+    """Return the bytes of page-locked copies of all full gradients that overlap a partition.
+
+    The result is for the rank with the most bytes. Each copy is allocated separately.
+    """
     locked = _locking(device)
     return max(overlaps(line, ranks, lambda numel: locked(element * numel)))
 
 
 @lru_cache(maxsize=1024)
 def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return for each rank its overlapping elements, and the elements of the largest tensor that its norm copies.
+    """Return each rank's overlapping elements, and the largest tensor that its norm copies.
 
-    A rank is left out if both values of another rank are at least as large.
+    Both are numbers of elements. A rank is left out if both values of another rank are at least as large.
     """
     pieces = [0] * ranks
     for rank, parameter, piece in _reaching(line, ranks):
@@ -170,7 +181,10 @@ def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int
 
 
 def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> list[int]:
-    """Return for each rank the sum of `weigh(elements)` over the parameters that overlap its partitions."""
+    """Return for each rank the sum of `weigh(elements)` over the parameters in its partitions.
+
+    A parameter counts in full, even if only a part of it is in the partition.
+    """
     totals = [0] * ranks
     for rank, parameter, _ in _reaching(line, ranks):
         totals[rank] += weigh(parameter.numel)
@@ -179,7 +193,7 @@ def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> li
 
 @lru_cache(maxsize=1024)
 def _reaching(line: StageTimeline, ranks: int) -> tuple[tuple[int, Parameter, int], ...]:
-    """Return each overlap as a tuple: rank, parameter, number of elements in the rank's partition."""
+    """Return each overlap as (rank, parameter, number of elements in the rank's partition)."""
     groups = zip(filter(None, line.members), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
     return tuple(
         (rank, group[place], piece)
@@ -189,22 +203,28 @@ def _reaching(line: StageTimeline, ranks: int) -> tuple[tuple[int, Parameter, in
 
 
 def in_bf16_optimizer(layout: PlannedLayout) -> bool:
-    """Return whether DeepSpeed uses its BF16_Optimizer: in a pipeline without ZeRO (engine.py:2316)."""
+    """Return whether DeepSpeed uses its BF16_Optimizer (engine.py:2316). It does in a bf16 pipeline without ZeRO."""
     return layout.zero_stage == 0 and layout.pp > 1 and layout.precision == "bf16"
 
 
 def reduction_bytes(layout: PlannedLayout) -> int:
-    """Return the bytes per element of reduced gradients: 4 with DeepSpeed's sequence parallelism (engine.py:2182)."""
+    """Return the bytes per element of reduced gradients.
+
+    With DeepSpeed's sequence parallelism gradients are reduced in float32 (engine.py:2182).
+    """
     return 4 if layout.sp > 1 and not layout.combined else layout.element_bytes
 
 
 def _locking(device: str) -> Callable[[int], int]:
-    """Return a function from a buffer's bytes to its host memory. For a GPU, page-locked buffers are rounded up."""
+    """Return a function that turns a buffer's size into the host memory that it needs, in bytes.
+
+    For a GPU, buffers are page-locked, and their sizes are rounded up.
+    """
     return int if device == "cpu" else pinned_bytes
 
 
 def _unpartitioned(line: StageTimeline, layout: PlannedLayout, device: str) -> PersistentMemory:
-    """Return the memory of stage 0. Precisions other than fp32 need master weights (fp16/unfused_optimizer.py:78)."""
+    """Return the memory of stage 0. 16-bit precisions need master weights (fp16/unfused_optimizer.py:78)."""
     element, whole = layout.element_bytes, line.parameters
     if in_bf16_optimizer(layout):  # divided masters, and permanent flat gradients (bf16_optimizer.py:178, :191)
         found = _partitioned_states(line, replace(layout, offload_optimizer="none"), device)
@@ -217,12 +237,15 @@ def _unpartitioned(line: StageTimeline, layout: PlannedLayout, device: str) -> P
 
 
 def _paged(size: int) -> dict[str, int]:
-    """Return the paged states, which the driver moves between host and device."""
+    """Return the memory of paged states, which the driver moves between host and device."""
     return {"optimizer state": size} if size else {}
 
 
 def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str) -> PersistentMemory:
-    """Return the memory of stages 1 and 2: flat groups (stage_1_and_2.py:520), this rank's part in float32 (:560)."""
+    """Return the memory of stages 1 and 2.
+
+    It has the full weights in flat groups (stage_1_and_2.py:520), and this rank's part in float32 (:560).
+    """
     element, ranks = layout.element_bytes, layout.zero_ranks
     sizes = partitions(line, ranks)
     part = sum(sizes)
@@ -295,24 +318,26 @@ def _small(line: StageTimeline, threshold: int, spread: ParameterSharers, elemen
 
 
 def add_kinds(sizes: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """Return the sum of both sizes for each kind."""
+    """Return for each kind the sum of its bytes in `sizes` and `other`."""
     return {kind: sizes.get(kind, 0) + other.get(kind, 0) for kind in {**sizes, **other}}
 
 
 def held_bits(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of quantized weights and scales that a rank has on its device from the start."""
+    """Return the bytes of quantized weights and scales on a rank's device at the start."""
     on_device = layout.zero_stage == 3 and layout.offload_param == "none"
     return _whole_bits(line, layout) + (_divided_bits(line, layout) if on_device else 0)
 
 
 def _whole_bits(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of quantized weights and scales that each rank has in full (at stage 3 only the scales)."""
+    """Return the bytes of quantized weights and scales that each rank has in full.
+
+    At stage 3 these are only the scales.
+    """
     divided = sum(p.numel for p in chain(*line.packed)) if layout.zero_stage == 3 else 0
     return line.quantized_bytes - divided
 
 
 def _divided_bits(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of a rank's shards of quantized weights, which stage 3 divides like parameters."""
     return sum(map(sharers(layout).shard, chain(*line.packed)))
 
 
@@ -342,7 +367,7 @@ def sub_groups(line: StageTimeline, shard: Shard) -> list[SubGroup]:
 def optimizer_offloaded(
     line: StageTimeline, layout: PlannedLayout, shard: Shard, element: int, device: str
 ) -> PersistentMemory:
-    """Return the bytes of states, master weights and gradients on host and NVMe.
+    """Return the host and NVMe memory of states, master weights and gradients.
 
     Sub-groups below 1 MiB stay on the host (optimizer_utils.py).
     """
@@ -367,10 +392,10 @@ def optimizer_offloaded(
 def parameters_offloaded(
     line: StageTimeline, layout: PlannedLayout, shard: Shard, element: int, device: str, tied: int = 0
 ) -> PersistentMemory:
-    """Return a flat buffer per group (zero/stage3.py:884). With NVMe, elements beyond PARAMETERS_IN_CPU are on disk.
+    """Return the memory of offloaded parameters: a flat buffer per group (zero/stage3.py:884).
 
-    `tied`: elements of a tied matrix. Its own copy is written to disk before the shared matrix replaces it. NVMe also
-    needs read buffers in host memory.
+    With NVMe, elements beyond PARAMETERS_IN_CPU are on disk, and host memory also has read buffers. `tied`:
+    elements of a tied matrix. Its own copy is written to disk before the shared matrix replaces it.
     """
     locked = _locking(device)
     totals = [sum(map(shard, group)) for group in filter(None, line.members)]
@@ -395,6 +420,5 @@ def parameters_offloaded(
 
 
 def _aligned(numel: int, element: int) -> int:
-    """Round elements up to a full block of a file."""
     block = ALIGNED_BYTES // element
     return -(-numel // block) * block

@@ -1,4 +1,7 @@
-"""Divide layers into pipeline stages, and compute the engine's buffers (DeepSpeed 0.19.8, runtime/pipe/engine.py)."""
+"""Divide layers into pipeline stages, and compute the engine's buffers.
+
+Line numbers refer to DeepSpeed 0.19.8, runtime/pipe/engine.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 @lru_cache(maxsize=64)
 def layer_stack(profile: Profile) -> tuple[LayerFacts, ...]:
-    """Return the layers that a pipeline divides, with a name for each layer: `block 0`, `block 1`, and so on."""
+    """Return the layers that a pipeline divides. Repeated layers are named `block 0`, `block 1`, and so on."""
     first, counts, found = profile.layers[0], Counter[str](), []
     shared = {layer.tied_to for layer in profile.layers}
     for layer in profile.layers:
@@ -40,9 +43,10 @@ def layer_stack(profile: Profile) -> tuple[LayerFacts, ...]:
 
 
 def stage_bounds(profile: Profile, stages: int) -> Bounds:
-    """Return the first layer and the end (exclusive) of each stage. Training divides the layers by parameters.
+    """Return the first layer and the end (exclusive) of each stage.
 
-    Raises ValueError if there are more stages than layers.
+    As in training, stages have about equally many parameters. Raises ValueError if there are more stages than
+    layers.
     """
     stack = layer_stack(profile)
     if stages > len(stack):
@@ -60,14 +64,14 @@ def planned_stages(profile: Profile, layout: PlannedLayout) -> tuple[PipelineSta
 
 
 def stage_parts(profile: Profile, layout: PlannedLayout) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return for each stage the layer ranges of its parts, each as (first layer, end)."""
+    """Return for each stage the layers of each part, as (first layer, end)."""
     bounds = stage_bounds(profile, pipeline_parts(layout.pp, layout.schedule))
     every = (parts_of_stage(stage, layout.pp, layout.schedule) for stage in range(layout.pp))
     return tuple(tuple(bounds[part] for part in parts) for parts in every)
 
 
 class Pass(NamedTuple):
-    """A kind of forward or backward, and the memory that is alive when it begins."""
+    """One kind of forward or backward, with the memory that is alive when it begins."""
 
     line: StageTimeline
     direction: Direction
@@ -76,10 +80,10 @@ class Pass(NamedTuple):
 
 
 def in_flight(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int) -> tuple[list[Pass], Point]:
-    """Return a stage's passes, and its bytes kept between steps. `lines`: the timeline of each part.
+    """Return a stage's passes, and its bytes kept between steps.
 
-    With 1F1B, stage s of p has at most p - s micro batches in flight. The step's first micro batches have no gradients
-    yet. Once there are gradients, one micro batch less is in flight.
+    `lines`: the timeline of each part. With 1F1B, stage s of p has at most p - s micro batches in flight. The
+    step's first micro batches have no gradients yet. Once there are gradients, one micro batch less is in flight.
     """
     if layout.schedule == "dualpipev":
         return _followed(lines, layout, stage)
@@ -95,7 +99,7 @@ def in_flight(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int)
 
 
 def most_in_flight(layout: PlannedLayout, stage: int) -> tuple[int, ...]:
-    """Return the most micro batches in flight for each part of a stage: after their forward, before their backward.
+    """Return the most micro batches in flight between forward and backward, for each part.
 
     With DualPipeV both parts together have 2p + 1 micro batches in flight.
     """
@@ -105,9 +109,10 @@ def most_in_flight(layout: PlannedLayout, stage: int) -> tuple[int, ...]:
 
 
 def _idle(line: StageTimeline) -> Point:
-    """Return the memory kept between steps: buffers for received activations (:1123) and gradients (:1180).
+    """Return the memory of a stage between steps: buffers for received activations and gradients.
 
-    The last stage has two buffers. It keeps logits, inputs and gradients of inputs until a buffer is reused (:751).
+    The buffers are from runtime/pipe/engine.py:1123 and :1180. The last stage has two buffers. It keeps logits,
+    inputs and gradients of inputs until a buffer is reused (:751).
     """
     logits, inputs = (2.0, 4.0) if line.logits[1] else (0.0, 0.0)
 
@@ -118,7 +123,10 @@ def _idle(line: StageTimeline) -> Point:
 
 
 def _in_flight_bytes(line: StageTimeline, micro_batches: int) -> Point:
-    """Return the bytes of micro batches in flight. Each keeps its received input (:1128) and a copy (:705)."""
+    """Return the bytes of micro batches in flight.
+
+    Each micro batch keeps its received input (:1128) and a copy of it (:705).
+    """
     own = 0 if line.logits[1] else 2 * micro_batches  # the last stage's inputs are in its two buffers
     between = _idle(line)
 
@@ -129,9 +137,9 @@ def _in_flight_bytes(line: StageTimeline, micro_batches: int) -> Point:
 
 
 def _followed(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int) -> tuple[list[Pass], Point]:
-    """Replay DualPipeV's order (runtime/pipe/dualpipev.py).
+    """Return the passes of DualPipeV's order (runtime/pipe/dualpipev.py), and the bytes kept between steps.
 
-    All cases occur with one micro batch more than the pipeline needs to be full.
+    One micro batch more than fills the pipeline is enough: all cases then occur.
     """
     walk = _Walk(lines)
     for word in order(layout.pp, stage, min(layout.accumulation, 2 * layout.pp + 1)):
@@ -144,7 +152,7 @@ def _followed(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int)
 
 
 class _Walk:
-    """The passes of a stage in DualPipeV's order, and the bytes of the tensors that it keeps."""
+    """Follows a stage through DualPipeV's order, and records its passes and live bytes."""
 
     def __init__(self, lines: Sequence[StageTimeline]):
         self.passes: list[Pass] = []
@@ -152,7 +160,6 @@ class _Walk:
         self._gradient = NOTHING  # received for the last backward (engine.py, grad_layer)
 
     def follow(self, word: str) -> None:
-        """Run one action of the order."""
         if word == EXCHANGE:
             return
         line = self._lines[int(word.strip("<>FB"))]
@@ -168,7 +175,6 @@ class _Walk:
             self._hold(line.received, -2)
 
     def _backward(self, line: StageTimeline) -> None:
-        """Run a backward. It frees the input's copy and allocates the input's gradient."""
         if line.sent != NOTHING:
             self._hold(self._gradient, -1)
             self._gradient = line.sent

@@ -17,7 +17,7 @@ class SourcedRate(NamedTuple):
 
 @cache
 def rate_catalog() -> dict[str, Any]:
-    """Return the content of the file."""
+    """Return the content of `catalog/rates.yaml`."""
     import yaml  # most commands need no rate
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -25,13 +25,16 @@ def rate_catalog() -> dict[str, Any]:
 
 
 def rate_of(name: str) -> SourcedRate:
-    """Return an entry of the section `rates`."""
+    """Return the entry `name` of the catalog's section `rates`."""
     entry = rate_catalog()["rates"][name]
     return SourcedRate(entry["value"], entry["source"])
 
 
 def entry_of(section: str, device: str) -> dict[str, Any]:
-    """Return a section's entry for a device, by the name that torch reports, or else the entry of other devices."""
+    """Return a device's entry in a section of the catalog.
+
+    `device` is the name that torch reports. An unlisted device gets the entry `other`.
+    """
     entries = rate_catalog()[section]
     found = entries.get(device, entries["other"])
     return entries[found] if isinstance(found, str) else found

@@ -1,4 +1,7 @@
-"""Estimate a cluster's rates: peaks of the catalog times efficiencies, or measurements of `zerofit calibrate`."""
+"""Estimate a cluster's rates.
+
+A rate is a peak of the catalog times an efficiency, or a measurement of `zerofit calibrate`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _FITTED = "fitted to published throughput (benchmarks/time_accuracy.py)"
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """The coefficients for GPUs that were fitted to published throughput. No other figure was fitted."""
+    """The coefficients for GPUs that were fitted to published throughput. No other rate was fitted."""
 
     memory: float = 0.72  # share of the data sheet's bandwidth reached by kernels without matrix multiplications
     network: float = 0.634  # share of the wire speed between nodes reached by collectives
@@ -31,7 +34,10 @@ FITTED = Coefficients()
 
 
 class ProductRate(NamedTuple):
-    """Share of the data sheet's peak that 16-bit products reach: large / (1 + edge (1/M + 1/N + 1/K))."""
+    """The share of a data sheet's peak that matrix multiplications reach.
+
+    A product of shape M x N x K reaches large / (1 + edge (1/M + 1/N + 1/K)).
+    """
 
     large: float
     edge: float
@@ -52,7 +58,7 @@ UNTOUCHED = ("exposed_between", "unaligned", "unaligned_even")
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The rates of one rank for a forecast, in bytes or FLOP per second unless stated otherwise."""
+    """The rates of one rank, in bytes or FLOP per second unless stated otherwise."""
 
     flops: float
     memory: float
@@ -94,7 +100,7 @@ class Rates:
     slower: float = 1.0  # the factor for everything; it is applied to the rates above but not to the tables
 
     def host_copy(self, pinned: bool) -> float:
-        """Return bytes per second between device and host memory, page-locked or not."""
+        """Return the bytes per second of copies between device and host. `pinned`: page-locked host memory."""
         return self.pcie if pinned else min(self.pcie, self.pageable)
 
 
@@ -108,7 +114,7 @@ def rates_of(
     software: Software = USUAL,
     fitted: Coefficients = FITTED,
 ) -> Rates:
-    """Return a cluster's rates at a precision. Measurements in `calibration` replace estimates."""
+    """Return a cluster's rates at `precision`. Measurements in `calibration` replace estimates."""
     device = cluster.device
     measured = calibration or Calibration(kind=device.kind, device_name="", devices=0, date="")
     products = _products(cluster, precision)
@@ -160,7 +166,10 @@ def rates_of(
 
 
 def _by_trace(name: str, rate: SourcedRate, measured: Calibration) -> SourcedRate:
-    """Return a rate corrected by a trace. The trace's factor multiplies seconds and divides rates per second."""
+    """Return a rate corrected by a trace.
+
+    The trace's factor multiplies a rate in seconds, and divides a rate per second.
+    """
     if name in UNTOUCHED:
         return rate
     kind = TRACED.get(name, "")
@@ -169,7 +178,7 @@ def _by_trace(name: str, rate: SourcedRate, measured: Calibration) -> SourcedRat
 
 
 def _passes(cluster: Cluster, measured: Calibration) -> float | None:
-    """Return the bytes per second of long passes. On a CPU most passes fill memory that was just allocated."""
+    """Return the bytes per second of long passes over memory. On a CPU most passes fill newly allocated memory."""
     copies = [kernel for kernel in measured.kernels if kernel.kind == "copy" and kernel.dtype == "float32"]
     if not cluster.on_cpu or not copies:
         return measured.memory_bandwidth
@@ -178,7 +187,7 @@ def _passes(cluster: Cluster, measured: Calibration) -> float | None:
 
 
 def _of_streaming(cluster: Cluster, fitted: Coefficients) -> float:
-    """Return the bandwidth of kernels between matrix multiplications, relative to one long addition."""
+    """Return the bandwidth of the kernels between matrix multiplications, relative to one long addition."""
     return 1.0 if cluster.on_cpu else fitted.memory / rate_of("streaming").value
 
 
@@ -191,7 +200,7 @@ def _attention(cluster: Cluster, precision: str, software: Software) -> Attentio
 def _assumed(
     cluster: Cluster, precision: str, products: ProductRate, software: Software, fitted: Coefficients
 ) -> dict[str, SourcedRate]:
-    """Return the fitted rates and the rates that a calibration may replace, with their sources."""
+    """Return the rates without a calibration, with their sources. Some of them are fitted."""
     device, node = cluster.device, cluster.device.node
     peak = device.peak(precision) or device.peak("fp32") or 0.0
     shape = _attention(cluster, precision, software)
@@ -250,7 +259,6 @@ def _share_of(peak: float, share: SourcedRate) -> SourcedRate:
 
 
 def _products(cluster: Cluster, precision: str) -> ProductRate:
-    """Return the share of the peak that a model's matrix multiplications reach."""
     if cluster.on_cpu:
         share, how = rate_of("cpu bf16" if precision == "bf16" else "cpu")
         return ProductRate(share, 0.0, how)
@@ -263,6 +271,6 @@ def _products(cluster: Cluster, precision: str) -> ProductRate:
 
 
 def _unfused(software: Software) -> float:
-    """Return the share of memory traffic between matrix multiplications that remains with fused kernels."""
+    """Return the share of memory traffic between matrix multiplications that fused kernels leave."""
     fused = "compiled" if software.compile else "fused" if software.liger_kernel else ""
     return rate_of(fused).value if fused else 1.0

@@ -1,4 +1,4 @@
-"""Define the result of a plan: the best layouts with memory and speed, and why others do not fit."""
+"""Define the result of a plan: the best layouts, and why the others do not fit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RankedLayout:
         return self.layout.global_batch / self.samples_per_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a row of `layouts` or `misfits` in `zerofit plan --json`."""
+        """Return a row of `layouts`, `misfits` or `close` for `zerofit plan --json`."""
         lacks = {"memory": self.fit.exceeded, "bytes": round(self.fit.lacking_bytes)}
         return {
             **self.layout.to_dict(),
@@ -69,7 +69,10 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """Layouts rejected for one reason. `layout` is the one with the least memory; None if none was forecast."""
+    """Layouts rejected for one reason.
+
+    `layout` is the one that needs the least memory; None if no layout was forecast.
+    """
 
     reason: str  # stable slug
     count: int
@@ -79,7 +82,7 @@ class Rejected:
     fit: Fit | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a row of `rejections` in `zerofit plan --json`."""
+        """Return a row of `rejections` for `zerofit plan --json`."""
         return {
             **field_data(self, "layout", "fit"),
             "layout": self.layout.to_dict() if self.layout else None,
@@ -98,7 +101,7 @@ class FrontierLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """The layouts of a model on one cluster."""
+    """The ranked layouts of a model on one cluster, and the rejected ones."""
 
     model: str
     parameters: int
@@ -118,17 +121,17 @@ class PlanResult:
 
     @property
     def nearest(self) -> Rejected | None:
-        """The rejected layout that needs the least memory."""
+        """The rejected layouts that are closest to fitting."""
         return min(
             (r for r in self.rejections if r.fit), key=lambda r: r.fit.utilization if r.fit else 0.0, default=None
         )
 
     @property
     def plainest(self) -> int | None:
-        """The index of the simplest layout about as fast as the first layout; None if no layout fits.
+        """The index of the simplest layout about as fast as the first one; None if none fits.
 
-        Among equally simple layouts, the fastest is chosen. Two speeds count as equal if forecasts cannot tell which is
-        faster. The limit was measured on pairs of published layouts of one model on one machine.
+        Among equally simple layouts, the fastest is chosen. Two speeds count as equal if forecasts cannot tell
+        which is faster. The limit was measured on pairs of published layouts of one model on one machine.
         """
         speeds = [ranked.samples_per_s for ranked in self.layouts]
         apart = PAIRS.high if self.layouts and self.layouts[0].errors else 1 + SAME_SPEED
@@ -136,7 +139,7 @@ class PlanResult:
         return min(near, key=lambda n: plain(self.layouts[n].layout)[:MACHINERY], default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan's part of the output of `zerofit plan --json`."""
+        """Return the plan's part of `zerofit plan --json`."""
         cluster = self.cluster
         return {
             "model": self.model,
@@ -188,7 +191,7 @@ class PlanResult:
 
 
 def with_outlooks(result: PlanResult, work: Work, profile: Profile) -> PlanResult:
-    """Return the result with an outlook on a full run for each layout."""
+    """Return `result` with an outlook on a full run for each layout."""
 
     def seen(ranked: RankedLayout) -> RankedLayout:
         of_model = (profile.parameters, profile.seq_len)
@@ -204,7 +207,7 @@ MACHINERY = 4  # entries of `plain`'s key that count machinery; the others are s
 
 
 def plain(layout: PlannedLayout) -> tuple[int, ...]:
-    """Return a sort key that puts layouts with fewer features first: offloading, degrees, checkpointing."""
+    """Return a sort key that puts simpler layouts first, e.g. with less offloading."""
     offloads = (layout.offload_optimizer != "none") + (layout.offload_param != "none")
     degrees = layout.tp * layout.pp * layout.sp * layout.ep * layout.replicas
     sizes = (layout.overlap, layout.bucket, layout.micro_batch)

@@ -1,4 +1,4 @@
-"""Search layouts: forecast all, count the layouts that do not fit by reason, and rank the others by speed."""
+"""Search layouts: forecast all, count those that do not fit, and rank the others by speed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Correct = Callable[[PlannedLayout, float], float]
 
 
 class TimedLayout(NamedTuple):
-    """A layout that fits, and its speed."""
+    """A layout that fits, with its speed."""
 
     layout: PlannedLayout
     time: StepTime
@@ -42,7 +42,7 @@ class TimedLayout(NamedTuple):
 
 
 class Misfits(NamedTuple):
-    """Layouts that do not fit for the same reason, represented by the layout that needs the least memory."""
+    """Layouts that do not fit for one reason. The one that needs the least memory is kept."""
 
     count: int
     layout: PlannedLayout
@@ -52,7 +52,7 @@ class Misfits(NamedTuple):
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Turn off garbage collection, which would take a tenth of a search's time. A search leaves no cycles."""
+    """Turn off garbage collection, which would need a tenth of a search's time. A search leaves no cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -81,7 +81,9 @@ def search(
     top: int = 10,
     correct: Correct | None = None,
 ) -> PlanResult:
-    """Rank all layouts. Raises UserError if the degrees or batch sizes of the request are impossible.
+    """Rank all layouts.
+
+    Raises UserError if the degrees or batch sizes of the request are impossible.
 
     `correct`: a function that returns a layout's corrected step time and its forecast step time, in seconds.
     """
@@ -139,7 +141,7 @@ def timer_of(
 
 
 def _padding(profile: Profile, best: RankedLayout, rates: Rates) -> str:
-    """Return a hint on the sizes to pad and the time that padding saves; "" if it saves less than 1 %."""
+    """Return a hint on which sizes to pad, and the time that this saves; "" if it saves less than 1 %."""
     layout, lengths, slow_s, padded_s = best.layout, set[int](), 0.0, 0.0
     profile = profile.of_engine(layout.engine)
     for layer, cost in zip(profile.layers, profile.costs[layout.setting], strict=True):
@@ -171,10 +173,10 @@ def pressure(profile: Profile, cluster: Cluster, request: PlanRequest, forecast:
 
 
 def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, forecast: Forecast) -> float:
-    """Return the utilization of the memory that is fullest, or a lower bound for a pipeline that is far too large.
+    """Return the utilization of the fullest memory, or a lower bound for a pipeline that is far too large.
 
-    Dividing hundreds of layers into stages takes seconds. This is skipped if the average stage's parameters and moments
-    alone are too large. At ZeRO stages 0 and 1 they stay on the device.
+    Dividing hundreds of layers into stages takes seconds. It is skipped if parameters and moments of an average
+    stage are already too large. A pipeline runs at ZeRO stage 0 or 1, so both stay on the device.
     """
     if layout.pp > 1:
         share = profile.parameters / layout.pp
@@ -186,14 +188,17 @@ def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, fore
 
 
 def host_needed(profile: Profile, cluster: Cluster, request: PlanRequest, forecast: Forecast) -> float | None:
-    """Return the host memory per node that lets a layout fit, in bytes; None if more host memory does not help."""
+    """Return the least host memory per node with which a layout fits, in bytes.
+
+    The result is None if more host memory does not help.
+    """
     ample = replace(cluster, host_memory=10**18)
     fits = [_forecast_fit(family[0], ample, forecast)[1] for family in space_of(profile, cluster, request).families]
     return min((fit.host_bytes / (1 - HOST_RESERVE) for fit in fits if fit.exceeded is None), default=None)
 
 
 def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
-    """Raise a UserError with everything that makes the request's degrees and batch size impossible."""
+    """Raise a UserError with everything that makes the degrees and batch size impossible."""
     problems = Problems()
     problem = degree_problem(request.degrees, profile, cluster, request.schedule or "1f1b")
     problems.extend([problem] if problem else [])
@@ -215,9 +220,9 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
 
 
 def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
-    """Forecast a layout with enough micro batches to fill the pipeline, and one more that finds gradients.
+    """Forecast a layout with one micro batch more than fills the pipeline.
 
-    More micro batches would not change the memory.
+    More would not change the memory. The additional micro batch starts when gradients already exist.
     """
     most = pipeline_parts(layout.pp, layout.schedule) + 1
     memory = forecast(layout if layout.accumulation <= most else replace(layout, accumulation=most))
@@ -227,12 +232,13 @@ def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -
 def _divide(
     families: list[list[PlannedLayout]], cluster: Cluster, forecast: Forecast
 ) -> tuple[list[tuple[PlannedLayout, int]], dict[str, Misfits], list[tuple[Fit, list[PlannedLayout]]]]:
-    """Return the layouts that fit, the layouts that do not fit by reason, and the families without any that fits.
+    """Return three results: layouts that fit, layouts that do not fit by reason, and families that do not fit.
 
-    Each layout that fits is paired with the peak of its family's first layout, in bytes.
+    Each layout that fits is paired with the peak of its family's first layout, in bytes. A family does not fit if
+    none of its layouts fits.
 
-    The first layout of a family needs the least memory. If it does not fit, no other layout of the family fits. If it
-    leaves enough memory for larger buckets, all layouts of the family fit.
+    The first layout of a family needs the least memory. If it does not fit, no other layout of the family fits. If
+    it leaves enough memory for larger buckets, all layouts of the family fit.
     """
     fitting: list[tuple[PlannedLayout, int]] = []
     misfits: dict[str, Misfits] = {}
@@ -260,7 +266,6 @@ def _divide(
 
 
 def _count(misfits: dict[str, Misfits], misfit: Misfits) -> None:
-    """Add layouts to the misfits with the same reason. Keep the layout that needs the least memory."""
     place = misfit.fit.exceeded
     reason = f"device-memory-{misfit.memory.peak_phase}" if place == "device" else f"{place}-memory"
     known = misfits.get(reason)
@@ -271,7 +276,10 @@ def _count(misfits: dict[str, Misfits], misfit: Misfits) -> None:
 
 
 def _timed(layout: PlannedLayout, timer: Timer, correct: Correct | None) -> TimedLayout:
-    """Time a layout. Speed is rounded to three digits, so that the simplest of nearly equal layouts comes first."""
+    """Forecast the time of a layout.
+
+    The speed is rounded to three digits, so that the simplest of nearly equal layouts comes first.
+    """
     step = timer.step(layout)
     if correct:
         step = step.scaled(correct(layout, step.step_s) / step.step_s)
@@ -285,14 +293,16 @@ def _fastest(family: list[PlannedLayout], timer: Timer, correct: Correct | None)
 def _close(
     too_large: list[tuple[Fit, list[PlannedLayout]]], best: list[TimedLayout], timer: Timer, correct: Correct | None
 ) -> list[TimedLayout]:
-    """Return the layouts that fit only without the margin and are faster than the best layout that fits."""
     found = [_timed(family[0], timer, correct) for fit, family in too_large if fit.verdict == CLOSE]
     least = best[0].samples_per_s if best else 0.0
     return sorted((row for row in found if row.samples_per_s > least), key=lambda row: -row.samples_per_s)[:MOST_CLOSE]
 
 
 def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]:
-    """Return the best layouts. Without `every`, layouts that differ only in sizes and overlap count once."""
+    """Return the first `most` layouts.
+
+    Without `every`, only the first of the layouts that differ just in bucket sizes and overlap is returned.
+    """
     if every:
         return timed[:most]
     seen: dict[tuple, TimedLayout] = {}
@@ -309,7 +319,7 @@ def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]
 def _frontier(pairs: list[tuple[TimedLayout, int]], cluster: Cluster, forecast: Forecast) -> Iterator[FrontierLayout]:
     """Yield the layouts that no other layout beats in both speed and memory, fastest first.
 
-    `pairs`: layouts, fastest first, each with the smallest peak in its family (bytes).
+    `pairs`: layouts, fastest first. Each is paired with the smallest peak in its family, in bytes.
     """
     lowest = math.inf
     for timed, least_bytes in pairs:

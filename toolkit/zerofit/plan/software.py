@@ -1,4 +1,4 @@
-"""The software of a run that decides how fast its kernels are, besides the layout and the machine."""
+"""Describe the software of a run, which decides how fast its kernels are on a machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class Software:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Software:
-        """Return the software from a plan's fixed values or a run's fields; None stands for the default."""
+        """Return the software that `given` names: a plan's fixed values or a run's fields.
+
+        None stands for the default.
+        """
         found = {field.name: given.get(field.name) for field in fields(cls)}
         kernel = (given.get("model_args") or {}).get("attn_implementation")
         found["attn_implementation"] = kernel if kernel in ATTENTION_KERNELS else None  # otherwise a user's own kernel

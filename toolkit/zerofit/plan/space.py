@@ -1,4 +1,4 @@
-"""List the layouts that a plan considers: stages, offloading, degrees and batch sizes that are supported."""
+"""List the layouts that a plan considers: stages, offloading, degrees and batch sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SHARDED_BITS = Problem(
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The user's choices for a plan; None leaves a choice to the search."""
+    """The user's choices for a plan. If a choice is None, the search decides."""
 
     precision: str
     global_batch: int | None = None
@@ -71,9 +71,10 @@ class PlanRequest:
 
 @dataclass
 class SearchSpace:
-    """The layouts to forecast. `left_out` has the problem and the number of choices for each reason.
+    """The layouts to forecast, in families.
 
     The layouts of a family differ only in buckets, overlap and stage 3's sizes. The first needs the least memory.
+    `left_out` has one entry per reason: the problem, and the number of choices that it makes impossible.
     """
 
     families: list[list[PlannedLayout]] = field(default_factory=list)
@@ -159,7 +160,6 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
 
 
 def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: PlanRequest, space: SearchSpace) -> None:
-    """Add the layouts of FSDP2: each choice of replicas, offload, resharding, and reduction of gradients."""
     if problem := _by_layer_problem(engine, profile, cluster, request):
         space.leave_out(problem)
         return
@@ -201,7 +201,6 @@ def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: P
 
 
 def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, request: PlanRequest) -> Problem | None:
-    """Return why FSDP2's layouts of this model are not forecast; None if they are."""
     degrees = request.degrees
     optimizer, own = request.keep.get("optimizer", "adamw"), ENGINES[engine].own_models
     refused = {
@@ -233,7 +232,7 @@ def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, reques
 
 
 def _degrees(cluster: Cluster, profile: Profile, request: PlanRequest) -> Iterator[Degrees]:
-    """Yield the requested degrees. Yield all degrees that may be possible if the user requested none."""
+    """Yield the requested degrees. Without a request, yield all degrees that may be possible."""
     if request.tp or request.pp or request.sp or request.ep:
         yield request.degrees
         return
@@ -267,7 +266,10 @@ def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Probl
 
 
 def _takes_bits(profile: Profile, stage: int, offload_param: Offload) -> bool:
-    """Return whether a stage supports a model's quantized weights (config/part.py). int8 weights have one byte each."""
+    """Return whether a layout supports the model's quantized weights (config/part.py).
+
+    int8 weights have one byte each.
+    """
     eight = any(layer.quantized and layer.packed == layer.quantized for layer in profile.layers)
     bits = any(layer.quantized for layer in profile.layers)
     return not bits or (offload_param != "nvme" and not (eight and stage == 3))
@@ -281,7 +283,6 @@ def _decided(request: PlanRequest) -> Problem:
 
 
 def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Iterator[tuple[int, Offload, Offload]]:
-    """Yield tuples: ZeRO stage, place of the optimizer's states, place of the parameters."""
     keep = request.keep
     if "zero_stage" in keep and "offload_optimizer" in keep:  # the user's own combination
         yield keep["zero_stage"], keep["offload_optimizer"], keep.get("offload_param", "none")
@@ -307,7 +308,7 @@ def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Itera
 def _batches(
     degrees: Degrees, profile: Profile, cluster: Cluster, request: PlanRequest, space: SearchSpace
 ) -> Iterator[tuple[int, int]]:
-    """Yield pairs of micro batch and accumulation steps. A pipeline gets at least one micro batch per part."""
+    """Yield pairs: micro batch, accumulation steps. A pipeline gets at least one micro batch per part."""
     dp, fewest = cluster.ranks // degrees.product, pipeline_parts(degrees.pp, request.schedule or "1f1b")
     if request.global_batch is None:
         most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task in ("image", "segmentation", "table") else 1)
@@ -328,7 +329,10 @@ def _batches(
 
 
 def _variants(first: PlannedLayout, profile: Profile, every: bool) -> list[PlannedLayout]:
-    """Return variants with larger buckets, with gradients reduced during backward, and with more parameters kept."""
+    """Return the other layouts of a family.
+
+    They have larger buckets, reduce gradients during backward, or keep more parameters gathered.
+    """
     if first.zero_stage == 0 or first.pp > 1:
         return []
     variants = [replace(first, overlap=True)]
@@ -341,14 +345,14 @@ def _variants(first: PlannedLayout, profile: Profile, every: bool) -> list[Plann
 
 
 class Stage3Sizes(NamedTuple):
-    """Stage 3's sizes in elements: how many it prefetches, and below which size a parameter stays gathered."""
+    """Stage 3's sizes in elements: of a prefetch, and of parameters that stay gathered."""
 
     prefetch: int
     persistence: int
 
 
 def stage3_sizes(profile: Profile) -> Stage3Sizes:
-    """Return the sizes for the model's width."""
+    """Return stage 3's sizes for a model of this width."""
     numels = [numel for layer in profile.layers for numel in layer.matrices + layer.vectors + layer.frozen]
     largest = max(numels, default=1)
     hidden = width(profile.hidden_size, largest)

@@ -1,4 +1,4 @@
-"""Lay out a step on a timeline: when each stream of a rank runs which work."""
+"""Lay out a step on a timeline: the work of each stream of a rank over time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAUNCHES = "launches", "launches and hooks"  # of the host: without ZeRO-3, and 
 
 
 class Span(NamedTuple):
-    """A piece of work on a stream of a pipeline stage's rank. Times are in seconds from the step's start."""
+    """A piece of work on one stream of a pipeline stage's rank. Times are seconds from the step's start."""
 
     stage: int
     stream: str  # a Stream; in a script's trace, the script's own name for it
@@ -38,26 +38,29 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimeline:
-    """All streams of one rank of each pipeline stage, over one optimizer step."""
+    """The work of one optimizer step, on all streams of one rank per pipeline stage."""
 
     spans: tuple[Span, ...]
     step_s: float
 
     def busy_s(self) -> dict[tuple[int, str], float]:
-        """Return the busy seconds of each stream of each stage."""
+        """Return the busy seconds of each (stage, stream)."""
         busy: defaultdict[tuple[int, str], float] = defaultdict(float)
         for span in self.spans:
             busy[span.stage, span.stream] += span.end_s - span.start_s
         return dict(busy)
 
     def scaled(self, factor: float) -> StepTimeline:
-        """Return the timeline with all times multiplied by a factor."""
+        """Return the timeline with all times multiplied by `factor`."""
         spans = (span._replace(start_s=factor * span.start_s, end_s=factor * span.end_s) for span in self.spans)
         return StepTimeline(spans=tuple(spans), step_s=factor * self.step_s)
 
 
 def step_timeline(profile: Profile, timer: Timer, layout: PlannedLayout) -> StepTimeline:
-    """Lay out a step with the step time that `timer` forecasts. Raises KeyError if the profile lacks the setting."""
+    """Lay out a step. Its step time is the one that `timer` forecasts.
+
+    Raises KeyError if the profile was not traced for the layout's setting.
+    """
     drawing = _Drawing(profile, timer.rates, timer.parts(layout))
     if layout.schedule == "dualpipev":
         drawing.dualpipev()
@@ -70,15 +73,11 @@ def step_timeline(profile: Profile, timer: Timer, layout: PlannedLayout) -> Step
 
 
 class _NamedLayer(NamedTuple):
-    """A layer's index in the profile, and its name."""
-
     index: int
     module: str
 
 
 class _Drawing:
-    """The spans of a step so far, and the current time."""
-
     def __init__(self, profile: Profile, rates: Rates, parts: StepParts):
         self.parts, self.layout, self._rates = parts, parts.layout, rates
         self.spans: list[Span] = []
@@ -89,7 +88,6 @@ class _Drawing:
         self._known: dict[tuple[int, bool], list[_KindTime]] = {}
 
     def micro_batches(self) -> None:
-        """Lay out micro batches one after the other, then the optimizer."""
         parts, layers = self.parts, self._stages[0]
         groups = reduce_groups(parts.rank_pass, parts.rank_pass.slowest, self.layout.bucket)
         forward, backward = self._flow(layers, False, []), self._flow(layers[::-1], True, [])
@@ -104,9 +102,11 @@ class _Drawing:
         self._tasks(0, "step", -1, parts.step)
 
     def pipeline(self) -> None:
-        """Lay out all stages' micro batches (1F1B) at the pace of the slowest stage, then the optimizer.
+        """Lay out all stages' micro batches (1F1B), then the optimizer.
 
-        DeepSpeed's order (runtime/pipe/schedule.py, TrainSchedule): stage s of p is p - s forwards ahead.
+        All stages run at the pace of the slowest one.
+
+        The order is DeepSpeed's (runtime/pipe/schedule.py, TrainSchedule). Stage s of p is p - s forwards ahead.
         """
         parts, stages, micro_batches = self.parts, self.layout.pp, self.layout.accumulation
         forward_s, backward_s = parts.forward_s + parts.send_s, parts.backward_s(reducing=False) + parts.send_s
@@ -125,7 +125,6 @@ class _Drawing:
         self._steps((micro_batches + stages - 1) * (forward_s + backward_s))
 
     def dualpipev(self) -> None:
-        """Lay out the stages' passes in DualPipeV's order, then the optimizer."""
         flows: dict[tuple[int, str], list[Piece]] = {}
         for stage, parts in enumerate(self.parts.rank_pass.parts):
             start = 0
@@ -143,7 +142,6 @@ class _Drawing:
         self._steps(self.parts.dualpipev_s())
 
     def _steps(self, done_s: float) -> None:
-        """Lay out accumulation, reduction and the optimizer on all stages after the passes."""
         parts, ends = self.parts, []
         for stage in range(self.layout.pp):
             self.now_s, share, others = done_s, self._share(stage), self.layout.accumulation - 1
@@ -155,19 +153,17 @@ class _Drawing:
         self.now_s = max(ends)
 
     def _send(self, pieces: list[Piece], sends: bool) -> None:
-        """Send the layers' output when the last layer is done."""
         if sends:
             end_s = max((piece.end_s for piece in pieces), default=0.0)
             what = Piece("pipeline", "", "send", end_s, end_s + self.parts.send_s, self.parts.rank_pass.output_bytes)
             pieces.append(what)
 
     def _share(self, stage: int) -> float:
-        """Return a stage's trained parameters as a share of those of the stage with the most."""
+        """Return a stage's trained parameters, relative to the stage that has most."""
         rank_pass = self.parts.rank_pass
         return rank_pass.trained_of(rank_pass.stages[stage]) / max(1, rank_pass.trained_parameters)
 
     def _reduction(self, stage: int) -> StepTask:
-        """Return the reduction of all gradients at once."""
         share, elements = self._share(stage), self.parts.rank_pass.trained_parameters
         return StepTask(
             "data parallel",
@@ -184,7 +180,6 @@ class _Drawing:
                 self.now_s = end_s
 
     def _add(self, stage: int, phase: str, micro_batch: int, pieces: Iterable[Piece]) -> None:
-        """Add the forward or backward of a micro batch at the current time, and advance to its last piece's end."""
         end_s = self.now_s
         for stream, module, kind, start_s, stop_s, moved, flops in pieces:
             span = Span(
@@ -195,7 +190,7 @@ class _Drawing:
         self.now_s = end_s
 
     def _flow(self, layers: Sequence[_NamedLayer], backward: bool, groups: Iterable[ReduceGroup]) -> list[Piece]:
-        """Return the pieces of one direction. Fetches run ahead of layers, and reductions run after them."""
+        """Return the pieces of one direction. Layers' fetches run ahead, and their reductions run afterwards."""
         parts, clock = self.parts, Clock(self.parts.exposed)
         works = parts.rank_pass.backward if backward else parts.rank_pass.forward
         elements_after = _elements_after(groups)
@@ -222,7 +217,6 @@ class _Drawing:
         return clock.placed(pieces)
 
     def _fetch(self, layer: _NamedLayer, backward: bool, start_s: float) -> Iterator[Piece]:
-        """Yield the copy of a layer's offloaded shards, then its all-gather."""
         parts = self.parts
         if parts.fetches is None:
             return
@@ -236,7 +230,6 @@ class _Drawing:
         yield Piece("data parallel", layer.module, "all-gather", start_s + copy_s, end_s, moved)
 
     def _layer(self, layer: _NamedLayer, backward: bool, start_s: float) -> Iterator[Piece]:
-        """Yield a layer's launches and kernels, then the collectives that the layer waits for."""
         work = (self.parts.rank_pass.backward if backward else self.parts.rank_pass.forward)[layer.index]
         cost, micro_batch = self._costs[layer.index], self.layout.micro_batch
         end_s, copied = start_s + work.layer_s, cost.host_bytes.at(micro_batch)
@@ -261,7 +254,6 @@ class _Drawing:
         yield Piece("expert parallel", layer.module, "all-to-all", now_s, now_s + work.experts_s, sent)
 
     def _kinds(self, index: int, backward: bool) -> list[_KindTime]:
-        """Return the time of a layer's kernels by kind, in the order of first use."""
         if (index, backward) not in self._known:
             cost, micro_batch = self._costs[index], self.layout.micro_batch
             found: dict[str, _KindTime] = {}
@@ -276,8 +268,6 @@ class _Drawing:
 
 
 class _KindTime(NamedTuple):
-    """Kernels of one kind in one layer and direction."""
-
     kind: str
     seconds: float
     bytes: float
@@ -285,7 +275,7 @@ class _KindTime(NamedTuple):
 
 
 def _elements_after(groups: Iterable[ReduceGroup]) -> dict[int, int]:
-    """Map the number of layers whose backward has ended to the gradient elements that are reduced then."""
+    """Return when gradients are reduced: number of layers whose backward has ended -> number of elements."""
     found, done = {}, 0
     for group in groups:
         for _ in range(group.groups):
@@ -295,7 +285,6 @@ def _elements_after(groups: Iterable[ReduceGroup]) -> dict[int, int]:
 
 
 def _named(profile: Profile, stages: Iterable[Sequence[StageLayers]]) -> Iterator[list[_NamedLayer]]:
-    """Yield the layers of each stage, in the order of forward."""
     seen: Counter[int] = Counter()
     for stage in stages:
         placed = []

@@ -1,6 +1,6 @@
 """Write a forecast step in the Chrome trace format, for Perfetto and chrome://tracing.
 
-The format: "Trace Event Format" of the Chromium project. Times are microseconds, rounded to nanoseconds.
+The format is the Chromium project's "Trace Event Format". Times are microseconds, rounded to nanoseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 
 class MemorySample(NamedTuple):
-    """Bytes alive on a stage's rank by kind, from a moment of the step on."""
+    """The live bytes of each kind on a stage's rank, from `at_s` (seconds into the step) on."""
 
     stage: int
     at_s: float
@@ -28,9 +28,10 @@ class MemorySample(NamedTuple):
 def step_trace(
     timeline: StepTimeline, memory: Iterable[MemorySample], ranks: Mapping[int, int], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the trace of `ranks` (stage -> rank). Each rank is a process, and each of its streams is a thread.
+    """Return the trace of `ranks` (stage -> rank).
 
-    `about`: a description of the forecast, for "otherData".
+    Each rank is a process, and each of its streams is a thread. `about`: a description of the forecast, for
+    "otherData".
     """
     spans = [span for span in timeline.spans if span.stage in ranks]
     streams = list(dict.fromkeys((*STREAMS, *(span.stream for span in spans))))
@@ -45,9 +46,9 @@ def step_trace(
 
 
 def layer_memory(timeline: StepTimeline, stage: int, moments: Sequence[LayerMoment]) -> list[MemorySample]:
-    """Return a stage's live memory at the start of each layer and of the optimizer step, on the timeline.
+    """Return a stage's live memory when each layer and the optimizer step start.
 
-    Layers without a moment get bytes interpolated from their neighbors.
+    The times come from `timeline`. If `moments` lacks a layer, its bytes are interpolated from its neighbors.
     """
     known: defaultdict[str, dict[int, Mapping[str, float]]] = defaultdict(dict)
     for moment in moments:
@@ -68,7 +69,7 @@ def layer_memory(timeline: StepTimeline, stage: int, moments: Sequence[LayerMome
 
 
 def _between(known: Mapping[int, Mapping[str, float]], layer: int) -> Mapping[str, float]:
-    """Return the bytes of a layer, interpolated from its nearest known neighbors if they are unknown."""
+    """Return the bytes of a layer. If they are unknown, interpolate between its nearest known neighbors."""
     if layer in known:
         return known[layer]
     below = max((index for index in known if -1 < index < layer), default=None)
@@ -81,7 +82,6 @@ def _between(known: Mapping[int, Mapping[str, float]], layer: int) -> Mapping[st
 
 
 def _names(spans: Iterable[Span], ranks: Mapping[int, int], streams: Sequence[str]) -> Iterator[Event]:
-    """Yield the names of processes and threads, and their order."""
     used = {(span.stage, span.stream) for span in spans}
     for stage, rank in ranks.items():
         words = f"rank {rank}" + (f" (stage {stage})" if len(ranks) > 1 else "")
@@ -94,7 +94,7 @@ def _names(spans: Iterable[Span], ranks: Mapping[int, int], streams: Sequence[st
 
 
 def _span_events(spans: Iterable[Span], ranks: Mapping[int, int], streams: Sequence[str]) -> Iterator[Event]:
-    """Yield complete events. Events of one stream do not overlap, even after rounding."""
+    """Yield a complete event ("X") for each span. Events of one stream do not overlap, even after rounding."""
     ends_us: defaultdict[tuple[int, str], float] = defaultdict(float)
     for span in sorted(spans, key=lambda span: span.start_s):
         start_us = max(_us(span.start_s), ends_us[span.stage, span.stream])

@@ -1,4 +1,7 @@
-"""Tensor parallelism that also splits the sequence between matmuls, as Megatron-LM and torch's DTensor do."""
+"""Tensor parallelism that also splits the sequence between matmuls.
+
+Megatron-LM and torch's DTensor do this.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Li
 # So a rank keeps a share of all activations. During a matmul it also has the gathered input of all tokens. In
 # backward it also has the gradient of this input.
 def with_split_sequence(profile: Profile) -> Profile:
-    """Return the profile with kernels and memory of tensor parallel ranks that also split the sequence."""
+    """Return the profile for tensor parallel ranks that also split the sequence. Kernels and memory change."""
     costs = dict(profile.costs)
     for key in costs:
         tp = int(key.partition("/tp=")[2].partition("/")[0])
@@ -55,8 +58,8 @@ def _sum(*lines: Linear) -> Linear:
 def _kernels(whole: tuple[Kernel, ...], mine: tuple[Kernel, ...], block: bool, tp: int) -> tuple[Kernel, ...]:
     """Return the kernels of one rank.
 
-    For a block these are its own matmuls and a share of its other kernels. For other layers they are a share of all
-    kernels.
+    In a block these are the rank's own matmuls, and a share of each other kernel. In other layers they are a share
+    of each kernel.
     """
     split = (kernel for kernel in whole if not (block and kernel.shape))
     return (*(_share(kernel, tp) for kernel in split), *(kernel for kernel in mine if block and kernel.shape))

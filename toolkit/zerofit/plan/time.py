@@ -1,4 +1,7 @@
-"""Forecast the seconds of an optimizer step: compute, collectives, transfers and optimizer, in DeepSpeed's order."""
+"""Forecast the seconds of an optimizer step.
+
+The step has compute, collectives, transfers and the optimizer, in DeepSpeed's order.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ TRANSFERS = ("device to host", "host to device", "NVMe")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of one optimizer step and of its parts. A part does not count the time that compute hides."""
+    """Seconds of one optimizer step and of its parts. Time that compute hides is not part of any part."""
 
     step_s: float
     compute_s: float  # forward and backward of all micro batches
@@ -64,12 +67,12 @@ class StepTime:
     transfer_s: float  # offloading between device, host and disks, including activations
 
     def scaled(self, factor: float) -> StepTime:
-        """Return all parts multiplied by a factor."""
+        """Return the times multiplied by `factor`."""
         return StepTime(**{name: factor * value for name, value in asdict(self).items()})
 
 
 class StepTask(NamedTuple):
-    """Work that overlaps with no other work: it starts after all earlier work, and later work waits for it."""
+    """Work that overlaps with no other work. It starts after all earlier work, and later work waits for it."""
 
     stream: Stream
     name: str
@@ -77,12 +80,12 @@ class StepTask(NamedTuple):
     seconds: float
 
     def scaled(self, factor: float) -> StepTask:
-        """Return the work multiplied by a factor."""
+        """Return the task with its bytes and seconds multiplied by `factor`."""
         return self._replace(bytes=factor * self.bytes, seconds=factor * self.seconds)
 
 
 class Fetches(NamedTuple):
-    """ZeRO-3's all-gathers for each layer of the profile, and their time."""
+    """ZeRO-3's all-gathers for each layer of the profile, with their times."""
 
     copy_s: float  # per byte, from the host or the disks
     gather_s: float  # per byte, over the links
@@ -91,18 +94,18 @@ class Fetches(NamedTuple):
     backward: tuple[tuple[float, float], ...]
 
     def bytes(self, layer: int, backward: bool) -> float:
-        """Return the bytes that are gathered for a layer in one direction."""
+        """Return the bytes that are gathered for `layer` in one direction."""
         return (self.backward if backward else self.forward)[layer][0]
 
     def seconds(self, layer: int, backward: bool) -> float:
-        """Return the seconds of these all-gathers."""
+        """Return the seconds of the all-gathers for `layer` in one direction."""
         size, calls = (self.backward if backward else self.forward)[layer]
         return size * (self.copy_s + self.gather_s) + calls * self.call_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """The parts of a step in the engine's order. The step's time and timeline are computed from them."""
+    """The parts of a step in the engine's order. Both the step's time and its timeline are computed from them."""
 
     layout: PlannedLayout
     rank_pass: RankPass
@@ -118,16 +121,17 @@ class StepParts:
 
     @property
     def reductions(self) -> int:
-        """The number of micro batches that end with a reduction: all at stages 2 and 3, one at stages 0 and 1.
+        """The number of micro batches that end with a reduction.
 
-        FSDP2 with Accelerate reduces after the last micro batch.
+        At stages 2 and 3 these are all, at stages 0 and 1 it is one. FSDP2 with Accelerate reduces only after the
+        last micro batch.
         """
         each = self.layout.zero_stage >= 2 and not self.layout.keeps_full_gradients
         return self.layout.accumulation if each else 1
 
     @property
     def forward_s(self) -> float:
-        """Seconds of a micro batch's forward in the slowest stage, including waits."""
+        """Seconds of one micro batch's forward in the slowest stage, including waits."""
         if self.fetches is None:
             return self.rank_pass.forward_s
         forward = self.rank_pass.forward
@@ -135,13 +139,13 @@ class StepParts:
         return flow_s(runs, self.exposed)
 
     def backward_s(self, reducing: bool) -> float:
-        """Return the seconds of a micro batch's backward. `reducing`: whether gradients are reduced meanwhile."""
+        """Return the seconds of one micro batch's backward. `reducing`: whether it reduces gradients."""
         if self.fetches is None and not reducing:
             return self.rank_pass.backward_s
         return flow_s(list(self._backward(reducing)), self.exposed)
 
     def timed_passes(self, micro_batches: int) -> list[TimedPass]:
-        """Return the passes of DualPipeV's stages with their times."""
+        """Return the passes of all stages in DualPipeV's order, with their times."""
         rank_pass = self.rank_pass
         forward, backward = rank_pass.forward, rank_pass.backward
         seconds = [
@@ -151,18 +155,21 @@ class StepParts:
         return timed_passes(seconds, micro_batches, self.send_s)
 
     def dualpipev_s(self) -> float:
-        """Return the seconds of DualPipeV's passes. In a full pipeline each pass needs the slowest stage's time."""
+        """Return the seconds of all passes with DualPipeV.
+
+        Once the pipeline is full, each further micro batch adds the time that the slowest stage needs for it.
+        """
         layout = self.layout
         looked = min(layout.accumulation, 3 * layout.pp)
         each_s = self.rank_pass.sums.layer_s + 4 * self.send_s
         return max(step.end_s for step in self.timed_passes(looked)) + (layout.accumulation - looked) * each_s
 
     def fetch_s(self, layer: int, backward: bool) -> float:
-        """Return the seconds to gather a layer in one direction."""
+        """Return the seconds to gather `layer` in one direction."""
         return self.fetches.seconds(layer, backward) if self.fetches else 0.0
 
     def share_s(self, elements: int) -> float:
-        """Return the seconds to reduce this many elements of the gradients."""
+        """Return the seconds to reduce `elements` elements of the gradients."""
         return self.reduce_s * elements / max(1, self.rank_pass.trained_parameters)
 
     def _backward(self, reducing: bool) -> Iterator[FlowRun]:
@@ -189,7 +196,7 @@ class StepParts:
 # Collectives of tensor, sequence and expert parallelism are added, since the next kernel needs their
 # result.
 class Timer:
-    """Forecasts step times for one model on one cluster. Results that several layouts share are computed once."""
+    """Forecasts step times for one model on one cluster. Layouts share results where they can."""
 
     def __init__(self, profile: Profile, cluster: Cluster, rates: Rates):
         self._profile, self._cluster, self.rates = profile, cluster, rates
@@ -198,7 +205,10 @@ class Timer:
         self._own = {engine: Timer(own, cluster, rates) for engine, own in profile.own_models.items()}
 
     def step(self, layout: PlannedLayout) -> StepTime:
-        """Return the time of one optimizer step. Raises KeyError if the layout's setting is not in the profile."""
+        """Return the time of one optimizer step.
+
+        Raises KeyError if the profile was not traced for the layout's setting.
+        """
         parts = self.parts(layout)
         rank_pass, micro_batches, sums = parts.rank_pass, layout.accumulation, parts.rank_pass.sums
         forward_s, backward_s = parts.forward_s, parts.backward_s(reducing=False)
@@ -230,7 +240,10 @@ class Timer:
         )
 
     def parts(self, layout: PlannedLayout) -> StepParts:
-        """Return the parts of a step. Raises KeyError if the layout's setting is not in the profile."""
+        """Return the parts of one optimizer step.
+
+        Raises KeyError if the profile was not traced for the layout's setting.
+        """
         if layout.engine in self._own:
             return self._own[layout.engine].parts(layout)
         rank_pass, gpus = self._passes.of(layout), self._cluster.gpus
@@ -256,7 +269,7 @@ class Timer:
         )
 
     def _share(self, layout: PlannedLayout, rank_pass: RankPass) -> float:
-        """Return the share of the parameters that a rank keeps. Experts are divided among fewer ranks."""
+        """Return one rank's share of the parameters. Experts are divided among fewer ranks."""
         return (1 + (layout.ep - 1) * rank_pass.expert_share) / layout.shard_ranks
 
     def _spread_s(
@@ -269,7 +282,10 @@ class Timer:
         *,
         at_once: bool = False,
     ) -> float:
-        """Return the seconds of a collective of parameters. Experts use the ranks that have the same experts."""
+        """Return the seconds of a collective of parameters.
+
+        The parameters of experts use the ranks with the same experts.
+        """
         gpus, experts = self._cluster.gpus, rank_pass.expert_share
         shards = group_of(layout.shard_ranks, layout.tp, gpus)
         every_s = collective_s(
@@ -286,9 +302,10 @@ class Timer:
         return self._groups[rank_pass, bucket]
 
     def _fetches(self, layout: PlannedLayout, rank_pass: RankPass, shards: RankGroup) -> Fetches:
-        """Return the times of ZeRO-3's all-gathers in the order of DeepSpeed's coordinator.
+        """Return ZeRO-3's all-gathers, in the order of DeepSpeed's coordinator, with their times.
 
-        Shards on the host are copied on the stream that gathers them (partition_parameters.py, all_gather_coalesced).
+        Shards on the host are copied on the stream that gathers them (partition_parameters.py,
+        all_gather_coalesced).
         """
         copy_s, share = 0.0, self._share(layout, rank_pass)
         if layout.offload_param == "cpu":
@@ -309,11 +326,9 @@ class Timer:
         )
 
     def _line(self, layout: PlannedLayout) -> StageTimeline:
-        """Return the timeline of a rank's layers at stage 3."""
         return timeline(self._profile, self._profile.key_of(layout.setting, 3), None, 0)
 
     def _means(self, found: Sequence[LayerFetches]) -> Iterator[tuple[float, float]]:
-        """Yield the mean of each run of equal layers."""
         start = 0
         for layer in self._profile.layers:
             mine, start = found[start : start + layer.count], start + layer.count
@@ -322,7 +337,7 @@ class Timer:
     def _reduce_s(self, layout: PlannedLayout, rank_pass: RankPass) -> float:
         """Return the seconds to reduce all gradients.
 
-        Stages 0-2 all-reduce buckets (stage_1_and_2.py, average_tensor).
+        Stages 0 to 2 all-reduce buckets (stage_1_and_2.py, average_tensor).
         """
         if layout.by_layer:  # a reduce-scatter for each layer, and with replicas an all-reduce of the shard
             size, layers = layout.reduced_bytes * rank_pass.trained_parameters, sum(n for _, n in rank_pass.slowest)
@@ -337,11 +352,11 @@ class Timer:
     def _accumulate(
         self, layout: PlannedLayout, rank_pass: RankPass
     ) -> tuple[tuple[StepTask, ...], tuple[StepTask, ...]]:
-        """Return the engine's work on gradients after the first micro batch, and after each later micro batch.
+        """Return the engine's work on gradients: after the first micro batch, and after each later one.
 
         Stages 2 and 3 reduce gradients each time. At stages 0 and 1 autograd adds them to the gradients of earlier
         micro batches. Offloaded gradients are accumulated on the host. At stage 3 a rank accumulates its share
-        (stage3.py:2015), at stage 2 the gradients of all parameters (stage_1_and_2.py:1809).
+        (stage3.py:2015). At stage 2 it accumulates the gradients of all parameters (stage_1_and_2.py:1809).
         """
         if layout.zero_stage < 2:
             added = 3 * layout.element_bytes * rank_pass.trained_parameters
@@ -363,13 +378,16 @@ class Timer:
         return (*first, up, down) if layout.zero_stage == 3 else (*first, down), (*later, up, down)
 
     def _handled(self, layout: PlannedLayout, rank_pass: RankPass, *, later: bool) -> StepTask:
-        """Return the engine's work on the reduced gradients of the first or (with `later`) a later micro batch."""
+        """Return the engine's work on the reduced gradients of one micro batch.
+
+        With `later` it is a later micro batch, else the first.
+        """
         work, share = engine_work(layout), self._share(layout, rank_pass)
         moved = (work.gradients + share * (work.kept + later * work.added)) * rank_pass.trained_parameters
         return StepTask("compute", HANDLED, moved, moved / self.rates.streaming)
 
     def _step_tasks(self, layout: PlannedLayout, rank_pass: RankPass) -> Iterator[StepTask]:
-        """Yield the last work on gradients, the step on a rank's share, and the all-gather of stages 1 and 2.
+        """Yield the last work on gradients, the step of a rank's share, and the all-gather of stages 1 and 2.
 
         Offloaded gradients are copied in float32. A node's ranks share its host memory and its disks.
         """
@@ -419,9 +437,9 @@ class Timer:
 def _left_of_step(task: StepTask, layout: PlannedLayout, rank_pass: RankPass, elements: float) -> StepTask:
     """Return the part of the host's step that runs after backward.
 
-    SuperOffload without clipping runs the other part during backward. Groups are queued at even intervals, each group
-    when backward has made its gradients (superoffload_stage3.py, partition_grads). The last group is stepped after
-    backward. If the host is slower than backward, all groups but the first wait for the host.
+    SuperOffload without clipping runs the other part during backward. Each group is queued as soon as backward has
+    computed its gradients, at even intervals (superoffload_stage3.py, partition_grads). The last group is stepped
+    after backward. If the host is slower than backward, all groups but the first wait for the host.
     """
     if not layout.steps_early:
         return task
@@ -431,14 +449,13 @@ def _left_of_step(task: StepTask, layout: PlannedLayout, rank_pass: RankPass, el
 
 
 def _calls(layout: PlannedLayout, rank_pass: RankPass) -> float:
-    """Return the number of buckets that all gradients or stepped parameters fill."""
     return max(1.0, rank_pass.trained_parameters / max(1, layout.bucket))
 
 
 def model_flops(profile: Profile, precision: str) -> float:
-    """Return the FLOPs of one sample's forward and backward, counted as three forwards (as in train/metrics.py).
+    """Return the FLOPs per sample of forward and backward: three forwards (train/metrics.py).
 
-    Raises KeyError if the plain setting was not traced.
+    Raises KeyError if the plain setting (no checkpointing, no parallelism) was not traced.
     """
     costs = profile.costs[setting(precision, False, 1, 1)]
     pairs = zip(profile.layers, costs, strict=True)

@@ -1,6 +1,6 @@
-"""Order the allocations of a rank's layers in forward and backward, for the memory forecast.
+"""Order the allocations of a rank's layers in forward and backward.
 
-The order does not depend on the ZeRO stage, the micro batch or the number of data parallel ranks.
+This order is independent of the ZeRO stage, the micro batch and the number of data parallel ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOTHING: Point = (0.0, 0.0)
 
 
 def add(point: Point, other: Point) -> Point:
-    """Add bytes, fixed and per sample."""
+    """Add two points: fixed bytes, and bytes per sample."""
     return point[0] + other[0], point[1] + other[1]
 
 
@@ -45,16 +45,16 @@ class Parameter(NamedTuple):
 
     @property
     def expert(self) -> bool:
-        """Whether the parameter belongs to an expert, of which fewer ranks have a copy."""
+        """Whether the parameter belongs to an expert. Fewer ranks have a copy of an expert."""
         return self.group >= EXPERTS
 
     def bytes(self, element: int) -> int:
-        """Return the bytes of the parameter. `element`: bytes per element of the precision."""
+        """Return the bytes of the parameter. `element`: bytes per element in the run's precision."""
         return self.numel if self.packed else element * self.numel
 
 
 class TimelineEvent(NamedTuple):
-    """A part of the backward that ends when a parameter's gradient is complete.
+    """The part of a backward up to the moment when a parameter's gradient is complete.
 
     Live bytes do not include parameters and complete gradients.
     """
@@ -68,9 +68,10 @@ class TimelineEvent(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StageTimeline:
-    """One pipeline stage's layers on one rank, and the passes of a micro batch through one of its parts.
+    """The layers of one pipeline stage on one rank, and a micro batch's passes through a part.
 
-    Timelines compare by identity, so derived results can be cached. A stage has one part, or two parts with DualPipeV.
+    A stage has one part, or two parts with DualPipeV. Timelines compare by identity, so derived results can be
+    cached.
     """
 
     layers: tuple[tuple[Parameter, ...], ...]  # of all parts, in the order of forward
@@ -97,7 +98,7 @@ class StageTimeline:
 
     @cached_property
     def members(self) -> tuple[tuple[Parameter, ...], ...]:
-        """The parameters of each optimizer group (matrices, vectors, experts), in the model's order."""
+        """The parameters of each optimizer group (matrices, vectors, experts), in model order."""
         found: dict[int, list[Parameter]] = {0: [], 1: []}
         for parameter in (parameter for layer in self.layers for parameter in layer if parameter.group != FROZEN):
             found.setdefault(parameter.group, []).append(parameter)
@@ -105,12 +106,12 @@ class StageTimeline:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The element counts of the parameters in each group."""
+        """The number of elements of each parameter, for each group."""
         return tuple(tuple(p.numel for p in group) for group in self.members)
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of all trained parameters."""
+        """The number of elements of all trained parameters."""
         return sum(map(sum, self.groups))
 
     @cached_property
@@ -120,12 +121,12 @@ class StageTimeline:
 
     @cached_property
     def elements(self) -> int:
-        """Elements of all parameters."""
+        """The number of elements of all parameters."""
         return self.parameters + sum(parameter.numel for parameter in self.frozen)
 
     @cached_property
     def largest(self) -> int:
-        """Elements of the largest trained parameter."""
+        """The number of elements of the largest trained parameter."""
         return max((max(group, default=0) for group in self.groups), default=0)
 
 
@@ -135,8 +136,8 @@ def timeline(
 ) -> StageTimeline:
     """Return the timeline of a stage for the setting `key`, with the passes through one part.
 
-    Each part is a range of layers (first, last + 1), where equal layers count one by one. `parts` None: one part with
-    all layers. Raises KeyError if the profile has no such setting.
+    `parts` has a range of layers (first, last + 1) for each part. Each of many equal layers counts. If `parts` is
+    None, there is one part with all layers. Raises KeyError if the profile has no such setting.
     """
     expanded = [
         _Placed(layer, cost)
@@ -180,12 +181,12 @@ def timeline(
 
 
 def _still(mine: Sequence[_Placed]) -> int:
-    """Count the first layers without trained parameters."""
+    """Count the leading layers that come before the first layer with trained parameters."""
     return next((n for n, placed in enumerate(mine) if placed.trained), 0)
 
 
 def _calls(placed: _Placed, starts: Sequence[int]) -> tuple[ModuleCall, ...]:
-    """Return the traced calls of modules, or one module per parameter if no calls were traced."""
+    """Return the traced calls of modules. Without traced calls, return one module per parameter."""
     if not placed.cost.calls:
         places = range(len(placed.numels) + len(placed.layer.packed))
         return tuple(ModuleCall(begins, (n,)) for n in places for begins in (True, False))
@@ -196,8 +197,6 @@ def _calls(placed: _Placed, starts: Sequence[int]) -> tuple[ModuleCall, ...]:
 
 
 class _Placed:
-    """A layer of a stage, with its costs and one rank's element counts by kind of parameter."""
-
     def __init__(
         self,
         layer: LayerRun,
@@ -223,21 +222,21 @@ class _Placed:
 
     @property
     def trained(self) -> int:
-        """Elements with gradients."""
         return sum(numel for numel, group in zip(self.numels, self.group_of, strict=True) if group != FROZEN)
 
     @property
     def graded(self) -> int:
-        """Elements whose first gradients are complete after the layer's backward."""
+        """The number of elements whose first gradients are complete after the layer's backward."""
         return self.trained + self.early
 
 
 def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_bytes: int) -> list[_Placed]:
-    """Return a stage's layers, with a copy of a tied matrix of another stage (pipe/module.py, TiedLayerSpec).
+    """Return a stage's layers.
 
-    In the full model the tied matrix's first gradient waits through the backward for the second gradient. The sum of
-    both is a third tensor. If embedding and head are two parts of one stage, they share one matrix, and each part's
-    backward leaves its gradient.
+    If a matrix is tied to another stage, copy it (pipe/module.py, TiedLayerSpec). In the full model the tied
+    matrix's first gradient waits through the backward for the second gradient. The sum of both is a third tensor.
+    If embedding and head are two parts of one stage, they share one matrix, and each part's backward leaves its
+    gradient.
     """
     head, mine = expanded[-1], [placed for first, last in ranges for placed in expanded[first:last]]
     if head.layer.tied_to is None or ranges[0] == (0, len(expanded)):
@@ -256,7 +255,7 @@ def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_
 
 
 def _without_sums(cost: LayerCost, added: int) -> LayerCost:
-    """Return the costs without the moments of backward in which gradients of `added` bytes are summed."""
+    """Return `cost` without the moments of backward that sum gradients of `added` bytes."""
     moments = (
         replace(moment, live=tuple(line for line in moment.live if line.fixed < added)) for moment in cost.backward
     )
@@ -264,7 +263,7 @@ def _without_sums(cost: LayerCost, added: int) -> LayerCost:
 
 
 def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
-    """Place each layer's parameters in the optimizer's groups: in the order of the model, not of the forward."""
+    """Assign each layer's parameters to the optimizer's groups, in the order of the model (not of forward)."""
     layers: list[list[Parameter]] = [[] for _ in mine]
     ends: Counter[int] = Counter()
     experts = EXPERTS  # the group that is being filled
@@ -281,7 +280,7 @@ def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
 def _representatives(mine: Sequence[_Placed]) -> list[int]:
     """Choose the layers to evaluate. Among consecutive equal layers, live bytes change linearly.
 
-    The peak is in the first or the last of these layers. A few of the last layers show how buckets fill.
+    So their peak is in the first or the last one. A few of the last layers are chosen, to show how buckets fill.
     """
     chosen = []
     for n, placed in enumerate(mine):
@@ -307,7 +306,6 @@ def _backward(
 
 
 def _moments(placed: _Placed) -> Iterator[BackwardMoment]:
-    """Yield the traced moments of backward. Without a trace, yield the peak, then each complete gradient."""
     cost = placed.cost
     yield from cost.backward or (BackwardMoment(live=(cost.backward_peak_bytes,)),)
     traced = {moment.parameter for moment in cost.backward}

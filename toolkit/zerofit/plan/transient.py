@@ -1,7 +1,8 @@
-"""Compute transient memory: bytes that the engine's start-up and the optimizer's step allocate and free.
+"""Compute transient memory: what start-up or the optimizer's step allocates and frees.
 
-References are to DeepSpeed 0.19.8, below deepspeed/runtime/. Models are built on the CPU in float32 (train/build.py).
-FusedAdam and CPUAdam step in place. plan/optimizer_states.py has the allocations of other optimizers per tensor.
+References are to DeepSpeed 0.19.8, below deepspeed/runtime/. Models are built on the CPU in float32
+(train/build.py). FusedAdam and CPUAdam step in place. plan/optimizer_states.py has the allocations of other
+optimizers.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ NORM_BYTES = 8  # gradients are converted to float64 for their norm (zero/utils.
 def init_moments(
     line: StageTimeline, layout: PlannedLayout, device: str, built_in_parts: bool
 ) -> Iterator[dict[str, int]]:
-    """Yield device bytes by kind at moments of start-up that can exceed a training step.
+    """Yield the bytes by kind at each moment of start-up that can exceed a training step.
 
-    `built_in_parts`: whether the model is built in parts at stage 3 (transformers in zero.Init).
+    `built_in_parts`: whether stage 3 builds the model in parts (transformers in zero.Init).
     """
     if not built_in_parts or layout.zero_stage < 3 or layout.combined:
         # the model is cast before it is copied to "cuda" (engine.py:2094)
@@ -56,9 +57,9 @@ def init_moments(
 
 
 def _init_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[dict[str, int]]:
-    """Copy each group into a flat buffer, free the originals, then copy the rank's part to float32.
+    """Yield the moments in which each group is copied into a flat buffer, and the rank's part to float32.
 
-    (zero/stage_1_and_2.py:483, :560)
+    See zero/stage_1_and_2.py:483 and :560. The originals are freed in between.
     """
     element, parameters = layout.element_bytes, layout.element_bytes * line.elements
     made = 0
@@ -84,14 +85,13 @@ def _init_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Ite
 
 
 def _largest_shard(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of a rank's largest shard of a parameter. Undivided parameters do not count."""
     spread, every = sharers(layout), [p for layer in line.layers for p in layer]
     shards = (p._replace(numel=spread.shard(p)).bytes(layout.element_bytes) for p in every if spread.of(p) > 1)
     return max(shards, default=0)
 
 
 class StepMemory(NamedTuple):
-    """Bytes at one moment of the step."""
+    """Memory at one moment of the step, in bytes."""
 
     gradients: int = 0
     temporaries: int = 0
@@ -136,7 +136,10 @@ def _step_whole(line: StageTimeline, layout: PlannedLayout, device: str) -> Iter
 
 
 def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
-    """Step group by group (zero/stage_1_and_2.py:3107). Gradients are freed when the last group is flattened."""
+    """Yield the moments of a step group by group (zero/stage_1_and_2.py:3107).
+
+    Gradients are freed when the last group is flattened.
+    """
     element, sizes = layout.element_bytes, partitions(line, layout.zero_ranks)
     kept = element * overlap_in_partition(line, layout.zero_ranks)
     for overlap, piece in overlaps_and_pieces(line, layout.zero_ranks):
@@ -149,7 +152,10 @@ def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: st
 
 
 def _step_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
-    """Step sub-groups (zero/stage3.py:2686), after isinf of all gradients (:3012, only in low precision)."""
+    """Yield the moments of a step by sub-groups (zero/stage3.py:2686).
+
+    In low precision, isinf of all gradients comes first (:3012).
+    """
     element, parts = layout.element_bytes, parameter_shards(line, sharers(layout))
     if element == 2:
         yield StepMemory(0, (element + 1) * sum(parts))
@@ -162,7 +168,10 @@ def _step_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Ite
 
 
 def _gather_copy(line: StageTimeline, layout: PlannedLayout, device: str) -> int:
-    """Return gloo's copy of a group's gathered parameters (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp)."""
+    """Return the bytes of gloo's copy of a group's gathered parameters.
+
+    See torch/csrc/distributed/c10d/ProcessGroupGloo.cpp.
+    """
     if device == "cuda" or layout.zero_stage == 3 or layout.zero_ranks == 1:
         return 0
     return layout.element_bytes * max(padded_groups(line, layout.zero_ranks))

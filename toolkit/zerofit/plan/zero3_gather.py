@@ -1,4 +1,4 @@
-"""Replay stage 3's coordinator module by module: which parameters are gathered at each moment of a step.
+"""Find which parameters are gathered at each moment, by replaying stage 3's coordinator.
 
 References are to DeepSpeed 0.19.8, deepspeed/runtime/zero/partitioned_param_coordinator.py.
 """
@@ -19,8 +19,6 @@ from zerofit.spec.profile import ModuleCall
 
 
 class _Sizes(NamedTuple):
-    """Sizes of a DeepSpeed JSON, in elements."""
-
     persistence: int
     prefetch: int
     live: int
@@ -28,7 +26,7 @@ class _Sizes(NamedTuple):
 
 
 class LayerFetches(NamedTuple):
-    """Bytes and all-gathers for a layer in one direction."""
+    """The all-gathers for one layer in one direction: their bytes and their number."""
 
     bytes: int
     calls: int  # all-gathers
@@ -37,26 +35,29 @@ class LayerFetches(NamedTuple):
 def fetches(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LayerFetches], list[LayerFetches]]:
     """Return the fetches of each layer, in forward and in backward.
 
-    If a layer has more elements than the limit of live elements and than the reuse distance, its backward gathers some
-    parameters again after the recomputation.
+    If a layer has more elements than stage3_max_live_parameters and stage3_max_reuse_distance, backward gathers
+    some of its parameters again after the recomputation.
     """
     gathering = _gathering(line, layout)
     return gathering.fetched[False], gathering.fetched[True]
 
 
 def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
-    """Return the most gathered bytes in the forward of each layer in `line.forward`.
+    """Return for each layer in `line.forward` the most bytes that are gathered in its forward.
 
-    Each peak includes the equal layers before it that line.forward leaves out.
+    `line.forward` has only some of many equal layers. Each peak includes the equal layers before it that are left
+    out.
     """
     return [max(moment.bytes for moment in passed) for passed in _passed(line, layout)]
 
 
 def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) -> list[int]:
-    """Return for each layer in `line.forward` the bytes of the second copy in its largest all-gather.
+    """Return for each layer in `line.forward` the bytes of the second copy in an all-gather.
 
-    Several parameters arrive in one buffer, from which each is copied (partition_parameters.py:1343). gloo also gathers
-    a single parameter into a copy (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+    The all-gather is the largest one.
+
+    Several parameters arrive in one buffer, and each is copied out of it (partition_parameters.py:1343). gloo
+    copies even a single parameter (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
     """
     found = []
     for passed in _passed(line, layout):
@@ -67,10 +68,11 @@ def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) ->
 
 
 def gathered_to_score(line: StageTimeline, layout: PlannedLayout, copies: bool) -> int:
-    """Return the most gathered bytes in forwards without gradients, of the trained model, then of a frozen copy.
+    """Return the most gathered bytes in forwards without gradients.
 
-    `copies`: whether there is a frozen copy. The copy has DeepSpeed's default sizes, because DeepSpeed does not read
-    the keys that TRL sets (trl/models/utils.py, prepare_deepspeed).
+    The trained model runs first, then its frozen copy. `copies`: whether there is a frozen copy. The copy has
+    DeepSpeed's default sizes, because DeepSpeed does not read the keys that TRL sets (trl/models/utils.py,
+    prepare_deepspeed).
     """
     trained = _gathering(line, layout)
     peak = max(moment.bytes for moment in chain(*trained.forward))
@@ -87,9 +89,10 @@ def _passed(line: StageTimeline, layout: PlannedLayout) -> list[list[_Fetch]]:
 
 
 def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
-    """Return the most gathered bytes in each event of `line.backward`.
+    """Return for each event of `line.backward` the most bytes that are gathered in it.
 
-    A layer's last event includes the equal layers after it that line.backward leaves out.
+    `line.backward` has only some of many equal layers. A layer's last event includes the equal layers after it that
+    are left out.
     """
     gathering = _gathering(line, layout)
     found: list[int] = []
@@ -110,9 +113,10 @@ def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int
 
 
 def left_by_backward(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes still gathered when the last gradients are reduced.
+    """Return the bytes that are still gathered when the last gradients are reduced.
 
-    An embedding is still gathered, for example: its input has no gradient, so DeepSpeed does not see its backward end.
+    For example, an embedding is still gathered: its input has no gradient, so DeepSpeed does not notice that its
+    backward ends.
     """
     return _gathering(line, layout).whole
 
@@ -126,9 +130,10 @@ def _gathering(line: StageTimeline, layout: PlannedLayout, forward_only: bool = 
 
 
 def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCall]:
-    """Return the calls of a layer's backward. A recomputation begins when the first matmul needs saved tensors.
+    """Return the module calls of a layer's backward.
 
-    DeepSpeed sees a module's backward end when its input gets a gradient (parameter_offload.py, post_bwd_fn).
+    A recomputation begins when the first matmul needs saved tensors. For DeepSpeed, a module's backward ends when
+    the module's input gets a gradient (parameter_offload.py, post_bwd_fn).
     """
     turned = [call.turned for call in reversed(modules) if call.fed or not call.begins]
     if not recomputed:
@@ -138,7 +143,7 @@ def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCal
 
 
 class _Fetch(NamedTuple):
-    """The moment after a module has fetched and prefetched. A layer's first moment has no fetch."""
+    """The moment after a module has fetched and prefetched. In a layer's first moment nothing is fetched."""
 
     bytes: int  # gathered
     members: tuple[int, ...] = ()
@@ -147,7 +152,7 @@ class _Fetch(NamedTuple):
 
 
 class _Gathering:
-    """A step's gathered parameters, layer by layer. The first `still` layers have no backward."""
+    """The gathered parameters of a step, layer by layer. The first `still` layers have no backward."""
 
     def __init__(self, line: StageTimeline, element: int, sizes: _Sizes, spread: ParameterSharers, still: int):
         layers = [(*layer, *packed) for layer, packed in zip(line.layers, line.packed, strict=True)]
@@ -171,7 +176,6 @@ class _Gathering:
             (self.backward if backward else self.forward)[n] = [_Fetch(self.whole), *self._moments(modules)]
 
     def _modules(self, layer: int, calls: Sequence[ModuleCall]) -> list[ModuleCall]:
-        """Return calls with their parameters numbered in the full model."""
         places = [[(layer, n) for n in call.places] + list(call.others) for call in calls]
         return [
             call._replace(places=tuple(self.begins[at] + n for at, n in members))
@@ -198,7 +202,7 @@ class _Gathering:
             yield _Fetch(self.whole, call.places, waiting, self.whole + max(now, later))
 
     def _count(self, group: dict[int, int]) -> None:
-        """Count an all-gather. `group`: its parameters, each with the step that needs it."""
+        """Count an all-gather. `group`: parameter -> step that needs it."""
         for place, (member, step) in enumerate(group.items()):
             layer, backward = self.of_step[step]
             size, calls = self.fetched[backward][layer]
@@ -223,12 +227,14 @@ class _Gathering:
 class _Coordinator:
     """DeepSpeed's coordinator, which gathers and releases parameters as modules begin and end.
 
-    A module fetches its own parameters, then the step's next parameters up to the prefetch size (:447), within the
-    limit of live elements. Modules without parameters prefetch, too, so fetching gets far ahead of releasing. A
-    module's parameters stay gathered if they are used again within the reuse distance, or if fetching has passed their
-    next use (:649). DeepSpeed caches the releases of each step of the trace (:638). In the first `forgetful` steps it
-    uses the releases of an earlier forward without gradients, in which no parameter is used again. Parameters in
-    `held` are not released.
+    A module fetches its own parameters. Then it prefetches the parameters that the step needs next, up to the
+    prefetch size (:447) and the limit of live elements. Modules without parameters prefetch, too, so fetching gets
+    far ahead of releasing. A module's parameters stay gathered if they are used again within the reuse distance, or
+    if fetching has passed their next use (:649).
+
+    DeepSpeed caches the releases of each step of the trace (:638). In the first `forgetful` steps it uses the
+    releases of an earlier forward without gradients, in which no parameter is used again. Parameters in `held` are
+    not released.
     """
 
     def __init__(self, calls: Sequence[ModuleCall], numels: Sequence[int], sizes: _Sizes, forgetful: int):
@@ -247,9 +253,9 @@ class _Coordinator:
         self.coming: dict[int, list[int]] = {}  # what was prefetched together with each parameter, itself included
 
     def fetch(self, members: Sequence[int]) -> tuple[list[int], list[list[int]], dict[int, int]]:
-        """Return the parameters gathered now, the groups for which the module waits, and the prefetched parameters.
+        """Return the parameters gathered now, the groups to wait for, and what is prefetched.
 
-        The prefetched parameters come with the step that needs them.
+        The last result maps each prefetched parameter to the step that needs it.
         """
         own, waited = self._fetch_own(members) if members else ([], [])
         ahead, elements, most = dict[int, int](), 0, min(self.sizes.live - self.live, self.sizes.prefetch)
@@ -276,7 +282,6 @@ class _Coordinator:
         return own, waited
 
     def release(self, members: Sequence[int]) -> list[int]:
-        """Return the parameters that are released."""
         released = [n for n in dict.fromkeys(members) if n in self.here and not self._is_wanted(n)]
         self.here.difference_update(released)
         self.live -= sum(self.numels[n] for n in released)

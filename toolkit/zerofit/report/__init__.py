@@ -1,1 +1,1 @@
-"""Draw pictures and write pages about runs, simulations, plans, trials of tune, and comparisons."""
+"""Draw pictures and write pages about runs, simulations, plans, trials and comparisons."""

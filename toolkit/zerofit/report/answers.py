@@ -1,4 +1,7 @@
-"""The parts of `--json` output that a page shows. The output comes from a command or from an untrusted file."""
+"""Define the parts of `--json` output that a page shows.
+
+The output comes from a command or from an untrusted file.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,7 @@ class SimulationAnswer:
 
     @property
     def title(self) -> str:
-        """Model or script, rank and device."""
+        """The title: model or script, rank and device."""
         name = self.run.get("name") or self.run.get("model")
         return f"{name}, rank {self.rank} of {self.world_size} on {self.device}"
 
@@ -198,13 +201,13 @@ class PlanAnswer:
 
     @property
     def where(self) -> str:
-        """The hardware."""
+        """The hardware, as text."""
         nodes = f"{self.cluster.nodes} x " if self.cluster.nodes > 1 else ""
         return f"{nodes}{self.cluster.gpus} x {self.cluster.gpu}"
 
     @property
     def title(self) -> str:
-        """Model and hardware."""
+        """The title: model and hardware."""
         return f"{self.model} in {self.precision} on {self.where}"
 
 
@@ -231,7 +234,7 @@ class ServingAnswer:
 
     @property
     def title(self) -> str:
-        """Model, engine and hardware."""
+        """The title: model, engine and hardware."""
         return f"{self.model} in vLLM {self.release} on {self.gpus} x {self.gpu}"
 
 
@@ -269,7 +272,7 @@ class RolloutAnswer:
 
     @property
     def title(self) -> str:
-        """Method, model and hardware."""
+        """The title: method, model and hardware."""
         return f"{self.method} of {self.model} on {self.ranks} x {self.gpu}"
 
 
@@ -288,7 +291,7 @@ class ShownTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class ShownRegret:
-    """The gain that untried configurations may offer."""
+    """How much faster untried configurations may be."""
 
     best_step_s: FiniteFloat
     untried: int
@@ -307,13 +310,13 @@ class TuneAnswer:
 
     @property
     def title(self) -> str:
-        """The number of trials and of all configurations."""
+        """The title: the number of trials, and of all configurations."""
         return f"tune: {len(self.trials)} of {self.considered} configurations measured"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShownLine:
-    """A line of code and what it allocated."""
+    """A line of code, and what it allocated."""
 
     place: str
     function: str
@@ -366,7 +369,7 @@ class ExplanationAnswer:
 
     @property
     def title(self) -> str:
-        """The cause."""
+        """The title: the cause of the error."""
         return f"{'out of memory' if self.place else 'explained'}: {self.cause.replace('-', ' ')}"
 
 
@@ -391,7 +394,7 @@ class ReplayAnswer:
 
     @property
     def title(self) -> str:
-        """The cause."""
+        """The title: the cause of the loss that is not finite."""
         return f"replay: {self.cause.replace('-', ' ')}"
 
 
@@ -419,7 +422,7 @@ class CheckAnswer:
 
     @property
     def title(self) -> str:
-        """The file."""
+        """The title: the checked file."""
         return self.file
 
 
@@ -439,7 +442,7 @@ FORMS: tuple[tuple[set[str], type[Result]], ...] = (
 
 
 def results_of(value: Mapping[str, object]) -> list[Result]:
-    """Return the results in a command's JSON; the JSON of `check` has a result for each file. Raises Unreadable."""
+    """Return the results in a command's JSON. The JSON of `check` has one result per file. Raises Unreadable."""
     files = value.get("files")
     if isinstance(files, list):
         return [found for file in files for found in results_of(of_kind(file, dict))]
@@ -455,9 +458,9 @@ def results_of(value: Mapping[str, object]) -> list[Result]:
 
 
 def read_saved(path: Path) -> dict[str, object]:
-    """Return the JSON in a file. If the full text is not JSON, as in a log, read the last line.
+    """Return the JSON in a file.
 
-    Raises OSError and Unreadable.
+    If the full text is not JSON (as in a log), the last line is read. Raises OSError and Unreadable.
     """
     text = bounded(path, MAX_BYTES)
     try:

@@ -1,4 +1,4 @@
-"""Write a comparison as files: results.json, a CSV table, a picture, and one HTML page that needs no network."""
+"""Write a comparison as files: JSON, a CSV table, a picture, and an offline HTML page."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 
 @cache
 def description(kind: str) -> dict[str, Any]:
-    """Return the entry of a kind of comparison in comparison.yaml, with the keys `first`, `columns` and `meanings`."""
+    """Return the entry of a kind of comparison in comparison.yaml. Its keys are `first`, `columns` and `meanings`."""
     kinds: dict[Any, Any] = read_yaml(Path(__file__).with_name("comparison.yaml"))[0]
     return kinds[kind]
 
 
 def labels(kind: str) -> list[str]:
-    """Return the names of the columns after the first."""
+    """Return the names of all columns but the first."""
     return [label for label, _, _ in description(kind)["columns"]]
 
 
 def write_comparison(folder: Path, result: dict[str, Any]) -> list[str]:
-    """Write all files from the result of `zerofit compare --json`; return their paths."""
+    """Write all files from the result of `zerofit compare --json`. Return their paths."""
     paths = {name: folder / name for name in ("results.json", "results.csv", "comparison.png", "comparison.html")}
     kind, about, rows = result["kind"], result["about"], result["rows"]
     write_json(paths["results.json"], {name: value for name, value in result.items() if name != "written"})
@@ -54,7 +54,7 @@ def write_comparison(folder: Path, result: dict[str, Any]) -> list[str]:
 
 
 def _write_csv(path: Path, rows: Rows) -> None:
-    """Write one line per row, without lists and dictionaries such as curves, which only results.json has."""
+    """Write one line per row. Lists and dictionaries (such as curves) are only in results.json."""
     flat = [name for row in rows for name, value in row.items() if not isinstance(value, list | dict)]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, dict.fromkeys(flat), extrasaction="ignore")
@@ -63,7 +63,7 @@ def _write_csv(path: Path, rows: Rows) -> None:
 
 
 def cells(kind: str, row: dict[str, Any]) -> list[str]:
-    """Return a row's figures in the columns of its kind."""
+    """Return the figures of `row` as text, one for each column of this kind of comparison."""
 
     def cell(key: str, form: str) -> str:
         value = row.get(key)
@@ -75,7 +75,7 @@ def cells(kind: str, row: dict[str, Any]) -> list[str]:
 
 
 def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
-    """Return the HTML page."""
+    """Return the HTML page of a comparison."""
     named = {name: value for name, value in about.items() if value not in (None, {}) and name not in ("model", "data")}
     if "hosts" in named:
         named["hosts"] = " + ".join(f"{host} x {slots}" for host, slots in named["hosts"])
@@ -110,7 +110,7 @@ def _shown(value: object) -> str:
 
 
 def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
-    """Draw a comparison into a PNG."""
+    """Draw a comparison into a PNG file."""
     from matplotlib.figure import Figure
 
     good = [row for row in rows if row["status"] == "ok"]
@@ -127,7 +127,6 @@ def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
 
 
 def _strategies(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
-    """Draw speed, memory and traffic in one row, and below them the staleness of asynchronous updates."""
     from matplotlib.ticker import MaxNLocator
 
     stale = [row for row in rows if row.get("staleness")]
@@ -163,7 +162,6 @@ def _strategies(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
 
 
 def _sizes(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
-    """Draw time to target, samples to target, accuracy, epoch time and noise over the batch size; and epoch curves."""
     sizes = sorted({row["batch_size"] for row in rows})
     rows = [{**row, "samples_to_target": (row["steps_to_target"] or 0) * row["batch_size"] or None} for row in rows]
     first, second, third = figure.subplots(3, 2)
@@ -182,7 +180,6 @@ def _sizes(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
 
 
 def _epoch_curves(axes: Axes, sizes: Sequence[int], rows: Rows) -> None:
-    """Draw accuracy over the epochs, for the first seed of each size."""
     from matplotlib import colormaps
 
     for place, size in enumerate(sizes):
@@ -195,7 +192,6 @@ def _epoch_curves(axes: Axes, sizes: Sequence[int], rows: Rows) -> None:
 
 
 def _spread(axes: Axes, sizes: Sequence[int], rows: Rows, key: str, label: str, color: str, scale: str = "log") -> None:
-    """Draw each measurement of a size as a dot, and join the sizes' medians by a line."""
     from matplotlib.ticker import LogFormatter
 
     points = [(row["batch_size"], row[key]) for row in rows if row.get(key) is not None]
@@ -215,7 +211,6 @@ def _spread(axes: Axes, sizes: Sequence[int], rows: Rows, key: str, label: str, 
 
 
 def _scaling(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
-    """Draw the measured and the ideal speed-up, and the efficiency."""
     speed, efficiency = figure.subplots(1, 2)
     counts = sorted({row["ranks"] for row in rows})
     speed.plot(counts, counts, ":", color=GRAY, label="ideal")

@@ -1,4 +1,4 @@
-"""Build the page sections that explain errors, show replays and list findings in DeepSpeed JSONs."""
+"""Build the page sections about errors, replays, and findings in DeepSpeed JSONs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIGURES = {  # figures of an error, and their labels
 
 
 def explanation_answer(name: str, found: ExplanationAnswer) -> Answer:
-    """Return the cause of an out-of-memory error or another failure, and the evidence."""
+    """Return the cause of an out-of-memory error (or another failure), with the evidence."""
     facts = [("because", reason) for reason in found.evidence]
     facts += [("your line", " ".join(filter(None, (found.at, found.code))))]
     facts += [("requested by" if found.place else "raised in", found.asked_by)]
@@ -45,7 +45,7 @@ def explanation_answer(name: str, found: ExplanationAnswer) -> Answer:
 
 
 def explanation_sections(found: ExplanationAnswer) -> Iterator[Section]:
-    """Yield sections: what to run next, memory in use and forecast, lines of code, changes, and the error message."""
+    """Yield sections: what to run next, memory, lines of code, changes, the error message."""
     yield Section(title="Run next", blocks=[Code(text=found.run_next)] if found.run_next else [])
     kinds = {"in use": found.alive} if found.alive else {}
     if found.forecast and found.forecast.kinds:
@@ -76,7 +76,7 @@ def explanation_sections(found: ExplanationAnswer) -> Iterator[Section]:
 
 
 def replay_answer(name: str, found: ReplayAnswer) -> Answer:
-    """Return the cause of a loss that is not finite, and where a replay saw it first."""
+    """Return the cause of a loss that is not finite, and where the replay first found it."""
     known = found.cause != UNKNOWN
     facts = [("step", str(found.step or "")), ("rank", "" if found.rank is None else str(found.rank))]
     facts += [(label, getattr(found, label)) for label in ("phase", "module", "op", "tensor", "line")]
@@ -92,7 +92,7 @@ def replay_answer(name: str, found: ReplayAnswer) -> Answer:
 
 
 def check_answer(name: str, found: CheckAnswer) -> Answer:
-    """Return the number of errors and warnings in a DeepSpeed JSON."""
+    """Return how many errors and warnings a DeepSpeed JSON has."""
     errors = sum(problem.severity == "error" for problem in found.problems)
     warnings = len(found.problems) - errors
     counts = [f"{n} {word}{'s' if n > 1 else ''}" for n, word in ((errors, "error"), (warnings, "warning")) if n]

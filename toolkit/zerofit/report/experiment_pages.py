@@ -1,4 +1,4 @@
-"""Write the page of `zerofit compare all` in Markdown."""
+"""Write the Markdown page of `zerofit compare all`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ class Evidence:
 
 
 def _line(cells: Sequence[str]) -> str:
-    """Return a line of a Markdown table."""
     return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def write_laboratory(folder: Path, title: str, sections: Sequence[Evidence]) -> Path:
-    """Write README.md into the folder of the sections' pictures; return its path."""
+    """Write README.md into `folder`, which has the sections' pictures. Return its path."""
     page = folder / "README.md"
     write_text(page, render("laboratory.md.jinja", title=title, sections=sections, **evidence_values(page)))
     return page

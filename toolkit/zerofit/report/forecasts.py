@@ -1,4 +1,7 @@
-"""Build the page sections about simulations and plans. Several results share tables and scales."""
+"""Build the page sections about simulations and plans.
+
+Results of one kind share tables and scales.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,12 @@ Plans = Mapping[str, PlanAnswer]
 
 
 def verdict_tone(verdict: str, fits: bool) -> Tone:
-    """Return the tone of a verdict: "close to the limit" is between the others."""
+    """Return the tone of a verdict. "close to the limit" gets a tone between good and bad."""
     return "warn" if verdict.startswith("close") else "good" if fits else "bad"
 
 
 def cost(slowdown: float | None) -> str:
-    """Return a forecast slowdown as text."""
+    """Return a forecast slowdown as text, e.g. "+5.0%"."""
     return "" if slowdown is None else f"{slowdown:+.1%}"
 
 
@@ -85,7 +88,7 @@ def _span(low: int, high: int) -> str:
 
 
 def simulation_sections(found: Simulations) -> Iterator[Section]:
-    """Yield sections: memory over time, at the peak and by phase, ranks, changes, faults of the script, collectives."""
+    """Yield sections: memory, ranks, changes, faults of the script, and collectives."""
     timed = {name: simulation for name, simulation in found.items() if simulation.timeline}
     note = "Device memory by kind. Hover over a moment to see the module and the line that allocates."
     most = min(MOMENTS, 3 * MOMENTS // max(1, len(timed)))
@@ -122,7 +125,7 @@ def simulation_sections(found: Simulations) -> Iterator[Section]:
 
 
 def _limit(found: Simulations) -> tuple[str, float] | None:
-    """Return the device and its memory if they are the same in all simulations, else None."""
+    """Return the device and its memory; None if the simulations have different devices."""
     devices = {(s.device, s.device_total_bytes) for s in found.values()}
     if len(devices) != 1:
         return None
@@ -131,7 +134,7 @@ def _limit(found: Simulations) -> tuple[str, float] | None:
 
 
 def memory_chart(name: str, found: SimulationAnswer, most: int) -> Chart:
-    """Return the chart of memory over time, stacked by kind, at `most` moments."""
+    """Return the chart of memory over time, stacked by kind, with at most `most` moments."""
     moments = _thinned(found.timeline, most)
     seen = {kind for moment in moments for kind, size in moment.bytes.items() if size}
     kinds = [*(kind for kind in COLORS if kind in seen), *sorted(seen - {*COLORS})]
@@ -154,7 +157,10 @@ def _hint(moment: ShownMoment) -> str:
 
 
 def _thinned(moments: Sequence[ShownMoment], most: int) -> list[ShownMoment]:
-    """Return at most `most` moments in order of time: from each interval, the moment with the most memory."""
+    """Return at most `most` moments in order of time.
+
+    The time is divided into intervals, and each interval's moment with the most memory is chosen.
+    """
     ordered = sorted(moments, key=lambda moment: moment.t)
     stretch = -(-len(ordered) // most) or 1
     parts = (ordered[start : start + stretch] for start in range(0, len(ordered), stretch))
@@ -193,7 +199,6 @@ def _share(size: float, total: float) -> str:
 
 
 def _phases(found: Simulations) -> Bars:
-    """Return the peak of each phase, the highest of all steps."""
     peaks: dict[tuple[str, str], int] = {}
     for name, simulation in found.items():
         for phase in simulation.phases:
@@ -226,7 +231,6 @@ def _relative(size: float, base: float) -> str:
 
 
 def _script(run: Mapping[str, object]) -> Iterator[Block]:
-    """Yield the faults and the notes of a user's script."""
     listed = {key: run.get(key) for key in ("faults", "notes")}
     rows = {
         key: [row for row in value if isinstance(row, dict)] for key, value in listed.items() if isinstance(value, list)
@@ -242,7 +246,7 @@ def _script(run: Mapping[str, object]) -> Iterator[Block]:
 
 
 def plan_answer(name: str, found: PlanAnswer) -> Answer:
-    """Return how many layouts fit, and the first layout."""
+    """Return how many layouts fit, and the best layout."""
     facts = [
         (
             "model",
@@ -283,7 +287,7 @@ def _speed(row: ShownLayout) -> str:
 
 
 def plan_sections(found: Plans) -> Iterator[Section]:
-    """Yield sections: the map of layouts, step times, memory, all figures, and why other layouts do not fit."""
+    """Yield sections: a map of layouts, step times, memory, figures, and what does not fit."""
     boxes = [
         {
             "machine": named(name, f"{box.nodes} x {box.gpus} x {box.gpu}"),
@@ -332,7 +336,6 @@ def _rows(plan: PlanAnswer) -> list[ShownLayout]:
 
 
 def _map(name: str, plan: PlanAnswer) -> Chart:
-    """Return the chart of speed over memory, with a dashed line through the best layouts."""
     groups = {"fits": plan.layouts, "close to the limit": plan.close, "does not fit": plan.misfits}
     places = [(row.peak_bytes, row.samples_per_s, group, row.layout) for group, rows in groups.items() for row in rows]
     places += [(point.peak_bytes, point.samples_per_s, "frontier", point.layout) for point in plan.frontier]

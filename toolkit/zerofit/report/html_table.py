@@ -7,7 +7,7 @@ from html import escape
 
 
 def html_table(caption: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table with everything escaped; an empty `header` omits that row."""
+    """Return a table with all text escaped. If `header` is empty, the table has no header row."""
     head = "".join(f"<th>{escape(word)}</th>" for word in header)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><caption>{escape(caption)}</caption>{f'<tr>{head}</tr>' if head else ''}{body}</table>"

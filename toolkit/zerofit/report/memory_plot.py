@@ -19,7 +19,7 @@ _BEHIND = {"boxstyle": "square,pad=0.2", "facecolor": "white", "alpha": 0.85, "l
 
 
 class Point(TypedDict):
-    """Live bytes by kind at one moment; `t` counts allocations and releases."""
+    """The live bytes of each kind at one moment. `t` counts allocations and releases."""
 
     t: int
     phase: str
@@ -27,7 +27,7 @@ class Point(TypedDict):
 
 
 class PlotPhase(TypedDict):
-    """A phase of the run, from one `t` to another."""
+    """A phase of the run, from `start` to `end` (both are values of `t`)."""
 
     name: str
     start: int
@@ -35,7 +35,7 @@ class PlotPhase(TypedDict):
 
 
 class MeasuredPhase(TypedDict):
-    """A real run's peak in a phase, drawn as a line over the forecast from one `t` to another."""
+    """The peak of a real run in a phase, drawn as a line over the forecast. `start` and `end` are values of `t`."""
 
     start: int
     end: int
@@ -43,7 +43,7 @@ class MeasuredPhase(TypedDict):
 
 
 class MemoryTimeline(TypedDict):
-    """The timeline to draw. Only points and phases are required."""
+    """The timeline to draw. Only `points` and `phases` are required."""
 
     points: list[Point]
     phases: list[PlotPhase]
@@ -55,7 +55,10 @@ class MemoryTimeline(TypedDict):
 
 
 def draw(timeline: MemoryTimeline, path: Path) -> None:
-    """Draw a timeline into a file, whose suffix sets the format. Raises UserError if the file cannot be written."""
+    """Draw a timeline into a file. The file's suffix sets the format.
+
+    Raises UserError if the file cannot be written.
+    """
     problems = Problems()
     check_picture(path, "--plot", problems)
     problems.raise_if_any()
@@ -119,9 +122,9 @@ def _stack(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> Non
 
 
 def _capacity(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> float:
-    """Draw the device's capacity as a line, unless the line would flatten the plot. Return the axis's upper end.
+    """Draw the device's capacity as a line, if this does not flatten the plot.
 
-    The top fifth of the plot stays free for the text at the peak.
+    Return the axis's upper end. The top fifth of the plot stays free for the text at the peak.
     """
     highest = max(1, sum(peak["bytes"].values())) / unit
     total = timeline.get("device_total_bytes", 0) / unit
@@ -176,7 +179,6 @@ def _peak(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> None
 
 
 def _phases(figure: Figure, strip: Axes, timeline: MemoryTimeline) -> None:
-    """Draw bands with the phases' names. Names are rotated in narrow bands, and left out if there is no room."""
     start, end = _span(timeline)
     strip.set_ylim(0, 1)
     strip.set_axis_off()

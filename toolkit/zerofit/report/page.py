@@ -1,4 +1,4 @@
-"""The contents of a page, and its HTML: one file that loads no other file. The answer comes first."""
+"""Define the contents of a page, and write it as one HTML file that loads no other file."""
 
 from __future__ import annotations
 
@@ -46,13 +46,16 @@ def shades(color: str) -> str:
 
 
 def color_of(name: str, number: int) -> str:
-    """Return the CSS color of a kind of memory; for another name, the color of series `number`."""
+    """Return the CSS color of a kind of memory.
+
+    A name that is not a kind of memory gets the color of series `number`.
+    """
     return shades(COLORS.get(name) or SERIES[number % len(SERIES)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer about one run, simulation or plan. Answers come first on the page."""
+    """The answer about one run, simulation or plan. A page begins with its answers."""
 
     block: ClassVar = "answer"
     name: str
@@ -64,7 +67,10 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table; the first column names the row. The columns named in `words` contain text, all other columns figures."""
+    """A table, whose first column names the row.
+
+    The columns in `words` contain text. All other columns contain figures.
+    """
 
     block: ClassVar = "table"
     most: ClassVar = 300  # rows on a page
@@ -76,7 +82,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A bar with parts. `low` and `high` are the ends of an interval around its length."""
+    """A bar with parts. `low` and `high` are the ends of an interval around the bar's length."""
 
     label: str
     parts: Mapping[str, float]
@@ -86,13 +92,13 @@ class Bar:
 
     @property
     def end(self) -> float:
-        """The length that the scale must show."""
+        """The length that the scale must cover."""
         return max(self.high or 0.0, sum(size for size in self.parts.values() if size > 0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """Bars on one scale, with a legend if they have several parts. `limit` is the name and value of a line."""
+    """Bars on one scale. `limit` is the name and value of a line across all bars."""
 
     block: ClassVar = "bars"
     most: ClassVar = 40  # bars on a page
@@ -116,13 +122,13 @@ class Bars:
 
     @cached_property
     def scale(self) -> float:
-        """The value at the right end. It ignores a limit that would make all bars too short to read."""
+        """The value at the right end. A limit is ignored if it makes all bars too short to read."""
         longest = max((bar.end for bar in self.bars), default=0.0)
         limit = self.limit[1] if self.limit else 0.0
         return max(longest, limit if limit <= 3 * longest else 0.0)
 
     def percent(self, size: float) -> str:
-        """Return a length as CSS."""
+        """Return the length of `size` on the scale, as a CSS percentage."""
         return f"{min(100.0, max(0.0, 100 * size / self.scale)) if self.scale > 0 else 0.0:.3f}%"
 
 
@@ -138,7 +144,7 @@ class ChartLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart that the reader zooms and inspects with mouse or keyboard. Areas are stacked."""
+    """A chart that the reader can zoom and inspect, with mouse or keyboard. Areas are stacked."""
 
     block: ClassVar = "chart"
     title: str
@@ -153,7 +159,10 @@ class Chart:
     zero: bool = True  # whether the axis begins at 0
 
     def to_json(self) -> str:
-        """Return the data for page.js, escaped so that no text can close the HTML element around the data."""
+        """Return the chart as JSON for page.js.
+
+        It is escaped, so that no text can close the surrounding HTML element.
+        """
         lines = [
             {**asdict(line), "color": line.color or color_of(line.label, number)}
             for number, line in enumerate(self.lines)
@@ -174,7 +183,7 @@ class Code:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A PNG."""
+    """A PNG image."""
 
     block: ClassVar = "picture"
     title: str
@@ -195,7 +204,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A page; its answers come first."""
+    """A page, which begins with its answers."""
 
     title: str
     answers: Sequence[Answer] = ()
@@ -218,13 +227,13 @@ class Page:
         )
 
     def write(self, path: Path, option: str) -> None:
-        """Write the page into a file. If that fails, raises UserError that names `option`."""
+        """Write the page into a file. If this fails, raise a UserError that names `option`."""
         with refused(path, kind="unwritable", where=option):
             write_text(path, self.to_html())
 
 
 def render(template: str, *folders: Path, **content: object) -> str:
-    """Return a page from a file in `folders` or in `templates/`; values are escaped in HTML."""
+    """Return a page from the template `template` in `folders` or `templates/`. In HTML, values are escaped."""
     from jinja2 import Environment, FileSystemLoader
 
     loader = FileSystemLoader([*folders, Path(__file__).with_name("templates")])
@@ -233,12 +242,12 @@ def render(template: str, *folders: Path, **content: object) -> str:
 
 
 def named(name: str, text: str) -> str:
-    """Return the text with `name` in front. `name` is "" if the page has only one source."""
+    """Return `text` with `name` in front. If `name` is "" (a page with one source), return `text`."""
     return f"{name}: {text}" if name else text
 
 
 def table_of(rows: Iterable[Mapping[str, str]], words: Sequence[str] = (), tones: Sequence[Tone] = ()) -> list[Block]:
-    """Return a table of rows with the same keys, without its empty columns; [] without rows."""
+    """Return a table of rows that have the same keys; [] without rows. Empty columns are left out."""
     listed = list(rows)
     columns = [key for key in (listed[0] if listed else ()) if any(row[key] for row in listed)]
     cells = [[row[key] for key in columns] for row in listed]

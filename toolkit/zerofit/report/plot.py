@@ -1,4 +1,4 @@
-"""Draw runs (loss, throughput, memory) and the trials of tune; check and save pictures."""
+"""Draw runs (loss, throughput, memory) and tune's trials. Check and save pictures."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def draw(runs: list[Path], out: Path) -> dict[str, Any]:
-    """Draw the runs into one picture; return the picture and the steps of each run.
+    """Draw the runs into one picture.
 
-    Raises UserError with every folder that has no metrics, and if the file cannot be written.
+    Return its path and each run's number of steps, for `--json`. Raises UserError that names every folder without
+    metrics, or if the file cannot be written.
     """
     problems = Problems()
     histories = {str(run): steps_of(run, problems) for run in runs}
@@ -34,7 +35,7 @@ def draw(runs: list[Path], out: Path) -> dict[str, Any]:
 
 
 def check_picture(path: Path, option: str, problems: Problems) -> None:
-    """Add a problem if no picture can be written to `path`, which `option` names."""
+    """Add a problem if no picture can be written to `path`. `option` is the command's option for the path."""
     if path.suffix.lower() not in PICTURES:
         problems.add("bad-value", f"{path} is not a picture", f"use a name that ends in {', '.join(PICTURES)}", option)
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -42,7 +43,7 @@ def check_picture(path: Path, option: str, problems: Problems) -> None:
 
 
 def save(figure: Figure, path: Path, option: str, dpi: int) -> None:
-    """Write a figure into a file, whose suffix sets the format. Raises UserError if the file cannot be written."""
+    """Write a figure into a file. The file's suffix sets the format. Raises UserError if the file cannot be written."""
     try:
         figure.savefig(path, dpi=dpi)
     except OSError as error:
@@ -50,7 +51,7 @@ def save(figure: Figure, path: Path, option: str, dpi: int) -> None:
 
 
 def steps_of(run: Path, problems: Problems) -> list[Record]:
-    """Return the records of all steps of a run folder. If it has none, add a problem and return []."""
+    """Return the records of all steps of a run folder. If there are none, add a problem and return []."""
     path = RunFolder(run).metrics
     try:
         steps = [record for record in read_jsonl(path) if number_in(record, "step") is not None]
@@ -63,13 +64,13 @@ def steps_of(run: Path, problems: Problems) -> list[Record]:
 
 
 def evaluations(run: Path) -> list[Record]:
-    """Return the evaluations of a run folder."""
+    """Return the records of a run folder's evaluations."""
     path = RunFolder(run).events
     return [event for event in read_jsonl(path) if event.get("event") == "eval"] if path.is_file() else []
 
 
 def points(records: Sequence[Record], value: str | Callable[[Record], float | None]) -> tuple[list[float], list[float]]:
-    """Return the steps and values of all records that have both. `value` is a key, or a function of the record."""
+    """Return the steps and the values of all records that have both. `value` is a key, or a function of the record."""
     read = value if callable(value) else lambda record: number_in(record, value)
     both = [(number_in(record, "step"), read(record)) for record in records]
     # JSON from Python may have NaN, which no axis shows
@@ -109,7 +110,7 @@ def _figure(histories: dict[str, list[Record]], validated: dict[str, list[Record
 
 
 def _draw_memory(axes: Axes, steps: list[Record], label: str) -> None:
-    """Draw torch's reserved memory (on CPUs the resident memory); a dashed line of the same color is the forecast."""
+    """Draw torch's reserved memory (on CPUs the resident memory). A dashed line is the forecast."""
 
     def gib(*keys: str) -> Callable[[Record], float | None]:
         return lambda record: next((size / 2**30 for key in keys if (size := number_in(record, key))), None)
@@ -122,7 +123,6 @@ def _draw_memory(axes: Axes, steps: list[Record], label: str) -> None:
 
 
 def _draw_loads(axes: Axes, steps: list[Record], label: str) -> None:
-    """Draw the range between the least and the most loaded expert."""
     both = [s for s in steps if None not in (number_in(s, "expert_load_least"), number_in(s, "expert_load_most"))]
     x, least = points(both, "expert_load_least")
     axes.fill_between(x, least, points(both, "expert_load_most")[1], label=label, alpha=0.4)
@@ -130,7 +130,7 @@ def _draw_loads(axes: Axes, steps: list[Record], label: str) -> None:
 
 
 def draw_trials(trials: list[Record], out: Path) -> None:
-    """Draw the trials of tune into a PNG: forecast over measured step times, and the best speed after each trial.
+    """Draw tune's trials into a PNG: forecast and measured step times, and the best speed.
 
     `trials` has the form of `zerofit tune --json`.
     """

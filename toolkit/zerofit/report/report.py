@@ -1,4 +1,7 @@
-"""One page about runs, simulations, plans, explanations and checks (`zerofit report`, and `--html` of commands)."""
+"""Build one page about runs, simulations, plans, explanations and checks.
+
+`zerofit report` and the option `--html` of other commands write it.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ ALONE: dict[type, Callable[..., Iterable[Section]]] = {
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
-    """Read run folders and saved results. Raises UserError with every path that is neither."""
+    """Read run folders and saved results. Raises UserError that names every path that is neither."""
     problems, found = Problems(), list[tuple[str, Reported]]()
     for path, name in zip(paths, _names(paths), strict=True):
         if path.is_dir():
@@ -96,7 +99,7 @@ def read_sources(paths: Sequence[Path]) -> Sources:
 
 
 def with_names(found: Sequence[tuple[str, Reported]]) -> Sources:
-    """Return runs and results by name; equal names are numbered."""
+    """Return each run and result by its name. Equal names are numbered."""
     if len(found) == 1:
         return {"": found[0][1]}
     counts, named = Counter[str](), dict[str, Reported]()
@@ -107,7 +110,10 @@ def with_names(found: Sequence[tuple[str, Reported]]) -> Sources:
 
 
 def _read_file(path: Path, problems: Problems) -> Sequence[RunHistory | Result]:
-    """Return the results in a file. If it has the result of a training, return the run folder's. Raises UserError."""
+    """Return the results in a saved file. For a training's result, return the history of its run folder.
+
+    Raises UserError.
+    """
     with refused(path, kind="no-result", hint=HINT, where=str(path)):
         value = read_saved(path)
         folder = value.get("run_dir")
@@ -117,7 +123,7 @@ def _read_file(path: Path, problems: Problems) -> Sequence[RunHistory | Result]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each path: as many of its last parts as make all names differ."""
+    """Return a name for each path: the last parts of the path, as many as make all names differ."""
     for length in range(1, 5):
         names = ["/".join(path.resolve().parts[-length:]) for path in paths]
         if len(set(names)) == len(names):
@@ -126,7 +132,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def make_page(sources: Sources) -> Page:
-    """Return the page: all answers, the settings that differ, and for each kind of result its sections side by side."""
+    """Return the page: answers, differing settings, and the sections of each kind of result."""
     title = next(iter(sources.values())).title if len(sources) == 1 else f"{len(sources)} results side by side"
     answers = [ANSWERS[type(content)](name, content) for name, content in sources.items()]
     return Page(title=title, answers=answers, sections=[_differences(sources), *_sections(sources)])
@@ -151,7 +157,6 @@ def _of(sources: Sources, form: type[S]) -> dict[str, S]:
 
 
 def _settings_blocks(name: str, content: Reported) -> Iterator[Block]:
-    """Yield the run's settings and JSONs as text that the reader can unfold."""
     shown: dict[str, object] = {}
     if isinstance(content, RunHistory):
         files = {"ds_config": "what DeepSpeed got", "run": "the run", "env": "versions and hardware"}
@@ -166,7 +171,6 @@ def _settings_blocks(name: str, content: Reported) -> Iterator[Block]:
 
 
 def _differences(sources: Sources) -> Section:
-    """Return tables of the settings that differ between runs, and between simulations."""
     runs = {name: dict(_flat(run.settings)) for name, run in _of(sources, RunHistory).items()}
     simulated = {
         name: dict(_flat({"device": found.device, "layout": found.layout, **found.run}))
@@ -185,7 +189,6 @@ def _differing(settings: Mapping[str, Mapping[str, str]]) -> Iterator[Block]:
 
 
 def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values of a JSON by dotted key."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flat(inner, f"{path}.{key}" if path else str(key))

@@ -1,4 +1,4 @@
-"""Build the page sections about run folders: result, curves, measurements with forecasts, faults, and the JSON."""
+"""Build the page sections about run folders: result, curves, forecasts and faults."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ class RunHistory:
 
     @property
     def title(self) -> str:
-        """The model and the folder."""
+        """The title: model and run folder."""
         return f"{self.files['run'].get('model', 'run')} in {self.folder}"
 
     @property
     def settings(self) -> Record:
-        """The run's settings and the JSON that DeepSpeed got."""
+        """The run's settings, and the JSON that DeepSpeed read."""
         given = {key: value for key, value in self.files["run"].items() if value is not None and key != "ds_config"}
         return {**given, "deepspeed": self.files["ds_config"]}
 
 
 def read_run(path: Path, problems: Problems) -> RunHistory:
-    """Read a run folder. Adds a problem if the folder has neither steps nor the description of a run."""
+    """Read a run folder. If it has neither steps nor a description of a run, add a problem."""
     folder = RunFolder(path)
     names = ("result", "plan", "run", "ds_config", "env", "stopped")
     files = {name: _content(getattr(folder, name)) for name in names}
@@ -89,7 +89,10 @@ def _content(path: Path) -> Record:
 
 
 def _errors(folder: RunFolder) -> Iterator[tuple[str, str]]:
-    """Yield rank and message of each error. Errors about a lost peer come last, because they are consequences."""
+    """Yield rank and message of each error.
+
+    Errors about a lost peer come last, because they are consequences of other errors.
+    """
     found = []
     for path in sorted(folder.logs.glob("rank-*.error.json")):
         listed = _content(path).get("problems")
@@ -127,7 +130,7 @@ def run_answer(name: str, run: RunHistory) -> Answer:
 
 
 def _ending(run: RunHistory, done: str) -> tuple[str, Tone, str]:
-    """Return the verdict on a run, the tone of the verdict, and the reason."""
+    """Return the verdict on a run, the verdict's tone, and the reason."""
     if run.files["result"]:
         return f"Done: {done}", "good", ""
     if run.files["stopped"]:
@@ -170,7 +173,6 @@ Curves = dict[str, dict[float, float]]  # label, "" for the run itself -> value 
 
 
 def _curves(run: RunHistory, most: int) -> dict[str, Curves]:
-    """Return the curves of each chart by its title, with about `most` points."""
     steps = run.steps[:: -(-len(run.steps) // most) or 1] + run.steps[-1:]
     times = _at_steps(steps, "step_s")
     planned = number_in(run.files["plan"], "step_s") or 0.0
@@ -193,12 +195,10 @@ def _curves(run: RunHistory, most: int) -> dict[str, Curves]:
 
 
 def _at_steps(records: Sequence[Record], key: str) -> dict[float, float]:
-    """Return finite values by step."""
     return dict(zip(*points(records, key), strict=True))
 
 
 def _chart(title: str, runs: Mapping[str, Curves]) -> Chart:
-    """Return a chart over the steps with the curves of all runs."""
     steps = sorted({step for curves in runs.values() for values in curves.values() for step in values})
     lines = [
         ChartLine(
@@ -217,7 +217,6 @@ def _chart(title: str, runs: Mapping[str, Curves]) -> Chart:
 
 
 def _inner(record: Record, *path: str) -> Record:
-    """Return an object inside a record; {} if there is none."""
     for key in path:
         value = record.get(key)
         record = value if isinstance(value, dict) else {}
@@ -225,7 +224,6 @@ def _inner(record: Record, *path: str) -> Record:
 
 
 def _against(runs: Mapping[str, RunHistory]) -> list[Block]:
-    """Return measured figures with their forecasts."""
     rows, tones = [], list[Tone]()
     for name, run in runs.items():
         pairs = _inner(run.files["result"], "against_forecast") or _measured(run)
@@ -251,7 +249,7 @@ def _figure(key: str, value: float) -> str:
 
 
 def _measured(run: RunHistory) -> Record:
-    """Return measured and forecast figures of a run that has no result yet, from its steps."""
+    """Return measured and forecast figures from a run's steps. For a run that has no result yet."""
     found, curves = Record(), _curves(run, len(run.steps) or 1)
     for key, title, middle in (("memory_bytes", MEMORY, max), ("step_s", TIME, median)):
         if measured := curves[title][""]:
@@ -261,7 +259,6 @@ def _measured(run: RunHistory) -> Record:
 
 
 def _stages(runs: Mapping[str, RunHistory]) -> list[Block]:
-    """Return the ranks, layers and parameters of each stage, which the result lists."""
     listed = ((name or run.folder, run.files["result"].get("stages")) for name, run in runs.items())
     rows = [(name, stage) for name, stages in listed if isinstance(stages, list) for stage in stages]
     rows = [{"run": name, **stage} for name, stage in rows if isinstance(stage, dict)]
@@ -271,7 +268,6 @@ def _stages(runs: Mapping[str, RunHistory]) -> list[Block]:
 
 
 def _faults(runs: Mapping[str, RunHistory]) -> list[Block]:
-    """Return the faults in their order, restarts, and the errors that ended the run."""
     rows = []
     for name, run in runs.items():
         errors = [{"kind": "error", "ranks": [rank], "message": message} for rank, message in run.errors.items()]

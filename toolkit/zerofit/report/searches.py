@@ -1,4 +1,4 @@
-"""Build the page sections about inference engines, reinforcement learning and measured configurations."""
+"""Build the page sections about inference engines, reinforcement learning and trials."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def serving_sections(found: ServingAnswer) -> Iterator[Section]:
 
 
 def rollout_answer(name: str, found: RolloutAnswer) -> Answer:
-    """Return the best arrangement of trainer and vLLM, its step time, and its phase with the most memory."""
+    """Return the best arrangement of trainer and vLLM, its step time and its highest phase."""
     best = found.arrangements[0]
     facts = [
         ("arrangement", best.name),
@@ -98,7 +98,7 @@ def rollout_sections(found: RolloutAnswer) -> Iterator[Section]:
 
 
 def tune_answer(name: str, found: TuneAnswer) -> Answer:
-    """Return the fastest measured configuration, and the time that untried configurations may save."""
+    """Return the fastest measured configuration, and what untried configurations may save."""
     measured = [trial for trial in found.trials if trial.measured_step_s is not None]
     best = min(measured, key=_measured, default=None)
     facts = [("configuration", best.configuration if best else ""), ("written", ", ".join(found.written))]

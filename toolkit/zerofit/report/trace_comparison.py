@@ -1,4 +1,4 @@
-"""Compare a forecast step with a measured step by module and kind, to show the errors of the forecast."""
+"""Compare a forecast step with a measured step, by module and kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST = 16  # rows in the picture
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRow:
-    """The busy seconds of one kind of work in one module during a step, on the first rank of each trace."""
+    """The busy seconds of one kind of work in one module during a step. They are for the first rank of each trace."""
 
     module: str  # "block" for all blocks; "" outside of the model
     kind: str
@@ -34,13 +34,13 @@ class TraceRow:
 
     @property
     def what(self) -> str:
-        """Module and kind as text."""
+        """The module and the kind, as text."""
         return f"{self.module}: {self.kind}" if self.module else self.kind
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceComparison:
-    """A step as forecast, and as torch.profiler measured it."""
+    """A forecast step, and the same step measured by torch.profiler."""
 
     forecast_step_s: float
     measured_step_s: float
@@ -54,7 +54,7 @@ class TraceComparison:
 
 
 def compare_traces(paths: Sequence[Path], out: Path) -> TraceComparison:
-    """Read a forecast and a measured trace, in any order, and draw them. Raises UserError with all problems."""
+    """Read a forecast and a measured trace (in any order), and draw them. Raises UserError with all problems."""
     problems = Problems()
     traces = [problems.attempt(lambda path=path: read_trace(path)) for path in paths]
     check_picture(out, "--out", problems)

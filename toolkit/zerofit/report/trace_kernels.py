@@ -1,4 +1,4 @@
-"""Extract matrix multiplications and fused attention with their shapes from a measured trace."""
+"""Extract matrix multiplications and fused attention from a measured trace."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ BACKWARD = 2.5  # FLOPs relative to forward
 
 
 def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
-    """Return the matrix multiplications and attention kernels of a trace, for `read_trace`.
+    """Return the matrix multiplications and attention kernels of a measured trace.
 
-    Equal kernels are one entry with the median time.
+    Equal kernels become one entry, with their median time.
     """
     events, _ = read_events(path)
     # On a GPU an op's duration is only the time to launch it; its kernels carry the op's external id.
@@ -42,7 +42,10 @@ def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
 
 
 def _kernel(event: Event) -> MeasuredKernel | None:
-    """Return the kernel of an op, without seconds; None if the op is no such kernel or has no recorded shapes."""
+    """Return the kernel of an op, without seconds.
+
+    Return None if the op is not such a kernel, or if its shapes were not recorded.
+    """
     name, arguments = event["name"], event.get("args", {})
     shapes = [tuple(shape) for shape in _listed(arguments, "Input Dims") if _is_shape(shape)]
     types = map(str, _listed(arguments, "Input type"))

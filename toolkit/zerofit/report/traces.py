@@ -1,4 +1,4 @@
-"""Read traces of steps: a forecast of zerofit, or a measurement of torch.profiler."""
+"""Read traces of steps: forecast by zerofit, or measured by torch.profiler."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FORECAST_KINDS = {  # kind in the timeline -> kind in a profiler's trace
 
 
 class Part(NamedTuple):
-    """A part of a step's time; equal layers are one module."""
+    """A part of a step's time: one kind of work in one module. All equal layers count as one module."""
 
     module: str  # "block", "" outside of the model
     kind: str
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadTrace:
-    """Busy seconds of one rank in one step, over all streams, by module and kind."""
+    """The busy seconds of one rank in one step, summed over its streams, by module and kind."""
 
     forecast: bool
     on_device: bool  # whether host time is left out, because the host runs ahead
@@ -72,7 +72,7 @@ class ReadTrace:
 
 
 def read_trace(path: Path, flag: str = "--trace") -> ReadTrace:
-    """Read either kind of trace. Raises UserError; `flag` is the option that named the file."""
+    """Read a forecast or a measured trace. Raises UserError that names `flag`, the option for the file."""
     with refused(path, kind="bad-trace", hint=HINT, where=flag):
         events, about = read_events(path)
         if about.get("made_by") == "zerofit":
@@ -98,7 +98,7 @@ def read_events(path: Path) -> tuple[list[Event], dict[str, Any]]:
 
 
 def _read_forecast(events: list[Event], about: Mapping[str, Any]) -> ReadTrace:
-    """Sum the spans of a forecast; for a pipeline only the spans of the first rank. Raises Unreadable."""
+    """Sum the spans of a forecast. In a pipeline, only the spans of the first rank count. Raises Unreadable."""
     parts: defaultdict[Part, float] = defaultdict(float)
     first = min((str(event.get("pid")) for event in events), key=lambda pid: (len(pid), pid), default="")
     for event in events:
@@ -112,7 +112,7 @@ def _read_forecast(events: list[Event], about: Mapping[str, Any]) -> ReadTrace:
 
 
 def _read_measured(events: list[Event], steps: list[Event]) -> ReadTrace:
-    """Sum torch.profiler's kernels. Without kernels, sum the own times of ops and the time between ops."""
+    """Sum torch.profiler's kernels. Without kernels, sum the ops' own times, and the times between ops."""
     start, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     marks = _Marks(events)
@@ -132,30 +132,30 @@ def _read_measured(events: list[Event], steps: list[Event]) -> ReadTrace:
 
 
 class _Marks:
-    """Where phases and sections of the model begin."""
-
     def __init__(self, events: Iterable[Event]):
         marks = sorted((e["ts"], e["name"]) for e in events if e["name"].startswith(SECTION_MARK))
         self._moments = [at for at, _ in marks]
         self._places = [(*name.split("|"), "", "")[1:3] for _, name in marks]
 
     def part(self, kind: str, at: float) -> Part:
-        """Return the part that a kernel or op of this kind belongs to, if it was issued at moment `at`."""
         before = bisect_right(self._moments, at)
         phase, module = self._places[before - 1] if before else ("", "")
         return _part(module, OPTIMIZER if phase == "step" and kind not in COLLECTIVES else kind)
 
 
 def _part(module: str, kind: str) -> Part:
-    """Return the part of a kind in a module; equal blocks share it. Collectives are issued early and get no module."""
+    """Return the part of `kind` in `module`. Equal blocks share a part.
+
+    Collectives are issued early, so they belong to no module.
+    """
     return Part("" if kind in COLLECTIVES else re.sub(r"^block\.\d+$", "block", module), kind)
 
 
 def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
     """Yield kind, start and microseconds of collectives, then of the training thread.
 
-    For nested ops, the time of the inner ops counts. The time between ops counts as Python's time, except while Python
-    waits for a collective.
+    If ops are nested, only the inner ops' time counts. The time between ops counts as Python's time, except while
+    Python waits for a collective.
     """
     sent = [e for e in events if e["name"].startswith("gloo:")]
     yield from ((kind_of(e["name"]), e["ts"], e["dur"]) for e in sent)
@@ -186,8 +186,6 @@ def _thread_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str
 
 
 class _Busy:
-    """Intervals in which something was running."""
-
     def __init__(self, stretches: Iterable[tuple[float, float]]):
         self._ends: list[tuple[float, float]] = []
         for start, end in sorted(stretches):
@@ -197,7 +195,7 @@ class _Busy:
                 self._ends.append((start, end))
 
     def within(self, start: float, end: float) -> float:
-        """Return the time between two moments in which something was running."""
+        """Return for how long something was running between `start` and `end`."""
         first = max(0, bisect_right(self._ends, (start, math.inf)) - 1)
         total = 0.0
         for begun, ended in self._ends[first:]:
@@ -208,7 +206,10 @@ class _Busy:
 
 
 def _kind_of_op(name: str) -> str:
-    """Return the kind of a CPU op. Ops that compute nothing, and ops of other libraries, count as host time."""
+    """Return the kind of a CPU op.
+
+    Ops that compute nothing count as host time, and so do the ops of other libraries.
+    """
     return HOST if not name.startswith("aten::") or re.fullmatch(NOTHING_COMPUTED, name[6:]) else kind_of(name)
 
 

@@ -1,1 +1,4 @@
-"""Forecast the memory of an inference engine, alone (`plan --serve`) or with a trainer (`plan --method`)."""
+"""Forecast the memory of an inference engine.
+
+The engine runs alone (`plan --serve`) or with a trainer (`plan --method`).
+"""

@@ -1,4 +1,4 @@
-"""Compute how vLLM divides its KV cache into blocks, and how many sequences fit into the cache.
+"""Compute how vLLM divides its KV cache into blocks, and how many sequences fit into it.
 
 The rules are those of vLLM 0.27 (v1/kv_cache_interface.py, v1/core/kv_cache_utils.py), or of the older V0 engine.
 """
@@ -16,7 +16,7 @@ NEARLY_EQUAL = 1.5  # if the numbers of layers of two kinds have a smaller ratio
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayers:
-    """Layers of a model whose caches have the same shape. Bytes are for one layer on one rank."""
+    """A model's layers whose caches have the same shape. Bytes are for one layer on one rank."""
 
     count: int
     token_bytes: int = 0  # keys and values of one token; 0 for a state
@@ -25,7 +25,7 @@ class CacheLayers:
 
 
 class Need(NamedTuple):
-    """The limits on the tokens that one request occupies."""
+    """The limits on the number of tokens in one request."""
 
     length: int  # max_model_len
     batched: int  # max_num_batched_tokens
@@ -41,12 +41,12 @@ class CachePlan:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, over all layers that the block spans."""
+        """Bytes of a block, summed over the layers that it spans."""
         return self.group_layers * self.page_bytes
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of the block with the fewest tokens, over all groups."""
+        """Tokens per block, in the group where they are fewest."""
         return min(tokens for _, _, tokens in self.groups)
 
     def blocks(self, available_bytes: float) -> int:
@@ -54,25 +54,28 @@ class CachePlan:
         return max(0, int(available_bytes // self.block_bytes))
 
     def blocks_of_request(self, need: Need) -> int:
-        """Return the blocks that one request of `need.length` tokens occupies."""
+        """Return how many blocks one request of `need.length` tokens occupies."""
         return sum(count * _blocks(layers, tokens, need) for layers, count, tokens in self.groups)
 
     def sequences(self, blocks: int, need: Need) -> float:
-        """Return how many requests of `need.length` tokens fit into the cache. vLLM calls it "maximum concurrency"."""
+        """Return how many requests of `need.length` tokens fit into the cache.
+
+        vLLM prints this number as "maximum concurrency".
+        """
         return blocks / self.blocks_of_request(need)
 
     def tokens(self, blocks: int, need: Need) -> int:
-        """Return the size of the cache in tokens, as vLLM prints it."""
+        """Return the cache's size in tokens, as vLLM prints it."""
         if len(self.groups) == 1 and self.groups[0][1] == 1 and self.groups[0][0].window is None:
             return blocks * self.block_tokens
         return int(self.sequences(blocks, need) * need.length)
 
 
 def plan_cache(kinds: Sequence[CacheLayers], block: int = BLOCK, hybrid: bool = True) -> CachePlan:
-    """Return how vLLM divides the cache for a model's layers.
+    """Return how vLLM divides the cache of a model.
 
-    `kinds`: the layers by the shape of their cache. `block`: tokens of a block. `hybrid`: whether sliding windows and
-    states have their own groups (V1). If not, a window counts as full attention.
+    `kinds`: the model's layers, grouped by the shape of their cache. `block`: tokens per block. `hybrid`: whether
+    sliding windows and states have their own groups (V1). Otherwise a window counts as full attention.
     """
     if not hybrid and len(kinds) > 1:
         kinds = [CacheLayers(count=sum(k.count for k in kinds), token_bytes=max(k.token_bytes for k in kinds))]

@@ -1,7 +1,8 @@
-"""Compute the memory of TRL's fused head, which computes log-probs without a tensor of all logits.
+"""Compute the memory of TRL's fused head, which needs no tensor of all logits.
 
-Since 1.15, TRL computes logits in tiles, and adds up the head's gradient in fp32 (trl/kernels/chunked_logprob.py).
-Distillation has float32 tiles of student and teacher (trl/kernels/chunked_divergence.py).
+Since 1.15, TRL computes the logits in tiles, and accumulates the head's gradient in fp32
+(trl/kernels/chunked_logprob.py). For distillation, it has float32 tiles of student and teacher
+(trl/kernels/chunked_divergence.py).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ def with_fused_head(
     scored_first: bool,
     teacher: bool = False,
 ) -> Profile:
-    """Return a profile with TRL's fused head instead of a loss that needs all logits.
+    """Return the profile with TRL's fused head in place of a loss that needs all logits.
 
-    `scored`: number of tokens per sample that get log-probs. `micro_batch`: number of samples. None stands for any
-    large number. `scored_first`: value for the profile's field. `teacher`: the loss is the divergence from a teacher's
+    `scored`: number of tokens per sample that get log-probs. `micro_batch`: number of samples; None: many.
+    `scored_first`: value of the profile's field. `teacher`: whether the loss is the divergence from a teacher's
     logits.
     """
     head, hidden = profile.layers[-1], profile.hidden_size or 0
@@ -68,7 +69,10 @@ def with_head(
     read: Callable[[tuple[LayerCost, ...]], tuple[LayerCost, ...]],
     scored_first: bool,
 ) -> Profile:
-    """Return a profile with `changed` costs of the head. `read` changes which modules read the head's weight."""
+    """Return the profile with the head's costs changed by `changed`.
+
+    `read` changes which modules read the head's weight.
+    """
 
     def of(settings: dict[str, tuple[LayerCost, ...]]) -> dict[str, tuple[LayerCost, ...]]:
         return {key: read((*costs[:-1], changed(costs[-1]))) for key, costs in settings.items()}
@@ -83,7 +87,7 @@ class _ScoredProfile(Profile):
 
 
 def _read_by_model(head: LayerRun, costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:
-    """Return costs in which the model's module reads the head's weight, since TRL does not call the head.
+    """Return the costs if not the head but the model reads the head's weight. TRL does not call the head.
 
     `head`: the last layer. DeepSpeed gathers an external parameter when the module that reads it runs
     (zero/parameter_offload.py:88).

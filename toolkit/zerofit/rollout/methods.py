@@ -1,4 +1,4 @@
-"""Define methods of reinforcement learning and distillation: the models of a step, and a trainer's settings."""
+"""Define methods of reinforcement learning and distillation, and a trainer's settings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ COPIES: tuple[int, int] = (0, 9)  # verl's first release that copies the logits 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMethod:
-    """A method: which models a step keeps on the GPUs besides the trained model, and how samples are used."""
+    """A method: the models it needs besides the trained model, and how it uses samples."""
 
     generates: bool = True
     reference: bool = False  # a frozen copy of the model
@@ -85,7 +85,7 @@ METHODS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """A trainer's arguments that decide the rollout's memory and time. Most names are those of TRL's GRPOConfig."""
+    """The trainer's arguments that decide memory and time. Most names are those of TRL's GRPOConfig."""
 
     trainer: Trainer = "trl"
     num_generations: int = 8
@@ -109,7 +109,7 @@ class RolloutSettings:
 
     @classmethod
     def read(cls, values: dict[str, Any], where: str) -> RolloutSettings:
-        """Return the settings from names (also a trainer's own) and values. Raises UserError with all problems."""
+        """Return the settings from `values`. A name may be the trainer's own. Raises UserError with all problems."""
         trainer = str(values.get("trainer", "trl"))
         problems, own = Problems(), OWN_NAMES.get(trainer, {})
         known = [field.name for field in fields(cls) if trainer in ONLY.get(field.name, (trainer,))]
@@ -131,24 +131,27 @@ class RolloutSettings:
         return cls(**found)
 
     def own_name(self, name: str) -> str:
-        """Return the name that the trainer uses for a setting."""
+        """Return the trainer's own name for the setting `name`."""
         return OWN_NAMES.get(self.trainer, {}).get(name, name)
 
     def needs_reference(self, method: RolloutMethod) -> bool:
-        """Return whether a frozen reference model is kept. In OpenRLHF it is by default (with a weight of 0.01)."""
+        """Return whether a frozen reference model is needed. OpenRLHF needs one by default (with a weight of 0.01)."""
         if not method.scores_first:  # beta has another meaning
             return method.reference
         return method.reference or self.trainer == "openrlhf" if self.beta is None else self.beta > 0
 
     @property
     def is_early(self) -> bool:
-        """Whether this verl is old: it divides logits in place, and moves the actor to the GPU to send its weights."""
+        """Whether this is an old release of verl (before 0.9).
+
+        It divides logits in place, and moves the actor to the GPU to send the weights.
+        """
         major, minor = map(int, self.trainer_release.split(".")[:2])
         return (major, minor) < COPIES
 
     @property
     def defers(self) -> bool:
-        """Whether gradients are reduced once per step, as always in verl 0.9.0 (verl#7458)."""
+        """Whether gradients are reduced only once per step, as always in verl 0.9.0 (verl#7458)."""
         return self.use_no_sync_for_gradient_accumulation or self.trainer_release == "0.9.0"
 
 

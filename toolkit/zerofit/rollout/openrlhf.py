@@ -1,8 +1,10 @@
-"""Compute the memory of OpenRLHF with --train.colocate_all: actor, reference and vLLM share each GPU.
+"""Compute the memory of OpenRLHF if actor, reference and vLLM share each GPU.
 
-Files are those of August 2026, below openrlhf/. The order is that of trainer/ppo_trainer.py. vLLM has its weights on
-the GPU from one sync to the end of the next generation, and its cache during the generation
-(trainer/ppo_utils/samples_generator.py).
+This is the option --train.colocate_all.
+
+Files are those of August 2026, below openrlhf/. The order of phases is that of trainer/ppo_trainer.py. vLLM's
+weights are on the GPU from a sync to the end of the next generation. vLLM's cache is there only during the
+generation (trainer/ppo_utils/samples_generator.py).
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ STATES, FROZEN = "actor states", "reference"
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRlhfMemory(ProcessMemory):
-    """The memory of a step of OpenRLHF on one GPU."""
+    """The memory on one GPU in a step of OpenRLHF."""
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases in order."""
+        """The phases of a step, in order."""
         states = {} if STATES in self.resident else {STATES: self._states}
         held = self.memory.static_bytes + self.memory.breakdown.get("workspaces", 0)
         weights = {f"{ENGINE} weights": self.engine_weights}
@@ -42,9 +44,10 @@ class OpenRlhfMemory(ProcessMemory):
 
     @cached_property
     def resident(self) -> dict[str, int]:
-        """Bytes that stay on the GPU in all phases, by kind: 16-bit weights, and all states that are not offloaded.
+        """Bytes that stay on the GPU in all phases, by kind.
 
-        --ds.enable_sleep offloads all states but the 16-bit weights (utils/deepspeed/deepspeed_utils.py).
+        They include the 16-bit weights, and all states that are not offloaded. --ds.enable_sleep offloads all
+        states but the 16-bit weights (utils/deepspeed/deepspeed_utils.py).
         """
         kinds = {
             "actor weights": self._weights,
@@ -58,12 +61,12 @@ class OpenRlhfMemory(ProcessMemory):
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of the actor's states that a step moves, counted in both directions."""
+        """Bytes of the actor's states that a step moves between GPU and host. Both directions count."""
         return 2 * self._states if self.settings.optimizer_offload else 0
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of one rank: offloaded states and reference, and a sleeping vLLM's page-locked weights."""
+        """Host memory of one rank: what is offloaded, and a sleeping vLLM's weights. vLLM's weights are page-locked."""
         found = self.memory.host_bytes + (self._states if self.settings.optimizer_offload else 0)
         found += self._frozen if self._reference and self.settings.reference_offload else 0
         return found + (self.engine_weights if self.settings.vllm_enable_sleep_mode else 0)
@@ -76,17 +79,19 @@ class OpenRlhfMemory(ProcessMemory):
 
     @property
     def _frozen(self) -> int:
-        """Bytes of the reference's weights. Stage 3 divides them as the actor's (deepspeed.py, get_ds_eval_config)."""
+        """Bytes of the reference's weights.
+
+        Stage 3 divides them like the actor's weights (deepspeed.py, get_ds_eval_config).
+        """
         return self._weights
 
     @property
     def _states(self) -> int:
-        """Bytes of master weights, moments and gradient buffers."""
         return max(0, self.memory.static_bytes - self._weights)
 
     @cached_property
     def _scoring(self) -> dict[str, int]:
-        """The memory at the peak of a forward without gradients, which is in a block or in the head."""
+        """Memory at the peak of a forward without gradients. The peak is in a block or in the head."""
         samples, costs = self.scored, self.profile.costs_of(self._key)
         inputs = 2 * costs[0].output_bytes.at(samples)
         blocks = [cost for layer, cost in zip(self.profile.layers, costs, strict=True) if layer.count > 1]

@@ -1,4 +1,4 @@
-"""Compute the memory of a GPU in each phase of a step of reinforcement learning."""
+"""Compute the memory of a GPU in each phase of a reinforcement learning step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENGINE = "vLLM"  # names of parts that the engine allocates begin with this
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A phase of a step, and the bytes that it needs on one GPU, by kind."""
+    """A phase of a step, with the bytes of each kind that it needs on one GPU."""
 
     name: str
     parts: Mapping[str, int]
@@ -38,7 +38,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMemory:
-    """The memory of a step on one GPU: training, frozen models, and the engine if it shares this GPU."""
+    """The memory on one GPU in a step: training, frozen models, and vLLM if it shares the GPU."""
 
     method: RolloutMethod
     settings: RolloutSettings
@@ -51,7 +51,10 @@ class RolloutMemory:
 
     @cached_property
     def resident(self) -> dict[str, int]:
-        """Bytes that stay on the GPU in all phases: trained models, frozen models, and the forecast's margin."""
+        """Bytes that stay on the GPU in all phases, by kind.
+
+        They are trained models, frozen models, and the forecast's margin.
+        """
         share = self.layout.shard_ranks if self.layout.zero_stage == 3 else self.layout.tp
         parameters = self.profile.parameters - (self.profile.trained if self._adapts else 0)
         frozen = round(self.layout.element_bytes * parameters / share)
@@ -67,12 +70,12 @@ class RolloutMemory:
 
     @property
     def _reference(self) -> bool:
-        """Whether a frozen reference is kept. With adapters, the base model is the reference and no copy is needed."""
+        """Whether a frozen copy of the model is needed. With adapters, the base model is the reference."""
         return self.settings.needs_reference(self.method) and not self._adapts
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases in order."""
+        """The phases of a step, in order."""
         gradients = self._accumulated if self.method.pairs else {}  # TRL generates for each micro batch
         found = {GENERATE: self._awake() | gradients} if self.engine else {}
         if self.method.scores_first:
@@ -98,17 +101,17 @@ class RolloutMemory:
 
     @property
     def room(self) -> int:
-        """Bytes that are left on the GPU in the highest phase; negative if this phase does not fit."""
+        """Bytes that are free on the GPU in the highest phase; negative if this phase does not fit."""
         return self.fit.device_available_bytes - self.highest.bytes
 
     @property
     def fits(self) -> bool:
-        """Whether all phases fit, and the engine's cache has room for a sequence of the full length."""
+        """Whether all phases fit, and a sequence of full length fits into the engine's cache."""
         return self.room >= 0 and self.fit.exceeded is None and (self.engine is None or self.engine.sequences >= 1)
 
     @property
     def largest_utilization(self) -> float:
-        """The largest `gpu_memory_utilization` that is safe in every phase. A multiple of 0.01, at least 0."""
+        """The largest `gpu_memory_utilization` that is safe in every phase. It is a multiple of 0.01, at least 0."""
         assert self.engine
         total, own = self.fit.device_available_bytes, max(self.engine.requested, self.engine.counted)
         fixed = [phase.bytes - own for phase in self.phases if f"{ENGINE} KV cache" in phase.parts]
@@ -116,12 +119,15 @@ class RolloutMemory:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of one rank: offloaded states and, at sleep level 1, the engine's page-locked weights."""
+        """Host memory of one rank: offloaded states and, at sleep level 1, the engine's weights.
+
+        The engine's weights are page-locked.
+        """
         sleeping = self.engine and self.settings.vllm_enable_sleep_mode and self.settings.sleep_level == 1
         return self.memory.host_bytes + (self.engine.weights if self.engine and sleeping else 0)
 
     def _awake(self) -> dict[str, int]:
-        """Return the running engine's memory by kind. Old releases need CUDA graphs besides their budget."""
+        """Return the running engine's memory by kind. Old releases do not count CUDA graphs in their budget."""
         assert self.engine
         engine = self.engine
         graphs = 0 if engine.settings.release >= GRAPHS_COUNTED else engine.graphs
@@ -131,7 +137,10 @@ class RolloutMemory:
 
     @cached_property
     def _asleep(self) -> dict[str, int]:
-        """The engine's memory by kind while it does not generate. Sleep keeps CUDA graphs and memory outside torch."""
+        """The memory of an engine that is not generating, by kind.
+
+        A sleeping engine keeps CUDA graphs and memory outside torch.
+        """
         if self.engine is None:
             return {}
         if not self.settings.vllm_enable_sleep_mode:
@@ -144,13 +153,13 @@ class RolloutMemory:
 
     @property
     def _key(self) -> str:
-        """The key in `Profile.costs` for a forward without gradients, which frees activations like checkpointing."""
+        """The key in `Profile.costs` for a forward without gradients. Like checkpointing, it frees activations."""
         layout = self.layout
         keys = [setting(layout.precision, kept, layout.tp, layout.sp, layout.ep) for kept in (True, False)]
         return next(key for key in keys if key in self.profile.costs)
 
     def _forward(self, scores: bool = False) -> dict[str, int]:
-        """Return the peak of a forward without gradients, which is in a block or at the logits' log-softmax.
+        """Return the peak of a forward without gradients. It is in a block, or at the logits' log-softmax.
 
         During a block, the model also keeps the embeddings and the block's input.
         """
@@ -178,7 +187,7 @@ class RolloutMemory:
 
     @property
     def _frozen_forward(self) -> int:
-        """Bytes of the training while a frozen model runs between the forward and the backward."""
+        """Bytes of the training while a frozen model runs, between the trained model's forward and backward."""
         layout = self.layout
         costs = self.profile.costs_of(layout.setting)
         saved = [
@@ -189,7 +198,10 @@ class RolloutMemory:
 
     @cached_property
     def _accumulated(self) -> dict[str, int]:
-        """The gradients of earlier micro batches in a later one's forward; at stage 3, the trained model has them."""
+        """Gradients of earlier micro batches during the forward of a later one.
+
+        At stage 3 they are already part of the trained model.
+        """
         if self.layout.zero_stage == 3:
             return {}
         moments = Forecaster(self.profile).along(self.layout)
@@ -198,7 +210,6 @@ class RolloutMemory:
 
     @property
     def _largest(self) -> int:
-        """Bytes of the largest parameter: the embedding or the head."""
         sizes = [size for layer in self.profile.layers for size in layer.matrices + layer.frozen]
         return self.layout.element_bytes * max(sizes, default=0)
 
@@ -211,9 +222,9 @@ class RolloutMemory:
         return {"weight buffers": min(SENT_BUFFERS * SENT_BYTES, weights), **gathered}
 
     def _gathered(self) -> dict[str, int]:
-        """Return the memory for copying weights to vLLM: at stage 3 one gathered parameter.
+        """Return the memory for copying weights to vLLM. At stage 3 this is one gathered parameter.
 
-        With adapters, stage 3 gathers all parameters, and the largest product of an adapter is added.
+        With adapters, stage 3 gathers all parameters. The largest product of an adapter is added at every stage.
         """
         found = {MERGED: self._merged} if self._adapts else {}
         if self.layout.zero_stage == 3:
@@ -227,6 +238,9 @@ class RolloutMemory:
 
     @property
     def _merged(self) -> int:
-        """Bytes of an adapter's product for a block's largest matrix, counted twice: before and after scaling."""
+        """Bytes of an adapter's product for the largest matrix of a block.
+
+        It exists twice: before and after scaling.
+        """
         blocks = [layer.frozen + layer.quantized for layer in self.profile.layers if layer.count > 1]
         return 2 * self.layout.element_bytes * max((size for sizes in blocks for size in sizes), default=0)

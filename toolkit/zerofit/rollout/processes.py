@@ -1,4 +1,7 @@
-"""Compute the memory of a GPU that a trainer's process and vLLM's process share (verl, OpenRLHF)."""
+"""Compute the memory of a GPU that a trainer's and vLLM's processes share.
+
+verl and OpenRLHF run in this way.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ PROCESS, FRAGMENTATION = "process", "fragmentation"  # neither is allocated by t
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessMemory(RolloutMemory):
-    """The memory of a step on one GPU, where vLLM runs in its own process."""
+    """The memory on one GPU in a step, if vLLM runs in its own process."""
 
     process_bytes: int  # context and communicators of the trainer's process
     host_room: float  # bytes of host memory for each rank
@@ -22,11 +25,11 @@ class ProcessMemory(RolloutMemory):
     @property
     @abstractmethod
     def carried_bytes(self) -> int:
-        """Bytes of the actor that a step moves between GPU and host, counted in both directions."""
+        """Bytes of the actor that a step moves between GPU and host. Both directions count."""
 
     @property
     def fits(self) -> bool:
-        """Whether all phases fit on GPU and host, and the engine's cache has room for a sequence of full length."""
+        """Whether all phases fit on GPU and host, and the cache can store a full sequence."""
         return super().fits and self.host_bytes <= self.host_room
 
     @property
@@ -41,7 +44,7 @@ class ProcessMemory(RolloutMemory):
         return self.engine.weights
 
     def _phase(self, name: str, parts: Mapping[str, int]) -> Phase:
-        """Return a phase, with the trainer's fragmentation added to its parts.
+        """Return a phase, and add the trainer's fragmentation to its parts.
 
         Before vLLM wakes, verl and OpenRLHF return free blocks to the GPU (verl/utils/memory_utils.py,
         aggressive_empty_cache; openrlhf/trainer/ray/ppo_actor.py).

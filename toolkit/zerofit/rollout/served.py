@@ -1,4 +1,4 @@
-"""Read the sizes of a model that decide an engine's memory, from its config and its number of parameters."""
+"""Read from a model's config the sizes that decide an engine's memory."""
 
 from __future__ import annotations
 
@@ -60,11 +60,10 @@ class ServedModel:
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that one token uses. Of the experts, only those that the router chooses count."""
+        """The number of parameters that one token uses. Only the experts that its router chooses count."""
         return self.parameters - (self.experts - self.experts_of_token) * self._of_expert(self.hidden, self.expert)
 
     def _of_expert(self, hidden: int, width: int) -> int:
-        """Return the parameters of one expert in all layers."""
         return self.expert_matrices * hidden * width * self.expert_layers
 
     def weight_bytes(
@@ -74,7 +73,10 @@ class ServedModel:
         quantization: str | None = None,
         expert_multiple: int = MARLIN_MULTIPLE,
     ) -> int:
-        """Return the bytes of the weights on one rank. Experts in mxfp4 are padded to a multiple of a width."""
+        """Return the bytes of the weights on one rank.
+
+        Experts in mxfp4 are padded: their width becomes a multiple of `expert_multiple`.
+        """
         each = BITS[quantization] if quantization else element_bytes
         quantized = stored = self.parameters - self.table - (self.unquantized if quantization == self.published else 0)
         if quantization == EXPERTS_ONLY and self.experts:
@@ -86,7 +88,10 @@ class ServedModel:
         )
 
     def cache_layers(self, cache_bytes: int, element_bytes: int, tensor_parallel: int) -> list[CacheLayers]:
-        """Return one rank's layers, grouped by the shape of their cache. Every rank has the full latent of MLA."""
+        """Return one rank's layers, grouped by the shape of their cache.
+
+        MLA's latent is not divided: every rank has it in full.
+        """
         found = []
         for count, kind, sizes in self.kinds:
             if kind == "state":
@@ -102,7 +107,7 @@ class ServedModel:
 
     @classmethod
     def of(cls, name: str, config: Any, parameters: int, published: str | None = None) -> ServedModel:
-        """Read a transformers config of a decoder. Raises UserError for other models."""
+        """Read a decoder's transformers config. Raises UserError for other models."""
         text = config.get_text_config()
         hidden: int = getattr(text, "hidden_size", None) or 0
         whole = not getattr(config, "is_encoder_decoder", False)
@@ -139,7 +144,7 @@ class ServedModel:
 
 
 def refuse_unless(decoder: bool, name: str) -> None:
-    """Raise a UserError if a model is not a decoder."""
+    """Raise a UserError unless `decoder` (whether the model is a decoder) is True."""
     if not decoder:
         message = f"{name} is not a decoder that generates text; --serve and --method need a decoder"
         raise UserError(Problem(kind="usage", message=message, hint="name a language model", where="MODEL"))
@@ -167,7 +172,10 @@ def unquantized_modules(quantization: Any) -> tuple[str, ...]:
 
 
 def matches(module: str, pattern: str) -> bool:
-    """Return whether a pattern ("re:...", with *, or parts of a name) matches a module or one around the module."""
+    """Return whether `pattern` matches a module or a module that contains it.
+
+    A pattern is "re:...", a name with *, or some parts of a dotted name.
+    """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     if "*" in pattern:
@@ -176,9 +184,9 @@ def matches(module: str, pattern: str) -> bool:
 
 
 def published_format(quantization: Any) -> str | None:
-    """Return the format of weights with this `quantization_config`: a key of BITS, else the method's name.
+    """Return the format of weights by their `quantization_config`; None if not quantized.
 
-    Returns None for weights that are not quantized.
+    The format is a key of BITS, or else the name of the method.
     """
     if not isinstance(quantization, Mapping):
         return str(quantization) if quantization else None
@@ -204,12 +212,12 @@ def _up(size: int, multiple: int) -> int:
 
 
 def _turns(text: Any) -> bool:
-    """Return whether the model has rotary positions, which need a table of sines."""
+    """Return whether the model has rotary positions. They need a table of sines."""
     return bool(getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None))
 
 
 def _expert_layers(text: Any) -> int:
-    """Return the number of layers with experts. DeepSeek's first layers have none, nor has a part of Jamba's."""
+    """Return the number of layers with experts. DeepSeek's first layers and some of Jamba's have none."""
     layers, period = text.num_hidden_layers, getattr(text, "expert_layer_period", None)
     if period:
         return len(range(text.expert_layer_offset, layers, period))
@@ -219,7 +227,6 @@ def _expert_layers(text: Any) -> int:
 
 
 def _layers(text: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the kind and the sizes of each layer's cache."""
     kept = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)  # others read these caches
     names = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or [None] * kept
     windowed = getattr(text, "use_sliding_window", True) and getattr(text, "sliding_window", None)
@@ -246,14 +253,14 @@ def _layers(text: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _multi_query(text: Any) -> bool:
-    """Return whether all heads share one pair of keys and values. Newer Falcon models share it by groups."""
+    """Return whether all heads share one pair of keys and values. In newer Falcon models, only groups share it."""
     return bool(getattr(text, "multi_query", False)) and not getattr(text, "new_decoder_architecture", False)
 
 
 def _state(text: Any) -> tuple[int, ...]:
     """Return the elements of a sequence's convolution and state in one layer (layers/mamba/mamba_utils.py).
 
-    A state in float32 counts twice, since other types have two bytes. The published configs of Qwen3.5 set float32.
+    A float32 state counts twice, since other types have two bytes. The published configs of Qwen3.5 set float32.
     """
     dtypes = [getattr(text, key, None) for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")]
     wide_state = 2 if "float32" in dtypes or (not any(dtypes) and text.model_type.startswith("qwen3_5")) else 1

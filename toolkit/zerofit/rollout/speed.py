@@ -1,4 +1,4 @@
-"""Compute the time of a step of reinforcement learning: generation, log-probs, training and weight sync."""
+"""Compute the time of a step: generation, log-probs, training and weight sync."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerofit.rollout.vllm import EngineMemory
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTime:
-    """Seconds of each phase of a step. All completions have the maximum length, and phases do not overlap."""
+    """Seconds of each phase of a step. All completions have the maximum length. Phases do not overlap."""
 
     generate_s: float
     logprobs_s: float
@@ -27,20 +27,22 @@ class RolloutTime:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that all engines generate, per second of generation."""
+        """Generated tokens per second of generation, over all engines."""
         return self.generated_tokens / self.generate_s if self.generate_s else 0.0
 
     def to_dict(self) -> dict[str, float]:
-        """Return the seconds by phase, for `--json`."""
+        """Return the seconds of each phase, for `--json`."""
         return {**asdict(self), "step_s": self.step_s, "tokens_per_s": self.tokens_per_s}
 
 
 def generation_s(engine: EngineMemory, rates: Rates, sequences: int, prompt: int, completion: int) -> float:
-    """Return the seconds that one engine needs to generate `completion` tokens for each of `sequences` prompts.
+    """Return the seconds that one engine needs to generate for `sequences` prompts.
 
-    Each token reads all weights and the cache of all running sequences. If many sequences run, the matmuls take
-    longer than these reads. The cache decides how many sequences run at once. A prompt of `prompt` tokens is computed
-    once for each sequence.
+    Each prompt has `prompt` tokens and gets `completion` tokens.
+
+    For each token, all weights and the caches of all running sequences are read. If many sequences run, the matmuls
+    need longer than these reads. The cache's size limits how many sequences run at once. A prompt of `prompt`
+    tokens is computed once for each sequence.
     """
     if not sequences:
         return 0.0

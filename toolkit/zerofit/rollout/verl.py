@@ -1,7 +1,7 @@
-"""Compute the memory of a step of verl, whose FSDP2 workers share each GPU with vLLM (hybrid engine).
+"""Compute the memory of a step of verl, whose FSDP2 workers share each GPU with vLLM.
 
-Files are those of verl 0.9, below verl/. The order is that of trainer/ppo/ray_trainer.py, `fit`. vLLM sleeps before the
-log-probs and wakes after the checkpoint. Its weights wake first, then its cache (workers/engine_workers.py,
+Files are those of verl 0.9, below verl/. The order is that of trainer/ppo/ray_trainer.py, `fit`. vLLM sleeps before
+the log-probs and wakes after the checkpoint. Its weights wake first, then its cache (workers/engine_workers.py,
 `update_weights`).
 """
 
@@ -23,11 +23,11 @@ WEIGHTS, MOMENTS = "actor weights", "actor moments"
 
 @dataclass(frozen=True, kw_only=True)
 class VerlMemory(ProcessMemory):
-    """The memory of a step of verl on one GPU."""
+    """The memory on one GPU in a step of verl."""
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases in order."""
+        """The phases of a step, in order."""
         found: dict[str, Mapping[str, int]] = {GENERATE: self._awake()}
         inputs = self.profile.costs_of(self._key)[0].output_bytes
         inputs = 2 * inputs.fixed, 2 * inputs.per_sample
@@ -42,7 +42,7 @@ class VerlMemory(ProcessMemory):
 
     @cached_property
     def resident(self) -> dict[str, int]:
-        """Bytes that stay on the GPU in all phases, by kind: what the actor does not offload, and the context."""
+        """Bytes that stay on the GPU in all phases: the context, and what is not offloaded."""
         kept = {} if self._offloads("param_offload") else self._weights
         kept = kept | ({} if self._offloads("optimizer_offload") else self._moments)
         kinds = {**kept, "workspaces": self.memory.breakdown.get("workspaces", 0), PROCESS: self.process_bytes}
@@ -50,17 +50,21 @@ class VerlMemory(ProcessMemory):
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of the actor that a step moves, in both directions. Weights move there and back twice, moments once."""
+        """Bytes of the actor that a step moves between GPU and host. Both directions count.
+
+        Weights are moved to the GPU and back twice, moments once.
+        """
         weights = 2 * sum(self._weights.values()) if self._offloads("param_offload") else 0
         moments = sum(self._moments.values()) if self._offloads("optimizer_offload") else 0
         return 2 * (weights + moments)
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of one rank: offloaded states, the reference and, with adapters, a sleeping vLLM's weights.
+        """Host memory of one rank, including page-locked copies.
 
-        The reference always has FSDP's offload policy, and is in float32 like the actor (`forward_only`). Copies to the
-        host are page-locked (utils/fsdp_utils.py, offload_fsdp2_model_to_cpu).
+        It has offloaded states, the reference and, with adapters, a sleeping vLLM's weights. The reference always
+        uses FSDP's offload policy. Like the actor, it is in float32 (`forward_only`). Copies on the host are
+        page-locked (utils/fsdp_utils.py, offload_fsdp2_model_to_cpu).
         """
         host = replace(self.layout, offload_optimizer="cpu", offload_param="cpu")
         parts = block_persistent(self._line, host).host
@@ -74,7 +78,7 @@ class VerlMemory(ProcessMemory):
         return found + (self.engine_weights if sleeps else 0)
 
     def _offloads(self, name: str) -> bool:
-        """Return whether the actor offloads between its phases. FSDP's offload policy replaces both settings."""
+        """Return whether the actor offloads between phases. FSDP's offload policy replaces both settings."""
         return bool(getattr(self.settings, name)) and self.layout.offload_param == "none"
 
     @cached_property
@@ -83,7 +87,7 @@ class VerlMemory(ProcessMemory):
 
     @cached_property
     def _weights(self) -> dict[str, int]:
-        """The actor's shard of the weights. With adapters, frozen weights are in float32, too (`_build_module`)."""
+        """The actor's shard of the weights. With adapters, frozen weights are also in float32 (`_build_module`)."""
         kept = block_persistent(self._line, self.layout).device
         if self.layout.offload_param != "none":
             return {}
@@ -98,9 +102,10 @@ class VerlMemory(ProcessMemory):
 
     @property
     def _step(self) -> int:
-        """Bytes of training without weights and moments: at the peak of the passes or of AdamW, which is not fused.
+        """Bytes of training without weights and moments. The peak is in the passes or in AdamW.
 
-        torch's `foreach` AdamW takes the square root of all second moments at once (torch/optim/adamw.py).
+        torch's `foreach` AdamW is not fused. It takes the square root of all second moments at once
+        (torch/optim/adamw.py).
         """
         passes = self.memory.peak_bytes - self.memory.static_bytes - self.memory.breakdown.get("workspaces", 0)
         gradients = next(block_step(self._line, self.layout)).gradients
@@ -110,7 +115,7 @@ class VerlMemory(ProcessMemory):
     def _sent_bucket(self) -> dict[str, int]:
         """The weight bucket that both processes share, and the gathered parameter (`get_per_tensor_param`).
 
-        During the transfer an offloaded actor is on the GPU, before verl 0.9 and with adapters.
+        An offloaded actor is on the GPU during the transfer, before verl 0.9 and with adapters.
         """
         layout, bucket = self.layout, {"weight bucket": BUCKET_BYTES}
         if self._adapts:
@@ -120,9 +125,10 @@ class VerlMemory(ProcessMemory):
 
 
 def scoring(line: StageTimeline, layout: PlannedLayout, inputs: Point, samples: int) -> dict[str, int]:
-    """Return the peak of a forward of `samples` samples without gradients, with gathered parameters.
+    """Return the peak of a forward without gradients, with the parameters gathered for it.
 
-    `inputs`: bytes of the embeddings and the layer's input, which the model keeps besides a layer's activations.
+    `samples`: number of samples in the forward. `inputs`: bytes of the embeddings and of a layer's input, which the
+    model keeps besides the layer's activations.
     """
     forward = []
     for layer, before, points in line.forward:

@@ -1,4 +1,4 @@
-"""Compute vLLM's memory by vLLM's own rule: the bytes left for the KV cache at the start, for each release.
+"""Compute vLLM's memory, and the bytes left for its KV cache, by the rule of each release.
 
     KV cache = gpu_memory_utilization x total - weights - activations of the profile run - memory outside torch
                - CUDA graphs (from 0.21)
@@ -47,7 +47,7 @@ FULL = "none"  # `quantization` of weights in `dtype`, also if the published one
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """vLLM's arguments that decide its memory, with vLLM's names. None stands for vLLM's default."""
+    """vLLM's arguments that decide its memory, under vLLM's names. None: vLLM's default."""
 
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
@@ -96,7 +96,10 @@ class EngineSettings:
         return cls(**found)
 
     def settled(self, model: ServedModel, device: Device) -> EngineSettings:
-        """Return the settings, where vLLM's defaults for this model and device replace None (engine/arg_utils.py)."""
+        """Return the settings with vLLM's defaults in place of None.
+
+        The defaults depend on the model and the device (engine/arg_utils.py).
+        """
         length = self.max_model_len or model.positions or 2048
         large = device.memory_bytes >= 70 * GIB and "A100" not in device.name
         batched = (8192 if large else 2048) if self.is_v1 else 2048 if length > 32768 else max(length, 2048)
@@ -115,7 +118,7 @@ class EngineSettings:
 
     @property
     def is_early_v1(self) -> bool:
-        """Whether the engine is V1 in an old release, where V1 was experimental."""
+        """Whether the engine is V1 in a release where V1 was still experimental."""
         return self.is_v1 and self.release < V1
 
 
@@ -128,7 +131,7 @@ class EnginePart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory:
-    """The memory of an engine on one GPU, after the engine's start."""
+    """The memory of an engine on one GPU, once it has started."""
 
     model: ServedModel
     settings: EngineSettings  # with vLLM's defaults filled in (`settled`)
@@ -144,7 +147,10 @@ class EngineMemory:
 
     @cached_property
     def activations(self) -> int:
-        """Peak of the profile run above the weights. It is in an MLP with all tokens, or in sampling all sequences."""
+        """The peak of the profile run, without the weights.
+
+        It is in an MLP with all tokens, or in sampling all sequences.
+        """
         model, s = self.model, self.settings
         tokens = s.max_num_batched_tokens or 0
         element, rank = ELEMENT_BYTES[s.dtype], s.tensor_parallel_size
@@ -193,7 +199,7 @@ class EngineMemory:
 
     @property
     def counted(self) -> int:
-        """Bytes that vLLM subtracts from `requested` at its start."""
+        """Bytes that vLLM subtracts from `requested` when it starts."""
         graphs = self.graphs if self.settings.release >= GRAPHS_COUNTED else 0
         return self.weights + self.activations + self.outside + graphs
 
@@ -213,12 +219,12 @@ class EngineMemory:
 
     @property
     def need(self) -> Need:
-        """The tokens of the longest request."""
+        """The limits on the longest request."""
         return Need(self.settings.max_model_len or 0, self.settings.max_num_batched_tokens or 0)
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of the KV cache."""
+        """Number of blocks in the KV cache."""
         return self.cache.blocks(self.cache_bytes)
 
     @property
@@ -228,24 +234,33 @@ class EngineMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether vLLM starts: one request of `max_model_len` fits into the cache, and the engine fits on the GPU."""
+        """Whether vLLM starts: it fits on the GPU, and its cache can store the longest request."""
         return self.sequences >= 1 and self.settings.gpu_memory_utilization <= self.largest_utilization
 
     @property
     def largest_utilization(self) -> float:
-        """The largest utilization that leaves room for memory that vLLM does not count. A multiple of 0.01."""
+        """The largest `gpu_memory_utilization` (a multiple of 0.01) that is safe.
+
+        It leaves enough memory for what vLLM does not count.
+        """
         uncounted = UNSEEN_BYTES + (self.graphs if self.settings.release < GRAPHS_COUNTED else 0)
         return math.floor(STEP * (1 - uncounted / self.device.memory_bytes)) / STEP
 
     @property
     def smallest_utilization(self) -> float:
-        """The smallest utilization with which one request of `max_model_len` fits. A multiple of 0.01."""
+        """The smallest `gpu_memory_utilization` with which one request of `max_model_len` fits.
+
+        It is a multiple of 0.01.
+        """
         needed = self.counted + self.cache.blocks_of_request(self.need) * self.cache.block_bytes
         return math.ceil(STEP * needed / self.device.memory_bytes) / STEP
 
     @property
     def longest(self) -> int:
-        """The largest `max_model_len` with which one request fits, at most the model's positions; 0 if none fits."""
+        """The largest `max_model_len` with which one request fits; 0 if none fits.
+
+        It is at most the model's number of positions.
+        """
         low, high = 0, self.model.positions or 2**20
         while low < high:
             middle = (low + high + 1) // 2

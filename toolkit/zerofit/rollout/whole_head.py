@@ -1,4 +1,4 @@
-"""Compute the memory of a head that computes the log-probs of all tokens at once, or with verl's kernels.
+"""Compute the memory of a head that computes all log-probs at once, or by verl's kernels.
 
 verl's rules are those of verl/workers/engine/fsdp/transformer_impl.py (`prepare_model_outputs`) and
 verl/utils/experimental/torch_functional.py (FusedLinearForPPO). OpenRLHF's are those of openrlhf/models/actor.py
@@ -21,7 +21,7 @@ CHUNK_FORWARD, CHUNK_BACKWARD = 12, 20
 
 
 class LogitBytes(NamedTuple):
-    """Bytes in use at once for each logit, in each phase."""
+    """Bytes per logit that are in use at once, in each phase."""
 
     forward: float
     saved: float  # until the backward
@@ -37,10 +37,11 @@ OPENRLHF = LogitBytes(forward=6, saved=4, backward=10, product=6)
 
 
 def online_dpo(scored: float) -> LogitBytes:
-    """Return the bytes of TRL's OnlineDPOTrainer, which keeps the log-softmax of this share of the tokens in 16 bits.
+    """Return the bytes per logit of TRL's OnlineDPOTrainer.
 
-    torch copies the logits of these tokens to compute it. Its backward needs two gradients of this size, then one of
-    all logits (trl/experimental/online_dpo, `_forward`).
+    `scored` is the share of the tokens whose log-softmax it keeps (in 16 bits). To compute it, torch copies the
+    logits of these tokens. Backward needs two gradients of this size, then one of all logits
+    (trl/experimental/online_dpo, `_forward`).
     """
     return LogitBytes(forward=2 + 4 * scored, saved=2 * scored, backward=max(6 * scored, 2 + 2 * scored), product=2)
 
@@ -48,10 +49,10 @@ def online_dpo(scored: float) -> LogitBytes:
 def with_whole_head(
     profile: Profile, each: LogitBytes | None, element_bytes: int, *, scored_first: bool = True
 ) -> Profile:
-    """Return a profile whose head computes log-probs of all tokens instead of a loss.
+    """Return the profile with a head that computes the log-probs of all tokens, not a loss.
 
-    `each`: bytes of each logit. None stands for verl's use_fused_kernels with the backend "torch".
-    `scored_first`: value for the profile's field.
+    `each`: bytes per logit. None: verl's use_fused_kernels with the backend "torch". `scored_first`: value of the
+    profile's field.
     """
     head, hidden, length = profile.layers[-1], profile.hidden_size or 0, profile.seq_len or 0
     owner = next((layer for layer in profile.layers if layer.name == head.tied_to), head)

@@ -1,6 +1,6 @@
-"""Simulate one rank of N: the real DeepSpeed engine, or a user's script, on fake tensors.
+"""Simulate one rank on fake tensors: the real DeepSpeed engine, or a user's script.
 
-The packages. Each one imports only packages that are listed above it:
+Each of these packages imports only packages that are listed above it:
 
     memory/    what was allocated: ledger, categories, host memory, torch's caching allocator
     ops/       what an op does: tracker, streams, FLOPs and scratch memory, shortcuts
@@ -10,5 +10,6 @@ The packages. Each one imports only packages that are listed above it:
     script/    one rank of a user's script
     forecast/  a whole run: ranks and layers to simulate, processes, verdict, result, changes to try
 
-`record` defines the input and the output of a simulation's process. `endings` explains why a process left no result.
+`record` defines the input and the output of a simulation's process. `endings` explains why a process left no
+result.
 """

@@ -1,4 +1,4 @@
-"""Explain why a simulation's process ended without a result: memory, a signal, a crash, or its own exit."""
+"""Explain why a simulation's process ended without a result."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class Ending:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error of Python, torch or the loader means that this machine is out of memory."""
+    """Return whether an error means that this machine is out of memory.
+
+    It may come from Python, torch or the loader.
+    """
     return (
         isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or is_about_memory(str(error))
     )
@@ -56,7 +59,7 @@ def is_about_memory(text: str) -> bool:
 
 
 def out_of_memory(peak_bytes: int = 0) -> Problem:
-    """Return the problem that this machine has too little memory for a simulation."""
+    """Return the problem of a simulation that needs more memory than this machine has."""
     taken = f" (the simulated process used {shown_bytes(peak_bytes)})" if peak_bytes else ""
     return Problem(
         kind=OUT_OF_MEMORY, message=f"this machine has too little memory for the simulation{taken}", hint=HINT
@@ -66,7 +69,7 @@ def out_of_memory(peak_bytes: int = 0) -> Problem:
 def optional(work: Callable[[], T], instead: T, what: str, report: Reporter) -> T:
     """Return the result of `work`. If `work` fails, report a note and return `instead`.
 
-    So an optional search that fails does not lose the results that were found before.
+    So if an optional search fails, earlier results are not lost.
     """
     try:
         return work()
@@ -76,7 +79,7 @@ def optional(work: Callable[[], T], instead: T, what: str, report: Reporter) -> 
 
 
 def why_it_failed(error: Exception) -> str:
-    """Return one line with the reason why something could not be computed."""
+    """Return in one line why something could not be computed."""
     if lacks_memory(error):
         return out_of_memory().message
     if isinstance(error, UserError):
@@ -87,14 +90,17 @@ def why_it_failed(error: Exception) -> str:
 
 
 def note_failed(outcomes: Sequence[object], what: str, report: Reporter) -> None:
-    """Report how many optional simulations were killed or crashed, and why the first one failed."""
+    """Report how many optional simulations failed, and why the first of them failed."""
     failed = [one for one in outcomes if isinstance(one, Problem) and one.kind in _FAILED]
     if failed:
         report.note(f"{what}: {len(failed)} of {len(outcomes)} left out, because {failed[0].message}")
 
 
 def broken_environment(output: str) -> Problem | None:
-    """Return the problem of a failed import in the output of the importing process; None if no import failed."""
+    """Return the problem of a failed import; None if no import failed.
+
+    `output`: the output of the process that imported.
+    """
     found = _NOT_IMPORTED.findall(output)
     if not found:
         return None
@@ -119,7 +125,6 @@ def why_ended(ending: Ending) -> Problem:
 
 
 def _crash(name: str, output: str) -> Problem:
-    """Return the problem of a crash, with the running line of Python and the running line of the user's code."""
     said, _, stacks = output.partition("Fatal Python error")
     main = stacks.rpartition("Thread ")[2] or stacks  # the last thread is the script's
     frames = _FRAME.findall(stacks.partition("Current thread")[2].partition("\n\n")[0]) or _FRAME.findall(main)
@@ -133,7 +138,7 @@ def _crash(name: str, output: str) -> Problem:
 
 
 def shown_path(file: str) -> str:
-    """Return the path of a library's file, starting at its package."""
+    """Return a file's path from its package on. If the file is in no package, return its name."""
     return file.rpartition("/site-packages/")[2] if "/site-packages/" in file else Path(file).name
 
 
@@ -146,11 +151,11 @@ def with_output(problem: Problem, output: str) -> Problem:
 
 
 def first_lines(error: BaseException) -> str:
-    """Return the first lines of an exception's message as one line."""
+    """Return the first lines of an exception's message, joined to one line."""
     return "; ".join(line.strip() for line in str(error).strip().splitlines()[:ERROR_LINES])
 
 
 def last_lines(text: str, count: int) -> list[str]:
-    """Return the last lines of an output. A line that a progress bar has overwritten has its final text."""
+    """Return the last lines of an output. If a progress bar has overwritten a line, its final text counts."""
     lines = [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
     return [line for line in lines if line][-count:]

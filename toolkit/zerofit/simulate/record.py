@@ -1,4 +1,4 @@
-"""Define the input and output of a simulation's process: a target, and the record of its rank."""
+"""Define the input (a target) and the output (a record) of a simulation's process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = ("forward", "backward", "step")  # the phases of an optimizer step
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationTarget:
-    """One rank of a job, and its device."""
+    """One rank of a job, with its device."""
 
     job: Job
     inputs: Inputs
@@ -31,7 +31,7 @@ class SimulationTarget:
     steps: int = 2  # from the second step on ZeRO-3 knows the order of the layers and keeps more alive
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the target as plain JSON."""
+        """Return the target as plain data for JSON."""
         return {**field_data(self), "inputs": inputs_to_dict(self.inputs)}
 
     @classmethod
@@ -43,7 +43,7 @@ class SimulationTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPhase:
-    """A phase of a rank's run. Each phase begins where the previous phase ends."""
+    """A phase of a rank's run. It begins where the previous phase ends."""
 
     name: str  # "build", "init", "forward", "backward" or "step"
     step: int  # optimizer step from 0; -1 before the first
@@ -54,7 +54,7 @@ class RankPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class KindPeak:
-    """The peak among the allocations of one kind: by one line of code in one phase, in any layer."""
+    """A peak at an allocation of one kind: by one line of code in one phase, in any layer."""
 
     key: str
     which: str = ""  # "" for the highest peak; "first" or "last" for the first or last peak, even if it is lower
@@ -69,7 +69,7 @@ class KindPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMoment:
-    """The parts of host memory at its peak in a phase."""
+    """The parts of host memory at the moment of a phase when it is largest."""
 
     pageable_bytes: int
     locked_bytes: int  # by DeepSpeed
@@ -78,17 +78,17 @@ class HostMoment:
 
     @property
     def pinned_bytes(self) -> int:
-        """All blocks that torch has page-locked."""
+        """Bytes of all blocks that torch has page-locked."""
         return sum(pinned_bytes(size) for sizes in self.pinned.values() for size in sizes)
 
     @property
     def total_bytes(self) -> int:
-        """All host memory."""
+        """Bytes of all host memory."""
         return self.pageable_bytes + self.locked_bytes + self.pinned_bytes
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by kind. "pinned_free" are page-locked blocks that torch caches for the next request."""
+        """Bytes by kind. "pinned_free": page-locked blocks that torch caches for later requests."""
         used = self.pinned_bytes + self.locked_bytes - self.pinned_free_bytes
         return {"pageable": self.pageable_bytes, "pinned": used, "pinned_free": self.pinned_free_bytes}
 
@@ -105,7 +105,7 @@ class CollectiveCalls:
     step: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry of `zerofit simulate --json`."""
+        """Return the entry for `zerofit simulate --json`."""
         return field_data(self, "step")
 
 
@@ -128,7 +128,7 @@ class PhaseFlops:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPoint:
-    """Live bytes on the device by kind, after `t` allocations and releases."""
+    """The live bytes on the device by kind, after `t` allocations and releases."""
 
     t: int
     phase: str
@@ -140,7 +140,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """An approximation, and how often it was made while a script ran."""
+    """An approximation, with the number of times that it was made while a script ran."""
 
     text: str
     count: int
@@ -149,7 +149,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptFault:
-    """A fault of a script, and the change that mends it."""
+    """A fault of a script, with the change that corrects it."""
 
     code: str  # in `script.faults.FAULTS`
     line: str  # "file:line" in the script; "" if unknown
@@ -194,7 +194,7 @@ class ScriptFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SentTensors:
-    """The tensors that a pipeline stage sends to the next one with each micro batch."""
+    """The tensors that a pipeline stage sends to the next stage for each micro batch."""
 
     tensors: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype ("bfloat16") of each
     is_tuple: bool  # whether they arrive as a tuple, even a single one
@@ -211,7 +211,7 @@ class ScriptStage:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """The memory that a simulated rank allocated, and what it computed and sent."""
+    """What a simulated rank allocated, computed and sent."""
 
     phases: list[RankPhase]
     peaks: list[KindPeak]  # highest first
@@ -237,5 +237,5 @@ class RankRecord:
 
     @property
     def needs(self) -> tuple[int, int]:
-        """Return the peak bytes on the device, then on the host."""
+        """Return the peak bytes on the device and on the host."""
         return self.peaks[0].bytes, sum(self.host.values())

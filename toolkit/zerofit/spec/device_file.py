@@ -1,11 +1,11 @@
-"""The reader of hardware in YAML: the catalog's GPUs, nodes and instance types, and a user's own `--gpu FILE`.
+"""Read hardware from YAML: the catalog's GPUs, nodes and instance types, and a user's own `--gpu FILE`.
 
 Each entry is a file, and all files have the same keys:
 
     catalog/gpus/KIND.yaml         a GPU, and the name of its usual node
     catalog/nodes/NAME.yaml        a node
     catalog/instances/TYPE.yaml    a node, and the name of its GPU
-    FILE.yaml                      a GPU and its node, each in figures or by name
+    FILE.yaml                      a GPU and its node, each with its figures or by name
 
 A forecast reads only the two files that it needs, so a larger catalog does not slow the start.
 """
@@ -115,7 +115,7 @@ def read_node(name: str) -> Node:
 
 @cache
 def read_instance(name: str) -> Device:
-    """Return the GPU of an instance type of the catalog, with the node of the instance type."""
+    """Return an instance type's GPU, in the node that the instance type describes."""
     path = CATALOG / "instances" / f"{name}.yaml"
     entry = _read(path, required=REQUIRED["instances"])
     return _device(path, entry, kind=entry["gpu"], node=read_node(name))

@@ -13,7 +13,7 @@ from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 
 
 class HardwareCatalog(Mapping[str, Device]):
-    """The devices in a folder of the catalog by name; a file is read when its device is used."""
+    """The devices of one catalog folder, by name. A device's file is read when the device is used."""
 
     def __init__(self, folder: str, read: Callable[[str], Device]):
         self._folder, self._read = folder, read
@@ -25,11 +25,9 @@ class HardwareCatalog(Mapping[str, Device]):
         return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names in alphabetical order."""
         return iter(entry_names(self._folder))
 
     def __len__(self) -> int:
-        """Return the number of devices."""
         return len(entry_names(self._folder))
 
     def __contains__(self, name: object) -> bool:
@@ -101,10 +99,10 @@ def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
 
 
 def by_name(device_name: str, total_bytes: int | None = None) -> Device | None:
-    """Return the catalog's device for a name that torch reports.
+    """Return the catalog's device for a name that torch reports; None if there is none.
 
-    If a name has several sizes, return the largest size within `total_bytes` (the GPU driver's figure), else the
-    smallest size.
+    If the device has several memory sizes, return the largest within `total_bytes` (the GPU driver's figure). If
+    none is within it, return the smallest.
     """
     # "H100" is also in "H100 PCIe": try longer names first
     for device in sorted(DEVICES.values(), key=lambda d: -len(d.name)):

@@ -117,7 +117,7 @@ class Problems:
         self._found.extend(problems)
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """Return the result of `work`; None if it raised a UserError, whose problems are added."""
+        """Return the result of `work`. If it raises a UserError, add the error's problems and return None."""
         try:
             return work()
         except UserError as error:
@@ -131,7 +131,7 @@ class Problems:
         return iter(self._found)
 
     def raise_if_any(self) -> None:
-        """Raise a UserError with all problems so far, if there are any."""
+        """If problems were added, raise a UserError with all of them."""
         if self._found:
             raise UserError(*self._found)
 

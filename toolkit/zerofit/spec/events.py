@@ -52,7 +52,7 @@ class Event:
 
 
 def stages_event(stages: Sequence[Mapping[str, Any]]) -> Event:
-    """Return the event of a pipeline's stages, each `PipelineStage` as a dictionary."""
+    """Return the event for a pipeline's `stages`, each a `PipelineStage` as a dictionary."""
     return Event(kind="stages", text=f"layers on {len(stages)} pipeline stages", data={"stages": stages})
 
 
@@ -86,7 +86,7 @@ class Task:
 
 
 def shielded(on_event: OnEvent) -> OnEvent:
-    """Return a callback that logs the first exception of `on_event` instead of raising, so the run continues."""
+    """Return a callback that never raises. It logs the first exception of `on_event`."""
     failed = False
 
     def tell(event: Event) -> None:
@@ -114,7 +114,7 @@ class Reporter:
         self._status = ""
 
     def status(self, text: str) -> None:
-        """Report the current activity, unless it is the last reported status."""
+        """Report the current activity, if it has changed since the last report."""
         if text != self._status:
             self._status = text
             self.on_event(Event(kind="status", text=text))
@@ -128,12 +128,15 @@ class Reporter:
         self.on_event(Event(kind="note", text=text))
 
     def table(self, title: str, rows: Sequence[Mapping[str, str]]) -> None:
-        """Report a note with several rows, each a dictionary by column name. The text has a line for each row."""
+        """Report a note with a table. Its text has the title and a line for each row.
+
+        `rows`: dictionaries from column names to cells.
+        """
         lines = [", ".join(f"{name} {cell}" for name, cell in row.items()) for row in rows]
         self.on_event(Event(kind="note", text="\n".join([title, *lines]), data={"rows": rows}))
 
     def warning(self, text: str, where: str = "") -> None:
-        """Report a warning for the user, and its place."""
+        """Report a warning for the user. `where`: the file, line or flag that caused it."""
         self.on_event(Event(kind="warning", text=text, data={"where": where} if where else {}))
 
     def stages(self, stages: Sequence[Any]) -> None:
@@ -146,7 +149,7 @@ class Reporter:
 
     @contextmanager
     def task(self, text: str, total: int | None, unit: str) -> Iterator[Task]:
-        """Report progress within the context. `total`: all units of the task; None if it is unknown."""
+        """Report progress within the context. `total`: the number of units in the task; None if unknown."""
         task = Task(self.on_event, text, total, unit)
         yield task
         task.end()

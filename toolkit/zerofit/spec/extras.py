@@ -1,4 +1,4 @@
-"""Packages that only an extra installs: finding a missing package, and the `pip install` command for it."""
+"""Find missing packages that an extra installs, and the `pip install` command for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def missing_extra(error: BaseException) -> Problem | None:
-    """Return the problem if a missing package of an extra has caused an error; None for any other error.
+    """If a missing package of an extra caused `error`, return a problem that names the extra; else None.
 
     The extras are those of zerofit's own metadata (pyproject.toml).
     """
@@ -35,7 +35,10 @@ def missing_extra(error: BaseException) -> Problem | None:
 
 
 def extras() -> dict[str, str]:
-    """Return the extra that installs each distribution, without the distributions that zerofit itself needs."""
+    """Return the extra that installs each optional distribution.
+
+    Distributions that zerofit itself needs are left out.
+    """
     from packaging.requirements import Requirement
 
     found = dict[str, str]()

@@ -17,7 +17,7 @@ from zerofit.spec.foreign import Unreadable, parse_json
 
 
 def stays_inside(name: str) -> bool:
-    """Return whether a relative path from a file stays within its base folder."""
+    """Return whether `name`, a relative path that a file contains, stays within its base folder."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
 
@@ -114,7 +114,10 @@ def number_in(record: Mapping[str, Any], key: str) -> float | None:
 
 
 def open_jsonl(path: Path) -> TextIO:
-    """Open a JSON lines file to append, flushed after each line; first end a line that was cut by a kill."""
+    """Open a JSON lines file for appending, flushed after each line.
+
+    If a kill cut the file's last line, that line is ended first.
+    """
     file = path.open("a+b")
     if file.tell():
         file.seek(-1, os.SEEK_END)

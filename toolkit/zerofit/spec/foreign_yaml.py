@@ -45,7 +45,7 @@ def read_yaml(path: Path, kind: type[T] = dict) -> tuple[T, dict[Hashable, int]]
 
 
 def read_own_yaml(path: Path) -> tuple[dict[Hashable, Any], dict[Hashable, int], list[Unreadable]]:
-    """Return the mapping of a YAML or JSON file of zerofit, the lines of its keys, and all faults of its values.
+    """Return the mapping in a YAML or JSON file of zerofit, the line of each key, and all faults.
 
     Numbers follow YAML 1.2 and JSON: 1e-4 is a number, 1:30 and 2026-11-27 are text. Faults are duplicate keys and
     ambiguous numbers (010 is 8 for some readers and 10 for others). Raises OSError, or Unreadable like `read_yaml`.
@@ -98,9 +98,9 @@ def parse_yaml(text: str | bytes) -> tuple[Any, dict[Hashable, int]]:
 
 
 class YamlTree:
-    """The nodes of one YAML document with their marks; `root` is None for an empty text. Raises Unreadable.
+    """The nodes of one YAML document with their marks. For an empty text, `root` is None. Raises Unreadable.
 
-    If `faults` is given, faults of single values are added to it by line and column, and not raised.
+    If `faults` is given, faults of single values are added to `faults` by line and column instead of raised.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class YamlTree:
         self._loader.construct_object = noting
 
     def value(self, node: yaml.Node) -> Any:
-        """Return the value of a node. Raises Unreadable at the place of a scalar that does not match its tag."""
+        """Return the value of a node. Raises Unreadable, with the place, if a scalar does not match its tag."""
         try:
             with _refusals():
                 return self._loader.construct_document(node)
@@ -157,7 +157,6 @@ class YamlTree:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turn PyYAML's errors into Unreadable."""
     try:
         yield
     except yaml.MarkedYAMLError as error:

@@ -175,7 +175,7 @@ def is_older(distribution: str, version: tuple[int, int]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Measured rates of one rank, in bytes or FLOP per second; None if they could not be measured."""
+    """Measured rates of one rank, in bytes or FLOP per second. A rate is None if it could not be measured."""
 
     kind: str  # the value of `--gpu`
     device_name: str  # as torch reports it
@@ -204,7 +204,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, value: Any) -> Calibration:
-        """Return the calibration that `asdict` has converted to this data. Raises Unreadable for other data."""
+        """Return the calibration from a dictionary that `asdict` made. Raises Unreadable otherwise."""
         from pydantic import TypeAdapter  # slow to import (0.1 s), and only needed with a calibration
 
         return shaped(value, TypeAdapter(cls))

@@ -1,4 +1,4 @@
-"""The memory limit of a CPU rank: on its data segment and, if it may create one, on a control group."""
+"""The memory limit of a CPU rank: on its data segment and, where allowed, on its own control group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def end_first() -> None:
 
 
 def limit_memory(own_bytes: int, group: str | None = None) -> None:
-    """Limit this process to `own_bytes` of private memory; `group` is the name of a control group to create."""
+    """Limit this process to `own_bytes` of private memory, on Linux.
+
+    `group`: the name of a control group to create for the process.
+    """
     if sys.platform != "linux":
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -49,7 +52,7 @@ def limit_memory(own_bytes: int, group: str | None = None) -> None:
 
 
 def out_of_memory(message: str, where: Path) -> Problem:
-    """Return the problem of a rank that ran out of memory; `where` is its log."""
+    """Return the problem of a rank that ran out of memory. `where`: the rank's log."""
     hint = "lower --micro-batch (and raise --gradient-accumulation-steps), set --activation-checkpointing, or use "
     hint += "a higher ZeRO stage or offload (--ds-config zero3_offload)"
     if where.parent.name == "logs":
@@ -58,7 +61,7 @@ def out_of_memory(message: str, where: Path) -> Problem:
 
 
 def leave_group(group: str) -> bool:
-    """Remove the control group of an ended process; return whether the kernel killed it for its memory."""
+    """Remove an ended process's control group. Return whether that process was killed for its memory."""
     killed = False
     for place in _places():
         with suppress(OSError):
@@ -69,7 +72,7 @@ def leave_group(group: str) -> bool:
 
 
 def _places() -> list[Path]:
-    """Return this process's control group and its parent (version 2), if their child groups can have memory limits.
+    """Return this process's control group and its parent (cgroup v2), if groups in them can limit memory.
 
     A group with processes cannot limit its children, unless it is the outermost.
     """

@@ -1,4 +1,4 @@
-"""The mesh of ranks: coordinates of each rank, and groups of ranks along an axis. No other code computes them."""
+"""The mesh of ranks: each rank's coordinates, and the groups along an axis. Computed only here."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def coords_of(rank: int, layout: Layout) -> RankCoords:
 
 
 def ranks_along(layout: Layout, *axes: str) -> list[list[int]]:
-    """Return the sorted groups of ranks that differ only along these axes; each rank is in one group."""
+    """Return groups of ranks that differ only along `axes`. Groups are sorted, and each rank is in one."""
     others = [axis for axis in AXES if axis not in axes]
     inside = [_rank(layout, dict(zip(axes, at, strict=True))) for at in _places(layout, axes)]
     starts = [_rank(layout, dict(zip(others, at, strict=True))) for at in _places(layout, others)]
@@ -87,14 +87,14 @@ def parts_of_stage(stage: int, stages: int, schedule: PipelineSchedule) -> tuple
 
 
 def heaviest_of_stages(layout: Layout, batch: Batch) -> list[int]:
-    """Return for each pipeline stage a rank with the largest micro batch (the first such rank)."""
+    """Return one rank of each pipeline stage: the first rank with the stage's largest micro batch."""
     if not batch.by_rank or layout.dp < layout.world_size:
         return first_of_stages(layout)
     return [batch.by_rank.index(max(batch.by_rank))]
 
 
 def describe_rank(rank: int, layout: Layout) -> str:
-    """Return a rank's coordinates along the axes of more than one rank: "stage 1, data 0, tensor 3".
+    """Return a rank's coordinates, like "stage 1, data 0, tensor 3", along axes with several ranks.
 
     "experts 2" is the third share of the experts.
     """
@@ -103,9 +103,10 @@ def describe_rank(rank: int, layout: Layout) -> str:
 
 
 def mesh_table(layout: Layout, most: int = 9) -> list[list[str]]:
-    """Return the mesh as a table: a row of titles, then a row per stage with the tensor ranks of each data rank.
+    """Return the mesh as a table with a row for each stage and a column for each data rank.
 
-    With more than `most` rows or columns, the middle rows or columns are left out.
+    A cell contains tensor ranks. The first row and column are titles. Of more than `most` rows or columns, the
+    first and the last are returned.
     """
     groups, wide = ranks_along(layout, "tp"), layout.dp * layout.sp
     titles = [_described(group[0], layout, ("dp", "sp")) or "ranks" for group in groups[:wide]]
@@ -122,7 +123,7 @@ def _described(rank: int, layout: Layout, axes: tuple[str, ...]) -> str:
 
 
 def _shortened(items: list[T], most: int, gap: T) -> list[T]:
-    """Return a title and its items. Of more than `most` items return only the first items and the last."""
+    """Return a title and at most `most` items. `gap` replaces the middle of a longer list."""
     return items if len(items) <= most + 1 else [*items[:most], gap, items[-1]]
 
 

@@ -24,7 +24,7 @@ def is_text(task: str) -> bool:
 
 
 def has_head(task: str) -> bool:
-    """Return whether a task classifies a text or each of its words, with a head of transformers."""
+    """Return whether a task uses a transformers head that classifies a text or each of its words."""
     return task in ("classify", "tag")
 
 
@@ -49,7 +49,7 @@ DEFAULT_PRECISION = "on GPUs bf16, fp16 before Ampere; on CPUs fp32"
 
 
 def default_precision(able: Collection[str], accelerator: str) -> Precision:
-    """Return the precision of a run that names none, for a device with these precisions."""
+    """Return the default precision of a run. `able`: the precisions that the devices support."""
     usual: tuple[Precision, ...] = () if accelerator == "cpu" else ("bf16", "fp16")
     supported: list[Precision] = [name for name in usual if name in able]
     return supported[0] if supported else "fp32"
@@ -97,7 +97,7 @@ class LayerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Figures of one model, from building it on the meta device (without memory)."""
+    """Figures of one model, found by building it on the meta device (without memory)."""
 
     task: Task
     parameters: int  # tied parameters count once
@@ -159,7 +159,7 @@ BUCKET_LIMIT = 50_000_000  # elements: enough for a link's full bandwidth, 100 M
 
 
 def bucket_elements(parameters: int) -> int:
-    """Return the elements of a bucket: the model's number, at most BUCKET_LIMIT, rounded up to an even number.
+    """Return a bucket's elements: the model's number, at most BUCKET_LIMIT, rounded up to even.
 
     DeepSpeed allocates the bucket in full, reduces larger parameters separately, and needs an even size
     (runtime/zero/stage_1_and_2.py:3266, :1409, :390).

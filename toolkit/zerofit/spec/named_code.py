@@ -26,9 +26,9 @@ def names_callable(name: str) -> bool:
 
 
 def in_run_folder(file: Path) -> bool:
-    """Return whether a run file belongs to a run folder: it is named run.json, or is inside a run folder.
+    """Return whether a run file is named run.json, or is inside a run folder.
 
-    Only the name is checked, since an attacker could leave out the folder's other files. Links are followed.
+    The name run.json is enough, since an attacker could leave out the folder's other files. Links are followed.
     """
     places = (Path(os.path.abspath(file)), file.resolve())
     return any(
@@ -46,9 +46,10 @@ def refuse_foreign_code(
     model_args: Mapping[str, Any] | None = None,
     callbacks: Sequence[str] = (),
 ) -> None:
-    """Raise UserError "untrusted-model" or "untrusted-callback" if `file` names Python code, unless it is `trusted`.
+    """Raise UserError "untrusted-model" or "untrusted-callback" if `file` names Python code.
 
-    A callback always names code. A model may also be a preset, a file or a folder.
+    A callback always names code. A model may also be a preset, a file or a folder. If the file is `trusted`, its
+    code is allowed.
     """
     if trusted:
         return
@@ -62,9 +63,10 @@ def refuse_foreign_code(
 
 
 def unrelated_modules(config: Mapping[str, Any], model: str) -> list[Problem]:
-    """Return a problem for each class in a DeepSpeed JSON that is not in a package with layers of the model.
+    """Return a problem for each class in a DeepSpeed JSON from a package without layers of the model.
 
-    DeepSpeed imports the classes in `lower_precision_safe_modules` (runtime/torch_autocast.py, init_autocast_params).
+    DeepSpeed imports the classes in `lower_precision_safe_modules` (runtime/torch_autocast.py,
+    init_autocast_params).
     """
     autocast = config.get("torch_autocast")
     names = autocast.get("lower_precision_safe_modules") if isinstance(autocast, Mapping) else None

@@ -49,7 +49,7 @@ def resident_memory() -> ResidentMemory:
 
 
 def forget_resident_peak() -> None:
-    """Reset the peak to the present value, if that is allowed."""
+    """Reset the peak of resident memory to the present value, if the kernel allows it."""
     with suppress(OSError):
         _RESET.write_text("5")
 
@@ -77,7 +77,7 @@ def mapped_pages() -> list[tuple[int, int]]:
 
 
 def touch(pages: Iterable[tuple[int, int]]) -> None:
-    """Touch the parent's `mapped_pages`, since on Linux a forked process begins without file-backed pages."""
+    """Read one byte of each of the parent's `mapped_pages`, since a fork on Linux begins without these pages."""
     for address, size in pages:
         (ctypes.c_char * size).from_address(address)[::PAGESIZE]
 
@@ -121,7 +121,10 @@ class Flow(NamedTuple):
 
 
 def flows() -> dict[str, Flow]:
-    """Return all connections by the kernel's socket name; empty if the kernel does not list them."""
+    """Return the traffic of each TCP connection of this process, by the kernel's socket name.
+
+    Empty if the kernel does not list the connections.
+    """
     found: dict[str, Flow] = {}
     if socket.getdefaulttimeout() is not None:
         return found  # creating a socket object would make the connection non-blocking
@@ -150,7 +153,7 @@ def flows() -> dict[str, Flow]:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Disable garbage collection during imports, in which it takes a fifth of the time and finds little."""
+    """Disable garbage collection during imports: it takes a fifth of their time and finds little."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Costs of a model, layer by layer. Plans are computed from them. They are stored as plain JSON."""
+"""Costs of a model, layer by layer, stored as plain JSON. Plans are computed from these costs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardMoment:
-    """A part of a backward, with its live memory. At its end the gradient of a parameter is complete."""
+    """A part of a backward, with its live memory. It ends when the gradient of a parameter is complete."""
 
     live: tuple[Linear, ...]  # live bytes minus the bytes before the layer's forward; the largest line counts
     end: Linear = Linear()  # live bytes at its end, with the new gradient
@@ -78,7 +78,7 @@ KernelKind = Literal["product", "convolution", "attention", "normalisation", "el
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """Kernels of one kind in a layer's forward or backward. Matrix products of one entry have equal shapes."""
+    """Kernels of one kind in a layer's forward or backward. Matrix products in one entry have equal shapes."""
 
     kind: KernelKind
     dtype: str  # torch's name of the first tensor's type: "bfloat16"
@@ -134,12 +134,12 @@ class LayerCost:
 
     @property
     def forward_flops(self) -> Linear:
-        """FLOPs of its forward."""
+        """FLOPs of the layer's forward."""
         return _sum(kernel.flops for kernel in self.forward_kernels)
 
     @property
     def backward_flops(self) -> Linear:
-        """FLOPs of its backward, with recomputation."""
+        """FLOPs of the layer's backward, with recomputation."""
         return _sum(kernel.flops for kernel in self.backward_kernels)
 
 
@@ -166,8 +166,9 @@ class LayerRun:
 class Profile:
     """A model's costs at one sequence length (or image size), for all traced settings.
 
-    `costs` maps a setting such as "bf16/checkpointing=0/tp=1/sp=1" to one LayerCost for each of `layers`; "/ep=8" at
-    the end is for experts on 8 ranks. Profiles compare by identity, so derived values can be cached.
+    `costs` maps a setting such as "bf16/checkpointing=0/tp=1/sp=1" to one LayerCost for each of `layers`. A setting
+    that ends in "/ep=8" has its experts spread over 8 ranks. Profiles compare by identity, so derived values can be
+    cached.
     """
 
     model: str
@@ -189,7 +190,7 @@ class Profile:
     scored_first: ClassVar[bool] = False  # whether the model runs without gradients before it trains on a batch
 
     def of_engine(self, engine: Engine) -> Profile:
-        """Return the profile of the code with which an engine trains this model."""
+        """Return the profile for an engine. Some engines train this model with code of their own."""
         return self.own_models.get(engine, self)
 
     @property
@@ -203,10 +204,10 @@ class Profile:
         return sum(layer.count * (sum(layer.matrices) + sum(layer.vectors)) for layer in self.layers)
 
     def key_of(self, key: str, zero_stage: int, samples: int = 0) -> str:
-        """Return the key of the costs at a ZeRO stage and a micro batch.
+        """Return the key of the costs at a ZeRO stage and with a micro batch of `samples`.
 
-        Stage 3 has its own costs, since it builds buffers in 16 bits, and linear layers with frozen weights keep their
-        input. A single sample can have its own costs, too.
+        Costs at stage 3 can differ, since it builds buffers in 16 bits, and linear layers with frozen weights keep
+        their input. Costs of a single sample can differ, too.
         """
         if samples == 1 and f"{key}{SINGLE}" in self.costs:
             return f"{key}{SINGLE}"
@@ -222,7 +223,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, value: Any) -> Profile:
-        """Return the profile that `as_dict` has converted to this data. Raises Unreadable for other data."""
+        """Return the profile from a dictionary that `as_dict` made. Raises Unreadable otherwise."""
         return shaped(value, TypeAdapter(cls))
 
 

@@ -42,7 +42,7 @@ class Reservation:
 
 
 def read_forecast(run: Path) -> dict[str, Any] | None:
-    """Return the forecast in a run folder's plan.json as plain data (without pydantic), or None if it has none."""
+    """Return the forecast in a run folder's plan.json as plain data; None if it has none. Does not import pydantic."""
     try:
         return read_json(run / "plan.json").get("forecast")
     except (OSError, Unreadable):
@@ -50,7 +50,7 @@ def read_forecast(run: Path) -> dict[str, Any] | None:
 
 
 def needed_by(ranks: Iterable[int], world_size: int, forecast: Mapping[str, Any]) -> list[int]:
-    """Return the forecast host memory of each of these ranks, in bytes."""
+    """Return the host memory that `forecast` gives for each of `ranks`, in bytes."""
     stages, first = forecast["stages"], forecast["first_bytes"]
     return [stages[rank * len(stages) // world_size] if rank else first for rank in ranks]
 
@@ -79,7 +79,7 @@ def is_reserved(run: Path) -> bool:
 
 
 def reserved_on_host(except_run: Path | None = None) -> int:
-    """Return the bytes of host memory that all runs but `except_run` have reserved and do not use yet."""
+    """Return the bytes of host memory that runs except `except_run` have reserved and do not use yet."""
     reservations = [reservation for reservation in _living() if reservation.run != str(except_run)]
     used = _used_by_ranks() if reservations else Counter[str]()
     return sum(max(0, reservation.host_bytes - used[reservation.run]) for reservation in reservations)
@@ -100,7 +100,7 @@ def free_for(run: Path | None = None) -> int:
 
 
 def reserved_on_gpus(except_run: Path | None = None) -> Counter[str]:
-    """Return the bytes that all runs but `except_run` have reserved on each GPU, in use or not."""
+    """Return the bytes that runs except `except_run` have reserved on each GPU (by UUID), used or not."""
     found = Counter[str]()
     for reservation in _living():
         if reservation.run != str(except_run):
@@ -116,7 +116,7 @@ def gpus_free_for(run: Path, count: int) -> list[int]:
 
 @contextmanager
 def reservations_locked() -> Iterator[None]:
-    """Keep other runs from reading the free memory before this run has reserved its part."""
+    """Inside this context, other runs wait before they read the free memory and reserve their part."""
     with ExitStack() as stack:
         with suppress(OSError):  # no writable cache, or a file system without locks
             _folder().mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def _read(file: Path) -> Reservation | None:
 
 
 def _living() -> list[Reservation]:
-    """Return the reservations whose process lives, and remove the files of others."""
+    """Return the reservations of living processes. Delete the files of all others."""
     found = []
     for file in _folder().glob("*.json"):
         reservation = _read(file)

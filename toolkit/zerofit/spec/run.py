@@ -52,7 +52,7 @@ _WORDS = ("true", "false", "yes", "no", "on", "off")
 
 
 def _checked_by(parse: Callable[[str], object]) -> AfterValidator:
-    """Return a validator that checks a text with `parse` but keeps the text, since run.json shows it as written."""
+    """Return a validator that checks a text with `parse` and keeps it as written, for run.json."""
 
     def check(text: str) -> str:
         parse(text)
@@ -66,7 +66,7 @@ def _option(default: Any, description: str, **limits: Any) -> Any:
 
 
 def micro_batches_of(text: str) -> tuple[int, ...]:
-    """Parse `--micro-batch-by-rank`: the micro batch of each rank, or () for "auto". Raises ValueError."""
+    """Parse `--micro-batch-by-rank` to the micro batch of each rank; () for "auto". Raises ValueError."""
     if text == "auto":
         return ()
     words = text.split(",")
@@ -80,7 +80,6 @@ def _listed(value: Any) -> str:
 
 
 def _stages(value: Any) -> Any:
-    """Return "auto" or a positive integer. Raises ValueError."""
     number: Any = float(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
     if number == AUTO:
         return number
@@ -110,21 +109,22 @@ def plain_type(annotation: Any) -> Any:
 
 
 def switch(field: str, value: bool | str) -> str:
-    """Return the flag that switches a field on (True), off (False), or to a word."""
+    """Return the flag that sets a field to `value`: on (True), off (False), or a word."""
     name = field.replace("_", "-")
     return f"--{name}" if value is True else f"--{value or 'no'}-{name}"
 
 
 def is_switch(field: str) -> bool:
-    """Return whether a field's flags have no value: the field is on, off, or one of a few words."""
+    """Return whether a field's flags are given without a value. Such a field is on, off, or one of a few words."""
     kind = plain_type(Run.model_fields[field].annotation)
     return kind is bool or bool in get_args(kind)
 
 
 class Run(BaseModel):
-    """One training run, as requested. A `None` is replaced later, from the DeepSpeed JSON, the model or a default.
+    """One training run, as requested. A field that is None gets its value later.
 
-    Immutable. Raises UserError with all unknown names (and the nearest known names) and all bad values.
+    That value comes from the DeepSpeed JSON, the model or a default. Runs are immutable. Raises UserError with all
+    unknown names (and the nearest known names) and all bad values.
 
     >>> run = Run(model="gpt2", data="pysource", ds_config="zero3", micro_batch=4, precision="bf16")
     >>> run.model_copy(update={"seq_len": 512}).seq_len
@@ -363,7 +363,7 @@ class Run(BaseModel):
 
     @property
     def partial(self) -> PartialTraining | None:
-        """The trained part of the model, or None if all of it is trained."""
+        """The trained part of the model; None if all parameters are trained."""
         if self.lora is None and not self.train and not self.freeze:
             return None
         lora = self.lora and LoraSettings(
@@ -384,7 +384,7 @@ class Run(BaseModel):
     def load(cls, path: str | Path, *, trust_model_code: bool = False, **overrides: Any) -> Run:
         """Read a run.yaml or run.json, such as a run folder's; `overrides` replace its values.
 
-        A run folder's file that names code (package.module:callable) as model or callback is refused unless
+        If a run folder's file names code (package.module:callable) as model or callback, the file is refused unless
         `trust_model_code`. Raises UserError with all problems and their lines.
         """
         values, places, faults = _read_run_file(Path(path))
@@ -403,7 +403,7 @@ class RunRequest:
 
     @classmethod
     def of(cls, run: Run | RunRequest) -> RunRequest:
-        """Return the request of a run created in Python. The place of a field is its name.
+        """Return the request for a run that was created in Python. The place of a field is its name.
 
         >>> RunRequest.of(Run(model="mlp", micro_batch=4)).place("micro_batch")
         'micro_batch'
@@ -413,7 +413,7 @@ class RunRequest:
         return cls(run=run, places={name: name for name in run.model_fields_set})
 
     def place(self, field: str) -> str:
-        """Return the place where the user set this field, else its flag."""
+        """Return the place where the user set this field. If the user did not set it, return its flag."""
         return self.places.get(field, flag(field))
 
     def updated(self, **fields: Any) -> RunRequest:
@@ -429,8 +429,8 @@ def flag(field: str) -> str:
 def load_run(file: Path | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:
     """Return the run from a file and flags; flags override the file.
 
-    Raises UserError with all unknown keys (and the nearest known keys) and all bad values. Also raises it if a run
-    folder's file refers to code, unless `trust_model_code`.
+    Raises UserError with all unknown keys (and the nearest known keys) and all bad values. If a run folder's file
+    names code, raises UserError unless `trust_model_code`.
     """
     values, places, faults = _read_run_file(file) if file else ({}, {}, [])
     values |= flags
@@ -442,7 +442,7 @@ def load_run(file: Path | None, flags: Mapping[str, Any], trust_model_code: bool
 
 
 def _refuse_foreign_code(file: Path, run: Run, typed: Collection[str], trusted: bool) -> None:
-    """Refuse custom code to which a run folder's run file refers, except in fields that the user gave (`typed`)."""
+    """Refuse code that a run folder's run file names, except in fields that the user gave (`typed`)."""
     if in_run_folder(file):
         own = {"model": run.model, "model_args": run.model_args, "callbacks": run.callbacks}
         refuse_foreign_code(file, trusted, **{name: value for name, value in own.items() if name not in typed})
@@ -451,10 +451,10 @@ def _refuse_foreign_code(file: Path, run: Run, typed: Collection[str], trusted: 
 def _made(
     values: Mapping[Any, Any], places: Mapping[Any, str], faults: Sequence[Problem], *, name_flags: bool = False
 ) -> Run:
-    """Return the run with these values. Their keys may be of any YAML type (the key of `1: 2` is a number).
+    """Return the run with these `values`. Keys may be of any YAML type (the key of `1: 2` is a number).
 
-    Raises UserError with all problems at their `places`, and the file's `faults`. `name_flags`: hints name the flag of
-    the field.
+    Raises UserError with all problems at their `places`, and the file's `faults`. `name_flags`: hints name the flag
+    of the field.
     """
 
     def placed(problem: Problem) -> Problem:
@@ -484,7 +484,6 @@ def _unknown_key(key: Any) -> Problem:
 
 
 def _problem(entry: ErrorDetails) -> Problem:
-    """Convert one of pydantic's errors."""
     field = str(entry["loc"][0])
     if entry["type"] == "extra_forbidden":
         return _unknown_key(field)
@@ -495,9 +494,9 @@ def _problem(entry: ErrorDetails) -> Problem:
 
 
 def _read_run_file(file: Path) -> tuple[dict[Any, Any], dict[Any, str], list[Problem]]:
-    """Return the values of a YAML or JSON mapping, the places of its keys, and its faults. Raises UserError.
+    """Return a YAML or JSON mapping, the places of its keys, and its faults. Raises UserError.
 
-    A `ds_config` that names a file in the folder of the run file is replaced by the path of that file.
+    If `ds_config` names a file next to the run file, its value becomes that file's path.
     """
     hint = "write it as lines of `key: value`; `zerofit train --help` lists the keys"
 

@@ -82,7 +82,10 @@ class Layout:
 
     @property
     def combined(self) -> bool:
-        """Whether zerofit itself creates groups and slices: with expert parallelism, or two other parallel degrees."""
+        """Whether zerofit creates groups and slices itself, not DeepSpeed.
+
+        This is the case with expert parallelism, or if two of tp, pp and sp exceed 1.
+        """
         return self.ep > 1 or sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
 
     def as_dict(self) -> dict[str, int]:
@@ -198,7 +201,7 @@ class Job:
         return self.run.precision or "fp32"
 
     def samples_after(self, step: int) -> int:
-        """Return the samples consumed up to this step, including samples before a resume with another batch size."""
+        """Return the samples consumed up to `step`. Earlier starts may have had other batch sizes."""
         done, samples = (self.start.step, self.start.samples) if self.start else (0, 0)
         return samples + (step - done) * self.batch.total
 
@@ -215,7 +218,7 @@ class Job:
 
     @classmethod
     def from_dict(cls, value: Any) -> Job:
-        """Return the job that `to_dict` has converted to this data. Raises ValueError for other data.
+        """Return the job from a dictionary that `to_dict` made. Raises ValueError otherwise.
 
         Unknown fields of the run are ignored, so checkpoints of other versions can be read.
         """

@@ -73,7 +73,7 @@ def cut_layers(weights: Sequence[float], trained: Sequence[int], parts: int) -> 
 
 @lru_cache(maxsize=256)
 def balanced(weights: tuple[float, ...], parts: int) -> Bounds:
-    """Return the bounds of `parts` parts with the least difference between the heaviest and the lightest."""
+    """Return the bounds of `parts` parts, with the least difference between heaviest and lightest part."""
     sums = list(accumulate(weights, initial=0))
     best: list[tuple[float, float]] = [(0, math.inf), *[(math.inf, math.inf)] * len(weights)]
     cuts: list[list[int]] = []
@@ -89,7 +89,10 @@ def balanced(weights: tuple[float, ...], parts: int) -> Bounds:
 
 
 def _best_cut(best: Sequence[tuple[float, float]], sums: Sequence[float], end: int) -> tuple[int, tuple[float, float]]:
-    """Return the best start of the last part of the first `end` layers, and the heaviest and lightest part's weight."""
+    """Return the best start of the last part of the first `end` layers, and the (heaviest, lightest) weight.
+
+    `best`: for each start, the same two weights of the parts before it.
+    """
     cost, found = math.inf, (0, (math.inf, math.inf))
     for cut in range(end):
         heaviest, lightest = best[cut]

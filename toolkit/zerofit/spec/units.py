@@ -92,5 +92,5 @@ class Interval:
 
     @property
     def never(self) -> bool:
-        """Whether nothing is ever due."""
+        """Whether the interval is 0, so that nothing is ever due."""
         return self.steps == 0

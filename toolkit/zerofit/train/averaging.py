@@ -30,7 +30,7 @@ from zerofit.train.zero_layouts import to_training_precision
 # To evaluate or save them, they are swapped with the masters, and the engine then copies masters to its low-precision
 # weights as after a step. So no second copy of the model is needed in any layout.
 class AveragedWeights:
-    """Running average of the weights that one rank's optimizer updates, and of its floating-point buffers."""
+    """Running average of the weights that one rank's optimizer updates, and of floating-point buffers."""
 
     def __init__(self, trainer: EngineTrainer, decay: float):
         self._trainer, self._average = trainer, get_ema_multi_avg_fn(decay)
@@ -53,7 +53,7 @@ class AveragedWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside this context, the model has the averages. Afterwards its weights are restored bit for bit."""
+        """Inside this context, the model has the averages. At the end its weights are restored bit for bit."""
         self._exchange()
         try:
             yield
@@ -61,7 +61,7 @@ class AveragedWeights:
             self._exchange()
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's averages for a checkpoint: parts of weights with their name and start, and buffers."""
+        """Return this rank's averages for a checkpoint: parts of weights (with name and start), and buffers."""
         shards = self._found()
         places = [{"name": indexed.name, "start": indexed.shard.start} for indexed in shards]
         averages, buffers = self.tensors[: len(shards)], self.tensors[len(shards) :]
@@ -69,9 +69,9 @@ class AveragedWeights:
 
     @torch.no_grad()
     def restore(self, checkpoint: Path, own_rank: int | None) -> None:
-        """Restore averages from a checkpoint, from this rank's file if the layout is the same, else from all files.
+        """Restore averages from `checkpoint`. If it has no averages, they start at the next step.
 
-        If the checkpoint has no averages, they start at the next step.
+        `own_rank`: read only this rank's file, since the layout is the same; None: read the files of all ranks.
         """
         pattern = "rank-*.pt" if own_rank is None else f"rank-{own_rank:05}.pt"
         files = sorted((checkpoint / "ranks").glob(pattern))
@@ -103,7 +103,6 @@ class AveragedWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Swap averages and weights in pieces."""
         engine: Any = self._trainer.engine
         # As in a load: DeepSpeed must partition parameters before masters change, and gather persistent ones
         # afterwards.

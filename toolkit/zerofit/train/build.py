@@ -82,9 +82,10 @@ def _as_vector(parameter: nn.Parameter) -> None:
 
 
 def stored_by_engine(job: Job) -> Stored:
-    """Return dtype and device with which the engine stores parameters (engine.py, _configure_distributed_model).
+    """Return the dtype and the device with which the engine stores parameters.
 
-    If DeepSpeed itself slices the model for tensor parallel ranks, the model stays in host memory.
+    If DeepSpeed itself slices the model for tensor parallel ranks, the model stays in host memory. (engine.py,
+    _configure_distributed_model)
     """
     dtype = DTYPES[job.precision] if get(job.ds_config, f"{job.precision}.enabled") else torch.float32
     by_deepspeed = job.layout.tp > 1 and not job.layout.combined
@@ -128,13 +129,13 @@ def _is_quantized(source: ModelSource) -> bool:
 
 
 def _divider(ds_config: dict[str, Any]) -> Callable[[nn.Parameter], None]:
-    """Return the function that DeepSpeed's engine partitions a parameter with, to call it before the engine starts."""
+    """Return the function with which DeepSpeed's engine partitions parameters, for use before it starts."""
     nothing = nn.Module()  # with a module it replaces the linear function, as the engine does
     return Init(module=nothing, config_dict_or_path=ds_config)._zero_init_param
 
 
 def _store_others(model: nn.Module, stored: Stored) -> None:
-    """Cast and move parameters that are not partitioned, since the engine skips partly partitioned models.
+    """Cast and move parameters that are not partitioned. The engine skips them if any is partitioned.
 
     (runtime/engine.py, _configure_distributed_model)
     """

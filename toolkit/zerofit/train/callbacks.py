@@ -150,7 +150,8 @@ class EventLog(Callback):
     def training(self, **steps: int) -> None:
         """Record that training begins or continues.
 
-        The entry has the total `steps` and, at the start, the steps `done` before this start.
+        `steps`: numbers for the entry. They are the total `steps` and, when a run starts, the steps that were
+        `done` before.
         """
         self._progress.begin(TRAINING)
         self._write("training", **steps)
@@ -192,11 +193,9 @@ class _NumberLogger(Callback, ABC):
     def _log(self, values: dict[str, Any], step: int) -> None: ...
 
     def on_step(self, record: StepRecord) -> None:
-        """Log all numbers of a step."""
         self._add("train", record["step"], record)
 
     def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
-        """Log the figures of an evaluation."""
         self._add("valid", step, figures)
 
     def _add(self, part: str, step: int, values: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ class LossCheck:
             inner_optimizer(engine).register_step_pre_hook(partial(self._before_update, engine))
 
     def see(self, loss: Tensor) -> None:
-        """Start to exchange whether a micro batch's loss is finite. Must be called before backward."""
+        """Start to tell all ranks whether a micro batch's loss is finite. Call this before backward."""
         self.losses.append(loss.detach())
         flag = torch.isfinite(loss.detach()).all().logical_not().float()
         self._pending.append((flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)))

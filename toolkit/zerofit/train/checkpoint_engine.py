@@ -51,7 +51,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        """Return whether DeepSpeed must clone views before it saves them, which a snapshot does not need."""
+        """Return whether DeepSpeed must clone views before it saves them. A snapshot needs no clones."""
         return self._snapshot is None
 
     def save(self, state_dict: Any, path: str | Path) -> None:
@@ -118,14 +118,13 @@ def _without_crc() -> Iterator[None]:
 
 
 def _synced(path: Path) -> FileMark:
-    """Read a file back to hash it, sync it to disk, and return its mark."""
     mark = mark_of(path)
     sync_file(path)
     return mark
 
 
 class HostCopies:
-    """Makes copies of state dicts in host memory, which are written while training changes the originals.
+    """Copies state dicts to host memory, so that training can go on while the copies are written.
 
     The buffers are kept for the next checkpoint, since the first access to new memory costs as much as the copy.
     """
@@ -134,7 +133,10 @@ class HostCopies:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def of(self, value: Any, file: str) -> Any:
-        """Return a structure with its tensors copied. Shared tensors stay shared. `file` identifies the structure."""
+        """Return `value` with its tensors copied. A tensor that occurs twice is copied once.
+
+        `file` identifies the structure: the next call for the same file uses the same buffers.
+        """
         copies: dict[tuple[object, ...], Tensor] = {}  # by address, offset, shape and strides
 
         def copy(item: Any) -> Any:

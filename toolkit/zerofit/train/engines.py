@@ -88,9 +88,10 @@ def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's Muon, as every engine does, but compile its functions only when they are first called.
+    """Import DeepSpeed's Muon so that its functions are compiled only when they are first called.
 
-    Their decorator, torch.compile, imports all of Inductor, which adds two seconds to every start (runtime/zero/muon).
+    Every engine imports Muon. The functions' decorator, torch.compile, imports all of Inductor, which adds two
+    seconds to every start (runtime/zero/muon).
     """
 
     def compile_when_called(*how: Any, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -106,10 +107,10 @@ def import_muon() -> None:
 
 
 def learning_rate_factor(step: int, *, total: int, warmup: int, schedule: str, floor: float) -> float:
-    """Return the factor on the peak learning rate at a step (from 0). Cosine and linear schedules end at `floor`.
+    """Return the learning rate at a step (from 0), as a factor of the peak rate.
 
-    The first step already has 1/(warmup + 1) of the peak, and the last step stays above the floor, since a step with
-    rate 0 would be wasted.
+    Cosine and linear schedules end at `floor`. The first step already has 1/(warmup + 1) of the peak, and the last
+    step stays above the floor, since a step with rate 0 would be wasted.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -184,10 +185,11 @@ def _scale_losses() -> None:
 
 
 def _unscale_norm(optimizer: Any) -> None:
-    """Correct the gradient norm that the fp16 optimizers without ZeRO and at stage 3 keep: remove the loss scale.
+    """Remove the loss scale from the gradient norm that fp16 optimizers keep, without ZeRO and at stage 3.
 
-    FP16_UnfusedOptimizer keeps the scaled norm (runtime/fp16/unfused_optimizer.py:224). The other optimizers divide by
-    the scale of the next step, which may have risen (runtime/fp16/fused_optimizer.py:340, runtime/zero/stage3.py:2897).
+    FP16_UnfusedOptimizer keeps the scaled norm (runtime/fp16/unfused_optimizer.py:224). The other optimizers divide
+    by the scale of the next step, which may have risen (runtime/fp16/fused_optimizer.py:340,
+    runtime/zero/stage3.py:2897).
     """
     original = optimizer.step
 
@@ -423,7 +425,10 @@ class ZeroTrainer(EngineTrainer):
         return (output_part(logits, "logits") if self.job.facts.own else logits), aux
 
     def _own_eval(self, x: Tensor, labels: Tensor, extra: dict[str, Tensor]) -> Tensor:
-        """Return the model's own loss, summed over real samples, their number, and 0. Every rank runs a forward."""
+        """Return the model's own loss summed over real samples, the number of these samples, and 0.
+
+        Every rank runs a forward, even without real samples.
+        """
         # A model's own loss is a mean over all samples it gets, so padding samples of the last batch are left out. A
         # rank whose samples are all padding must still run a forward: others wait for it in ZeRO-3's gathers.
         real = (labels.reshape(len(labels), -1) != IGNORE_INDEX).any(dim=1)

@@ -54,7 +54,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The origin of numbers that are not finite: an op with finite inputs, or a tensor that no op has made."""
+    """Where numbers that are not finite began: an op with finite inputs, or a tensor that no op has made."""
 
     phase: str  # FORWARD or BACKWARD
     output: TensorFacts
@@ -78,7 +78,7 @@ class _Place:
 
 
 class FirstNotFinite(TorchDispatchMode):
-    """Watches all ops of a step for results that are not finite. A context around forward and backward."""
+    """Watches all ops of a step for results that are not finite, as a context around forward and backward."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -93,7 +93,7 @@ class FirstNotFinite(TorchDispatchMode):
         self._names = {id(p): name for name, p in model.named_parameters()}
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
-        """Return the origin of a tensor that is not finite; None if this step has none."""
+        """Return the origin of a tensor that is not finite; None if no origin was found in this step."""
         return self._origins.get(_key(tensor))
 
     def batches(self, batches: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -130,7 +130,6 @@ class FirstNotFinite(TorchDispatchMode):
             self.gradient = name, self.origin_of(gradient)
 
     def _given(self, name: str, tensor: Tensor) -> None:
-        """Record a tensor of the batch that is not finite."""
         if tensor.is_floating_point() and not _finite(tensor):
             self._origins[_key(tensor)] = Origin(
                 phase=FORWARD,
@@ -144,7 +143,6 @@ class FirstNotFinite(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the op, and look at its results."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "c10d" or func.is_view:
@@ -216,7 +214,6 @@ class FirstNotFinite(TorchDispatchMode):
         depends: frozenset[str],
         node: Any,
     ) -> Origin:
-        """Return the origin for an op with finite inputs and a result that is not finite."""
         place = _Place(self._modules[-1] if self._modules else "", model_line())
         if node is not None and node._sequence_nr() < _LAST:
             place = self._places.get(node._sequence_nr(), place)
@@ -257,7 +254,11 @@ def _rows(tensor: Tensor, samples: int) -> tuple[int, ...]:
 
 
 def _wide(func: Callable[..., Any], args: Any, kwargs: Any, output: Tensor) -> float | None:
-    """Return the largest result of a 16-bit op if it runs in float32; None if that is not finite either."""
+    """Run a 16-bit op in float32. Return its largest absolute result; None if that is not finite either.
+
+    For a conversion from float32, return the largest absolute input. Also returns None for other ops, and for ops
+    that cannot run in float32.
+    """
     if output.dtype not in (torch.float16, torch.bfloat16):
         return None
     inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]

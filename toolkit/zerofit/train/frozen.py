@@ -67,7 +67,10 @@ def refuse_other_frozen(trainer: EngineTrainer, saved: FrozenWeights | None) -> 
 
 
 def leave_out_frozen(engine: Any) -> None:
-    """Keep frozen weights out of DeepSpeed's files under all their names. DeepSpeed saves ties (engine.py:4013)."""
+    """Keep frozen weights out of DeepSpeed's files.
+
+    A tied weight is left out under each of its names, since DeepSpeed saves it under all of them (engine.py:4013).
+    """
     original = engine.module_state_dict
 
     def module_state_dict(*args: Any, **kwargs: Any) -> Any:

@@ -105,7 +105,7 @@ class Loop:
         return losses
 
     def steps(self) -> Iterator[tuple[int, Iterator[Batch], list[np.ndarray]]]:
-        """Yield each remaining step (from 0), its micro batches, and a list that gets their sample indices."""
+        """Yield each remaining step (from 0), its micro batches, and a list that receives the sample indices."""
         order = Order.of(self.data.train, self.job.run.seed)
         images = StepImages.of(self.job.run, self.job.steps, self.data.inputs)
         slices, mixing = self._slices(order, images), images and images.mixing
@@ -148,7 +148,7 @@ class Loop:
     def _step_batches(
         self, step: int, micro: Iterator[Batch], order: Order, indices: list[np.ndarray]
     ) -> Iterator[Batch]:
-        """Yield one step's micro batches, each with the weight that makes the mean over all targets exact.
+        """Yield a step's micro batches, each with the loss weight that makes the mean over all targets exact.
 
         Appends the sample indices of each micro batch to `indices`.
         """
@@ -182,11 +182,11 @@ class Loop:
         return stop
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return loss and accuracy (images) or perplexity (text) over the validation samples. Exact in any layout.
+        """Return loss and accuracy (images) or perplexity (text) over the validation samples.
 
-        For masks the result also has the mean IoU, for labelled text the F1 score, and for text that an encoder-decoder
-        generates ROUGE. Names of figures of averaged weights begin with ema_. The
-        result is {} if a rank was asked to stop meanwhile.
+        The figures are exact in any layout. For masks there is also the mean IoU, for labelled text the F1 score,
+        and for an encoder-decoder ROUGE of its generated text. With averaged weights, their figures are added under
+        names that begin with ema_. If a rank was asked to stop during the evaluation, returns {}.
         """
         self.recorder.flush()
         self.events.phase("evaluating")
@@ -244,7 +244,6 @@ class Loop:
         return self.trainer.engine.device.type == "cuda"
 
     def _workers(self) -> int:
-        """Return the number of loader processes of this rank."""
         workers = self.job.run.data_workers
         return default_workers(self.data, int(os.environ.get("LOCAL_SIZE", 1))) if workers is None else workers
 
@@ -253,8 +252,8 @@ class Loop:
 def average_batch_statistics(model: nn.Module, group: Any) -> None:
     """Give all ranks of a data parallel group the mean of batch norm's running means and variances.
 
-    Each rank's statistics come from its own micro batches, and DeepSpeed does not synchronize them. Evaluation and the
-    saved model use the mean over ranks. Training does not read it.
+    Each rank's statistics come from its own micro batches, and DeepSpeed does not synchronize them. Evaluation and
+    the saved model use the mean over ranks. Training does not use these statistics.
     """
     statistics = [
         tensor for norm in batch_norms(model) for tensor in (norm.running_mean, norm.running_var) if tensor is not None

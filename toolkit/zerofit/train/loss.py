@@ -132,7 +132,6 @@ def _with_gradient(logits: Tensor, labels: Tensor, wanted: bool) -> tuple[Tensor
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the product `a @ b` to a float32 sum."""
     if a.dtype == b.dtype == total.dtype:
         total.addmm_(a, b)
     else:

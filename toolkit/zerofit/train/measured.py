@@ -70,7 +70,7 @@ def memory_figures(taken: MeasuredMemory, forecast: MemoryForecast | None) -> di
 
 
 def outgrown(taken: MeasuredMemory, forecast: MemoryForecast) -> str | None:
-    """Return a message that names what grew most if a rank exceeds forecast plus margin; None otherwise."""
+    """If a rank exceeds forecast plus margin, return a message that names what grew most; else None."""
     pairs = memory_figures(taken, forecast)
     above = {name: int(pair.measured - (pair.forecast or 0)) for name, pair in pairs.items()}
     shared = taken.shared_bytes - forecast.pinned_bytes

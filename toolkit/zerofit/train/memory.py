@@ -31,9 +31,9 @@ class RankMemory:
         forget_resident_peak()
 
     def slots(self) -> list[float]:
-        """Return slots for the figures of all ranks, where only this rank's slots are filled.
+        """Return one slot for each figure of each rank. Only this rank's slots are filled.
 
-        Other slots are zero, so a sum over all ranks has every rank's figures.
+        All other slots are zero, so the sum over all ranks has every rank's figures.
         """
         figures = self._look()
         before = FIGURES * dist.get_rank()
@@ -76,7 +76,10 @@ class RankMemory:
 
 
 def record_allocations(file: Path) -> None:
-    """Record the last allocations on this rank's GPU, with their lines. If one fails, write them to `file`."""
+    """Record the last allocations on this rank's GPU, with their lines.
+
+    If an allocation fails, write the record to `file`.
+    """
     torch.cuda.memory._record_memory_history(max_entries=RING_EVENTS)
     # called before the error unwinds the stack, so tensors that it would free are still in the snapshot
     attach: Any = vars(torch._C)["_cuda_attach_out_of_memory_observer"]  # torch declares no types for it
@@ -84,7 +87,7 @@ def record_allocations(file: Path) -> None:
 
 
 class MemoryWatch(Callback):
-    """Warns once when a run exceeds its forecast by more than its margin."""
+    """Warns once if a run exceeds its forecast by more than the margin."""
 
     def __init__(self, forecast: MemoryForecast, warn: Callable[[str], None]):
         self._forecast, self._warn, self._warned = forecast, warn, False
@@ -94,7 +97,7 @@ class MemoryWatch(Callback):
         self.look(MeasuredMemory.of(record), f"step {record['step']}")
 
     def look(self, measured: MeasuredMemory, when: str) -> None:
-        """Warn if the memory used exceeds the forecast plus margin, unless it has warned before."""
+        """Warn if the `measured` memory exceeds the forecast plus margin. Warns only once."""
         text = None if self._warned else outgrown(measured, self._forecast)
         if text:
             self._warned = True

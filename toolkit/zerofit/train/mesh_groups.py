@@ -72,7 +72,7 @@ class MeshGroups:
         return self._layout.tp
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank's number in the model parallel group, which is also in the names of its files."""
+        """Return this rank's number in the model parallel group, which DeepSpeed uses in file names."""
         return dist.get_rank(self.tensor)
 
     get_tensor_model_parallel_group = get_model_parallel_group

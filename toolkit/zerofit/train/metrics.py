@@ -90,7 +90,7 @@ class MetricsRecorder:
         grad_norm: Any,
         extra: dict[str, Any],
     ) -> None:
-        """Add a step that was issued to the device. If the block is full, exchange and write it."""
+        """Add a step that was issued to the device. If the block is now full, exchange and write its steps."""
         now = time.perf_counter()
         self._block.append(_Step(step, losses, indices, now - self._last_end, lr, grad_norm, extra))
         self._last_end = now
@@ -188,7 +188,7 @@ class MetricsRecorder:
         return self._memory.most(slots.tolist())
 
     def stop_at_evaluation(self, step: int, loss: float) -> None:
-        """Raise RunFailed for a validation loss that is not finite. The loss is the same on all ranks."""
+        """Raise RunFailed for `loss`, a validation loss that is not finite and equal on all ranks."""
         message = f"the validation loss after step {step + 1} is {loss}; {self._last_good()}"
         raise RunFailed(Problem(kind=NAN_LOSS, message=message, hint=NAN_HINT, where=f"step {step + 1}"))
 

@@ -18,7 +18,7 @@ from zerofit.spec.errors import Problem
 
 
 def own_optimizer(config: Mapping[str, Any], groups: list[dict[str, Any]], on_cpu: bool) -> Optimizer | None:
-    """Return the optimizer that a DeepSpeed JSON names if DeepSpeed cannot create it; None otherwise."""
+    """If DeepSpeed cannot create the optimizer that its JSON names, return this optimizer; else None."""
     entry = of_json(get(config, "optimizer.type"))
     path = entry and (entry.cpu_class if on_cpu else entry.gpu_class)
     if not entry or not path:

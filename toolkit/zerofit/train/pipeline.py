@@ -124,7 +124,7 @@ class PipelineTrainer(EngineTrainer):
             self.engine.eval_batch(filled, num_micro_batches=each)
 
     def state_names(self, engine: Any) -> StateNames:
-        """Return the names of this stage's state. A shared weight has the name that it has in its first layer."""
+        """Return the names of this stage's state. A shared weight is named after the first layer that has it."""
         names, firsts = StateNames(), {}
         for layer in self._layers:
             if layer.tied and layer.tied_attr:
@@ -160,7 +160,6 @@ class PipelineTrainer(EngineTrainer):
         shutil.rmtree(scratch)
 
     def _loss(self, outputs: Tensor | Carried, target: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the weighted loss of the last layer's output, plus the routers' loss for a mixture of experts."""
         if isinstance(outputs, Tensor):
             return self._targets_loss(outputs, target)
         logits, sums = outputs
@@ -276,7 +275,6 @@ class _StagedV(DualPipeVModule, _Staged):
 
 
 def _parts_of(stage: int, job: Job, bounds: list[int]) -> list[range]:
-    """Return the indices of the layers in each part of a stage."""
     parts = parts_of_stage(stage, job.layout.pp, job.run.pipeline_schedule)
     return [range(bounds[part], bounds[part + 1]) for part in parts]
 

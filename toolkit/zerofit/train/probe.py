@@ -100,7 +100,7 @@ def are_experts(name: str, child: nn.Module) -> bool:
 
 
 def expert_lists(model: nn.Module) -> tuple[str, ...]:
-    """Return the classes that have a list of experts, in the form of DeepSpeed's leaf modules: module.Class."""
+    """Return the classes that have a list of experts, as module.Class (the form of DeepSpeed's leaf modules)."""
     owners = (m for m in model.modules() if any(are_experts(*child) for child in m.named_children()))
     return tuple({f"{type(m).__module__}.{type(m).__qualname__}": None for m in owners})
 

@@ -37,10 +37,10 @@ class RankShares:
 
 
 def measured_shares(job: Job, trainer: ZeroTrainer, data: Data) -> RankShares:
-    """Return the job's batch, divided in proportion to the ranks' speeds. The result is the same on all ranks.
+    """Share the samples of the job's batch among ranks in proportion to their measured speeds.
 
-    All ranks evaluate their first micro batch at the same time, since the ranks of one host share its cores. Weights,
-    statistics and random states stay unchanged.
+    The result is the same on all ranks. All ranks evaluate their first micro batch at the same time, since the
+    ranks of one host share its cores. Weights, statistics and random states stay unchanged.
     """
     batch, speed = job.batch, _samples_per_s(job, trainer, data)
     speeds = torch.zeros(batch.dp, dtype=torch.float64, device=trainer.device)

@@ -132,7 +132,6 @@ class _RankReplay:
         self._found["sizes"].append((total / max(1, count)) ** 0.5)
 
     def _any(self, flag: bool) -> bool:
-        """Return whether `flag` is True on any rank."""
         shared = torch.tensor(float(flag), device=self._trainer.device)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return bool(shared)

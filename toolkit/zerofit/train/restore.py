@@ -153,7 +153,6 @@ def _zeros(inner: Any, indexed: IndexedShard, kind: str) -> Tensor:
 
 
 def _step(inner: Any, step: int, master: Tensor) -> Any:
-    """Return the step count in the form that this optimizer uses."""
     counting = getattr(inner, "aux_optimizer", None) or inner  # Muon updates only matrices; an Adam updates the rest
     if not type(counting).__module__.startswith("torch.optim"):
         return step
@@ -209,7 +208,6 @@ def _set_counters(engine: Any, counters: dict[str, Any]) -> None:
 
 
 def _set_steps_done(scheduler: Any, done: int) -> None:
-    """Make a new scheduler continue after `done` steps."""
     if hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's own, which count from -1
         if done:
             scheduler.step(done - 1)
@@ -222,7 +220,6 @@ def _set_steps_done(scheduler: Any, done: int) -> None:
 
 
 def _set_rates(scheduler: LambdaLR) -> None:
-    """Set the optimizer's learning rates to the values of the scheduler's curve at its current step."""
     curves = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
     rates = [base * curve(scheduler.last_epoch) for base, curve in curves]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):

@@ -133,7 +133,7 @@ class RankRun:
             self._events.note("--record-memory has no effect: it needs GPUs")
 
     def _shared_out(self, job: Job) -> Job:
-        """Return the job. If the run requests it, divide its samples by the ranks' measured speeds."""
+        """Return `job`. If the run requests it, share its samples among ranks by their measured speeds."""
         trainer, shares = self.trainer, job.start and job.start.shares
         if job.batch.limit <= job.batch.micro or shares or not isinstance(trainer, ZeroTrainer):
             return job
@@ -321,7 +321,6 @@ def replicas_apart(trainer: EngineTrainer) -> list[str]:
 
 
 def _apart(parameters: dict[str, nn.Parameter], group: Any) -> list[str]:
-    """Return the names of parameters that differ between ranks of the group."""
     sums = torch.stack([p.detach().double().sum() for p in parameters.values()])
     least, most = sums.clone(), sums.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)

@@ -116,7 +116,6 @@ class Saver:
             dist.barrier()
 
     def _write(self, staging: Path) -> None:
-        """Write DeepSpeed's files, this rank's own state, and the index of the files' contents."""
         for tag, engine in self._trainer.engines().items():
             engine.save_checkpoint(
                 str(staging), tag=tag, save_latest=False, exclude_frozen_parameters=self._job.run.partial is not None

@@ -1,4 +1,4 @@
-"""Index a checkpoint's files: where each has which part of the full model's parameters."""
+"""Index a checkpoint's files: which part of the full model's parameters each file has, and where."""
 
 from __future__ import annotations
 
@@ -151,7 +151,6 @@ def _is_first(trainer: EngineTrainer, shard: ParamShard, cut: TensorSlice | None
 
 
 def _counters(engine: Any) -> dict[str, Any]:
-    """Return the counters of the run: steps, samples, schedule and loss scale."""
     steps = [int(s["step"]) for s in inner_optimizer(engine).state.values() if "step" in s]
     schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else {}
     scaler = loss_scaler(engine)

@@ -26,9 +26,9 @@ _INSTRUCTIONS = {ForwardPass: "forward", BackwardPass: "backward", OptimizerStep
 
 
 class StepProfile:
-    """Traces one rank's chosen steps. Consecutive steps share one file, which is written after their last step.
+    """Traces one rank's chosen steps. Consecutive steps share one file, written after the last of them.
 
-    If a run ends earlier, the steps that were profiled so far are written.
+    If the run ends earlier, the steps traced so far are written.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StepProfile:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile step `number` (from 1), which runs inside this context, if it was chosen."""
+        """Profile what runs inside this context, if step `number` (from 1) was chosen."""
         if number not in self._steps:
             self.close()
             yield
@@ -74,7 +74,6 @@ class StepProfile:
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
-        """Mark phases and sections inside this context."""
         names = [section.name for section in self._sections] or [""]
 
         def begin(section: int, tensors: Any) -> None:
@@ -93,7 +92,7 @@ class StepProfile:
 
 @contextmanager
 def _marked_phases(engine: Any, modules: Mapping[str, str]) -> Iterator[None]:
-    """Mark the start of each phase with its first module. In a pipeline the schedule's instructions start phases."""
+    """Mark the start of each phase with its first module. In a pipeline, a phase starts with its instruction."""
     if hasattr(engine, "_INSTRUCTION_MAP"):
         instructions = engine._INSTRUCTION_MAP
         own = {kind: _marking(phase, modules[phase], instructions[kind]) for kind, phase in _INSTRUCTIONS.items()}

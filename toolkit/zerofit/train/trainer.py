@@ -31,14 +31,14 @@ Batch = dict[str, Any]  # one micro batch: "inputs", "labels", "weight", "indice
 
 @dataclass
 class StateNames:
-    """Names in the full model of an engine's parameters and buffers."""
+    """The full model's names for an engine's parameters and buffers."""
 
     parameters: dict[int, str] = field(default_factory=dict)  # by id, in the order of the model
     ties: dict[str, str] = field(default_factory=dict)  # other names of the same tensor
     buffers: dict[int, str] = field(default_factory=dict)  # by id
 
     def only(self, wanted: set[int]) -> StateNames:
-        """Return the names without parameters whose id is not in `wanted`."""
+        """Return only the parameters whose id is in `wanted`, with their ties, and all buffers."""
         parameters = {key: name for key, name in self.parameters.items() if key in wanted}
         ties = {name: first for name, first in self.ties.items() if first in parameters.values()}
         return StateNames(parameters=parameters, ties=ties, buffers=self.buffers)
@@ -89,7 +89,7 @@ class EngineTrainer(ABC):
         return {"loss_scale": self.engine.optimizer.loss_scale, "skipped_steps": self.engine.skipped_steps}
 
     def state_names(self, engine: Any) -> StateNames:
-        """Return the names in the full model of an engine's parameters and buffers."""
+        """Return the full model's names for an engine's parameters and buffers."""
         module: nn.Module = engine.module
         published = published_names(module)
         own_buffers = {name.lstrip("."): buffer for name, buffer in persistent_buffers(module)}
@@ -108,9 +108,9 @@ class EngineTrainer(ABC):
     def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
         """On rank 0, yield the full model's weights by name, on the CPU, one module at a time.
 
-        With `saves_adapters`, yield only the adapters' weights. All ranks must iterate over this together. `scratch`: a
-        folder that all ranks share, for temporary files. The next start deletes the files that a killed run leaves
-        there.
+        With `saves_adapters`, yield only the adapters' weights. All ranks must iterate over this together.
+        `scratch`: a folder for temporary files that all ranks share. If a killed run leaves files there, the next
+        start deletes them.
         """
         layout, collect, trained_only = self.job.layout, dist.get_rank() == 0, self.saves_adapters
         if layout.zero_stage < 3 and layout.tp == layout.ep == 1:
@@ -192,7 +192,7 @@ def gathered_state(
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that belong to the model's state, with their names in `rank_state`."""
+    """Yield the buffers that belong to the model's state, under the names that `rank_state` uses."""
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:

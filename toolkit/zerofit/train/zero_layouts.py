@@ -142,9 +142,10 @@ def loss_scaler(engine: Any) -> Any | None:
 
 
 def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
-    """Return the states of a master tensor by kind; {} for optimizers that keep numbers per block, row or column.
+    """Return the states of a master tensor by kind; {} if they are not one number per weight.
 
-    Such numbers are only in the engine's own files, for the layout that wrote them (checkpoint/compatible.py).
+    Some optimizers keep numbers per block, row or column. These are only in the engine's own files, for the layout
+    that wrote them (checkpoint/compatible.py).
     """
     inner = inner_optimizer(engine)
     entry = of_json(type(inner).__name__)
@@ -152,9 +153,9 @@ def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
 
 
 def local_shards(engine: Any, tag: str, frozen: bool = True) -> list[ParamShard]:
-    """Return this rank's shards, with `frozen` also those of frozen weights. `tag`: folder of the engine's files.
+    """Return this rank's shards; with `frozen`, also those of frozen weights. `tag`: folder of the files.
 
-    Raises Unsupported if their layout is unknown.
+    Raises Unsupported if the engine's layout is unknown.
     """
     kind = type(engine.optimizer).__name__
     if engine.zenflow or (kind not in LAYOUTS and hasattr(engine.optimizer, "optimizer")):
@@ -208,7 +209,10 @@ def _fused(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _zero12(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards of stages 1 and 2, which divide each flat group equally. round_robin_gradients reorders it."""
+    """Yield shards of stages 1 and 2, which divide each flat group equally.
+
+    round_robin_gradients changes the order of the parameters in a group.
+    """
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     for i, group in enumerate(optimizer.round_robin_bit16_groups):
         first = dist.get_rank(optimizer.real_dp_process_group[i]) * optimizer.partition_size[i]
@@ -236,7 +240,7 @@ def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _zero3(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards of stage 3, which divides each parameter equally (with padding) and flattens sub-groups."""
+    """Yield shards of stage 3. Each parameter is divided equally (with padding), and sub-groups are flat."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     if optimizer.offload_optimizer and optimizer.partial_offload < 1:
         raise Unsupported("offload_optimizer.ratio below 1 keeps states in an optimizer that DeepSpeed does not save")
@@ -276,7 +280,7 @@ def frozen_shards(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _alone(parameter: nn.Parameter, master: Tensor, master_at: Address, states_at: Address | None) -> ParamShard:
-    """Return the shard of a parameter with its own master tensor, which is equal on all data parallel ranks."""
+    """Return the shard of a parameter with its own master tensor, equal on all data parallel ranks."""
     return ParamShard(
         parameter=parameter,
         master=master,
@@ -338,7 +342,6 @@ class _Partition:
 
 
 def _packed(group: list[nn.Parameter]) -> list[int]:
-    """Return the offsets of parameters that are stored one after another."""
     return [0, *accumulate(p.numel() for p in group)][:-1]
 
 
@@ -368,7 +371,7 @@ def _parts_exposed(module: Any) -> Iterator[None]:
 
 
 def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:
-    """Return the files that a save copies a sub-group on NVMe to, by id of the tensor."""
+    """Return the files to which a save copies a sub-group on NVMe, by id of the tensor; {} if it is in memory."""
     if not optimizer._swappable_optimizer_subgroup(sub_group):
         return {}
     info = optimizer.optimizer_swapper.swap_params_info[optimizer.fp32_partitioned_groups_flat[sub_group].ds_id]
@@ -378,7 +381,10 @@ def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:
 
 @contextmanager
 def in_memory(engine: Any, master: Tensor) -> Iterator[None]:
-    """Inside this context, a master tensor and its states on NVMe are in memory. Afterwards they are written back."""
+    """Inside this context, a master tensor and its states are in memory, even if they are on NVMe.
+
+    They are written back to NVMe at the end.
+    """
     optimizer = engine.optimizer
     groups = optimizer.fp32_partitioned_groups_flat if getattr(optimizer, "swap_optimizer", False) else []
     sub_group = next((i for i, flat in enumerate(groups) if flat is master), None)

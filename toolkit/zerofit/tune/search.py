@@ -40,7 +40,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Regret:
-    """How much faster than the best measured configuration the untried ones may be."""
+    """How much faster untried configurations may be than the best measured one."""
 
     best_step_s: float  # measured
     untried: int
@@ -65,7 +65,7 @@ class Search:
     trials: list[Trial] = field(default_factory=list)
 
     def next(self) -> Candidate | None:
-        """Return the candidate whose trial has the highest expected gain; None if no candidate is worth a trial.
+        """Return the candidate whose trial has the highest expected gain; None if none is worth a trial.
 
         Before the first measurement, return the simplest of the candidates with the best forecasts.
         """
@@ -102,7 +102,7 @@ class Search:
         ]
 
     def regret(self) -> Regret | None:
-        """Compare untried configurations with the best; None if nothing was measured."""
+        """Compare untried configurations with the fastest measured one; None if nothing was measured."""
         best = self.best
         if best is None:
             return None
@@ -131,7 +131,10 @@ class Search:
         return {candidate.key: candidate for candidate in self.candidates}
 
     def _open(self) -> list[Candidate]:
-        """Return untried candidates that are smaller than all that did not fit, without families that kept failing."""
+        """Return untried candidates that need less memory than every candidate that did not fit.
+
+        Families that kept failing are left out.
+        """
         tried, by_key = {trial.key for trial in self.trials}, self._by_key()
         failed = [(by_key[t.key], t.status) for t in self.trials if t.key in by_key and t.status != "ok"]
         too_large = min((c.peak_bytes for c, status in failed if status in NO_ROOM), default=math.inf)
@@ -144,11 +147,11 @@ class Search:
 
 
 def expected_gain(mean: float, deviation: float, best_s: float) -> float:
-    """Return the expected improvement, relative to the best step time, if the step time's logarithm is normal.
+    """Return the expected improvement of a trial, relative to the best step time.
 
     This is E[max(0, 1 - t / best)] for ln t ~ N(mean, deviation^2), the expected improvement of Jones, Schonlau and
-    Welch, "Efficient Global Optimization of Expensive Black-Box Functions" (1998), applied to the logarithm of the step
-    time.
+    Welch, "Efficient Global Optimization of Expensive Black-Box Functions" (1998), applied to the logarithm of the
+    step time.
     """
     edge = (math.log(best_s) - mean) / deviation
     share_below = NormalDist().cdf
@@ -156,7 +159,7 @@ def expected_gain(mean: float, deviation: float, best_s: float) -> float:
 
 
 def _family(candidate: Candidate) -> tuple:
-    """Return a key of the DeepSpeed code that a configuration runs."""
+    """Return a key for the DeepSpeed code that a configuration runs."""
     layout = candidate.layout
     offload = (layout.offload_optimizer, layout.offload_param)
     return (
@@ -172,7 +175,6 @@ def _family(candidate: Candidate) -> tuple:
 
 
 def _for_a_sample(learned: StepTimeModel, candidate: Candidate) -> tuple[float, float]:
-    """Return mean and standard deviation of the logarithm of the seconds per sample."""
     mean, deviation = learned.expected(candidate)
     return mean - math.log(candidate.layout.global_batch), deviation
 

@@ -56,7 +56,7 @@ class Trial:
 
 
 def describe(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
-    """Describe a configuration briefly: the settings in which candidates differ."""
+    """Describe a configuration briefly, without settings that are off or equal in all candidates."""
     layout = candidate.layout
     parts = [f"ZeRO {layout.zero_stage}", f"micro batch {layout.micro_batch} x {layout.accumulation}"]
     parts += [f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "sp", "ep") if getattr(layout, name) > 1]
@@ -102,7 +102,6 @@ def timing(step_times: Sequence[float]) -> Timing | None:
 
 
 def _warm(step_times: Sequence[float]) -> Sequence[float]:
-    """Return the steps after the warm-up."""
     passed = 0.0
     for number, step_s in enumerate(step_times):
         if number >= WARM_STEPS and passed >= WARM_S:

@@ -1,4 +1,4 @@
-"""Any process of a launcher except the first: it waits, then becomes the guard of its rank."""
+"""The program of a launcher's processes except the first: wait, then become the guard of a rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LAST_S = 0.5  # lets the first process end before this one
 
 
 def follow(world: World) -> int:
-    """Wait for the first process and become the guard of this rank, or return an exit code if none is needed.
+    """Wait for the first process, then become the guard of this rank.
 
-    Raises RunFailed if the first process cannot be reached.
+    If no guard is needed, return an exit code. Raises RunFailed if the first process cannot be reached.
     """
     end_with_parent(os.getppid())
     rendezvous = Rendezvous(world)
@@ -42,7 +42,7 @@ def follow(world: World) -> int:
 
 
 def _why_not_visible(folder: Path) -> str:
-    """Return "" if the run folder is visible on this host within some seconds, else the reason."""
+    """Return why this host cannot use the run folder; "" if it can. Waits up to SEEN_S seconds for the folder."""
     deadline = time.monotonic() + SEEN_S
     while not RunFolder(folder).plan.is_file():
         if time.monotonic() > deadline:

@@ -20,7 +20,7 @@ class ConnectionLost(Exception):
 
 
 class JsonLineSocket:
-    """A connection that sends and receives JSON objects, one a line, without waiting for the other side."""
+    """A connection for JSON objects, one per line. `send` and `receive` do not wait for the other side."""
 
     def __init__(self, connection: socket.socket, timeout_s: float):
         """Use a connection. It counts as lost if the other side's kernel does not answer for `timeout_s` seconds."""

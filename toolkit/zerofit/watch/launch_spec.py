@@ -1,4 +1,4 @@
-"""The launch spec, a file in the run folder: guards read from it how to start their rank and where to report.
+"""The launch spec: a file in the run folder that tells guards how to start their rank and where to report.
 
 Since guards read a file, no text of the user passes through a shell.
 """

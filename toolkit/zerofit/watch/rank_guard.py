@@ -1,4 +1,4 @@
-"""The guard process of a rank. It starts the rank and reports its heartbeats to the command.
+"""The guard process of a rank. It starts the rank and reports the rank's heartbeats to the command.
 
 It kills the rank on request, or if the connection to the command breaks. It imports neither torch nor pydantic.
 """
@@ -154,7 +154,7 @@ class RankGuard:
                         connection.send({"beat": self._beat()})
 
     def _hear(self) -> bool:
-        """Read the rank's heartbeats and reports; return False once it has closed its end."""
+        """Read the rank's heartbeats and reports. Return False once the rank has closed its end of the pipe."""
         try:
             data = os.read(self._heartbeat, 65536)
         except BlockingIOError:
@@ -177,16 +177,16 @@ class RankGuard:
         return {**self._last, "silent_s": round(time.monotonic() - self._heard, 1), "state": state, "cpu_s": cpu_s}
 
     def _handle(self, order: dict[str, Any], connection: JsonLineSocket) -> bool:
-        """Execute a command's order; return whether to kill the rank."""
         self._answered |= "heard" in order
         if order.get("do") == "stacks":
             connection.send({"stacks": dump_stacks(self._process.pid, self._stacks)})
         return order.get("do") == "kill"
 
     def _report_end(self, code: int, connection: JsonLineSocket) -> int:
-        """Report how the rank ended. After a failure wait until the command requests the exit.
+        """Report how the rank ended, and return the guard's exit code.
 
-        Otherwise the launcher would kill the other ranks before they report.
+        After a failure, first wait until the command requests the exit. Otherwise the launcher would kill the other
+        ranks before they report.
         """
         self._hear()
         if leave_group(rank_group(self._spec.run_id, self._rank)) and self._failure is None:
@@ -237,7 +237,7 @@ def main() -> None:
 
 
 def _reserve(spec: LaunchSpec, rank: int) -> None:
-    """Reserve memory for the ranks of this host, unless the command has done so. `rank`: the first rank of the host."""
+    """Reserve memory for the ranks of this host, unless the command has done it. `rank`: the host's first rank."""
     folder, ranks = Path(spec.folder), spec.hosts.count(spec.hosts[rank])
     forecast = read_forecast(folder)
     if forecast and not is_reserved(folder):
@@ -284,7 +284,6 @@ def dump_stacks(pid: int, path: Path) -> str:
 
 
 def _environment(spec: LaunchSpec, rank: int, local_rank: int) -> dict[str, str]:
-    """Return the rank's environment: the host's variables, the command's variables, and the rank's coordinates."""
     local_size = spec.hosts.count(spec.hosts[rank])
     interface = spec.interfaces.get(spec.hosts[rank])
     if interface is None and len(set(spec.hosts)) > 1:

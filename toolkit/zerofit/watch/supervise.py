@@ -1,4 +1,4 @@
-"""Supervision of one start of a run: a server that receives heartbeats of all ranks and sends commands to them."""
+"""Supervise one start of a run: a server receives the heartbeats of all ranks and sends them commands."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Watch:
         return self._listener.getsockname()[1]
 
     def expect(self, spec: LaunchSpec) -> None:
-        """Expect reports of these ranks from now on."""
+        """Expect reports from the ranks of `spec` from now on."""
         self._token, self._timeout_s, self._coming_s = spec.token, spec.timeout_s, spec.coming_s
         now = time.monotonic()
         self.states = [RankState(rank, host, now) for rank, host in enumerate(spec.hosts)]
@@ -97,7 +97,7 @@ class Watch:
         self._polled = time.monotonic()
 
     def verdict(self) -> FailureVerdict | None:
-        """Return the failure seen so far, or None."""
+        """Return the first failure that the reports show; None if there is none."""
         return judge(self.states, time.monotonic(), self._timeout_s, self._coming_s)
 
     def await_failures(self) -> None:

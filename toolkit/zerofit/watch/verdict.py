@@ -207,7 +207,11 @@ def _lossy(
 
 
 def _behind(alive: Sequence[RankState]) -> list[RankState]:
-    """Find ranks that block others: ranks outside a collective, else in the earliest step, else in the rarest call."""
+    """Find the ranks that block the others.
+
+    These are the ranks outside a collective, else the ranks in the earliest step, else the ranks whose call is the
+    rarest.
+    """
     outside = [s for s in alive if not s.beat.get("collective")]
     if outside and len(outside) < len(alive):
         return outside

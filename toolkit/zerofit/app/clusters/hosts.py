@@ -1,4 +1,4 @@
-"""Selects the hosts of a run by flags, examines them, describes how to start ranks there, and kills leftovers."""
+"""Select the hosts of a run by flags, examine them, describe how to start ranks there, and kill leftovers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class HostRequest:
 
     @property
     def over_ssh(self) -> bool:
-        """Whether this command can examine hosts and kill left-over processes there over ssh."""
+        """Whether this command can use ssh to examine hosts and to kill left-over processes there."""
         return not self.no_ssh and self.runner != "slurm"
 
     @property
@@ -80,7 +80,7 @@ class HostRequest:
 
     @property
     def again(self) -> str:
-        """The `zerofit launch` command with these hosts, as hints print it."""
+        """The `zerofit launch` command for these hosts, as printed in hints."""
         words = ["zerofit", "launch"]
         words += ["--hostfile", str(self.hostfile)] if self.hostfile else []
         words += ["--launcher", self.runner] if self.runner != "pdsh" else []
@@ -93,7 +93,10 @@ class HostRequest:
 
 
 def find_hosts(options: HostRequest) -> tuple[Host, ...]:
-    """Return the hosts of the hostfile, the Slurm allocation or --nodes, filtered. Raises UserError."""
+    """Return the hosts of the hostfile, the Slurm allocation or --nodes that --include and --exclude select.
+
+    Raises UserError.
+    """
     problems = Problems()
     _check_conflicts(options, problems)
     problems.attempt(lambda: options.forwarded)
@@ -117,7 +120,6 @@ def find_hosts(options: HostRequest) -> tuple[Host, ...]:
 
 
 def _check_conflicts(options: HostRequest, problems: Problems) -> None:
-    """Add problems for flags that need or exclude each other."""
     if not (options.hostfile or options.nodes) and options.runner != "slurm":
         message = "`zerofit launch` needs --hostfile"
         problems.add("hostfile", message, "set --hostfile FILE; on this machine use `zerofit train`", "--hostfile")
@@ -153,7 +155,10 @@ def launcher_command(run: Run, hosts: Sequence[Host], options: HostRequest) -> l
 def examine_hosts(
     hosts: Sequence[Host], options: HostRequest, folder: Path, model: str, run_file: Path | None, port: int | None
 ) -> Preflight:
-    """Ask all hosts for the facts that a start needs. `port`: this command listens on it for the hosts' connections."""
+    """Ask all hosts for the facts that a start needs.
+
+    `port`: each host tests a connection to this command on this port; None for no test.
+    """
     return preflight(
         hosts,
         PreflightRequest(
@@ -171,7 +176,7 @@ def examine_hosts(
 def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
     """Return all devices as one machine: GPUs if every host has GPUs, else CPUs.
 
-    If the hosts were not examined, use the kind of this host's devices.
+    If the hosts were not examined (`found` is None), assume the kind of device that this host has.
     """
     here = replace(this_machine(), devices=sum(host.slots for host in hosts))
     if found is None:
@@ -194,7 +199,7 @@ def cluster_site(
     found: Preflight | None,
     folder: RunFolder,
 ) -> LaunchSite:
-    """Return how to start the job's ranks on these hosts. Each host is filled, in order, before the next."""
+    """Return how to start the job's ranks on these hosts. All slots of a host are used before the next host."""
     used, problems = filled(hosts, job.layout.world_size), Problems()
     options.deepspeed_runner.check(used, problems)
     problems.raise_if_any()
@@ -221,7 +226,10 @@ def cluster_site(
 
 
 def filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
-    """Return the first hosts that together have `ranks` slots; the last host may get fewer. Raises UserError."""
+    """Return the first hosts, in order, with exactly `ranks` slots in total.
+
+    The last host may keep fewer slots. Raises UserError if there are too few slots.
+    """
     used, left = [], ranks
     for host in hosts:
         take = min(left, host.slots)
@@ -236,7 +244,7 @@ def filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
 
 
 def sweep(hosts: Sequence[str], mark: str, ssh_port: int | None) -> list[str]:
-    """Kill every process of a start on the reachable hosts.
+    """Kill the processes of the start with this `mark` on all reachable hosts.
 
     Return a line for each host that had processes left or could not be reached.
     """
@@ -275,7 +283,7 @@ def ask_hosts(
     patience_s: float = PATIENCE_S,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any] | Unreachable]:
-    """Ask all hosts a question in parallel; return each host's answer, or why there is none."""
+    """Ask all hosts a question in parallel. Return each host's answer, or why the host did not answer."""
 
     async def ask() -> dict[str, dict[str, Any] | Unreachable]:
         async with conversations(hosts, ssh_port, module) as opened:
@@ -298,7 +306,7 @@ def own_address(hosts: Sequence[Host]) -> str:
 def listening_address(hosts: Sequence[Host], options: HostRequest) -> str:
     """Return the address at which all hosts reach this machine; "" (all addresses) if it is unknown.
 
-    With ssh, the preflight lets each host connect to it.
+    With ssh, each host tests a connection to this address in the preflight.
     """
     if options.node_rank is None:
         return own_address(hosts)

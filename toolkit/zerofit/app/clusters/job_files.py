@@ -26,7 +26,7 @@ NEEDED = {"slurm": ("nodes", "slots", "time"), "kubernetes": ("nodes", "slots", 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFileRequest:
-    """A scheduler job: the run, where it runs, and the file to write; one field per flag of `zerofit launch`."""
+    """A scheduler job: the run, where it runs, and the file to write. One field per flag of `zerofit launch`."""
 
     target: str | None  # model, run file or run folder
     flags: Mapping[str, Any]  # fields of the run that the user gave
@@ -65,8 +65,8 @@ class JobFile:
 def write_job_file(options: JobFileRequest) -> JobFile:
     """Write the requested file and return how to submit it.
 
-    Checks the run like `zerofit launch`, except for facts that only the cluster can show. Raises UserError with all
-    problems; nothing is written then.
+    Check the run like `zerofit launch`, except for facts that only the cluster can show. Raises UserError with all
+    problems; then no file is written.
     """
     kind = "slurm" if options.slurm else "kubernetes"
     problems = Problems()
@@ -106,7 +106,7 @@ def _common(options: JobFileRequest, env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _slurm(options: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str, str]) -> Callable[[], JobFile]:
-    """Return the function that writes the sbatch file and a private file of secrets. Raises UserError."""
+    """Return the function that writes the sbatch file and a private file with the secrets. Raises UserError."""
     file = options.slurm
     assert file
     names = ("time", "partition", "account", "save_s", "setup")
@@ -126,7 +126,7 @@ def _slurm(options: JobFileRequest, common: Mapping[str, Any], secret: Mapping[s
 
 
 def _kubernetes(options: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str, str]) -> Callable[[], JobFile]:
-    """Return the function that writes the manifest, which refers to a Secret. Raises UserError."""
+    """Return the function that writes the manifest. The manifest refers to a Secret. Raises UserError."""
     file = options.kubernetes
     assert file and options.image and options.claim
     chosen: dict[str, Any] = {"max_restarts": options.max_restarts} if options.max_restarts else {}
@@ -149,7 +149,6 @@ def _kubernetes(options: JobFileRequest, common: Mapping[str, Any], secret: Mapp
 
 
 def _check_run(options: JobFileRequest, problems: Problems) -> None:
-    """Check the run for the job's ranks, without its data. Adds all problems, or raises them as UserError."""
     from zerofit.app.fitting.options import CHOSEN  # these modules import torch, which `launch --help` does not need
     from zerofit.app.job.hub_models import PREFIX
     from zerofit.app.job.resolve import UNOPENED, resolve_job
@@ -184,7 +183,7 @@ def _files(run: Run) -> tuple[str | Path | None, ...]:
 
 
 def _elsewhere(name: str | Path | None) -> bool:
-    """Return whether a name is a file, folder or module that is missing here but may be in the image."""
+    """Return whether a file, folder or module is missing here but may exist in the container image."""
     text = str(name or "")
     if names_callable(text):
         return True
@@ -192,7 +191,7 @@ def _elsewhere(name: str | Path | None) -> bool:
 
 
 def _words(options: JobFileRequest) -> list[str]:
-    """Return the flags as command-line arguments, without the output folder."""
+    """Return the flags of the run as command-line arguments, without --output."""
     words = ["--trust-model-code"] if options.trust_model_code else []
     for field, value in options.flags.items():
         name = field.replace("_", "-")

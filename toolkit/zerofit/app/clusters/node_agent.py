@@ -27,7 +27,7 @@ RECENT_S = 600.0  # nodes do not start at the same time
 def follow(
     run: Run, hosts: Sequence[Host], options: HostRequest, report: Reporter, *, handle_signals: bool = False
 ) -> RunFolder:
-    """Start this node's ranks for each start of node 0 until node 0 ends; return the run folder.
+    """Start this node's ranks each time node 0 starts the run. Return the run folder when node 0 has ended.
 
     Raises UserError without an output folder. Raises Stopped or RunFailed if node 0's run was stopped or failed.
     """
@@ -61,7 +61,7 @@ def follow(
 
 
 def _finished(folder: RunFolder, began: float) -> bool:
-    """Return whether node 0 has finished: it has written or touched the run's result since `began`."""
+    """Return whether node 0 has written or touched the run's result since `began`."""
     try:
         return folder.result.stat().st_mtime > began - RECENT_S
     except OSError:
@@ -69,7 +69,6 @@ def _finished(folder: RunFolder, began: float) -> bool:
 
 
 def _launch_spec(folder: RunFolder) -> LaunchSpec | None:
-    """Read the launch spec of the current start; None if there is none."""
     try:
         return LaunchSpec.read(folder.launch_spec) if is_held(folder) else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -84,7 +83,7 @@ def _start(
     report: Reporter,
     handle_signals: bool,
 ) -> None:
-    """Run this node's ranks until they end; do nothing if the start uses fewer nodes."""
+    """Run this node's ranks until they end. If this start needs no ranks here, do nothing."""
     used, node = filled(hosts, spec.world_size), options.node_rank
     if node is None or node >= len(used):
         report.note(f"node {node}: this start needs no ranks here")

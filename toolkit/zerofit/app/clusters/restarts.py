@@ -75,7 +75,7 @@ class RestartingRun:
     _new_folders: list[Path] = field(init=False, default_factory=list)  # folders created for the hosts' checks
 
     def run(self) -> TrainingResult:
-        """Start the ranks until a start finishes, and return its result.
+        """Start the ranks, and restart them after failures, until a start finishes. Return its result.
 
         Raises UserError, DoesNotFit, RunFailed and Stopped.
         """
@@ -151,7 +151,6 @@ class RestartingRun:
         return failure.problem.kind in RECURRING and not (fitted_layout and failure.problem.kind == OUT_OF_MEMORY)
 
     def _ready(self, port: int) -> Preflight | None:
-        """Examine all hosts and return their facts; None without ssh. Raises UserError with all problems."""
         if not self.options.over_ssh:
             return None
         folder = self.folder or find_folder(self.request.run)
@@ -174,7 +173,7 @@ class RestartingRun:
                 path.rmdir()
 
     def _refuse(self, findings: Sequence[Check]) -> None:
-        """Report all findings in one table. Raises UserError for findings that would make the run fail."""
+        """Report all findings in one table. Raise UserError if a finding would make the run fail."""
         if findings:
             data = {"checks": findings, "hosts": len(self.hosts)}
             self.report.on_event(Event(kind="checks", text=f"{len(findings)} findings about the hosts", data=data))
@@ -185,7 +184,6 @@ class RestartingRun:
         problems.raise_if_any()
 
     def _prepare_restart(self, failure: RunFailed, failed: float) -> None:
-        """Prepare the next start: in the same folder, on the hosts that are up."""
         assert self.job and self.folder
         self.request = resuming(self.request, self.folder)
         answering = self._hosts_that_answer(failure)
@@ -197,9 +195,9 @@ class RestartingRun:
             file.write(json.dumps({**restart, "left_out": missing}) + "\n")
 
     def _hosts_that_answer(self, failure: RunFailed) -> list[Host]:
-        """Wait for all hosts to answer, with a time limit.
+        """Wait until all hosts answer, or until the time limit. Return the hosts that answer.
 
-        Return the hosts that answer. Raises RunFailed if they are too few.
+        Raises RunFailed if they are too few.
         """
         if not self.options.over_ssh:
             return list(self.hosts)
@@ -224,7 +222,6 @@ class RestartingRun:
         return answering
 
     def _continue_on(self, hosts: list[Host], missing: list[str]) -> None:
-        """Continue with fewer hosts and the same global batch."""
         assert self.job and self.folder
         layout, batch = self.job.layout, self.job.batch
         slots = sum(host.slots for host in hosts)
@@ -250,7 +247,7 @@ class RestartingRun:
 
 
 def _stop_after(problem: Problem, folder: RunFolder) -> None:
-    """Raise Stopped for a failure after a stop request, if there is a checkpoint to resume from."""
+    """Raise Stopped if the run failed while stopping on request and has a checkpoint to resume from."""
     checkpoints = Store(folder.checkpoints).entries()
     if checkpoints:
         message = f"failed while stopping on request ({problem.message}); step {checkpoints[-1].step} is saved"
@@ -259,8 +256,10 @@ def _stop_after(problem: Problem, folder: RunFolder) -> None:
 
 
 def _check_libaio(found: Preflight | None, ds_config: Mapping[str, Any]) -> None:
-    """Check that NVMe offload can be compiled on every examined host or, without examined hosts, on this machine.
-    Raises UserError."""
+    """Check that NVMe offload can be compiled on every examined host. Raises UserError.
+
+    If no host was examined (`found` is None), check this machine.
+    """
     problems = Problems()
     for name, facts in found.facts.items() if found else ():
         for problem in libaio_problems(ds_config, facts["libaio"]):

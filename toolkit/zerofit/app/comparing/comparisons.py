@@ -201,7 +201,7 @@ def compare_scaling(
 
 
 class _RowRunner:
-    """Measures the rows of one comparison. Rows that are already in its folder are not measured again."""
+    """Measure the rows of one comparison. Rows stored in its folder are not measured again."""
 
     def __init__(self, setup: ComparisonSetup, kind: Kind, job: CompareJob, question: Mapping[str, Any], anyway: bool):
         """`question`: inputs of the rows, besides the job. Raises UserError if the folder has other contents."""
@@ -211,19 +211,20 @@ class _RowRunner:
         self._gate = StateGate(parameters=setup.parameters, folder=self.store.folder, anyway=anyway)
 
     def strategy_row(self, name: str, strategy: Strategy, job: CompareJob) -> StrategyRow:
-        """Return the row of a strategy."""
         job = replace(job, strategy=strategy.name)
         return self._row(name, StrategyRow, job, lambda reports, s: strategy_row(strategy, job, reports, s))
 
     def size_row(self, job: CompareJob) -> SizeRow:
-        """Return the row of one batch size and seed."""
         name = f"size-{job.global_batch}-seed-{job.seed}"
         return self._row(name, SizeRow, job, lambda reports, _: size_row(job, reports))
 
     def _row(
         self, name: str, kind: type[AnyRow], job: CompareJob, make: Callable[[Sequence[RankReport], float], AnyRow]
     ) -> AnyRow:
-        """Return a stored row, or measure it. `make` builds it from the processes' reports and the elapsed seconds."""
+        """Return a stored row, or measure it.
+
+        `make` builds the row from the processes' reports and the elapsed seconds.
+        """
         row = self.store.load(name, kind)
         if row:
             self._report.result(f"{name}: known", row.to_dict())
@@ -238,7 +239,7 @@ class _RowRunner:
         return row
 
     def _refused(self, job: CompareJob) -> list[RankReport]:
-        """Return reports with the reason why the processes cannot start; [] if they may start."""
+        """Return reports with the reason why the processes cannot start; [] if they can."""
         strategy = STRATEGIES[job.strategy]
         if job.ranks < strategy.least_ranks:
             reason = f"needs {strategy.least_ranks} ranks, got {job.ranks}: use --ranks {strategy.least_ranks}"
@@ -248,7 +249,7 @@ class _RowRunner:
 
 
 def _named(names: Sequence[str], option: str, problems: Problems) -> list[Strategy]:
-    """Return "single" and the named strategies. The weights of "single" are the reference."""
+    """Return the named strategies and "single", whose weights are the reference."""
     for name in names:
         if name not in STRATEGIES:
             problems.add("strategy", f"unknown strategy {name!r}", nearest(name, STRATEGIES), option)
@@ -258,7 +259,6 @@ def _named(names: Sequence[str], option: str, problems: Problems) -> list[Strate
 def _check_sizes(
     ranks: Mapping[int, int], epochs: int, per_rank: int | None, finish: tuple[int, int] | None, problems: Problems
 ) -> None:
-    """Check sizes against --per-rank and --finish; `ranks`: batch size -> number of ranks."""
     for size in ranks:
         if per_rank and size % per_rank:
             message = f"{size} samples per step is not a multiple of --per-rank {per_rank}"
@@ -273,6 +273,5 @@ def _check_sizes(
 
 
 def _about(job: CompareJob, *names: str) -> dict[str, Any]:
-    """Return the settings that all rows share."""
     names = (*names, "hosts") if job.hosts else names
     return {name: getattr(job, name) for name in ("model", "model_args", "data", "lr", "seed", "accelerator", *names)}

@@ -39,7 +39,7 @@ class ComparisonSetup:
         self.parameters = self.samples = 0  # facts of the model and of its training data; set by `resolve`
 
     def epochs(self, default: int) -> int:
-        """Return the epochs of the run. Adds a problem if they are not an integer."""
+        """Return the epochs of the run. Add a problem if they are not an integer."""
         epochs = self.request.run.epochs or default
         if epochs != int(epochs):
             message, where = f"epochs: {epochs} is not an integer", self.request.place("epochs")
@@ -49,7 +49,7 @@ class ComparisonSetup:
     def resolve(
         self, fields: set[str], *, batch_option: str = "--global-batch", has_accuracy: bool = False, **settings: Any
     ) -> CompareJob:
-        """Return the job of the comparison. Opens the data once.
+        """Return the job of the comparison. Open the data once.
 
         `fields`: fields of the run that only this comparison uses. `settings`: further values for the job.
         `batch_option`: the option that sets the batch. Raises UserError with all problems so far.
@@ -77,7 +77,6 @@ class ComparisonSetup:
         return replace(job, data=opened.run.data, seq_len=opened.run.seq_len, tokenizer=opened.run.tokenizer)
 
     def _job(self, fields: set[str], settings: Mapping[str, Any]) -> CompareJob:
-        """Return the job from the run's fields and this machine; other fields of the run are problems."""
         run, request, machine = self.request.run, self.request, this_machine()
         for name in sorted(set(request.places) - COMMON - fields - {"output"}):
             self.problems.add("conflict", f"{name} is not supported in comparisons", "remove it", request.place(name))
@@ -90,7 +89,6 @@ class ComparisonSetup:
         return CompareJob(hosts=self.hosts, **{**defaults, **values, **settings})
 
     def _check_size(self, job: CompareJob, batch_option: str) -> None:
-        """Check ranks, steps and batch."""
         problems, machine, slots = self.problems, this_machine(), sum(count for _, count in self.hosts)
         if slots and job.ranks > slots:
             problems.add("ranks", f"{job.ranks} ranks, but {slots} slots in the hostfile", f"use {slots}", "--ranks")
@@ -106,7 +104,7 @@ class ComparisonSetup:
             problems.add("ranks", f"{job.ranks} ranks, but {machine.devices} GPUs", f"use {machine.devices}", "--ranks")
 
     def check_counts(self, job: CompareJob) -> None:
-        """Raise UserError if 1, 2, 4, ... ranks, up to the job's number, cannot split the batch evenly."""
+        """Raise UserError if one of the tried numbers of ranks (see `rank_counts`) does not divide the batch."""
         for count in rank_counts(job.ranks):
             if job.global_batch % count:
                 message = f"--global-batch {job.global_batch} cannot be split evenly over {count} ranks"
@@ -133,7 +131,6 @@ def _check_paces(job: CompareJob, problems: Problems) -> None:
 
 
 def _refuse_task(model: str, task: Task, has_accuracy: bool) -> None:
-    """Raise a UserError if comparisons do not support the model's task."""
     if gives_loss(task):
         message = f"{model} ({task}) computes its own loss; comparisons need logits"
         hint = "use a classifier or a language model; `zerofit tune` compares layouts of this model"

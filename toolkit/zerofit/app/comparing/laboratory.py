@@ -145,7 +145,6 @@ def compare_all(
 
 
 def _section(done: Done, folder: Path) -> Evidence:
-    """Return the table of an experiment with the links to its page and figures, which are in `folder`."""
     columns, rows = done.compared.page_table()
     missing = ", ".join(f"`{name}`" for name, _ in done.compared.missing())
     notes = [f"Without results: {missing}. The figures below include the reasons."] if missing else []
@@ -158,7 +157,7 @@ def _section(done: Done, folder: Path) -> Evidence:
 def conduct(
     experiment: Experiment, folder: Path, common: Mapping[str, Any], shared: Mapping[str, Any] | None = None, **how: Any
 ) -> Done:
-    """Run one experiment in a folder. `common`: fields of the run; `shared`, `how`: options of the comparison."""
+    """Run one experiment in a folder. `common`: fields of the run. `shared` and `how`: options of the comparison."""
     shared = shared or {}
     of_run = {name: value for name, value in experiment.options.items() if name in Run.model_fields}
     options = {name: value for name, value in experiment.options.items() if name not in of_run}
@@ -167,13 +166,16 @@ def conduct(
 
 
 def command(experiment: Experiment, common: Mapping[str, Any]) -> str:
-    """Return the command line that repeats an experiment; `common`: fields of the run in all experiments."""
+    """Return the command line that repeats an experiment.
+
+    `common`: the fields that the runs of all experiments share.
+    """
     options = {"model": Run().model, **common, **experiment.options}
     return shlex.join(["zerofit", "compare", experiment.kind, *flags(options)])
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
-    """Return the command-line arguments for fields of a run and for options: the model first, then the flags."""
+    """Return command-line arguments for the fields of a run and the options: the model first, then the flags."""
     words = [options["model"]]
     for name, value in options.items():
         if name != "model":
@@ -182,7 +184,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the texts of an option's values, one for each repetition of the option."""
+    """Return the texts of an option's value: several for an option that is repeated."""
     match value:
         case dict() if all(isinstance(key, int) for key in value):
             return [f"{key}={part:g}" for key, part in value.items()]

@@ -22,7 +22,10 @@ KEPT = ("ZEROFIT_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "TOKENIZE
 
 
 def order(folder: Path, accelerator: str, slots: int, variables: Mapping[str, str]) -> bytes:
-    """Return a process's first input line. `slots`: ranks on its host; `variables`: environment of this rank only."""
+    """Return the first input line of a process.
+
+    `slots`: ranks on its host. `variables`: the environment of this rank only.
+    """
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
     env = forwarded | dict(variables)
     return json.dumps({"folder": str(folder), "accelerator": accelerator, "slots": slots, "env": env}).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Processes that measure one row, started and stopped together; each writes a report."""
+"""The processes that measure one row. They start and stop together, and each writes a report."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rank:
         return self._ask("poll")
 
     def kill(self) -> None:
-        """Kill the rank if it runs."""
+        """Kill the rank if it is still running."""
         self._ask("end")
 
     def wait(self) -> int | None:
@@ -118,7 +118,7 @@ def run_job(job: CompareJob, folder: Path, show: Callable[[str], None]) -> list[
 
 @contextmanager
 def _started(job: CompareJob, folder: Path) -> Iterator[list[Process]]:
-    """Start the processes; kill the remaining processes at the end."""
+    """Start the processes. At the end of the block, kill those that still run."""
     processes = STRATEGIES[job.strategy].processes(job.ranks)
     first = job.hosts[0][0] if job.hosts else "127.0.0.1"
     common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": first, "MASTER_PORT": str(free_port())}
@@ -134,7 +134,7 @@ def _started(job: CompareJob, folder: Path) -> Iterator[list[Process]]:
 
 
 def _start(job: CompareJob, folder: Path, rank: int, own: dict[str, str]) -> Process:
-    """Start one process here, or over ssh on its rank's host. A server runs on the host of the last rank."""
+    """Start one process here, or over ssh on its rank's host. A parameter server runs on the last rank's host."""
     log = folder / f"rank-{rank}.log"
     if not job.hosts:
         log.write_bytes(b"")
@@ -171,7 +171,7 @@ def _wait(running: list[Process], folder: Path, show: Callable[[str], None]) -> 
 
 
 def _report(folder: Path, rank: int, code: int | None, late: bool) -> RankReport:
-    """Return the report of a process, or how it ended; `code` is None if it was killed here."""
+    """Return the report of a process, or how it ended. `code` is None if this command killed the process."""
     file = folder / f"rank-{rank}.json"
     if file.exists():
         return json.loads(file.read_text(encoding="utf-8"))

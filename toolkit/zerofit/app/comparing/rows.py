@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyRow(Row):
-    """Measurements of one strategy; figures are None if it did not run."""
+    """Measurements of one strategy. Figures are None if the strategy did not run."""
 
     strategy: str
     title: str
@@ -94,7 +94,7 @@ class ScalingRow(StrategyRow):
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRow(Row):
-    """One batch size with one seed. Figures are None if it did not run or did not reach the target."""
+    """One batch size with one seed. Figures are None if the row was not measured or did not reach the target."""
 
     batch_size: int
     seed: int
@@ -121,7 +121,7 @@ class SizeRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class SizeSummary:
-    """One batch size over its seeds; figures are [median, minimum, maximum]."""
+    """One batch size over all seeds. Figures are [median, minimum, maximum]."""
 
     batch_size: int
     runs: int  # that finished
@@ -144,8 +144,8 @@ class RowStore:
     def __init__(self, output: Path | None, kind: str, identity: Mapping[str, Any]):
         """Use a new folder, or a folder with rows of the same comparison.
 
-        `identity`: everything that determines the rows, including the job. If `output` is None, the folder's name is
-        made from it. Raises UserError if the folder contains another comparison or other files.
+        `identity`: everything that determines the rows, including the job. If `output` is None, the folder's name
+        contains a hash of `identity`. Raises UserError if the folder contains another comparison or other files.
         """
         # Through JSON and back, so that tuples compare equal to the lists that are read from the file.
         identity = json.loads(json.dumps({"kind": kind, **identity, "versions": versions()}))
@@ -172,7 +172,7 @@ class RowStore:
         return self.folder / "rows" / name
 
     def load(self, name: str, kind: type[AnyRow]) -> AnyRow | None:
-        """Return a row measured before; None if there is no such row or it should be measured again."""
+        """Return a row measured before; None if there is no such row, or if it failed or did not fit."""
         file = self.folder / "rows" / f"{name}.json"
         if not file.exists():
             return None
@@ -183,12 +183,12 @@ class RowStore:
         return row if row.status not in ("failed", "does-not-fit") else None
 
     def save(self, name: str, row: Row) -> None:
-        """Write a row."""
+        """Write a row to its file."""
         write_json(self.folder / "rows" / f"{name}.json", row.to_dict())
 
 
 def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[RankReport], seconds: float) -> StrategyRow:
-    """Return a strategy's row from the reports of its processes. `speedup` and `efficiency` are added later."""
+    """Return a strategy's row from the reports of its processes, without `speedup` and `efficiency`."""
     status, reason = status_of(reports)
     row = StrategyRow(
         strategy=strategy.name,
@@ -240,7 +240,7 @@ def _on_the_way(reports: Sequence[RankReport], target: float | None) -> dict[str
 
 
 def size_row(job: CompareJob, reports: Sequence[RankReport]) -> SizeRow:
-    """Return the row of one batch size and seed from its process's report."""
+    """Return the row of one batch size and seed from the report of its process."""
     status, reason = status_of(reports)
     of = {"batch_size": job.global_batch, "seed": job.seed, "lr": job.lr, "ranks": job.ranks}
     row = SizeRow(**of, status=status, reason=reason)
@@ -250,7 +250,10 @@ def size_row(job: CompareJob, reports: Sequence[RankReport]) -> SizeRow:
 
 
 def curve_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:
-    """Return the figures of a curve of accuracy over epochs; None if the target was not reached."""
+    """Return the figures of a curve of accuracy over epochs.
+
+    If the target was not reached, the figures to the target are None.
+    """
     reached = next((point for point in curve if point["accuracy"] >= target), None)
     best, last = max(curve, key=lambda point: point["accuracy"]), curve[-1]
     return {
@@ -268,7 +271,7 @@ def curve_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, A
 
 
 def critical_batch(summary: Sequence[SizeSummary]) -> float | None:
-    """Return the batch size that needs twice the samples of the smallest size; None if data are too few.
+    """Return the batch size that needs twice the samples of the smallest size; None if there are too few data.
 
     Samples to the target grow with the batch size B as E = E_min (1 + B / B_crit): McCandlish, Kaplan, Amodei and
     others 2018, equation 2.7 with S = E / B. Errors are relative, so all sizes have equal weight.
@@ -315,7 +318,10 @@ def _shown_spread(figures: Sequence[float] | None, form: str) -> str:
 
 
 def status_of(reports: Sequence[RankReport]) -> tuple[Status, str | None]:
-    """Return status and reason. The process that failed first decides, not the processes that failed because of it."""
+    """Return the status of a row, and the reason if the row has no figures.
+
+    A process that reports a cause counts before processes that failed only because of it.
+    """
     # One rank's failure makes all others fail in their next collective, so the cause is the report that names a
     # reason.
     order: tuple[tuple[str, Status], ...] = (
@@ -335,7 +341,10 @@ def status_of(reports: Sequence[RankReport]) -> tuple[Status, str | None]:
 def with_speedups(
     rows: Sequence[AnyStrategyRow], is_base: Callable[[AnyStrategyRow, AnyStrategyRow], bool]
 ) -> list[AnyStrategyRow]:
-    """Return the rows with speed-up and efficiency. The base of a `row` is the first `base` that `is_base` accepts."""
+    """Return the rows with speed-up and efficiency, relative to each row's base.
+
+    The base of a row is the first measured row for which `is_base(row, base)` is true.
+    """
     compared = []
     for row in rows:
         base = next((base for base in rows if base.samples_per_s and is_base(row, base)), None)
@@ -380,7 +389,10 @@ class Comparison(Generic[AnyRow]):
         return [description(self.kind)["first"].replace("_", " "), *labels(self.kind)], rows
 
     def short_table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the table of all rows. For batch sizes it has one row per size: median and range over the seeds."""
+        """Return the table of all rows.
+
+        For batch sizes, return one row per size with median and range over the seeds.
+        """
         if self.summary is None:
             return self.table()
         target = f"{self.about['target']:.1%}"
@@ -398,14 +410,17 @@ class Comparison(Generic[AnyRow]):
         return [*names, "test accuracy", "noise scale"], rows
 
     def page_table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the table for a page of several comparisons, without empty rows and columns and without `DETAILS`."""
+        """Return the table for a page about several comparisons.
+
+        It lacks rows without figures, empty columns and the columns in `DETAILS`.
+        """
         names, rows = self.short_table()
         rows = [row for row in rows if len(row) == len(names)]
         shown = [n for n, name in enumerate(names) if name not in DETAILS and any(row[n] != "-" for row in rows)]
         return [names[n] for n in shown], [[row[n] for n in shown] for row in rows]
 
     def missing(self) -> list[tuple[str, str]]:
-        """Return name and reason of each row without figures."""
+        """Return the name of each row without figures, and the reason."""
         return [(self.name_of(row), row.reason or row.status) for row in self.rows if row.status != "ok"]
 
     def name_of(self, row: AnyRow) -> str:

@@ -1,4 +1,4 @@
-"""Chooses a layout: formulas forecast all options, and simulations of the engine decide which of them fit."""
+"""Choose a layout: formulas forecast all options, and simulations of the engine decide which of them fit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ class FitSearch:
     _last: tuple[LayoutOption, Simulation] | None = None  # the last simulated option, which corrects plan's forecasts
 
     def run(self) -> LayoutOption | None:
-        """Return the chosen option; it is close to the limit if no option is sure to fit. None: no option fits."""
+        """Return the chosen option; None if no option fits.
+
+        If no option fits for certain, the chosen option is close to the limit.
+        """
         while (option := self._preferred(self.options)) not in self.seen:
             if option is None or len(self.seen) == MOST:
                 break
@@ -66,28 +69,28 @@ class FitSearch:
 
     @property
     def leanest(self) -> LayoutOption | None:
-        """The option that fills the memory least, by plan's forecast. Of device, host and disk, the fullest counts."""
+        """The option that fills the memory least, by plan's forecast. The fullest of device, host and disk decides."""
         remaining = [option for option in self.options if _kind(option) not in self._refused]
         return min(
             remaining, key=lambda option: check_fit(option.memory, option.layout, self.free).utilization, default=None
         )
 
     def faster_than(self, option: LayoutOption) -> list[LayoutOption]:
-        """Return the faster options that do not fit, fastest first."""
+        """Return the options that are faster than `option` but do not fit, fastest first."""
         remaining = [faster for faster in self.options if faster.samples_per_s > option.samples_per_s]
         return [faster for faster in remaining if not self._fits(faster)]
 
     def _preferred(
         self, options: Sequence[LayoutOption], verdicts: Set[str] = frozenset({FITS})
     ) -> LayoutOption | None:
-        """Return the simplest option among those nearly as fast as the fastest option that fits so far."""
+        """Return the simplest option that is nearly as fast as the fastest option that fits."""
         fitting = [option for option in options if self._fits(option, verdicts)]
         least = (1 - ALIKE) * max((option.samples_per_s for option in fitting), default=0.0)
         near = [option for option in fitting if option.samples_per_s >= least]
         return min(near, key=lambda option: (*_machinery(option), -option.samples_per_s), default=None)
 
     def _fits(self, option: LayoutOption, verdicts: Set[str] = frozenset({FITS})) -> bool:
-        """Return whether an option fits by its simulation or, without a simulation, by plan's corrected forecast."""
+        """Return whether the option fits by simulation or, if not simulated, by plan's corrected forecast."""
         worst = self.seen.get(option)
         if worst:
             return worst.verdict in verdicts and worst.reserved_bytes <= self.most_bytes
@@ -116,13 +119,13 @@ class FitSearch:
 
 
 def _machinery(option: LayoutOption) -> tuple[int, ...]:
-    """Return a sort key that puts simple options first: few offloads, low degrees, few further memory savings."""
+    """Return a sort key that puts simple options first: few offloads, low degrees, few other memory savings."""
     offloads, degrees, checkpointing, stage, overlap, *_ = plain(option.layout)
     return (offloads, degrees, checkpointing, stage, len(option.savings.fields), overlap)
 
 
 def _kind(option: LayoutOption) -> tuple:
-    """Return the properties of an option that decide whether it is refused."""
+    """Return what decides whether an option is refused. Options of the same kind are all refused or all accepted."""
     layout = option.layout
     return (
         layout.zero_stage,

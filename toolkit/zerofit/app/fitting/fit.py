@@ -1,4 +1,4 @@
-"""`--fit`: chooses everything that a run leaves open, and records the choice in the run folder."""
+"""`--fit`: choose everything that a run leaves open, and record the choice in the run folder."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ def fitted(
     hosts: Sequence[Host] = (),
     anyway: bool = False,
 ) -> tuple[RunRequest, FittedLayout | None]:
-    """Return the request with every open value chosen, and the choice; without `--fit` the request is unchanged.
+    """Return the request with every open value chosen, and the choice.
 
-    An earlier choice for this run folder is reused. If a rank ran out of memory with it, the fastest smaller layout is
-    chosen. On this machine, `machine` is None and `hosts` is empty. `anyway`: if no layout fits, use the smallest.
+    Without `--fit` the request is unchanged. An earlier choice for this run folder is reused. If a rank ran out of
+    memory with the earlier choice, the fastest smaller layout is chosen. For a run on this machine, `machine` is
+    None and `hosts` is empty. `anyway`: if no layout fits, use the smallest.
 
     Raises UserError and ModelError, and DoesNotFit if no layout fits.
     """
@@ -81,7 +82,7 @@ def fitted(
 
 
 def read_choice(folder: RunFolder) -> FittedLayout | None:
-    """Return the choice in this run folder; None if there is none, or if it has fields that `--fit` never sets."""
+    """Return the choice in this run folder; None if there is none or it sets fields that `--fit` never sets."""
     try:
         kept = read_json(folder.plan).get("fit")
         choice = shaped(kept, TypeAdapter(FittedLayout)) if kept else None
@@ -97,9 +98,9 @@ def read_choice(folder: RunFolder) -> FittedLayout | None:
 
 @contextmanager
 def leaner_next(folder: RunFolder, again: str) -> Iterator[None]:
-    """Record in the run folder that a rank ran out of memory with a chosen layout, so the next layout is smaller.
+    """If a rank runs out of memory within the block, record this in the run folder.
 
-    `again`: the command that resumes a run folder.
+    The next start then chooses a smaller layout. `again`: the command that resumes a run folder.
     """
     try:
         yield
@@ -114,13 +115,12 @@ def leaner_next(folder: RunFolder, again: str) -> Iterator[None]:
 
 
 def _goes_on(request: RunRequest, folder: RunFolder) -> bool:
-    """Return whether the request comes from the run folder itself, with no flag that sets the layout."""
+    """Return whether all layout fields of the request come from the run folder, so no flag sets one."""
     places = [Path(request.places[name].rpartition(":")[0]).absolute() for name in CHOSEN if name in request.places]
     return bool(places) and all(place == folder.run for place in places)
 
 
 def _as_given(request: RunRequest, known: FittedLayout) -> RunRequest:
-    """Return the request of a run folder as it was before its layout was chosen."""
     free = {name: Run.model_fields[name].default for name in ("ranks", *CHOSEN)} | known.given
     run = request.run.model_copy(update={**free, "fit": True})
     places = {name: place for name, place in request.places.items() if name not in free or name in known.given}
@@ -138,8 +138,6 @@ def _settled(request: RunRequest, chosen: Mapping[str, Any]) -> RunRequest:
 
 @dataclass
 class _Fit:
-    """The choice of a layout for a run with `--fit`."""
-
     request: RunRequest
     folder: RunFolder
     report: Reporter
@@ -150,7 +148,6 @@ class _Fit:
     known: FittedLayout | None  # the earlier choice for this folder, which cannot be reused
 
     def run(self, anyway: bool) -> tuple[RunRequest, FittedLayout]:
-        """Return the completed request and the choice. Raises DoesNotFit."""
         resolved = self._resolved(self._with_kept_batch())
         ranks = resolved.job.layout.world_size
         cluster = cluster_of(ranks, filled(self.hosts, ranks) if self.hosts else ())
@@ -183,7 +180,7 @@ class _Fit:
         return _settled(self.request, fields), fit
 
     def _with_kept_batch(self) -> RunRequest:
-        """Return the request with the global batch of this run folder, unless the user gave another batch."""
+        """Return the request with the global batch that was chosen before, unless the user gave another batch."""
         run = self.request.run
         sizes = ("micro_batch", "gradient_accumulation_steps")
         if self.known is None or "global_batch" in self.given or all(name in self.given for name in sizes):
@@ -192,14 +189,14 @@ class _Fit:
         return RunRequest(run=run, places={**self.request.places, "global_batch": PLACE})
 
     def _resolved(self, request: RunRequest) -> ResolvedJob:
-        """Resolve a run without notes and warnings: they are reported for the completed run."""
+        """Resolve a run silently. Its notes and warnings are reported later, for the completed run."""
         heard = ("status", "task")
         report = Reporter(lambda event: self.report.on_event(event) if event.kind in heard else None)
         settled = request.updated(fit=False)
         return resolve_job(settled, machine=self.machine, report=report)
 
     def _simulations(self, option: LayoutOption, request: RunRequest, free: Cluster) -> Sequence[Simulation]:
-        """Simulate an option. Raises Refused if this run or its newest checkpoint does not support it."""
+        """Simulate an option. Raises Refused if the run or its newest checkpoint does not support the option."""
         self.report.status(f"fit: simulating {option}")
         try:
             resolved = self._resolved(request)
@@ -218,7 +215,6 @@ class _Fit:
 
 
 def _reasons(option: LayoutOption, search: FitSearch) -> list[str]:
-    """Return the choice and its reasons: layout, time, memory, and faster layouts that do not fit."""
     layout, worst = option.layout, search.seen.get(option)
     batch = shown(Batch(micro=layout.micro_batch, accumulation=layout.accumulation, dp=layout.dp))
     speed = f"{option.step_s:.3g} s per step, {option.samples_per_s:,.3g} samples/s"
@@ -249,7 +245,6 @@ def _faster(option: LayoutOption, search: FitSearch) -> str:
 
 
 def _nothing_fits(model: str, search: FitSearch) -> Problem:
-    """Return why no layout fits: the smallest layout, and how much memory is missing for it."""
     leanest, count = search.leanest, f"{len(search.options):,} layouts"
     if leanest is None:
         return Problem(kind=DOES_NOT_FIT, message=f"none of {count} of {model} supports the given options", hint=HINT)

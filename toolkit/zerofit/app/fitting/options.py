@@ -49,7 +49,7 @@ class LayoutOption:
 
 
 def given_fields(request: RunRequest) -> dict[str, Any]:
-    """Return the fields that `--fit` keeps as given, with the DeepSpeed JSON as the user wrote it."""
+    """Return the fields that `--fit` does not change, with the DeepSpeed JSON as the user wrote it."""
     given = {name: getattr(request.run, name) for name in ("ranks", *CHOSEN) if name in request.places}
     given = {name: value for name, value in given.items() if value is not None}
     return given | ({"ds_config": ds_document(request.run).config} if "ds_config" in given else {})
@@ -58,11 +58,10 @@ def given_fields(request: RunRequest) -> dict[str, Any]:
 def options_of(
     resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster, report: Reporter, *, lean: bool = False
 ) -> tuple[Profile, tuple[LayoutOption, ...]]:
-    """Return the model's profile and all layouts with the run's global batch, sorted by forecast time.
+    """Return the model's profile and all layouts with the run's global batch, fastest first by forecast.
 
-    The fastest comes first, and the simplest of equally fast ones. `lean`: use every option that makes longer
-    sequences fit.
-    Raises UserError and ModelError.
+    If layouts are equally fast, the simplest comes first. `lean`: try the options that make long sequences fit,
+    instead of the usual options. Raises UserError and ModelError.
     """
     job, run, knobs = resolved.job, resolved.job.run, decided(given)
     degrees = {name: knobs[name] for name in DEGREES if knobs.get(name, 1) > 1}
@@ -98,7 +97,7 @@ def options_of(
 
 
 def _choices(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savings]:
-    """Return the memory savings to try: the given ones, and the same with a loss in chunks if the user left it open."""
+    """Return the memory savings to try: the given ones, then also with a chunked loss if the user left it open."""
     given_savings, chunk = savings_of(given, given.get("ds_config", {})), _able(resolved).loss_chunk
     return (
         [given_savings]
@@ -108,7 +107,7 @@ def _choices(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savings]:
 
 
 def _leanest(resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster) -> list[Savings]:
-    """Return further memory savings that the given values allow: tiled MLPs, then checkpoints in host memory too."""
+    """Return further memory savings that `given` allows: first tiled MLPs, then checkpoints in host memory too."""
     given_savings, able = savings_of(given, given.get("ds_config", {})), _able(resolved)
     kept = {name: getattr(given_savings, name) for name in Savings._fields if name in given}
     if cluster.on_cpu or given.get("activation_checkpointing") is False:
@@ -119,14 +118,12 @@ def _leanest(resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster) 
 
 
 def _able(resolved: ResolvedJob) -> Savings:
-    """Return the memory savings that this run supports."""
     run, facts = resolved.job.run, resolved.job.facts
     able = offered(facts.task, None if facts.own or run.compile else facts.model_type)
     return able._replace(loss_chunk=None) if run.loss == "mse" or (facts.own and run.loss is None) else able
 
 
 def _within(savings: Savings, run: Run) -> Savings:
-    """Return the memory savings to profile, with chunks no longer than a sample."""
     chunk = savings.loss_chunk
     return savings._replace(loss_chunk=chunk and min(chunk, run.seq_len or chunk))
 
@@ -149,7 +146,7 @@ def chosen_fields(
 ) -> dict[str, Any]:
     """Return the fields of the run for an option, including the full DeepSpeed JSON.
 
-    `optimizer`: the run's optimizer. It is fixed, since the default may change with offloading.
+    `optimizer`: the run's optimizer. It is stored because the default may change with offloading.
     """
     config = planned_config(option.layout, profile, str(_nvme_path(given) or "/local_nvme"))
     degrees = {FIELDS[name]: getattr(option.layout, name) for name in DEGREES}

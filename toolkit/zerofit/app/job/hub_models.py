@@ -1,4 +1,4 @@
-"""Finds hub models by name. Their snapshot in the hub's default cache is used like any pretrained folder."""
+"""Find hub models by name. A snapshot in the hub's default cache is used like any pretrained folder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ PICKLED = "pytorch_model*"  # downloaded only if there are no other weights
 
 
 def with_local_model(request: RunRequest, report: Reporter) -> RunRequest:
-    """Return the request with hub:ORG/NAME[@REVISION] replaced with its snapshot folder, downloaded if missing.
+    """Replace a hub model's name, hub:ORG/NAME[@REVISION], in the request with its snapshot folder.
 
-    Another spelling of a preset's name ("llama3-8b") becomes that name, with a note. An interrupted download resumes.
-    Raises UserError if the hub has no such model, or it is neither reachable nor in the cache.
+    A missing snapshot is downloaded; an interrupted download resumes. Another spelling of a preset's name
+    ("llama3-8b") is replaced with the preset's name, with a note. Raises UserError if the hub has no such model, or
+    if the hub is unreachable and the model is not in the cache.
     """
     name = request.run.model
     if name.startswith(PREFIX):
@@ -37,7 +38,7 @@ def with_local_model(request: RunRequest, report: Reporter) -> RunRequest:
 
 
 def with_shape(request: RunRequest, report: Reporter) -> RunRequest:
-    """Return the request with a preset of the same shape instead of its hub model; forecasts need only the shape."""
+    """Return the request with a preset of the same shape as its hub model. Forecasts need only the shape."""
     return _with_preset(request, shape_named(request.run.model), report) if request.run.model else request
 
 

@@ -1,4 +1,4 @@
-"""Facts about a model that a start needs, read once and stored, so later starts need not import transformers."""
+"""Facts about a model that a start needs. They are read once and stored, so later starts need no transformers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ T = TypeVar("T")
 def facts_of(
     source: ModelSource, task: Task, inputs: Inputs | None, run: Run, model: nn.Module | None = None
 ) -> ModelFacts:
-    """Return the facts of a model for these inputs; without inputs FLOPs are not counted.
+    """Return the facts of a model with these inputs. Without `inputs`, FLOPs are not counted.
 
-    `model`: an existing model to use instead of the model of `source`. Raises UserError if model and data do not match.
+    `model`: an existing model to use instead of the model of `source`. Raises UserError if model and data do not
+    match.
     """
     args, pipelined = dict(run.model_args), run.pipeline != 1
 
@@ -42,7 +43,7 @@ def facts_of(
 
 
 def _stamp(source: ModelSource) -> tuple[int, ...]:
-    """Return size and modification time of a model's initial weights."""
+    """Return size and modification time of the file with a model's initial weights; () if there is none."""
     if not source.pretrained:
         return ()
     with models_say("--pretrained"):
@@ -60,7 +61,10 @@ def max_positions_of(source: ModelSource, args: dict[str, Any]) -> int | None:
 
 
 def _kept(source: ModelSource, key: list[Any], form: TypeAdapter[T], read: Callable[[], T]) -> T:
-    """Return the stored result of `read` for a model, or read it now; a user's own code is always read."""
+    """Return the stored result of `read`, or call `read` and store its result.
+
+    For a user's own model, always call `read`.
+    """
     if source.family == "custom":
         return read()
     path = Path(source.path) if source.path else None

@@ -1,4 +1,4 @@
-"""Makes the request of a run from user input: a run made in Python, a run file, a run folder, or a model."""
+"""Make the request of a run from user input: a run made in Python, a run file, a run folder, or a model."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def as_request(run: Run | RunRequest | str | Path) -> RunRequest:
 
 
 def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunRequest:
-    """Return the request of a model saved by zerofit (a CNN's RUN/model, say) with its name and weights.
+    """If the model is a folder that zerofit saved, replace it with the saved model's name and weights.
 
-    The request for a transformers model (a folder with config.json) is returned unchanged. Raises UserError, for
-    example if the folder names code and `trust_model_code` is false.
+    An example is a CNN's RUN/model. Other requests are returned unchanged, also those for a transformers model (a
+    folder with config.json). Raises UserError, for example if the folder names code and `trust_model_code` is
+    false.
     """
     folder = Path(request.run.model)
     if request.run.pretrained or not folder.is_dir() or (folder / "config.json").is_file():
@@ -58,10 +59,11 @@ def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunReques
 
 
 def read_request(target: str | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:
-    """Return the request for a model's name, a run file or a run folder; flags override its values. Raises UserError.
+    """Return the request for a model's name, a run file or a run folder. Flags override saved values.
 
-    A run folder resumes its own run. If flags change the layout, batch sizes per rank are chosen again for the same
-    global batch. Code that a run folder or a saved model names is refused unless `trust_model_code`.
+    For a run folder, the request resumes its run. If flags change the layout, batch sizes per rank are chosen again
+    for the same global batch. Raises UserError, for example for code that a run folder or saved model names if
+    `trust_model_code` is false.
     """
     return from_saved(_read_request(target, dict(flags), trust_model_code), trust_model_code)
 
@@ -76,7 +78,7 @@ def _read_request(target: str | None, flags: dict[str, Any], trusted: bool) -> R
 
 
 def is_run_file(target: str) -> bool:
-    """Return whether a name is a YAML file, or a JSON file that is not a model's config."""
+    """Return whether `target` is a YAML file, or a JSON file that is not a model's config."""
     path = Path(target)
     if path.suffix in (".yaml", ".yml"):
         return True
@@ -91,7 +93,7 @@ def is_run_file(target: str) -> bool:
 def assumed_inputs(
     source: ModelSource, task: Task, seq_len: int | None, image: str | None, model_args: dict[str, Any]
 ) -> Inputs:
-    """Return the inputs that `--input` describes, else the model's published inputs. Raises UserError."""
+    """Return the inputs that `image` (`--input`) describes, else the model's published inputs. Raises UserError."""
     if gives_loss(task):
         from zerofit.models.named_inputs import named_inputs
         from zerofit.train.probe import models_say
@@ -118,7 +120,6 @@ def assumed_inputs(
 
 
 def _assumed_labels(config: Any, task: Task, seq_len: int) -> LabelledTextInputs:
-    """Return the inputs for labelled texts, with the classes of the config; transformers' default is 2 classes."""
     names = tuple(str(config.id2label[n]) for n in range(config.num_labels))
     text = config.get_text_config()
     how: dict[str, Any] = {"classes": names, "pad_id": text.pad_token_id or 0, "tags": task == "tag"}
@@ -126,7 +127,7 @@ def _assumed_labels(config: Any, task: Task, seq_len: int) -> LabelledTextInputs
 
 
 def input_option(inputs: Inputs | None) -> str | None:
-    """Return the `--input` value that `parse_input` reads as these inputs; None for tokens without further inputs."""
+    """Return the `--input` value for these inputs, as `parse_input` reads it; None for plain tokens."""
     if are_packed(inputs):
         return PACKED
     if isinstance(inputs, ImageInputs):
@@ -143,7 +144,7 @@ def input_option(inputs: Inputs | None) -> str | None:
 
 
 def parse_image(text: str) -> tuple[int, int]:
-    """Return channels and pixels of "image:3x224x224". Raises UserError."""
+    """Return the channels and the image size of a text such as "image:3x224x224". Raises UserError."""
     fed = parse_input(text)
     if fed.image is None:
         message, hint = f"the model needs images, got {text!r}", "for example image:3x224x224"
@@ -160,10 +161,7 @@ def _parse_features(text: str) -> int:
 
 
 def parse_input(text: str) -> Fed:
-    """Return the inputs from `--input`: "image:3x224x224", "features:10", "decoder:128", "frames:3000" or "packed".
-
-    Raises UserError.
-    """
+    """Read `--input`: "image:3x224x224", "features:10", "decoder:128", "frames:3000" or "packed". Raises UserError."""
     if text == PACKED:
         return Fed(packed=True)
     kind, _, value = text.rpartition(":")

@@ -1,4 +1,4 @@
-"""Turns a requested run into a job that is ready to train. Everything is checked before any process starts."""
+"""Turn a requested run into a job that is ready to train. Everything is checked before any process starts."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ ASSUMED_STEPS = 1000  # steps of a run without data or steps; only learning rate
 class InputSource:
     """Where the inputs of a job come from.
 
-    Kinds: "data" opens the run's data, or the default data of its task. "assumed" opens data only if the run names
-    data, else uses the model's published inputs or `image`. "published" opens nothing and returns the facts of the
-    published model, without FLOPs. "unopened" is the same as "published", but with tokens for a text model.
+    Kinds: "data" opens the run's data, or the default data of the task. "assumed" opens data only if the run names
+    data; otherwise it uses `image` or the model's published inputs. "published" opens nothing and returns the facts
+    of the published model, without FLOPs. "unopened" is like "published", but a text model gets inputs of tokens.
     """
 
     kind: Literal["data", "assumed", "unopened", "published"] = "data"
@@ -84,7 +84,7 @@ class OpenedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedJob:
-    """A job with everything decided; no folder is created and nothing is started."""
+    """A job with all values decided. No folder has been created, and nothing has started."""
 
     job: Job
     ds_source: dict[str, Any]  # the user's DeepSpeed JSON with documented key names, "auto" values included
@@ -148,7 +148,7 @@ def resolve_job(
 
 
 def with_stages(request: RunRequest, devices: int, report: Reporter) -> RunRequest:
-    """Return the request with the number of stages that `--pipeline auto` selects for `devices` devices."""
+    """Replace `--pipeline auto` with the number of stages that zerofit selects for `devices` devices."""
     run, layers = request.run, None
     if run.pipeline != AUTO:
         return request
@@ -171,9 +171,9 @@ def _decide(
     check_task: Callable[[Task, Problems], None] | None,
     model: nn.Module | None,
 ) -> tuple[ModelSource, Task, Document, Decision]:
-    """Decide and check everything that needs neither data nor the built model. `local`: the run is on this machine.
+    """Decide and check everything that needs neither data nor the built model.
 
-    Raises UserError with all problems.
+    `local`: the run is on this machine. Raises UserError with all problems.
     """
     run, place, kind = request.run, ds_place(request.run), "transformer"
     if run.fit:
@@ -265,7 +265,7 @@ def _own_tokenizer(source: ModelSource) -> str | None:
 
 
 def find_model(request: RunRequest, model: nn.Module | None = None) -> tuple[ModelSource, Task]:
-    """Return the source of the named model, or of `model` itself, and its task. Raises UserError."""
+    """Return the source and the task of the named model, or of `model` if it is given. Raises UserError."""
     if model is not None:
         source = ModelSource(name=request.run.model, family="custom", origin="given", task="custom")
         return source, fed_with(model, request.run)
@@ -286,19 +286,22 @@ def kind_of(source: ModelSource, task: Task) -> Kind:
 
 
 def ds_place(run: Run) -> str:
-    """Return a description of the DeepSpeed JSON's place, for messages."""
+    """Return where the DeepSpeed JSON comes from, for messages."""
     return run.ds_config if isinstance(run.ds_config, str) else "ds_config"
 
 
 def ds_document(run: Run) -> Document:
-    """Return the DeepSpeed JSON as the user wrote it: from the run, a file or a bundled one."""
+    """Return the DeepSpeed JSON as the user wrote it: from the run, a file or a bundled JSON."""
     if isinstance(run.ds_config, dict):
         return of_data(run.ds_config)
     return read_for_run(ds_name(run) or "")
 
 
 def ds_name(run: Run) -> str | None:
-    """Return the file or bundled name of the run's DeepSpeed JSON or the default; None if the run contains it."""
+    """Return the file or bundled name of the run's DeepSpeed JSON; None if the run contains the JSON itself.
+
+    Without a JSON, return the name of the default.
+    """
     if run.ds_config is not None:
         return run.ds_config if isinstance(run.ds_config, str) else None
     default = "zero2"
@@ -309,7 +312,10 @@ def ds_name(run: Run) -> str | None:
 
 
 def seq_len_of(run: Run, source: ModelSource, task: Task, usual: int = DEFAULT_SEQ_LEN) -> int | None:
-    """Return the tokens per sample: `run.seq_len`, else `usual` or the model's smaller limit; None without text."""
+    """Return the tokens per sample; None for models without text.
+
+    This is `run.seq_len` if it is set, else the smaller of `usual` and the model's limit.
+    """
     if not is_text(task):
         return None
     if run.seq_len:
@@ -318,7 +324,7 @@ def seq_len_of(run: Run, source: ModelSource, task: Task, usual: int = DEFAULT_S
 
 
 def cluster_machine(cluster: Cluster) -> Machine:
-    """Return a described cluster as the machine to check a run against."""
+    """Return a described cluster as a machine, to check runs against it."""
     device = cluster.device
     if cluster.on_cpu:
         return replace(this_machine(), accelerator="cpu", devices=cluster.ranks)
@@ -334,11 +340,12 @@ def cluster_machine(cluster: Cluster) -> Machine:
 
 
 def _steps(decision: Decision, data: Data, problems: Problems) -> int:
-    """Return the optimizer steps: the requested number, or the epochs rounded up to a full step."""
     run, samples = decision.run, len(data.train)
     if decision.layout.dp > samples:
         message = f"{decision.layout.dp} data parallel ranks, but {data.name} has {samples} training samples"
-        problems.add("ranks", message, f"use --ranks {samples} or fewer, shorter sequences, or more data", "--ranks")
+        problems.add(
+            "ranks", message, f"use at most {samples} ranks (--ranks), shorter sequences, or more data", "--ranks"
+        )
     if run.steps:
         return run.steps
     if run.stream:
@@ -353,7 +360,6 @@ def _steps(decision: Decision, data: Data, problems: Problems) -> int:
 
 
 def _check_profiled(request: RunRequest, ranks: int, steps: int, problems: Problems) -> None:
-    """Add a problem if the steps or ranks to profile are not part of the run."""
     if request.run.profile is None:
         return
     last_step, last_rank = Numbers.parse(request.run.profile).last, Numbers.parse(request.run.profile_ranks).last

@@ -1,4 +1,4 @@
-"""Results cached on disk. They are valid while their inputs, zerofit's code and the libraries stay the same."""
+"""Results cached on disk. A result is valid while its inputs, zerofit's code and the libraries stay the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[2]  # the package
 
 
 def result_file(folder: str, key: Any, stem: str = "") -> Path:
-    """Return the file for the result of `key` (plain data). Its name depends on the versions of code and libraries."""
+    """Return the file for the result of `key` (plain data).
+
+    Its name changes with the versions of code and libraries.
+    """
     text = json.dumps([key, versions(), code_digest()], sort_keys=True, default=str)
     return cache_root() / folder / f"{stem}{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 

@@ -1,4 +1,4 @@
-"""Confirms planned layouts by simulating the engine, so no layout of a plan fails in `zerofit simulate`.
+"""Confirm planned layouts by simulating the engine, so no layout of a plan fails in `zerofit simulate`.
 
 A plan has only a margin for fragmentation; a simulation replays every allocation.
 """
@@ -25,7 +25,8 @@ MOST = 6  # maximum number of simulated layouts until one fits
 def confirm(plan: Plan, count: int, report: Reporter) -> Plan:
     """Simulate the `count` best layouts of a plan, and up to `count` layouts close to the limit.
 
-    Returns the plan with the results. A layout close to the limit becomes part of it if it fits in simulation.
+    Return the plan with the results. If a layout close to the limit fits in simulation, it joins the plan's
+    layouts.
     """
     close, result = plan.result.close, plan.result
     looked = [(row, _look(plan, row, f"a layout {CLOSE}", report)) for row in close[:count]]
@@ -42,7 +43,10 @@ def confirm(plan: Plan, count: int, report: Reporter) -> Plan:
 
 
 def confirm_written(plan: Plan, report: Reporter) -> Plan:
-    """Simulate layouts until one fits, first the layout that `Plan.write` would write. Return the plan with results."""
+    """Simulate layouts until one fits, starting with the one that `Plan.write` would write.
+
+    Return the plan with the results.
+    """
     known = {confirmation.layout: confirmation for confirmation in plan.confirmed}
     first = plan.result.plainest or 0
     for number in [first, *(n for n in range(len(plan.layouts)) if n != first)][:MOST]:
@@ -61,10 +65,11 @@ def confirm_written(plan: Plan, report: Reporter) -> Plan:
 #
 # Until a value fits, the guess is the refused value times available / needed memory. Then the guess is the middle.
 def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], report: Reporter) -> Plan:
-    """Return the plan for the largest size (see `LargestFit`) that fits when its smallest layout is simulated.
+    """Return the plan for the largest value (see `LargestFit`) that fits in simulation.
 
-    Starts at the forecast's value. While simulations do not fit, the value is scaled by available / needed memory. Then
-    the function bisects between the last value that fits and the last that does not.
+    Only the layout with the least memory is simulated for each value. The first value is the forecast's. While
+    simulations do not fit, the value is scaled by available / needed memory. Then the function bisects between the
+    largest value that fits and the smallest that does not.
     """
     value, step, looked, best = answer.value or 0, answer.step, answer.looked, None
     fitting, refused = 0, value + step
@@ -86,7 +91,7 @@ def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], repor
 
 
 def _look(plan: Plan, row: RankedLayout, name: str, report: Reporter) -> Confirmation:
-    """Simulate one layout of a plan; the confirmation gets its index later."""
+    """Simulate one layout of a plan. The caller sets the index of the confirmation."""
     planned = PlannedRun(ranked=row, profile=plan.profile, request=plan.request)
     report.status(f"simulating {name} ...")
     try:

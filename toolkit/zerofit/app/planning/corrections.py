@@ -61,7 +61,7 @@ class TunedLayouts:
     measured: tuple[tuple[Candidate, float], ...]  # with step times in seconds
 
     def correct(self, layout: PlannedLayout, step_s: float) -> float:
-        """Return a forecast step time, corrected by the trials."""
+        """Return the step time of a layout: its forecast `step_s`, corrected by the trials."""
         return math.exp(self._learned.expected(Candidate(layout=layout, forecast_step_s=step_s, peak_bytes=0))[0])
 
     @cached_property
@@ -101,7 +101,7 @@ class _Tuning:
 
 
 def read_tuned(path: Path) -> TunedLayouts:
-    """Read the trials of a tuning from its folder or its trials.json. Raises UserError."""
+    """Read the trials of `zerofit tune` from its folder or its trials.json. Raises UserError."""
     file = path / TRIALS_FILE if path.is_dir() else path
     with refused(file, kind="tuned", hint=TUNED_HINT, where=TUNED_FLAG):
         found = shaped(read_json(file), TypeAdapter(_Tuning))
@@ -155,7 +155,7 @@ class MeasuredSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredScaling:
-    """The measured step time of a layout divided by its forecast: a factor for all layouts of the plan."""
+    """A measured step time divided by the forecast for the same layout. The factor applies to all layouts."""
 
     layout: PlannedLayout
     forecast_step_s: float
@@ -171,7 +171,7 @@ class MeasuredScaling:
         return self.factor * step_s
 
     def known(self, result: PlanResult) -> PlanResult:
-        """Return the result with narrower error intervals, since a measurement has corrected its step times."""
+        """Return the result with narrower error intervals, since a measurement corrects its step times."""
 
         def narrowed(ranked: tuple[RankedLayout, ...]) -> tuple[RankedLayout, ...]:
             return tuple(replace(r, errors=AS_MEASURED if r.layout == self.layout else PAIRS) for r in ranked)
@@ -191,7 +191,10 @@ class MeasuredScaling:
 
 
 def measured_layout(wanted: PlanRequest) -> PlanRequest:
-    """Return the measured layout. Values that are not given have DeepSpeed's defaults. Raises UserError."""
+    """Return the request for the layout that was measured. Values that are not given get DeepSpeed's defaults.
+
+    Raises UserError if the ZeRO stage or the micro batch is missing.
+    """
     problems = Problems()
     for name, known in (("zero_stage", wanted.keep.get("zero_stage")), ("micro_batch", wanted.micro_batch)):
         if known is None:
@@ -219,7 +222,7 @@ def scaling_of(
     forecast: Forecast,
     calibration: Calibration | None,
 ) -> MeasuredScaling:
-    """Return the measured step time divided by its forecast. Raises UserError if the layout is not valid."""
+    """Return the measured step time together with its forecast. Raises UserError if the layout is not valid."""
     ample = replace(cluster, host_memory=AMPLE, device_memory=AMPLE)
     best = search(profile, ample, measured_layout(wanted), forecast, calibration, top=1).layouts[0]
     measured_s = speed.step_s(best.layout, profile.seq_len)
@@ -228,7 +231,7 @@ def scaling_of(
 
 @dataclass(frozen=True, kw_only=True)
 class TraceCalibration:
-    """The calibration from a trace, with the forecast and measured time of its step."""
+    """A calibration from a trace, with the forecast and measured time of the traced step."""
 
     path: Path
     calibration: Calibration = field(repr=False)
@@ -264,10 +267,10 @@ class TraceCalibration:
 def calibrated(
     path: Path, cluster: Cluster, base: Calibration | None, report: Reporter, trust_model_code: bool = False
 ) -> TraceCalibration:
-    """Return the calibration of this kind of device from a trace, on top of stored measurements.
+    """Return the stored calibration of this kind of device, corrected by a trace.
 
-    The function builds the model of the trace's run folder. Raises UserError, for example if the folder names code as
-    its model and `trust_model_code` is false.
+    If the trace is in a run folder, the function builds the model of that run. Raises UserError, for example if the
+    folder names code as its model and `trust_model_code` is false.
     """
     trace = read_trace(path, TRACE_FLAG)
     if trace.forecast:
@@ -296,7 +299,6 @@ def _refused(message: str, hint: str) -> UserError:
 def _with_kernels(
     base: Calibration | None, found: tuple[MeasuredKernel, ...], cluster: Cluster, path: Path
 ) -> Calibration:
-    """Return a calibration in which a trace's kernels replace kernels of the same kind and dtype."""
     kept = base or Calibration(kind=cluster.device.kind, device_name="", devices=cluster.gpus, date="")
     known = {(kernel.kind, kernel.dtype) for kernel in found}
     others = tuple(kernel for kernel in kept.kernels if (kernel.kind, kernel.dtype) not in known)
@@ -306,7 +308,7 @@ def _with_kernels(
 def _by_kind(
     path: Path, trace: ReadTrace, job: Job, kept: Calibration, cluster: Cluster, report: Reporter
 ) -> TraceCalibration:
-    """Return the calibration with a factor for each kind of kernel, and a factor for the rest of the step.
+    """Return the calibration with a factor for each kind of kernel, and one for the step as a whole.
 
     With these factors the forecast of the traced step equals its measured time.
     """
@@ -342,7 +344,6 @@ def _by_kind(
 
 
 def _profile(job: Job, cluster: Cluster, report: Reporter) -> Profile:
-    """Return the profile of the traced model with its inputs."""
     run, layout = job.run, job.layout
     image = None
     if not run.seq_len:  # the inputs of other models depend on the data

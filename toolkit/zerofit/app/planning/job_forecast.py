@@ -1,4 +1,4 @@
-"""The plan's forecasts for a resolved job: its cluster, the profile of its model, and its step time."""
+"""Forecasts for a resolved job, as in `zerofit plan`: its cluster, the profile of its model, and its step time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zerofit.spec.run_folder import Job
 
 
 def cluster_of(ranks: int, hosts: Sequence[Host]) -> Cluster:
-    """Return this machine, or hosts like it, as a cluster. Raises UserError if hosts have different slots."""
+    """Return this machine, or several hosts like it, as a cluster. Raises UserError if hosts differ in slots."""
     nodes = max(1, len(hosts))
     if len({host.slots for host in hosts}) > 1 or ranks % nodes:
         message = f"{ranks} ranks on {nodes} hosts with {', '.join(str(host.slots) for host in hosts)} slots"
@@ -44,17 +44,20 @@ def profile_of(
     degrees: tuple[Degrees, ...] | None = None,
     savings: Savings = NOTHING_SAVED,
 ) -> Profile:
-    """Return the stored profile of a run's model with its inputs, or trace it now. Raises UserError and ModelError."""
+    """Return the stored profile of a run's model with its inputs, or trace the model now.
+
+    Raises UserError and ModelError.
+    """
     run, inputs = resolved.job.run, resolved.inputs
     request = ProfileRequest.of_run(run, precision, cluster.accelerator, input_option(inputs), degrees)
     return get_profile(replace(request, savings=savings), report)[0]
 
 
 def forecast_step_s(resolved: ResolvedJob) -> float | None:
-    """Return the forecast seconds per step on this machine; None if that would need a trace or a measurement.
+    """Return the forecast seconds per step on this machine; None if they are not known without a measurement.
 
-    Nothing is traced or measured here. The function needs a profile stored by `zerofit plan`, `tune` or `--fit`, and on
-    CPUs the rates of `zerofit calibrate`.
+    Nothing is traced or measured here. The function needs a profile stored by `zerofit plan`, `tune` or `--fit`,
+    and on CPUs the rates of `zerofit calibrate`.
     """
     job = resolved.job
     try:
@@ -66,9 +69,9 @@ def forecast_step_s(resolved: ResolvedJob) -> float | None:
 
 
 def traced_step_s(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> float | None:
-    """Return the seconds of a job's step on a cluster; trace the model if no profile is stored.
+    """Return the forecast seconds per step of a job on a cluster. Trace the model if no profile is stored.
 
-    None if no rate or formula describes the step, or the model cannot be traced.
+    Return None if no rate or formula describes the step, or if the model cannot be traced.
     """
     if cluster.on_cpu and read_calibration(cluster.device.kind) is None:
         return None
@@ -82,7 +85,10 @@ def traced_step_s(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) 
 
 
 def step_s_of(job: Job, profile: Profile, cluster: Cluster) -> float | None:
-    """Return the seconds of a job's step on a cluster; None if no profile, rate or formula describes it."""
+    """Return the forecast seconds per step of a job on a cluster.
+
+    None if the profile, the rates or the formulas do not cover the job.
+    """
     layout, calibration = PlannedLayout.of(job), read_calibration(cluster.device.kind)
     unknown = job.layout.ep > 1 or any(feature.not_planned for feature in features_on(job.ds_config))
     if unknown or layout.setting not in profile.costs or (cluster.on_cpu and calibration is None):
@@ -92,7 +98,7 @@ def step_s_of(job: Job, profile: Profile, cluster: Cluster) -> float | None:
 
 
 def _stored_profile(resolved: ResolvedJob, device: str) -> Profile | None:
-    """Return a stored profile of the job's model in its setting, made by any command."""
+    """Return a stored profile that covers the job's model and setting, whichever command stored it."""
     job, inputs = resolved.job, resolved.inputs
     layout, run = job.layout, job.run
     key = PlannedLayout.of(job).setting

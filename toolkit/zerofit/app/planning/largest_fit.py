@@ -29,7 +29,7 @@ TOKENS = 256  # distance between tried sequence lengths
 
 
 class LongerSequence(NamedTuple):
-    """The longest sequence that fits by forecast, and the options with which it fits."""
+    """The longest sequence that fits by forecast, and the options that make it fit."""
 
     savings: Savings
     value: int  # tokens
@@ -100,14 +100,17 @@ class FewestDevices:
 
 
 def maximum_of(setup: SearchSetup, cluster: Cluster, what: Maximum, report: Reporter) -> tuple[SearchSetup, LargestFit]:
-    """Return the largest sequence length, micro batch or number of layers that fits, and the setup with it."""
+    """Return the setup with the largest value of `what` that fits, and the result of the search.
+
+    `what`: the sequence length, micro batch or number of layers.
+    """
     if what == "seq-len":
         return _longest(setup, cluster, report)
     return _deepest(setup, cluster, report) if what == "layers" else _widest(setup, cluster)
 
 
 def with_value(setup: SearchSetup, what: Maximum, value: int, report: Reporter) -> SearchSetup:
-    """Return the setup with another sequence length, number of layers or micro batch."""
+    """Return the setup with `value` as its sequence length, number of layers or micro batch."""
     if what == "layers":
         return replace(setup, profile=with_layers(setup.profile, value))
     if what == "micro-batch":
@@ -118,7 +121,10 @@ def with_value(setup: SearchSetup, what: Maximum, value: int, report: Reporter) 
 
 
 def fewest(setup: SearchSetup, cluster: Cluster, full: int | None = None) -> Cluster | None:
-    """Return the smallest cluster on which a layout fits, in nodes of `full` devices; None if MOST_GPUS are too few."""
+    """Return the smallest cluster on which a layout fits; None if MOST_GPUS devices are too few.
+
+    `full`: devices of a full node. Several nodes are always full.
+    """
     forecast = forecast_of(setup.profile, cluster)
 
     def wants(gpus: int, nodes: int) -> float:
@@ -131,7 +137,7 @@ def fewest(setup: SearchSetup, cluster: Cluster, full: int | None = None) -> Clu
 # A remedy changes only one thing: more devices, more host memory, a device with more memory, or disks. Each remedy is
 # tried with the layout that needs the least of the scarcest memory.
 def remedies_of(setup: SearchSetup, cluster: Cluster) -> list[str]:
-    """Return the changes that would make the model fit; for a plan in which no layout fits."""
+    """Return changes that would make the model fit, for a plan in which no layout fits."""
     found = []
     more = fewest(setup, cluster, max(cluster.gpus, cluster.device.node.gpus))
     if more is not None and more.ranks > cluster.ranks:
@@ -191,7 +197,6 @@ def _longest(setup: SearchSetup, cluster: Cluster, report: Reporter) -> tuple[Se
 
 
 def _degrees_on(cluster: Cluster, profile: Profile) -> tuple[Degrees, ...]:
-    """Return the degrees of a profile that are possible on a cluster."""
     found = [Degrees(**{n: int(d) for n, d in (p.split("=") for p in key.split("/")[2:])}) for key in profile.costs]
     fitting = [degrees for degrees in found if cluster.ranks % degrees.product == 0 and cluster.ranks % degrees.ep == 0]
     return tuple(dict.fromkeys((Degrees(), *fitting)))
@@ -202,7 +207,7 @@ def _longer(
 ) -> Iterator[LongerSequence]:
     """Yield ever longer sequences, each with one more option that saves memory.
 
-    The added option is the one with which twice the previous length needs the least memory.
+    The added option is the one that needs the least memory at twice the previous length.
     """
     traced, known = setup.traced, setup.profile
     assert traced

@@ -1,4 +1,4 @@
-"""Knobs of a layout that the user sets in fields of the run, flags of a plan, or a DeepSpeed JSON."""
+"""The settings of a layout ("knobs") that a user fixes in a run, in options of a plan, or in a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ DEGREES = ("tp", "pp", "sp", "ep")
 
 
 class LayoutPins(TypedDict, total=False):
-    """Values that a plan keeps fixed; values left out are searched."""
+    """Values that a plan keeps fixed. Other values are searched."""
 
     model_args: dict[str, Any]
     task: Literal["classify", "tag", "seq2seq"] | None
@@ -112,7 +112,7 @@ class LayoutPins(TypedDict, total=False):
 # A value of a layout can be fixed in three places. An option of `plan` wins over a field of the run, and
 # that wins over the DeepSpeed JSON. "auto" fixes nothing. A value that no place fixes is searched.
 def decided(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs of a layout that these fields set, including the keys of the DeepSpeed JSON."""
+    """Return the knobs that these fields fix. The fields may contain a DeepSpeed JSON."""
     config = given.get("ds_config", {})
     found = {knob: get(config, key, "auto") for knob, key in KEYS.items()}
     if get(config, "expert_parallel.enabled") is not True:
@@ -131,7 +131,7 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def savings_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Savings:
-    """Return the memory savings (without checkpointing) that the fields of a run and a DeepSpeed JSON request."""
+    """Return the memory savings, without checkpointing, that the fields of a run and a DeepSpeed JSON request."""
     found = {name: given[name] for name in Savings._fields if given.get(name)}
     if get(config, "activation_checkpointing.cpu_checkpointing") is True:
         found["activation_offload"] = True
@@ -148,10 +148,10 @@ def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs that pins and a DeepSpeed JSON set; a pin wins over the JSON.
+    """Return the knobs that pins and a DeepSpeed JSON fix. If both fix a knob, the pin wins.
 
-    If a JSON has `zero_optimization`, the device keeps the states that the JSON does not offload. Sizes are as in
-    training: zerofit fills in "auto", and a missing key has DeepSpeed's default.
+    If the JSON has `zero_optimization`, states that it does not offload stay on the device. Sizes are as in
+    training: zerofit fills in "auto", and missing keys get DeepSpeed's defaults.
     """
     given = {name: value for name, value in pins.items() if value is not None}
     stays = {name: "none" for name in ("offload_optimizer", "offload_param") if "zero_optimization" in config}
@@ -165,14 +165,14 @@ def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 
 
 def batch_and_precision(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the global batch and precision that pins or, without them, a DeepSpeed JSON set."""
+    """Return the global batch and the precision that the pins set or, without a pin, the DeepSpeed JSON."""
     found = {"global_batch": get(config, "train_batch_size", "auto"), "precision": precision_of(None, config)[0]}
     found = {name: value for name, value in found.items() if value != "auto"}
     return found | {name: pins[name] for name in ("global_batch", "precision") if pins.get(name) is not None}
 
 
 def uncounted(pins: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a DeepSpeed JSON that the forecasts leave out, although they affect this run."""
+    """Return the keys of the DeepSpeed JSON that affect this run but not its forecasts."""
     stage, precision = knobs_of(pins, config).get("zero_stage", 3), batch_and_precision(pins, config).get("precision")
     return [
         feature.path

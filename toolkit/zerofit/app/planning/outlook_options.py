@@ -1,4 +1,4 @@
-"""Reads and checks the options for the length of a full run, its price, and how often machines fail."""
+"""Read and check the options for a run's length and price, and for how often machines fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST_PHASE = "reading the data"  # first phase of each start in events.jsonl
 
 
 class WorkOptions(TypedDict, total=False):
-    """The length of a run, its price, and how often machines fail. Values are numbers, or texts like "15T"."""
+    """The length of a run, its price, and how often machines fail. Values are numbers or texts like "15T"."""
 
     epochs: float | None  # passes over `samples` or `tokens`
     tokens: float | str | None
@@ -34,7 +34,7 @@ class WorkOptions(TypedDict, total=False):
 
 
 def read_work(options: Mapping[str, Any]) -> Work | None:
-    """Return the length, price and failures that the options describe; None without options. Raises UserError."""
+    """Return the length, price and failure rate that the options set; None without options. Raises UserError."""
     given = {name: value for name, value in options.items() if value is not None}
     if not given:
         return None

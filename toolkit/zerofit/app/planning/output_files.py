@@ -34,7 +34,7 @@ TRACE_FLAG, SNAPSHOT_FLAG = "--trace", "--snapshot"
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raise a UserError if a file exists already, or the folder is a file."""
+    """Raise a UserError if the folder contains one of the plan's files already, or is a file itself."""
     problems = Problems()
     if folder.exists() and not folder.is_dir():
         problems.add("output-exists", f"{folder} is a file", "use a folder", "--write")
@@ -45,14 +45,14 @@ def refuse_existing(folder: Path) -> None:
 
 
 def write_plan(folder: Path, fields: Mapping[str, Any], config: Mapping[str, Any], comment: str) -> tuple[Path, ...]:
-    """Write a DeepSpeed JSON and a run file ending in a comment; return their paths. Raises UserError."""
+    """Write a DeepSpeed JSON, and a run file with `comment` at its end. Return their paths. Raises UserError."""
     # relative to run.yaml, so that the folder can be moved or copied to another machine
     run = yaml.safe_dump({**fields, "ds_config": NAMES[0]}, sort_keys=False) + comment
     return _write(folder, {NAMES[0]: json.dumps(config, indent=2) + "\n", NAMES[1]: run})
 
 
 def write_accelerate(folder: Path, layout: PlannedLayout, cluster: Cluster) -> tuple[Path, ...]:
-    """Write a layout of FSDP2 for `accelerate launch`; return its path. Raises UserError."""
+    """Write an FSDP2 layout as a config file for `accelerate launch`. Return its path. Raises UserError."""
     if layout.checkpointing == "selective":
         message, hint = "Accelerate's file cannot name selective checkpointing", "leave out --write or --engine fsdp2"
         raise UserError(Problem(kind="combination", message=message, hint=hint, where="--write"))
@@ -95,7 +95,7 @@ def accelerate_config(layout: PlannedLayout, cluster: Cluster) -> dict[str, Any]
 
 
 def write_torchtitan(folder: Path, layout: PlannedLayout, profile: Profile, cluster: Cluster) -> tuple[Path, ...]:
-    """Write a script that starts torchtitan in this layout; return its path. Raises UserError."""
+    """Write a script that starts torchtitan in this layout. Return its path. Raises UserError."""
     known = ENGINES["torchtitan"].configurations
     if profile.parameters not in known:
         message = f"torchtitan has no configuration of {profile.model}"
@@ -120,7 +120,7 @@ def write_torchtitan(folder: Path, layout: PlannedLayout, profile: Profile, clus
 def torchtitan_flags(layout: PlannedLayout, profile: Profile) -> dict[str, str | int]:
     """Return torchtitan's options and their values; "" for switches (torchtitan/config/configs.py).
 
-    CUDA graphs would keep the memory of a step, which plan does not forecast.
+    CUDA graphs are off: they would keep the memory of a step, which plan does not forecast.
     """
     return {
         "training.local_batch_size": layout.micro_batch,
@@ -137,7 +137,10 @@ def torchtitan_flags(layout: PlannedLayout, profile: Profile) -> dict[str, str |
 
 
 def write_files(folder: Path, texts: Mapping[str, str], config: Mapping[str, Any] | None = None) -> tuple[Path, ...]:
-    """Write a DeepSpeed JSON, if there is one, and other files; return their paths. Raises UserError."""
+    """Write the files in `texts`, and the DeepSpeed JSON `config` if there is one. Return their paths.
+
+    Raises UserError.
+    """
     return _write(folder, {**({NAMES[0]: json.dumps(config, indent=2) + "\n"} if config else {}), **texts})
 
 
@@ -154,7 +157,10 @@ def _write(folder: Path, texts: Mapping[str, str]) -> tuple[Path, ...]:
 
 
 def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[str, Any]:
-    """Return the bundled JSON of the stage with the plan's values; sizes that the run sets stay "auto"."""
+    """Return the bundled JSON for the layout's stage, with the plan's values.
+
+    Sizes that the run sets itself stay "auto".
+    """
     base = "zero3_nvme" if "nvme" in (layout.offload_optimizer, layout.offload_param) else f"zero{layout.zero_stage}"
     config = read_for_run(base).config
     zero = config["zero_optimization"]
@@ -186,7 +192,8 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
 def for_trainer(config: Mapping[str, Any], layout: PlannedLayout, profile: Profile) -> dict[str, Any]:
     """Return a DeepSpeed JSON with the plan's buckets, in which the HF Trainer can fill in each "auto".
 
-    The Trainer does not fill in `allgather_bucket_size`. DeepSpeed offloads the state of its own optimizers only.
+    The Trainer does not fill in `allgather_bucket_size`. With offloading, the JSON names an optimizer, since
+    DeepSpeed offloads only the states of its own optimizers.
     """
     found = copy.deepcopy(dict(config))
     zero = found["zero_optimization"]
@@ -219,7 +226,7 @@ def data_line(profile: Profile, image: str | None) -> str:
 def run_fields(
     layout: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None
 ) -> dict[str, Any]:
-    """Return the fields of the planned run; `zerofit train` decides the other fields."""
+    """Return the fields of the planned run. `zerofit train` decides the other fields."""
     path = Path(profile.model)
     return {
         "model": str(path.absolute()) if path.exists() else profile.model,
@@ -233,7 +240,7 @@ def run_fields(
 
 
 def layout_fields(layout: PlannedLayout) -> dict[str, Any]:
-    """Return the fields of a run that its layout sets."""
+    """Return the fields of a run that this layout sets."""
     degrees = {"tensor_parallel": layout.tp, "pipeline": layout.pp, "sequence_parallel": layout.sp}
     degrees["expert_parallel"] = layout.ep
     return {
@@ -250,7 +257,7 @@ def layout_fields(layout: PlannedLayout) -> dict[str, Any]:
 
 
 def merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's DeepSpeed JSON, completed with the planned values."""
+    """Return the user's DeepSpeed JSON `own`, completed with the planned values."""
     found = dict(copy.deepcopy(planned))
     for key, value in own.items():
         if isinstance(value, dict) and isinstance(found.get(key), dict):
@@ -261,7 +268,7 @@ def merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 
 
 def refuse_place(path: Path, flag: str = TRACE_FLAG) -> None:
-    """Raise a UserError if a trace or snapshot cannot be written to this path."""
+    """Raise a UserError if a trace or snapshot cannot be written to `path`."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         hint = "name a file in an existing folder"
         raise UserError(Problem(kind="bad-value", message=f"cannot write {path}", hint=hint, where=flag))
@@ -279,7 +286,7 @@ def write_trace(path: Path, trace: dict[str, Any]) -> None:
 def trace_of_layout(
     profile: Profile, cluster: Cluster, rates: Rates, layout: PlannedLayout, step_s: float
 ) -> dict[str, Any]:
-    """Return the trace of a planned step, scaled to `step_s`. It has the first rank of each pipeline stage."""
+    """Return the trace of a planned step, scaled to `step_s`. It shows the first rank of each pipeline stage."""
     timer = Timer(profile, cluster, rates)
     timeline = step_timeline(profile, timer, layout)
     timeline = timeline.scaled(step_s / timeline.step_s)

@@ -52,7 +52,7 @@ class Confirmation:
         return self.described(details=True)
 
     def described(self, details: bool) -> str:
-        """Return the verdict in one line. With `details` the line adds what the memory is used for."""
+        """Return the verdict in one line. With `details`, add what the memory is used for."""
         layout = f"layout {self.layout + 1}"
         if self.problem:
             return f"{layout} cannot be simulated, so only plan's forecast is known: {self.problem}"
@@ -81,7 +81,7 @@ class PlannedRun:
 
     @property
     def outlook(self) -> Outlook | None:
-        """Duration and cost of the training, and when to save it; None if not requested."""
+        """Duration and cost of the training, and when to save checkpoints; None if not requested."""
         return self.ranked.outlook
 
     @property
@@ -160,7 +160,7 @@ class Plan:
 
     @property
     def misfits(self) -> tuple[PlannedRun, ...]:
-        """Layouts that do not fit, nearest first; only if fewer layouts fit than requested."""
+        """Layouts that do not fit, the nearest to fitting first. Empty if as many layouts fit as requested."""
         return tuple(
             PlannedRun(ranked=ranked, profile=self.profile, request=self.request) for ranked in self.result.misfits
         )
@@ -177,12 +177,12 @@ class Plan:
 
     @property
     def cluster(self) -> Cluster:
-        """The planned cluster, or the smallest cluster that fits if the plan searched for it."""
+        """The planned cluster or, if the plan searched for the fewest devices, the cluster that it found."""
         return self.result.cluster
 
     @property
     def chosen(self) -> int | None:
-        """The layout to write: the simplest of the fastest, or the first that fits in simulation.
+        """Index of the layout to write: the simplest of the fastest, or the first that fits in simulation.
 
         None if nothing fits.
         """
@@ -219,10 +219,10 @@ class Plan:
         return write_plan(Path(folder), planned.fields, planned.ds_config, data_line(self.profile, self.request.image))
 
     def trace(self, path: Path | str) -> Path:
-        """Write a Chrome trace of one step in the layout that `write` writes, or in the first layout that does not fit.
+        """Write a Chrome trace of one step in the layout that `write` writes.
 
-        The trace has one rank of each pipeline stage. Raises UserError if there is no layout, or if the file is not
-        writable.
+        If no layout fits, trace the first layout that does not fit. The trace has one rank of each pipeline stage.
+        Raises UserError if there is no layout, or if the file is not writable.
         """
         planned = self.layouts[self.shown] if self.layouts else next(iter(self.misfits), None)
         if planned is None:

@@ -121,7 +121,7 @@ def answer_request(
     on_event: OnEvent | None = None,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Plan:
-    """Return the plan for the best cluster. With several clusters, `boxes` of this plan has the plans for all of them.
+    """Return the plan for the best cluster. For several clusters, its `boxes` are the plans for all of them.
 
     `on_plan` gets the plan before layouts are simulated, which takes longer.
     """
@@ -150,7 +150,6 @@ def answer_request(
 
 
 def _confirmed(plan: Plan, report: Reporter) -> Plan:
-    """Simulate the requested layouts and the layout to write. Return the plan with the results."""
     request = plan.request
     if request.confirm:
         plan = confirm_layouts(plan, request.confirm, report)

@@ -1,4 +1,4 @@
-"""Gets the profile for a plan from a file, this machine's cache or the shipped profiles, or traces the model now."""
+"""Get the profile for a plan from a file, this machine's cache or the shipped profiles, or trace the model."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def read_profile(path: Path) -> Profile:
 def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path | None]:
     """Return a stored or shipped profile, or trace the model now. Also return the profile's file.
 
-    The file is None for a user's own code, whose profile is not stored. Raises ModelError, and UserError, for example
-    if the model has to be traced and torch is not installed.
+    The file is None for a user's own code, since that profile is not stored. Raises ModelError, and UserError, for
+    example if the model has to be traced and torch is not installed.
     """
     for note in _notes(wanted.model):
         report.note(note)
@@ -154,9 +154,9 @@ def _traced(wanted: ProfileRequest, report: Reporter) -> Profile:
 
 
 def _with_liger(profile: Profile, wanted: ProfileRequest, report: Reporter) -> Profile:
-    """Return the profile with kernels of a plain trace, since a trace with Liger's kernels has only their memory.
+    """Return the profile with the kernels of a plain trace.
 
-    The rates of a plan contain the speed-up of Liger's kernels.
+    A trace with Liger's kernels has their memory but not their times. The rates of a plan contain Liger's speed-up.
     """
     if not wanted.liger_kernel:
         return profile
@@ -174,7 +174,7 @@ def _with_kernels(cost: LayerCost, by: LayerCost) -> LayerCost:
 
 
 def kept_profile(wanted: ProfileRequest) -> Profile | None:
-    """Return the stored profile; None if there is no profile, or if other code made it."""
+    """Return the stored profile; None if there is none or it is unreadable. An unreadable profile is deleted."""
     path = _place(wanted)
     if path is None or not path.is_file():
         return None
@@ -228,7 +228,6 @@ def _trace(wanted: ProfileRequest, report: Reporter) -> Profile:
 
 
 def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task) -> tuple[Inputs, list[Degrees]]:
-    """Return the model's inputs, and its possible degrees: the requested or else the useful ones."""
     from zerofit.models.hf_config import make_config, max_positions
     from zerofit.train.probe import expert_count
 
@@ -250,7 +249,10 @@ def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task)
 
 
 def _place(wanted: ProfileRequest) -> Path | None:
-    """Return the file of the profile, named by the model's config and everything else that it depends on."""
+    """Return the file of the profile, whose name depends on the model's config and all settings.
+
+    None for a user's own code.
+    """
     content = _content(wanted.model)
     if content is None:
         return None
@@ -274,7 +276,7 @@ def _place(wanted: ProfileRequest) -> Path | None:
 
 
 def _content(model: str) -> Any:
-    """Return the config of the named model; None for a user's own code."""
+    """Return the config of the named model; None if the model has no single config, such as a user's own code."""
     if model in PRESETS:
         return PRESETS[model]
     path = Path(model)
@@ -287,7 +289,6 @@ def _content(model: str) -> Any:
 
 
 def _notes(model: str) -> list[str]:
-    """Return notes on a config (of a name, a file or a folder); [] for a config that `find` refuses."""
     path = Path(model)
     try:
         values = PRESETS.get(model) or read_config(path / "config.json" if path.is_dir() else path)

@@ -142,7 +142,7 @@ class PlanningRequest:
         problems.raise_if_any()
 
     def _check_engines(self, problems: Problems) -> None:
-        """Add a problem for each option that applies only to DeepSpeed's layouts, if other engines are planned too."""
+        """If other engines are planned too, add a problem for each option that only DeepSpeed's layouts have."""
         given = {"--from": self.tuned, "--measured": self.measured, "--ds-config": self.pins.get("ds_config")}
         given |= {f"--{name.replace('_', '-')}": self.pins.get(name) for name in Savings._fields}
         for flag in (flag for flag, value in given.items() if value):

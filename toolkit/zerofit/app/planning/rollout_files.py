@@ -150,7 +150,7 @@ def openrlhf_script(chosen: Chosen, cluster: Cluster) -> str:
 
 
 def openrlhf_flags(chosen: Chosen, cluster: Cluster) -> dict[str, Any]:
-    """Return the flags of openrlhf/cli/train_ppo_ray.py. A switch with the value False is left out."""
+    """Return the flags for openrlhf/cli/train_ppo_ray.py. Switches that are False are left out later."""
     layout, s, engine = chosen.planned.layout, chosen.settings, chosen.engine
     assert engine
     degree = engine.settings.tensor_parallel_size

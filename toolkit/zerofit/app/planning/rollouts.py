@@ -1,4 +1,4 @@
-"""`zerofit plan --method grpo`: whether trainer and rollout fit, the phase with the most memory, and the speed."""
+"""`zerofit plan --method grpo`: whether trainer and rollout fit, which phase needs most memory, and how fast."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SAMPLES_OF_RANK = 16  # completions per rank and step, if no batch is given
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """A training layout combined with a rollout engine on the same or on other GPUs: memory by phase, and time."""
+    """A training layout with a rollout engine, on the same GPUs or on others: memory by phase, and time."""
 
     name: str
     ranked: RankedLayout
@@ -62,7 +62,7 @@ class Arrangement:
 
     @property
     def fits(self) -> bool:
-        """Whether all phases fit, and also the engine if it has GPUs of its own."""
+        """Whether all phases fit. If the engine has GPUs of its own, it has to fit too."""
         return self.memory.fits and (self.memory.engine is not None or self.engine is None or self.engine.fits)
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Arrangement:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """Arrangements of one method on a cluster, fastest first; arrangements that do not fit are last."""
+    """Arrangements of one method on a cluster, fastest first. Arrangements that do not fit are last."""
 
     name: str  # of the method
     cluster: Cluster
@@ -99,7 +99,7 @@ class RolloutPlan:
 
     @property
     def best(self) -> Arrangement:
-        """The fastest arrangement that fits; if none fits, the one that lacks the least memory."""
+        """The fastest arrangement that fits. If none fits, the arrangement that lacks the least memory."""
         return self.arrangements[0]
 
     @cached_property
@@ -140,7 +140,7 @@ class RolloutPlan:
         }
 
     def write(self, folder: Path) -> tuple[Path, ...]:
-        """Write the trainer's config of the best arrangement. Raises UserError."""
+        """Write the trainer's config for the best arrangement. Raises UserError."""
         method, best = METHODS[self.name], self.best
         if not method.command or not best.fits:
             message = (
@@ -231,7 +231,7 @@ def plan_rollouts(
 
 
 def _with_log_probs(setup: SearchSetup, settings: RolloutSettings, name: str) -> SearchSetup:
-    """Return the setup with the way in which the trainer computes log-probs and synchronizes gradients."""
+    """Return the setup adapted to how the trainer computes log-probs and synchronizes gradients."""
     profile, element, method = setup.profile, ELEMENT_BYTES[setup.request.precision], METHODS[name]
     if settings.trainer == "verl":
         each = None if settings.use_fused_kernels else EARLY_VERL if settings.is_early else VERL
@@ -255,7 +255,7 @@ def _with_log_probs(setup: SearchSetup, settings: RolloutSettings, name: str) ->
 
 
 def _data_parallel(request: PlanningRequest, cluster: Cluster, group: int) -> PlanningRequest:
-    """Return the request with data parallelism only, and a batch that is a multiple of `group` completions."""
+    """Return the request with data parallelism only. The global batch becomes a multiple of `group` completions."""
     pins, ranks = request.pins, cluster.ranks
     sizes = pins.get("micro_batch"), pins.get("gradient_accumulation_steps")
     batch = pins.get("global_batch") or (ranks * sizes[0] * sizes[1] if sizes[0] and sizes[1] else None)
@@ -274,7 +274,7 @@ def _data_parallel(request: PlanningRequest, cluster: Cluster, group: int) -> Pl
 
 @dataclass(frozen=True, kw_only=True)
 class _Planner:
-    """Combines training layouts with engines. The fields are the same for all combinations."""
+    """Combine training layouts with engines. The fields are the same for all combinations."""
 
     name: str
     setup: SearchSetup
@@ -283,7 +283,6 @@ class _Planner:
     cluster: Cluster
 
     def rows(self) -> Iterator[Arrangement]:
-        """Yield the best arrangement of each kind that the settings allow."""
         if not METHODS[self.name].generates:
             yield from self._best("training", self.cluster, None)
             return
@@ -303,7 +302,7 @@ class _Planner:
             yield from sorted((row for row in splits if row), key=_order)[:1]
 
     def _shared(self) -> Iterator[RolloutSettings]:
-        """Yield the settings of verl and OpenRLHF for each choice of what the actor offloads between its phases."""
+        """Yield settings of verl or OpenRLHF, one for each choice of what the actor offloads between phases."""
         sleeps, verl = self.settings.vllm_enable_sleep_mode in (None, True), self.settings.trainer == "verl"
         level = 2 if verl and self.setup.profile.trained == self.setup.profile.parameters else 1
         settings = replace(self.settings, vllm_enable_sleep_mode=sleeps, sleep_level=level)
@@ -315,14 +314,16 @@ class _Planner:
                 yield replace(settings, param_offload=param, optimizer_offload=optimizer)
 
     def _splits(self) -> list[int]:
-        """Return the numbers of GPUs that a server can have."""
         if self.settings.server_gpus:
             return [self.settings.server_gpus]
         step = self.settings.vllm_tensor_parallel_size
         return [gpus for gpus in (step, 2 * step, 4 * step) if gpus < self.cluster.gpus]
 
     def _best(self, name: str, cluster: Cluster, settings: RolloutSettings | None) -> list[Arrangement]:
-        """Return the fastest colocated arrangement that fits; if none fits, the one that lacks the least memory."""
+        """Return the fastest colocated arrangement that fits.
+
+        If none fits, return the one that lacks the least memory.
+        """
         timer = timer_of(self.setup.profile, cluster, self.setup.request, self.setup.calibration)
         layouts = self._layouts(cluster)
         sleeps = settings and (settings.param_offload or settings.optimizer_offload)
@@ -346,7 +347,7 @@ class _Planner:
     def _colocated(
         self, name: str, ranked: RankedLayout, timer: Timer, settings: RolloutSettings | None
     ) -> Arrangement:
-        """Return an arrangement with the engine on the training's GPUs. If `settings` is None, it has no engine."""
+        """Return an arrangement with the engine on the training's GPUs; without `settings`, with no engine."""
         layout = ranked.layout
         memory = self._memory(ranked, settings or self.settings)
         if settings is None:
@@ -378,7 +379,6 @@ class _Planner:
         )
 
     def _memory(self, ranked: RankedLayout, settings: RolloutSettings) -> RolloutMemory:
-        """Return the memory of a step without its engine."""
         layout, cluster = ranked.layout, self.cluster
         fields: dict[str, Any] = {
             "method": METHODS[self.name],
@@ -398,7 +398,10 @@ class _Planner:
         return kind(**fields, context_bytes=context, process_bytes=process, host_room=room)
 
     def _apart(self, gpus: int) -> Arrangement | None:
-        """Return the fastest arrangement with `gpus` GPUs only for vLLM; None if no layout fits on the other GPUs."""
+        """Return the fastest arrangement in which vLLM has `gpus` GPUs of its own.
+
+        None if no layout fits on the other GPUs.
+        """
         left = self.cluster.gpus - gpus
         trained = replace(self.cluster, gpus=left, host_memory=self.cluster.host_bytes)
         try:
@@ -433,7 +436,6 @@ class _Planner:
         return EngineMemory(model=self.model, settings=settings.settled(self.model, device), device=device)
 
     def _time(self, memory: RolloutMemory, timer: Timer, engine: EngineMemory | None, engines: int) -> RolloutTime:
-        """Return the time of a step, whose completions are divided among `engines`."""
         settings, method, rates, layout = memory.settings, METHODS[self.name], timer.rates, memory.layout
         completion = settings.max_completion_length
         # of the reference, of a reward model or teacher, and of the actor
@@ -464,5 +466,5 @@ def _copies_model(name: str, adapts: bool) -> bool:
 
 
 def _order(row: Arrangement) -> tuple[bool, float]:
-    """Return a sort key: arrangements that fit, by time, then the others, by the memory that they lack."""
+    """Return a sort key: arrangements that fit by time, then the others by missing memory."""
     return not row.fits, row.time.step_s if row.fits else -row.memory.room

@@ -34,7 +34,7 @@ from zerofit.spec.run import Run, micro_batches_of
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSetup:
-    """A profile, the settings that all layouts share, and a function that traces another sequence length."""
+    """A profile, the settings that all layouts share, and what is needed to trace other sequence lengths."""
 
     profile: Profile
     request: PlanRequest
@@ -57,7 +57,6 @@ def setup_of(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tu
 
 
 def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[SearchSetup, Path | None]:
-    """Return the setup without the device's calibration."""
     stored = read_profile(request.profile) if request.profile else None
     if request.profile and stored:  # --confirm would build its model, --write would name it in run.yaml
         refuse_foreign_code(request.profile, request.trust_model_code, model=stored.model)
@@ -103,7 +102,7 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
 
 
 def _scaled(setup: SearchSetup, cluster: Cluster, speed: MeasuredSpeed | None) -> SearchSetup:
-    """Return the setup with no fixed values but the measured global batch, and step times scaled by `speed`."""
+    """Return the setup with step times scaled by `speed` and no fixed value but the measured global batch."""
     if speed is None:
         return setup
     profile, wanted = setup.profile, setup.request
@@ -114,7 +113,6 @@ def _scaled(setup: SearchSetup, cluster: Cluster, speed: MeasuredSpeed | None) -
 
 
 def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) -> PlanRequest:
-    """Return the values that the user has fixed for all layouts. Raises UserError."""
     knobs = knobs_of(request.pins, request.ds_config)
     decided = batch_and_precision(request.pins, request.ds_config)
     if "nvme" in (knobs.get("offload_optimizer"), knobs.get("offload_param")) and not cluster.nvme_bytes:
@@ -140,8 +138,8 @@ def _by_rank(
 ) -> dict[str, Any]:
     """Return the request fields for --micro-batch-by-rank: one data parallel rank per device.
 
-    The rank with most samples determines the step time and the memory. Removes the global batch from `decided`, since
-    the micro batches determine it. Raises UserError.
+    The rank with the most samples determines step time and memory. The micro batches determine the global batch, so
+    it is removed from `decided`. Raises UserError.
     """
     asked = request.pins.get("micro_batch_by_rank")
     if asked is None:
@@ -176,7 +174,7 @@ def forecast_of(profile: Profile, cluster: Cluster) -> Forecast:
 
 
 def _precision(asked: str | None, cluster: Cluster, stored: Profile | None) -> str:
-    """Return the requested precision, else the device's default if the profile has it, else a precision of the profile.
+    """Return the requested precision, else one that the profile has, preferably the device's default.
 
     Raises UserError.
     """

@@ -43,7 +43,7 @@ class ServingPlan:
 
     @property
     def copies(self) -> int:
-        """The number of engines that the cluster holds."""
+        """The number of engines that fit side by side on the cluster's GPUs."""
         return self.cluster.ranks // self.engine.settings.tensor_parallel_size
 
     @property
@@ -123,7 +123,10 @@ def served_model(name: str, model_args: Mapping[str, Any]) -> ServedModel:
 
 
 def _unquantized(source: ModelSource, args: dict[str, Any], patterns: tuple[str, ...]) -> int:
-    """Return the parameters of matrices in the modules that match one of the patterns, without embedding and head."""
+    """Return the number of parameters in matrices of the modules that match a pattern.
+
+    Embedding and head do not count.
+    """
     import torch
 
     from zerofit.models.build import build

@@ -1,4 +1,4 @@
-"""A comparison of ways to fine-tune a model: which fit a cluster, their speed, and the longest sequence of each."""
+"""Compare ways to fine-tune a model: which of them fit a cluster, their speed, and their longest sequences."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class MethodComparison:
 
 
 def read_methods(words: str) -> tuple[Method, ...]:
-    """Read "full,lora". Raises UserError."""
+    """Read a list of methods such as "full,lora". Raises UserError."""
     named = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
     found: tuple[Method, ...] = tuple(method for method in METHODS if method in named)
     if unknown := [word for word in named if word not in METHODS] or ([] if named else [words]):
@@ -84,7 +84,7 @@ def read_methods(words: str) -> tuple[Method, ...]:
 def compare_methods(
     request: PlanningRequest, methods: Sequence[Method], cluster: Cluster, *, on_event: OnEvent | None = None
 ) -> MethodComparison:
-    """Return the plan of each method, and the longest sequence that fits by forecast."""
+    """Return the plan of each method, and the longest sequence that fits by forecast with each."""
     problems, report = Problems(), Reporter(on_event)
     for given, flag in ((request.profile, "--profile"), (request.maximum, "--max"), (request.minimum, "--min")):
         if given:
@@ -96,7 +96,6 @@ def compare_methods(
 
 
 def _part(method: Method, request: PlanningRequest) -> dict[str, Any]:
-    """Return the fields of a run for a training method, with the given fields that apply to this method."""
     if method == "full":
         return {}
     part = {"lora": USUAL_RANK, **request.part}

@@ -1,4 +1,4 @@
-"""Runs a command again with other releases of DeepSpeed and transformers, in an extension of this environment."""
+"""Run a command again with other releases of DeepSpeed and transformers, in an extension of this environment."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def rerun_with(releases: Mapping[str, str], places: Mapping[str, str], report: R
 
 
 def python_with(releases: Mapping[str, str], report: Reporter, *, where: str = "") -> Path:
-    """Return the Python of an environment with these releases (package -> version), created if missing.
+    """Return the Python of an environment with these releases (package -> version). Create it if missing.
 
-    The environment is cached. It extends this environment, and has the versions that these packages require. `where`:
-    the flag that an error names. Raises UserError if pip cannot install them.
+    The environment is cached. It extends this environment, and has the versions that these packages require.
+    `where`: the flag that an error names. Raises UserError if pip cannot install them.
     """
     named = [f"{name}=={version}" for name, version in sorted(releases.items())]
     below = [path for path in (*site.getsitepackages(), site.getusersitepackages()) if os.path.isdir(path)]
@@ -96,12 +96,11 @@ def python_with(releases: Mapping[str, str], report: Reporter, *, where: str = "
 
 
 def _is(installed: str, version: str) -> bool:
-    """Return whether `installed` is this version. As in pip, `installed` may have a local part (2.11.0+cpu)."""
+    """Return whether `installed` is this version, apart from a local part such as "+cpu" (as in pip)."""
     return SpecifierSet(f"=={version}").contains(installed, prereleases=True)
 
 
 def _run(words: Sequence[Any], where: str) -> str:
-    """Return the output of a program. Raises UserError with the program's last error line if it fails."""
     env = {**os.environ, "DS_BUILD_OPS": "0"}  # DeepSpeed's ops are compiled when they are used
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, env=env)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""The trace of a simulated rank's step for `zerofit simulate --trace`, with times by `zerofit plan`."""
+"""The trace of a simulated rank's step for `zerofit simulate --trace`. `zerofit plan` forecasts the times."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def trace_of_simulation(
 def simulated_memory(timeline: StepTimeline, stage: int, points: tuple[MemoryPoint, ...]) -> Iterator[MemorySample]:
     """Yield the memory of the last simulated step, spread evenly over the phases of the timeline.
 
-    A simulation has no times. Each forward and backward belongs to its micro batch. DeepSpeed's step does nothing until
-    the last micro batch.
+    A simulation has no times, so each forward and backward is matched to its micro batch. DeepSpeed's step does
+    nothing until the last micro batch.
     """
     last = [point for point in points if point.step == points[-1].step]
     phases = [(name, list(of)) for name, of in groupby(last, key=lambda point: point.phase)]

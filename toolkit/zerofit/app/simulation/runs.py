@@ -51,7 +51,7 @@ from zerofit.spec.units import counted
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedSimulation:
-    """A run that has been checked for a cluster and can be simulated."""
+    """A checked run that is ready to be simulated on a cluster."""
 
     request: RunRequest
     cluster: Cluster
@@ -78,7 +78,7 @@ class PreparedSimulation:
         )
 
     def target(self, rank: int) -> SimulationTarget:
-        """Return the simulation target of a rank."""
+        """Return what to simulate for a rank."""
         return SimulationTarget(
             job=self.job,
             inputs=self.inputs,
@@ -90,7 +90,7 @@ class PreparedSimulation:
         )
 
     def knobs(self, rank: int, *, heaviest: bool = True, exact: bool = False) -> KnobSimulations:
-        """Return the changes worth trying. Calling the result simulates them, as `rank`.
+        """Return the changes worth trying. Calling the result simulates them for `rank`.
 
         `heaviest`: simulate the heaviest of the ranks that differ from `rank` only in their partitions.
         """
@@ -110,15 +110,12 @@ class PreparedSimulation:
 
 @dataclass(frozen=True)
 class _ChangedRun:
-    """A run after some changes."""
-
     prepared: PreparedSimulation
     changes: tuple[str, ...] = ()
     config: str | None = None  # the bundled DeepSpeed JSON, if one of the changes is another JSON
 
     @property
     def change(self) -> str:
-        """All changes, as on the command line."""
         return (" " if all(change.startswith("--") for change in self.changes) else " + ").join(self.changes)
 
     def offered(self) -> list[Knob]:
@@ -127,7 +124,7 @@ class _ChangedRun:
         return knobs(run.job, run.ds_source, ds_name(run.request.run))
 
     def after(self, wanted: Knob) -> _ChangedRun | None:
-        """Return the run after one more change; None if it is no longer offered, or zerofit or DeepSpeed refuses it.
+        """Return the run with one more change; None if the change is no longer offered or is refused.
 
         A micro batch can be halved until it is 1.
         """
@@ -143,7 +140,7 @@ class _ChangedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class KnobSimulations:
-    """Changes that would need less memory. Calling this object simulates each of them."""
+    """Changes that would need less memory than the run. Calling this object simulates each change."""
 
     prepared: PreparedSimulation
     rank: int  # simulated in each changed run
@@ -153,7 +150,10 @@ class KnobSimulations:
     times: bool = True  # returns the forecast slowdown of each change; may trace the model
 
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
-        """Return the result of each change, least memory first. If none fits, the shortest combination is added."""
+        """Return the result of each change, least memory first.
+
+        If no change fits, add the shortest combination of changes.
+        """
         report, start = Reporter(on_event), _ChangedRun(self.prepared)
         offered = [(knob, run) for knob in start.offered() if (run := start.after(knob))]
         changed = [run for _, run in offered if self.is_worth(run.prepared.job)]
@@ -166,10 +166,10 @@ class KnobSimulations:
         return in_order(rows)
 
     def _combined(self, order: Sequence[Knob], report: Reporter) -> list[KnobResult]:
-        """Add up these changes, in order, and return the shortest combination that fits.
+        """Add up these changes in order, and return the shortest combination that fits.
 
-        If no combination fits, return the combination that needs the least memory. Offloading and small micro batches
-        cost most speed. Each is therefore left out if the run fits without it.
+        If no combination fits, return the combination that needs the least memory. Offloading and small micro
+        batches cost the most speed, so each of them is left out if the run fits without it.
         """
         misfits: list[KnobResult] = []
         for offloads, halves in itertools.product((False, True), repeat=2):
@@ -192,7 +192,6 @@ class KnobSimulations:
         return sorted(misfits, key=lambda row: row.peak_bytes)[:1]
 
     def _simulated(self, changed: Sequence[_ChangedRun], report: Reporter) -> list[KnobResult | None]:
-        """Return the result of each changed run; None if it cannot be simulated."""
         cluster = self.prepared.cluster
 
         def simulate_all(targets: Sequence[SimulationTarget], *, exact: bool = True) -> list[SimulatedRank | Problem]:
@@ -215,9 +214,9 @@ class KnobSimulations:
         ]
 
     def _slowdowns(self, changed: Sequence[PreparedSimulation], report: Reporter) -> dict[int, float]:
-        """Return the slowdown of a step for each change (by its number) that formulas can forecast.
+        """Return the slowdown of a step for each change that formulas can forecast, by the change's number.
 
-        A change of the sequence length is left out, since it changes the work of a step.
+        A changed sequence length is left out, since it changes the work of a step.
         """
         progress = Reporter(lambda event: report.status(f"{MAY_FIT}: {event.text}"))
 
@@ -317,7 +316,7 @@ def prepare_simulation(
     alloc_conf: str = "",
     report: Reporter | None = None,
 ) -> PreparedSimulation:
-    """Check everything that does not need the data. Raises UserError with all problems."""
+    """Check everything about a run that needs no data. Raises UserError with all problems."""
     problems = Problems()
     problems.attempt(lambda: read_alloc_conf(alloc_conf))
     resolved = resolve_job(
@@ -332,7 +331,6 @@ def prepare_simulation(
 
 
 def _check_task(request: RunRequest, task: Task, problems: Problems) -> None:
-    """Add problems for features that cannot be simulated, and for settings that do not apply to this kind of model."""
     if task == "gan":
         message = f"{request.run.model} trains two engines, which `zerofit simulate` does not support"
         problems.add("model-task", message, "use another model", "MODEL")
@@ -348,7 +346,6 @@ def _check_task(request: RunRequest, task: Task, problems: Problems) -> None:
 
 
 def _on_all(request: RunRequest, cluster: Cluster, problems: Problems) -> RunRequest:
-    """Return the run with one rank per device of the cluster, unless the run sets another number."""
     ranks = request.run.ranks
     if ranks and ranks > cluster.ranks:
         message = f"{counted(ranks, 'rank')}, but {counted(cluster.ranks, 'device')} ({cluster.nodes} x {cluster.gpus})"

@@ -1,4 +1,4 @@
-"""The trace of a script's step for `zerofit simulate --trace FILE -- COMMAND`: each op at its forecast time."""
+"""The trace of a script's step (`zerofit simulate --trace FILE -- COMMAND`), with each op at its forecast time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ _SENT = "send"  # all other collectives send a tensor from one rank to others
 
 
 def trace_of_script(record: RankRecord, rank: int, cluster: Cluster) -> dict[str, Any]:
-    """Return the trace of the last step of a simulated script's rank; memory changes when the host allocates."""
+    """Return the trace of the last step of a simulated script's rank.
+
+    Memory changes at the time when the host allocates it.
+    """
     assert record.script
     clocks = _Clocks.of(record, cluster)
     spans = tuple(sorted([*clocks.spans, *clocks.launches()], key=lambda span: (span.stream, span.start_s)))
@@ -41,14 +44,13 @@ def trace_of_script(record: RankRecord, rank: int, cluster: Cluster) -> dict[str
 
 
 def script_step_s(record: RankRecord, cluster: Cluster) -> float | None:
-    """Return the forecast seconds of the last step of a script's rank; None on a CPU that was not calibrated."""
+    """Return the forecast seconds of the last step of a script's rank; None on a CPU without calibration."""
     if cluster.on_cpu and read_calibration(cluster.device.kind) is None:
         return None
     return _Clocks.of(record, cluster).end_s
 
 
 def _memory(points: tuple[MemoryPoint, ...], allocated: list[tuple[int, float]]) -> Iterator[MemorySample]:
-    """Yield the memory of the step at the times when the host issued the allocations."""
     moments = [t for t, _ in allocated]
     for point in points:
         place = bisect_left(moments, point.t)
@@ -70,7 +72,7 @@ def _memory(points: tuple[MemoryPoint, ...], allocated: list[tuple[int, float]])
 
 @dataclass
 class _Clocks:
-    """The clocks of the host and of each stream while work is issued in order."""
+    """The clocks of the host and of each stream, which advance as work is issued in order."""
 
     cluster: Cluster
     precision: str
@@ -90,7 +92,6 @@ class _Clocks:
 
     @classmethod
     def of(cls, record: RankRecord, cluster: Cluster) -> _Clocks:
-        """Return the clocks after all work that a script's rank issued in its last step."""
         assert record.script
         clocks = cls(cluster, record.script.precision.split()[0])
         for place, work in enumerate(record.issued):
@@ -99,11 +100,10 @@ class _Clocks:
 
     @property
     def end_s(self) -> float:
-        """The time when all work is done."""
         return max([self.host_s, *(done[-1][1] for done in self._done.values() if done)])
 
     def take(self, place: int, work: IssuedWork | IssuedWait) -> None:
-        """Schedule the next issued work or wait; `place` is its index."""
+        """Schedule the next issued work or wait. `place`: its index."""
         if isinstance(work, IssuedWait):
             self._wait(work)
             return
@@ -121,7 +121,6 @@ class _Clocks:
             self._run(place, work)
 
     def launches(self) -> list[Span]:
-        """Return the host's spans of issuing work."""
         return self._issuing
 
     def _run(self, place: int, work: IssuedWork) -> None:
@@ -139,7 +138,6 @@ class _Clocks:
             self.host_s = end_s
 
     def _kind_and_seconds(self, work: IssuedWork) -> tuple[str, float]:
-        """Return the kind of work as named in a trace, and its seconds."""
         rates = self._usual
         if work.kind == COPY:
             return COPY, work.bytes / rates.host_copy(work.pinned)
@@ -166,13 +164,13 @@ class _Clocks:
             self._free[work.stream] = max(self._free[work.stream], until_s)
 
     def _end(self, stream: int, before: int | None = None) -> float:
-        """Return the time when a stream has finished its work so far, or the work issued before an index."""
+        """Return when a stream finishes its work so far or, with `before`, the work issued before this index."""
         done = self._done[stream]
         last = len(done) if before is None else bisect_left(done, (before, 0.0))
         return done[last - 1][1] if last else 0.0
 
     def _issue(self, work: IssuedWork, seconds: float) -> None:
-        """Advance the host's clock for issuing work; uninterrupted work in one module becomes one span."""
+        """Advance the host's clock for issuing work. Uninterrupted work of one module becomes one span."""
         start_s, self.host_s = self.host_s, self.host_s + seconds
         if not seconds:
             return
@@ -195,7 +193,6 @@ class _Clocks:
         return Span(0, stream, work.phase, micro_batch, work.module, kind, start_s, end_s, moved, flops)
 
     def _name(self, work: IssuedWork) -> str:
-        """Return the name of a stream."""
         if work.stream not in self._names:
             name = f"collectives of {work.ranks.size} ranks" if work.ranks else f"stream {work.stream}"
             same = sum(known.startswith(name) for known in self._names.values())

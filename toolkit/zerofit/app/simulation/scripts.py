@@ -130,7 +130,7 @@ def simulate_script(
 
 
 def _simulate(targets: Sequence[ScriptTarget], show: Callable[[str], None]) -> list[RankRecord | Problem]:
-    """Return the record of each target's rank; a rank in a later pipeline stage runs after all stages before it."""
+    """Return the record of each target's rank. A rank of a later pipeline stage runs after the earlier stages."""
     records = simulate_all(targets, show)
     # A rank of a later stage needs the activations that it receives. So a rank of each stage before it runs first, from
     # stage 0 on, and its record has what it sends.
@@ -151,7 +151,6 @@ def _simulate(targets: Sequence[ScriptTarget], show: Callable[[str], None]) -> l
 def _next_stage(
     targets: list[ScriptTarget], records: list[RankRecord | Problem], report: Reporter
 ) -> list[tuple[list[ScriptTarget], list[RankRecord | Problem]]]:
-    """Return the targets of the next pipeline stage with their records; [] after the last stage or a failure."""
     following = []
     for target, record in zip(targets, records, strict=True):
         if isinstance(record, Problem) or record.pipeline is None or record.pipeline.sends is None:
@@ -164,7 +163,10 @@ def _next_stage(
 def _heaviest(
     targets: list[ScriptTarget], records: list[RankRecord | Problem], report: Reporter
 ) -> tuple[list[ScriptTarget], list[RankRecord | Problem]]:
-    """Return the targets and records of a heavier rank, if one exists and can be simulated."""
+    """Return the targets and records of the heavier rank, if one exists and can be simulated.
+
+    Otherwise return the given ones.
+    """
     first = records[0]
     if isinstance(first, Problem) or first.heavier_rank is None:
         return targets, records
@@ -178,7 +180,7 @@ def _heaviest(
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptKnobSimulations:
-    """Changes of a command that would need less memory. Calling this object simulates each of them."""
+    """Changes of a command that would need less memory. Calling this object simulates each change."""
 
     target: ScriptTarget
     record: RankRecord  # of the unchanged command
@@ -186,9 +188,9 @@ class ScriptKnobSimulations:
     cluster: Cluster
 
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
-        """Return the result of each change, least memory first, without those that cannot be simulated.
+        """Return the result of each change, least memory first. Changes that cannot be simulated are left out.
 
-        If none fits, the shortest combination that fits is added, or the one that comes nearest.
+        If no change fits, add the shortest combination that fits or, if none does, the one closest to fitting.
         """
         assert isinstance(self.simulation.run, SimulatedScript)
         report = Reporter(on_event)
@@ -202,7 +204,7 @@ class ScriptKnobSimulations:
         return in_order(rows)
 
     def _simulated(self, knobs: Sequence[ScriptKnob], *, folder: Path, report: Reporter) -> list[KnobResult | None]:
-        """Return the result of each change; None if it cannot be simulated or has no effect."""
+        """Return the result of each change; None for a change that has no effect or cannot be simulated."""
         targets = [self._changed(knob, folder) for knob in knobs]
         records = _simulate(targets, lambda text: report.status(f"{MAY_FIT}: {text}"))
         note_failed(records, MAY_FIT, report)
@@ -224,7 +226,7 @@ class ScriptKnobSimulations:
     ) -> list[KnobResult]:
         """Add up changes, the cheapest first, and return the shortest combination that fits.
 
-        Offloading is used only if nothing fits without it. If no combination fits, return the one that needs the least
+        Offloading is used only if nothing fits without it. If no combination fits, return the one with the least
         memory.
         """
         command, misfits = self.target.command, list[KnobResult]()
@@ -263,7 +265,6 @@ class ScriptKnobSimulations:
 
 
 def _assessed(target: ScriptTarget, record: RankRecord | Problem, cluster: Cluster) -> Simulation:
-    """Return the simulation of a record. Raises UserError if the rank could not be simulated."""
     if isinstance(record, Problem):
         raise UserError(record)
     assert record.script
@@ -271,7 +272,7 @@ def _assessed(target: ScriptTarget, record: RankRecord | Problem, cluster: Clust
 
 
 def _with_longest(usual: Simulation, longest: Simulation) -> Simulation:
-    """Return a simulation with the memory of the longest batches added. It fits only if these batches fit too."""
+    """Add the memory of the longest batches to a simulation. It then fits only if these batches fit too."""
     assert isinstance(usual.run, SimulatedScript) and isinstance(longest.run, SimulatedScript)
     seen = longest.run.facts
     batch = LongestBatch.of(longest, tokens=seen.longest_seen, shape=max(seen.shapes, key=math.prod, default=()))
@@ -285,7 +286,7 @@ def _with_longest(usual: Simulation, longest: Simulation) -> Simulation:
 
 
 def _with_worst_routing(usual: Simulation, target: ScriptTarget, cluster: Cluster, report: Reporter) -> Simulation:
-    """Return a simulation with the memory of a rank whose experts get all tokens. Its verdict does not change.
+    """Add the memory of a rank whose experts get all tokens to a simulation. The verdict stays the same.
 
     The tokens choose the first experts, which are on rank 0 or, in a pipeline, on the first rank of the stage.
     """
@@ -300,7 +301,7 @@ def _with_worst_routing(usual: Simulation, target: ScriptTarget, cluster: Cluste
 
 
 def check_command(script: ScriptCommand, cluster: Cluster, *, rank: int, steps: int) -> None:
-    """Check the command against files and hardware. Raises UserError with all problems."""
+    """Check the command against the files and the hardware. Raises UserError with all problems."""
     problems = Problems()
     if not script.is_module and not Path(script.script).is_file():
         problems.add("command", f"no script {script.script}", "use a path relative to the current folder", "COMMAND")

@@ -1,4 +1,4 @@
-"""The memory that ranks can use now, on this machine and on hosts that were examined over ssh."""
+"""The memory that ranks can use now, on this machine and on hosts examined over ssh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Facts = Mapping[str, Any]  # facts of one host: `zerofit.doctor.facts`
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """The memory of one host for its ranks, in bytes: free memory less reservations of other runs."""
+    """The memory that one host has for its ranks, in bytes: free memory less reservations of other runs."""
 
     name: str  # "" for this machine
     ranks: range
@@ -27,16 +27,16 @@ class HostMemory:
 
     @property
     def place(self) -> str:
-        """A phrase for messages: `on this machine`, or `on` and the host's name."""
+        """ "on this machine", or "on" and the host's name, for messages."""
         return f"on {self.name or 'this machine'}"
 
     def reserved_note(self, *, on_gpus: bool = False) -> str:
-        """Return the phrase about reservations of other runs that follows the free memory in a message."""
+        """Return a phrase about the reservations of other runs, to append to the free memory in a message."""
         return reserved_note(self.gpu_reserved_bytes if on_gpus else self.reserved_bytes)
 
 
 def memory_here(ranks: range, run: Path) -> HostMemory:
-    """Return this machine's free memory for the ranks of a run."""
+    """Return this machine's free memory for `ranks` of the run in the folder `run`."""
     reserved = reserved_on_gpus(except_run=run)
     return HostMemory(
         name="",
@@ -49,7 +49,7 @@ def memory_here(ranks: range, run: Path) -> HostMemory:
 
 
 def memory_of_hosts(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> list[HostMemory]:
-    """Return the free memory of these hosts for ranks in all their slots."""
+    """Return the free memory of these hosts, with one rank per slot."""
     memories, first = list[HostMemory](), 0
     for host in hosts:
         memory, devices = facts[host.name]["memory"], host.devices or range(host.slots)

@@ -1,7 +1,7 @@
 """Training in processes that a launcher has started: deepspeed, torchrun, srun, mpirun, accelerate.
 
-The first process prepares and supervises the run, like `zerofit train` on one machine, and starts a guard for its own
-rank. The other processes wait for it and then become the guards of their ranks (`watch.follow`).
+The first process prepares and supervises the run, like `zerofit train` on one machine, and starts a guard for its
+own rank. The other processes wait for the first one. Then each becomes the guard of its rank (`watch.follow`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ FOLDER = "folder"  # key of the stored value that a restart reads
 
 
 def lead(request: RunRequest, world: World, *, on_event: OnEvent | None = None, anyway: bool = False) -> TrainingResult:
-    """Train as the first process of a world; SIGTERM, SIGHUP and SIGUSR1 ask the ranks to save and stop.
+    """Train as the first process of a world. SIGTERM, SIGHUP and SIGUSR1 ask the ranks to save and stop.
 
-    All processes exit right after this process, with the exit code of its result or error. Raises UserError,
-    DoesNotFit, RunFailed and Stopped.
+    All processes exit right after this process, with the same exit code. Raises UserError, DoesNotFit, RunFailed
+    and Stopped.
     """
     end_with_parent(os.getppid())
     leading = _Leading(world, Reporter(shielded(on_event) if on_event else None), anyway)
@@ -59,15 +59,12 @@ def lead(request: RunRequest, world: World, *, on_event: OnEvent | None = None, 
 
 
 class _Leading:
-    """The first process of a world."""
-
     def __init__(self, world: World, report: Reporter, anyway: bool):
         self._world, self._report, self._anyway = world, report, anyway
         self._rendezvous = Rendezvous(world)
         self._watch: Watch | None = None  # set when the others become guards
 
     def train(self, request: RunRequest) -> TrainingResult:
-        """Prepare the run on all hosts, start its ranks and supervise them."""
         self._rendezvous.report(asdict(Member.here(self._world, versions())))
         members = [
             Member(**{**one, "cores": tuple(one["cores"])}) for one in self._rendezvous.reports(self._report.phase)
@@ -96,7 +93,6 @@ class _Leading:
             return train_at(site, prepared, watch, self._report, **signals)
 
     def dismiss(self, code: int) -> None:
-        """Make all other processes exit with this code."""
         if self._watch:
             self._watch.send_all({"code": code})
         else:
@@ -104,7 +100,7 @@ class _Leading:
                 self._rendezvous.dismiss(code)
 
     def _request(self, request: RunRequest) -> RunRequest:
-        """Return the request for all ranks; after a restart it resumes the run. Raises UserError."""
+        """Return the request for all ranks. After a restart, the request resumes the run. Raises UserError."""
         ranks, world = request.run.ranks, self._world
         if ranks not in (None, world.size):
             message = f"{request.place('ranks')} sets {ranks} ranks, but {world.launcher} started {world.size}"
@@ -115,7 +111,7 @@ class _Leading:
         return resuming(request, RunFolder(Path(folder).absolute())) if folder and world.attempt > 1 else request
 
     def _check_folder(self, folder: RunFolder, hosts: tuple[Host, ...]) -> None:
-        """Raise UserError with the hosts that do not see the run folder."""
+        """Raise UserError with the hosts that cannot read the run folder."""
         self._rendezvous.order(see=str(folder.path))
         names = [host.name for host in hosts for _ in range(host.slots)]
         problems, reasons = Problems(), dict[str, str]()
@@ -128,7 +124,7 @@ class _Leading:
         problems.raise_if_any()
 
     def _site(self, prepared: PreparedRun, hosts: tuple[Host, ...], watch: Watch, extra: dict[str, str]) -> LaunchSite:
-        """Return the `LaunchSite` of ranks whose processes exist already. Its command starts only rank 0's guard."""
+        """Return the `LaunchSite` of ranks whose processes exist already. It starts only rank 0's guard."""
         world, machine = self._world, prepared.machine
         several = len(hosts) > 1
         address, names = (world.master[0], [host.name for host in hosts]) if several else (LOOPBACK, [HERE])

@@ -1,4 +1,4 @@
-"""Forecast of the memory of a job's ranks, from building the model to the last save. It is simulated once per job."""
+"""Forecast the memory of a job's ranks, from building the model to the last save. Each job is simulated once."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ _INDIFFERENT |= {"profile_ranks", "record_memory", "ds_config"}  # ds_config is 
 
 @dataclass(frozen=True, kw_only=True)
 class RankForecasts:
-    """The ranks of a job whose memory differs: rank 0, which saves the model, and a rank of each pipeline stage."""
+    """Forecasts for the ranks whose memory differs: rank 0, which saves the model, and one rank per stage."""
 
     cluster: Cluster  # cluster with one device for each rank of the job
     first: SimulatedRank
     stages: tuple[SimulatedRank, ...]
 
     def of(self, rank: int) -> SimulatedRank:
-        """Return the simulated rank that represents this rank."""
+        """Return the simulated rank that represents the rank number `rank`."""
         return self.stages[rank * len(self.stages) // self.cluster.ranks] if rank else self.first
 
     @cached_property
@@ -78,7 +78,7 @@ class RankForecasts:
         )
 
     def host_need(self, rank: SimulatedRank) -> int:
-        """Return the peak host memory of a rank with its process, without shared pages of libraries."""
+        """Return the peak host memory of a rank, with its process but without shared library pages."""
         if not self.cluster.on_cpu:
             return max(rank.record.host_phases.values()) + HOST_PROCESS_BYTES
         overheads = assess(rank, self.cluster).overheads
@@ -86,11 +86,11 @@ class RankForecasts:
 
 
 def least_bytes(job: Job) -> int:
-    """Return a lower bound of the memory that all ranks of a job use together, without a simulation.
+    """Return a lower bound of the memory of all ranks of a job together, without a simulation.
 
-    It counts weights once at stage 3, else on each data parallel rank. fp32 master weights and the optimizer's moments
-    count once; in fp32 at stage 0 they count on each data parallel rank (`plan.persistent`). Gradients and
-    activations come on top.
+    It contains weights, fp32 master weights and the optimizer's moments, but no gradients and activations. Weights
+    count once at stage 3, else once per data parallel rank. Master weights and moments count once; in fp32 at stage
+    0 they count once per data parallel rank (`plan.persistent`).
     """
     parameters, stage, copies = job.facts.trained_parameters, job.layout.zero_stage, job.layout.dp * job.layout.sp
     narrow = any(feature.on(job.ds_config) for feature in NARROW_MASTERS)
@@ -102,16 +102,17 @@ def least_bytes(job: Job) -> int:
 
 
 def _margin(rank: Simulation) -> int:
-    """Return the bytes that a verdict adds, as a margin, to the reserved peak and the memory outside torch."""
+    """Return the safety margin of a verdict: bytes on top of the reserved peak and of the memory outside torch."""
     late = rank.reserved_ahead_bytes - rank.reserved_bytes  # other streams free memory late
     uncertain = sum(part.high_bytes - part.bytes for part in rank.overheads)
     return late + round(REPLAYED * rank.reserved_bytes) + uncertain
 
 
 def forecast_ranks(prepared: PreparedSimulation, free: Cluster, report: Reporter) -> RankForecasts | Problem:
-    """Return the memory forecast of a job's ranks, or the reason why it cannot be simulated.
+    """Return the memory forecast of a job's ranks, or the reason why the job cannot be simulated.
 
-    A rank with extrapolated layers is not simulated again if the free memory leaves no doubt about its verdict.
+    By default, layers are extrapolated. If the free memory leaves a doubt about the verdict, all layers are
+    simulated.
     """
     job, cluster = prepared.job, prepared.cluster
     ranks = _simulate_or_recall([prepared.target(rank) for rank in heaviest_of_stages(job.layout, job.batch)], report)
@@ -130,11 +131,11 @@ def forecast_ranks(prepared: PreparedSimulation, free: Cluster, report: Reporter
 
 
 def _with_copy(rank: SimulatedRank, *, first: bool) -> SimulatedRank:
-    """Return a rank with the host copy of the data that it saves while it trains (`--save-async`).
+    """Add to a rank the host copy of the data that it saves during training (`--save-async`).
 
-    At stage 0 one data parallel rank saves all. At stages 1 and 2 only this rank saves the parameters. At stage 3 they
-    are saved as master weights (`engine.save_checkpoint`). The copy exists from the first save on
-    (`train.checkpoint_engine.HostCopies`); with a GPU it is pinned.
+    At stage 0 one data parallel rank saves everything. At stages 1 and 2 only that rank saves the parameters. At
+    stage 3 the parameters are saved as master weights (`engine.save_checkpoint`). The copy exists from the first
+    save on (`train.checkpoint_engine.HostCopies`). With a GPU it is pinned.
     """
     job, record = rank.target.job, rank.record
     if not job.run.save_async or job.run.save_every == "0":
@@ -165,11 +166,11 @@ def _larger_peak(peak: KindPeak, by: int) -> KindPeak:
 
 
 def _saved_bytes(job: Job, on_cpu: bool) -> list[int]:
-    """Return the bytes copied to host memory when the model is saved: on rank 0, then on a rank of each stage.
+    """Return the bytes copied to host memory to save the model: on rank 0, then on a rank of each stage.
 
     `EngineTrainer.weights` gathers partitioned modules one at a time, and copies one tensor at a time from a GPU. A
-    pipeline stage copies its part before it writes it. Rank 0 keeps copies of all adapters, or of all weights if the
-    model is not from transformers (`train.run.save_model`).
+    pipeline stage copies its part before it writes the part. Rank 0 keeps copies of all adapters, or of all weights
+    if the model is not from transformers (`train.run.save_model`).
     """
     layout, facts, weights = job.layout, job.facts, job.facts.weight_bytes(job.precision)
     streamed = find(job.run.model).family == "transformers"
@@ -185,7 +186,7 @@ def _saved_bytes(job: Job, on_cpu: bool) -> list[int]:
 
 
 def _with_save(rank: SimulatedRank, saved_bytes: int, on_cpu: bool) -> SimulatedRank:
-    """Return a rank that also saves the model, with copies of `saved_bytes` on top of the training state."""
+    """Add saving the model to a rank: copies of `saved_bytes` on top of the training state."""
     record = rank.record
     if not on_cpu:
         host = {**record.host_phases, SAVE: record.host_phases["step"] + saved_bytes}
@@ -203,7 +204,7 @@ def _with_save(rank: SimulatedRank, saved_bytes: int, on_cpu: bool) -> Simulated
 def _simulate_or_recall(
     targets: Sequence[SimulationTarget], report: Reporter, *, exact: bool = False
 ) -> list[SimulatedRank | Problem]:
-    """Return each target's rank, cached or simulated now; `exact`: with all of its layers simulated."""
+    """Return the rank of each target, from the cache or simulated now. `exact`: simulate all of its layers."""
     files = [_file(target) for target in targets]
     recalled = [_recall(target, file) for target, file in zip(targets, files, strict=True)]
     ranks: list[SimulatedRank | Problem | None] = [
@@ -235,7 +236,7 @@ def _recall(target: SimulationTarget, file: Path) -> SimulatedRank | None:
 
 
 def _file(target: SimulationTarget) -> Path:
-    """Return the file of a target's record, named by everything that it depends on, including the code."""
+    """Return the file of a target's record. Its name depends on everything that affects the record."""
     plain = target.as_dict()
     run = {name: value for name, value in plain["job"]["run"].items() if name not in _INDIFFERENT}
     job = {**plain["job"], "run": run, "steps": None}
@@ -246,6 +247,6 @@ def _file(target: SimulationTarget) -> Path:
 
 
 def _own_code(job: Job) -> int | None:
-    """Return the time when the user's own model file last changed. The model's name does not identify its code."""
+    """Return when the user's own model file last changed, since the model's name does not identify its code."""
     path = Path(*job.run.model.partition(":")[0].split(".")).with_suffix(".py")
     return path.stat().st_mtime_ns if job.facts.own and path.is_file() else None

@@ -1,4 +1,4 @@
-"""The memory gate: compares the memory that a job's ranks need with the free memory of their hosts, before a start."""
+"""The memory gate: before a start, compare the memory that a job's ranks need with their hosts' free memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ UNKNOWN = "cannot forecast the memory of this run"
 
 @dataclass(frozen=True, kw_only=True)
 class HostVerdict:
-    """Verdict: whether one host's memory is enough for its ranks."""
+    """Whether the memory of one host is enough for its ranks."""
 
     host: HostMemory
     word: str  # FITS, WITHIN or NOT
@@ -62,7 +62,7 @@ class HostVerdict:
 
 
 class MemoryGate:
-    """Gate of one run: refuses a run that does not fit, else reserves its memory until the gate is closed."""
+    """The gate of one run: refuse the run if it does not fit, else reserve its memory until the gate is closed."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class MemoryGate:
         hosts: Sequence[Host] | None = None,
         facts: Mapping[str, Facts] | None = None,
     ):
-        """`hosts`: in the order of their ranks; this machine if None. `facts`: what each host has reported.
+        """`hosts`: in the order of their ranks; this machine if None. `facts`: what each host reported.
 
-        If `facts` is None, only this machine, the first host, is checked. If `facts` is empty, no host is checked.
-        `anyway`: warn instead of refusing.
+        If `hosts` is given and `facts` is None, only the first host, this machine, is checked. If `facts` is empty,
+        no host is checked. `anyway`: warn instead of refusing.
         """
         self._report, self._anyway, self._hosts, self._facts = report, anyway, hosts, facts
         self._run: Path | None = None
@@ -83,7 +83,7 @@ class MemoryGate:
     def __call__(self, request: RunRequest, resolved: ResolvedJob, output: Path) -> MemoryForecast | None:
         """Return the memory that a rank of this job will need; None, with a note, if it cannot be forecast.
 
-        A forecast of the same job is reused if there is one. `output`: the run folder.
+        An earlier forecast of the same job is reused. `output`: the run folder.
 
         Raises DoesNotFit if a host has too little free memory, or this machine too little free disk.
         """
@@ -125,18 +125,21 @@ class MemoryGate:
         return _with_free(cluster, hosts)
 
     def simulations(self, request: RunRequest, resolved: ResolvedJob, free: Cluster) -> list[Simulation]:
-        """Return simulations of the ranks that differ, compared with this memory; [] if the job cannot be simulated."""
+        """Return simulations of the ranks that differ, with verdicts for the memory of `free`.
+
+        [] if the job cannot be simulated.
+        """
         cluster = self._cluster(resolved)
         forecasts = self._forecast(request, resolved, cluster, free) if cluster else None
         return [assess(rank, free) for rank in (forecasts.first, *forecasts.stages)] if forecasts else []
 
     def close(self) -> None:
-        """Release what this process has reserved."""
+        """Release the memory that this process has reserved."""
         if self._run:
             release(self._run)
 
     def _state_verdict(self, resolved: ResolvedJob, hosts: Sequence[HostMemory]) -> HostVerdict | None:
-        """Return a refusal if not even parameters and optimizer state fit, which needs no simulation."""
+        """Return a refusal if not even parameters and optimizer state fit. This needs no simulation."""
         job = resolved.job
         ranks, needed = job.layout.world_size, least_bytes(job)
         free = _usable_bytes(job, hosts, on_cpu=resolved.machine.accelerator == "cpu")
@@ -162,7 +165,10 @@ class MemoryGate:
         return forecasts
 
     def _cluster(self, resolved: ResolvedJob) -> Cluster | None:
-        """Return a cluster with a device per rank, of the hosts' kind; None, with a note, if it is unknown."""
+        """Return a cluster with one device per rank, of the kind of the hosts' devices.
+
+        None, with a note, if zerofit does not know the device.
+        """
         ranks = resolved.job.layout.world_size
         if resolved.machine.accelerator == "cpu":
             return Cluster("cpu", gpus=ranks)
@@ -175,7 +181,6 @@ class MemoryGate:
             return None
 
     def _host_memory(self, ranks: int, output: Path) -> list[HostMemory]:
-        """Return the memory of every known host with some of the ranks."""
         if self._hosts is None:
             return [memory_here(range(ranks), output)]
         if self._facts is None:
@@ -185,7 +190,7 @@ class MemoryGate:
         return [replace(host, ranks=range(host.ranks.start, min(ranks, host.ranks.stop))) for host in hosts]
 
     def _reserve(self, output: Path, forecasts: RankForecasts, job: Job) -> None:
-        """Reserve memory on this machine; on other hosts the ranks' guards do it."""
+        """Reserve memory on this machine. On other hosts, the guards of the ranks reserve it."""
         if self._hosts is not None:
             return
         self._run, ranks, summary = output, job.layout.world_size, forecasts.summary
@@ -196,7 +201,7 @@ class MemoryGate:
     def _memory_problem(
         self, request: RunRequest, resolved: ResolvedJob, cluster: Cluster, worst: HostVerdict
     ) -> Problem:
-        """Return the refusal, with the nearest changes that would fit, each simulated."""
+        """Return the refusal, with the changes that would fit according to a simulation of each."""
         if self._anyway:
             return Problem(kind=DOES_NOT_FIT, message=worst.message, where=worst.host.name)
         ranks, host = resolved.job.layout.world_size, worst.host
@@ -216,7 +221,7 @@ class MemoryGate:
     def _changes(self, knobs: KnobSimulations) -> str:
         """Return the changes that would fit, and notes on changes that could not be tried.
 
-        Errors do not replace the refusal.
+        An error here does not hide the refusal.
         """
         failures: list[str] = []
 
@@ -242,7 +247,7 @@ class MemoryGate:
 
 
 def _with_free(cluster: Cluster, hosts: Sequence[HostMemory]) -> Cluster:
-    """Return nodes with the memory of the host that has the least memory per rank; unchanged if no host is known."""
+    """Return the cluster with the memory of the host that has the least per rank; unchanged without hosts."""
     if not hosts:
         return cluster
     least = min(hosts, key=lambda host: host.host_bytes // len(host.ranks))
@@ -254,7 +259,7 @@ def _with_free(cluster: Cluster, hosts: Sequence[HostMemory]) -> Cluster:
 
 
 def _usable_bytes(job: Job, hosts: Sequence[HostMemory], *, on_cpu: bool) -> int:
-    """Return the memory of some hosts that a job's layout can use; no limit if it offloads to disk."""
+    """Return how much of the hosts' memory a job's layout can use. There is no limit if it offloads to disk."""
     offloads = {get(job.ds_config, f"zero_optimization.{part}.device") for part in OFFLOADS}
     gpus = [len(host.ranks) * host.gpu_bytes for host in hosts if host.gpu_bytes is not None]
     if "nvme" in offloads or (not on_cpu and len(gpus) < len(hosts)):
@@ -271,7 +276,7 @@ def prepared_for(request: RunRequest, resolved: ResolvedJob, cluster: Cluster) -
 
 
 def judge(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
-    """Return the verdict for the ranks of one host: their devices and, with GPUs, the host's memory."""
+    """Return the verdict for the ranks of one host: for its devices and, with GPUs, for its host memory."""
     verdicts = [_device_verdict(forecasts, host)]
     if not forecasts.cluster.on_cpu:
         verdicts.append(_host_verdict(forecasts, host))
@@ -279,7 +284,7 @@ def judge(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
 
 
 def _device_verdict(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
-    """Return the verdict on the devices; on a CPU ranks share the host's memory in proportion to their needs."""
+    """Return the verdict on the devices. On a CPU, ranks share the host's memory in proportion to their needs."""
     simulated = {id(rank): rank for rank in map(forecasts.of, host.ranks)}.values()  # several ranks share a GPU
     cluster, shares = replace(forecasts.cluster, gpus=len(host.ranks), host_memory=ANY), dict[int, int]()
     if forecasts.cluster.on_cpu:
@@ -297,7 +302,6 @@ def _device_verdict(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
 
 
 def _needs(worst: Simulation) -> str:
-    """Return a sentence with the memory that a rank needs, the phase of its peak, and its largest part."""
     kind, size = max(worst.breakdown.items(), key=lambda pair: pair[1])
     total = worst.reserved_bytes + sum(part.bytes for part in worst.overheads)
     phase = worst.peak_phase if worst.peak_step < 0 else f"{worst.peak_phase} of step {worst.peak_step + 1}"
@@ -305,7 +309,7 @@ def _needs(worst: Simulation) -> str:
 
 
 def _host_verdict(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
-    """Return the verdict on the memory of a host with GPUs, in the phase in which its ranks need the most memory."""
+    """Return the verdict on a GPU host's main memory, in the phase in which its ranks need the most."""
     ranks, phases = [forecasts.of(rank).record for rank in host.ranks], dict[str, int]()
     for record in ranks:
         for name, size in record.host_phases.items():

@@ -1,4 +1,4 @@
-"""Finds the run folder of a start, writes the resolved job into it, and archives leftovers of earlier starts."""
+"""Find the run folder of a start, write the resolved job into it, and archive leftovers of earlier starts."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def prepare(
 ) -> PreparedRun:
     """Resolve the run, prepare its data, find the checkpoint to resume from and create the run folder.
 
-    `machine`: the devices of all hosts together; this machine if None. `folder`: the run folder, if this command has
-    locked it already. `model`: used instead of the run's model. `gate`: forecasts memory. If the run does not fit, the
-    gate raises an error before anything is written. `fitter`: chooses the layout if the run requests it. Raises
-    UserError with all problems.
+    `machine`: the devices of all hosts together; this machine if None. `folder`: the run folder, if this command
+    has locked it already. `model`: used instead of the run's model. `gate`: forecasts memory. If the run does not
+    fit, the gate raises an error before any file is written. `fitter`: chooses the layout if the run requests it.
+    Raises UserError with all problems.
     """
     problems = Problems()
     folder = folder or problems.attempt(lambda: find_folder(request.run))
@@ -104,7 +104,7 @@ def prepare(
 
 
 def find_folder(run: Run) -> RunFolder:
-    """Return the run folder: a new or empty folder, or the folder of a run that may resume.
+    """Return the run folder: a new folder, an empty folder, or the folder of a run that may resume.
 
     Raises UserError for any other folder.
     """
@@ -125,7 +125,7 @@ def find_folder(run: Run) -> RunFolder:
 
 
 def resuming(request: RunRequest, folder: RunFolder) -> RunRequest:
-    """Return the request for the next start in this folder; it resumes from the newest checkpoint, if there is one."""
+    """Return the request for the next start in this folder, which resumes from the newest checkpoint, if any."""
     request = request.updated(output=folder.path)
     if request.run.resume == "never" or Store(folder.checkpoints).entries():
         return request.updated(resume="auto")
@@ -145,8 +145,8 @@ def _new_path(run: Run) -> Path:
 def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
     """Archive what earlier starts left in this folder, and return notes for the user.
 
-    Records of steps that will be repeated move to logs/, and checkpoints of such steps are renamed. Only incomplete
-    files are deleted. Call it while no rank runs in the folder.
+    Records of steps that will be repeated move to logs/, and checkpoints of such steps are renamed. Error files,
+    the earlier result and incomplete checkpoints are deleted. Call this only while no rank runs in the folder.
     """
     failures = [*folder.logs.glob("rank-*.error.json"), *folder.logs.glob("rank-*.memory.pickle")]
     for path in [*failures, folder.stopped, folder.stop_request, folder.launch_spec]:
@@ -162,7 +162,7 @@ def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
 
 
 def _cut_metrics(folder: RunFolder, step: int) -> list[str]:
-    """Keep the records of steps up to this one in metrics.jsonl, and move all other lines to logs/."""
+    """Keep the records of steps up to `step` in metrics.jsonl. Move all other lines to logs/."""
     if not folder.metrics.exists():
         return []
     lines = folder.metrics.read_bytes().splitlines(keepends=True)
@@ -179,13 +179,13 @@ def _cut_metrics(folder: RunFolder, step: int) -> list[str]:
 
 
 def _step_of(line: bytes) -> float:
-    """Return the step of a record; infinity for a line that is not a record."""
+    """Return the step of a record; infinity for other lines."""
     step = number_in(parse_line(line) or {}, "step")
     return math.inf if step is None else step
 
 
 def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
-    """Find and verify the checkpoint to resume this job from; None if it starts at step 1.
+    """Find and verify the checkpoint from which this job resumes; None if the job starts at step 1.
 
     `report` gets notes about damaged checkpoints and changed settings. Raises UserError if the job cannot resume.
     """
@@ -225,7 +225,6 @@ def _newest(checkpoints: Path, report: Reporter) -> CheckpointEntry | None:
 
 
 def _named(path: Path, report: Reporter) -> CheckpointEntry:
-    """Return the checkpoint that --resume names. If it names a run folder, return the newest checkpoint there."""
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if not (path / "manifest.json").exists() and path.is_dir():
@@ -243,7 +242,6 @@ def _named(path: Path, report: Reporter) -> CheckpointEntry:
 
 
 def _foreign_start(found: Foreign, job: Job, report: Reporter) -> Start:
-    """Verify another program's checkpoint. Raises UserError if it is damaged or has another optimizer's states."""
     from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
     from zerofit.checkpoint.full_state import FullState
 

@@ -60,21 +60,21 @@ class TrainingResult:
         return values
 
     def plot(self, path: str | Path) -> Path:
-        """Draw loss, throughput and memory of the run; return the picture's path."""
+        """Draw loss, throughput and memory of the run. Return the picture's path."""
         from zerofit.report.plot import draw
 
         draw([Path(self.run_dir)], Path(path))
         return Path(path)
 
     def _repr_html_(self) -> str:
-        """Show the figures as a table in a notebook."""
+        """Return the figures as a table, for a notebook."""
         values = {"run folder": self.run_dir, "steps": self.steps, "training loss": shown_score(self.train_loss)}
         values |= {f"validation {name}": shown_score(value) for name, value in self.eval.items()}
         return html_table("training", (), values.items())
 
 
 def finished_before(job: Job, folder: RunFolder) -> TrainingResult | None:
-    """Return the result of a run that is already complete, with its last step and model saved, else None."""
+    """Return the result of a run if its last step is done and its model is saved, else None."""
     if job.start is None or job.start.step < job.steps or not folder.result.exists() or not folder.model.exists():
         return None
     with refused(folder.result):
@@ -93,8 +93,8 @@ def outcome(
     `again`: the command that resumes a run folder. `seen`: the failure that the guards or the command saw. `heard`:
     failures that ranks reported directly to the command, since the disk of the folder may be full.
 
-    Raises RunFailed with the cause, DoesNotFit if a host that the command could not examine has too little memory, and
-    Stopped if the ranks stopped on request.
+    Raises RunFailed with the cause, DoesNotFit if a host that the command could not examine has too little memory,
+    and Stopped if the ranks stopped on request.
     """
     written = []
     for path in folder.logs.glob("rank-*.error.json"):
@@ -132,7 +132,7 @@ def _reported(folder: RunFolder, failure: dict[str, Any]) -> Problem:
 
 
 def _silent_end(folder: RunFolder, code: int) -> Problem:
-    """Explain why ranks ended without a report; the launcher's log has their exit code."""
+    """Explain why ranks ended without a report. The launcher's log has their exit code."""
     log = folder.logs / "launcher.log"
     text = log.read_text(errors="replace") if log.exists() else ""
     if -code == signal.SIGKILL or "return code = -9" in text:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a job on their hosts, supervises them to the end, and returns their result."""
+"""Start the ranks of a job on their hosts, supervise them to the end, and return their result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPEAT_S = 15.0  # a long phase is reported again at this interval
 
 
 class RunEvents:
-    """Reports the events that the ranks of a start have written since the last call."""
+    """Report the events that the ranks write, each once."""
 
     def __init__(self, folder: RunFolder, report: Reporter):
         self._report = report
@@ -29,10 +29,10 @@ class RunEvents:
         self._events = JsonlTail(folder.events, on_bad_line=report.warning)
         self._stop_request, self._stopping = folder.stop_request, False
         self._ranks, self._steps = "", None
-        self._phase, self._told = "", time.monotonic()
+        self._phase, self._since, self._told = "", time.monotonic(), time.monotonic()
 
     def look(self, ranks: str) -> None:
-        """Report new events. `ranks`: a description of the ranks' state; "" if there is nothing to report."""
+        """Report new events. `ranks`: a description of the ranks' state, or "" if it is not worth reporting."""
         if ranks != self._ranks:
             self._ranks = ranks
             self._report.on_event(Event(kind="ranks", text=ranks))
@@ -42,8 +42,10 @@ class RunEvents:
             event = _event_of(line)
             if event is not None:
                 self._tell(event)
-        if self._phase and time.monotonic() - self._told > REPEAT_S:
-            self.phase(self._phase)
+        now = time.monotonic()
+        if self._phase and now - self._told > REPEAT_S:
+            self._told = now
+            self._report.on_event(Event(kind="phase", text=f"{self._phase} ({now - self._since:.0f} s)"))
         if not self._stopping and self._stop_request.exists():
             self._stopping = True
             self.phase("asked the ranks to save and stop; a second request stops them at once")
@@ -56,12 +58,13 @@ class RunEvents:
         if event.kind == "training":
             self._steps = event.data.get("steps")
         if event.kind in ("phase", "training", "evaluated"):
-            self._phase, self._told = event.text if event.kind == "phase" else "", time.monotonic()
+            self._phase = event.text if event.kind == "phase" else ""
+            self._since = self._told = time.monotonic()
         self._report.on_event(event)
 
 
 def metrics_event(record: dict[str, Any], steps: int | None) -> Event:
-    """Return the event of a record in metrics.jsonl; `steps`: total of the run, if known."""
+    """Return the event for a record in metrics.jsonl. `steps`: total steps of the run, if known."""
     rate = "samples_per_s" if record.get("tokens_per_s") is None else "tokens_per_s"
     shapes = {"loss": "loss {:.4f}", "lr": "lr {:.2e}", rate: f"{{:,.0f}} {rate.removesuffix('_per_s')}/s"}
     shapes["mfu"] = "MFU {:.1%}"
@@ -72,7 +75,6 @@ def metrics_event(record: dict[str, Any], steps: int | None) -> Event:
 
 
 def _memory(record: dict[str, Any]) -> str:
-    """Return the peak memory so far of the device and, if its memory is separate, of the host, with their forecasts."""
     device = record.get("reserved_bytes") or record.get("memory_bytes", 0)
     pairs = {"memory": (device, record.get("forecast_bytes"))}
     if record.get("forecast_host_bytes"):
@@ -85,7 +87,6 @@ def _memory(record: dict[str, Any]) -> str:
 
 
 def _event_of(line: dict[str, Any]) -> Event | None:
-    """Return the event of a line in events.jsonl; None for kinds that are not shown."""
     data = {key: value for key, value in line.items() if key not in ("event", "time_s", "text")}
     kind, text = line.get("event"), line.get("text", "")
     step = f"step {data.get('step')}"

@@ -70,9 +70,10 @@ class Session:
         handle_signals: bool = False,
         anyway: bool = False,
     ):
-        """Set up this rank's `callbacks`; with `handle_signals`, SIGTERM and SIGUSR1 ask all ranks to save and stop.
+        """Set up this rank. With `handle_signals`, SIGTERM and SIGUSR1 ask all ranks to save and stop.
 
-        `anyway`: warn instead of refusing if the free memory is too small for the run.
+        `callbacks`: called by this rank. `anyway`: warn instead of refusing if the free memory is too small for the
+        run.
         """
         self._asked, self._report, self._anyway = as_request(run), Reporter(on_event), anyway
         self._callbacks, self._handle_signals = callbacks, handle_signals
@@ -100,7 +101,7 @@ class Session:
         return self._rank_run.trainer.engine, self._batches(self._rank_run)
 
     def step(self, loss: Tensor) -> None:
-        """Record the loss of a micro batch; call it after `engine.step()`."""
+        """Record the loss of a micro batch. Call this after `engine.step()`."""
         self._losses.append(loss.detach().float())
 
     @property
@@ -109,7 +110,7 @@ class Session:
         return TrainingResult.of(self._rank_run.folder, self._result) if self._rank_run and self._result else None
 
     def _batches(self, run: RankRun) -> Iterator[dict[str, Any]]:
-        """Yield the micro batches of all steps; record and save between them, and write the result at the end."""
+        """Yield the micro batches of all steps. Record and save between them, and write the result at the end."""
         from zerofit.train.engines import ZeroTrainer
         from zerofit.train.loop import LoopResult
 
@@ -134,7 +135,6 @@ class Session:
         self._locks.close()
 
     def _share_job(self, model: nn.Module | None) -> tuple[Job, RunFolder]:
-        """Check the run and prepare its folder on rank 0; return job and folder on all ranks."""
         if "RANK" not in os.environ:
             os.environ.update(ALONE, MASTER_PORT=str(free_port()))
         machine = this_machine()
@@ -165,13 +165,16 @@ class Session:
         return Job.read(folder), folder
 
     def _gate(self) -> MemoryGate:
-        """Return the gate for the ranks of this host; the free memory of other hosts is unknown."""
+        """Return the gate for the ranks of this host. The free memory of other hosts is not known."""
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or dist.get_world_size())
         hosts = [Host(socket.gethostname(), ranks)] if ranks < dist.get_world_size() else None
         return self._locks.enter_context(closing(MemoryGate(self._report, anyway=self._anyway, hosts=hosts)))
 
     def _request(self, model: nn.Module | None) -> RunRequest:
-        """Return the request with the actual number of ranks. Raises UserError for layouts that have no custom loop."""
+        """Return the request with the actual number of ranks.
+
+        Raises UserError for layouts that need another kind of loop.
+        """
         run, problems, world = self._asked.run, Problems(), dist.get_world_size()
         if run.ranks not in (None, world):
             message = f"the run sets {run.ranks} ranks, but {world} were started"

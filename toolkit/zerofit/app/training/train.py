@@ -106,11 +106,11 @@ def claim(
     machine: Machine | None = None,
     hosts: Sequence[Host] = (),
 ) -> tuple[PreparedRun, TrainingResult | None]:
-    """Check a run and prepare its folder. The run's memory and folder stay reserved until `stack` closes.
+    """Check a run and prepare its folder. Its memory and folder stay reserved until `stack` closes.
 
-    `machine`: the devices of all hosts together. `hosts`: the hosts of the ranks, this host first. For this machine
-    alone, they are None and empty. If the run is already complete, its result is returned, too, and its folder is not
-    locked.
+    `machine`: the devices of all hosts together. `hosts`: the hosts of the ranks, this host first. If the run uses
+    only this machine, omit both. If the run is already complete, also return its result, and do not lock its
+    folder.
     """
     gate = stack.enter_context(closing(MemoryGate(report, anyway=anyway, hosts=hosts or None)))
     fitter = partial(fitted, report=report, gate=gate, anyway=anyway, machine=machine, hosts=hosts)
@@ -134,7 +134,7 @@ def train_at(
     attempt: int = 1,
     handle_signals: bool = False,
 ) -> TrainingResult:
-    """Start the ranks of a prepared job, supervise them to the end, and return their result."""
+    """Start the ranks of a prepared job at a site, supervise them to the end, and return their result."""
     build_ops(needed_ops(prepared.job.ds_config, prepared.machine), site.env(""), report.phase)
     with leaner_next(prepared.folder, site.again):
         result = run_ranks(prepared.folder, site, watch, report, attempt=attempt, handle_signals=handle_signals)
@@ -172,7 +172,7 @@ class TrainingRun:
         return read_jsonl(self._folder.metrics) if self._folder.metrics.exists() else []
 
     def stop(self) -> None:
-        """Ask the ranks to save a checkpoint and stop; `result()` then raises Stopped."""
+        """Ask the ranks to save a checkpoint and stop. `result()` then raises Stopped."""
         if not self.done():
             self._folder.stop_request.touch()
 

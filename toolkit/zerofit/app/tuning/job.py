@@ -53,7 +53,7 @@ ALL = 10**6  # layouts
 
 
 def read_space(space: Path | str | Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the allowed values by knob, from a mapping or from a YAML file.
+    """Return the allowed values of each knob, from a mapping or from a YAML file.
 
     Raises UserError with all problems.
     """
@@ -87,7 +87,7 @@ def _check(key: str, value: Any, place: str, problems: Problems) -> None:
 
 
 def allows(allowed: Mapping[str, list[Any]], row: Mapping[str, Any]) -> bool:
-    """Return whether a configuration, as in --json, has only allowed values."""
+    """Return whether all values of a configuration (as in --json) are allowed."""
     return all(row[knob] in values for knob, values in allowed.items())
 
 
@@ -107,7 +107,6 @@ class TrialHosts:
 
 
 def _refuse_untried(request: RunRequest) -> None:
-    """Raise a UserError for settings that trials do not support."""
     if request.run.micro_batch_by_rank:
         message = f"{request.place('micro_batch_by_rank')}: trials give every rank the same micro batch"
         hint = "remove it for `zerofit tune`, and add it to `zerofit train` with the result"
@@ -123,7 +122,6 @@ def _refuse_untried(request: RunRequest) -> None:
 def _forecast(
     job: Job, cluster: Cluster, profiles: Mapping[str, Profile], allowed: Mapping[str, list[Any]]
 ) -> tuple[list[Candidate], int]:
-    """Return all configurations that fit by forecast, and the number of considered configurations."""
     run, calibration = job.run, read_calibration(cluster.device.kind)
     degrees = {"tp": run.tensor_parallel, "pp": run.stages, "sp": run.sequence_parallel, "ep": run.expert_parallel}
     fixed: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
@@ -199,7 +197,7 @@ class TuneJob:
         )
 
     def ds_config(self, candidate: Candidate) -> dict[str, Any]:
-        """Return the user's DeepSpeed JSON with this configuration; the run has the batch sizes."""
+        """Return the user's DeepSpeed JSON with this configuration, except the batch sizes, which the run sets."""
         config, layout = copy.deepcopy(self.ds_source), candidate.layout
         for key in (*BATCH_KEYS, "tensor_parallel", "sequence_parallel_size", "expert_parallel"):
             config.pop(key, None)
@@ -219,7 +217,7 @@ class TuneJob:
         return {**layout_fields(candidate.layout), "compile": candidate.compiled}
 
     def trial_run(self, candidate: Candidate) -> dict[str, Any]:
-        """Return run.yaml of a trial: the user's run, but without an end, saves and evaluations."""
+        """Return the run.yaml of a trial: the user's run without a last step, saves and evaluations."""
         run = self.run.model_dump(mode="json")
         drop = {"output": None, "resume": "never", "steps": ENDLESS, "global_batch": None}
         degrees = {"tensor_parallel": 1, "pipeline": 1, "sequence_parallel": 1, "expert_parallel": 1}

@@ -39,8 +39,8 @@ def run_trial(
 ) -> Trial:
     """Train with this configuration until its step time is known or it fails.
 
-    `best_s`: the step time at which this candidate would be as fast as the best one so far. `deadline`: as a time of
-    `time.monotonic`. Raises RunFailed if the hosts, not the configuration, caused the failure.
+    `best_s`: the step time that this candidate has to reach to be as fast as the best one so far. `deadline`: a
+    time of `time.monotonic`. Raises RunFailed if the hosts, not the configuration, caused the failure.
     """
     began = time.monotonic()
     shared = Path.cwd() if job.hosts else None  # all hosts must see it
@@ -88,10 +88,10 @@ def _watch(
     deadline: float,
     show: Callable[[str], None],
 ) -> tuple[Timing | None, bool]:
-    """Return the step time, and whether the trial was cut short because it is surely slower than the best.
+    """Return the step time, and whether the trial was stopped early since it is slower than the best.
 
-    Returns as soon as the step time is precise enough. If the time limit comes first, the step time is what was
-    measured so far. It is None if the run ends first, or if too few steps were measured. Adds the read steps to
+    This returns as soon as the step time is precise enough. After the deadline, the step time is what was measured
+    so far. It is None if the run ends first, or if too few steps were measured. The steps read are added to
     `records`.
     """
     began, first = time.monotonic(), None
@@ -115,7 +115,7 @@ def _watch(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Stop the run without saving if it is still running."""
+    """If the run is still running, stop it without saving."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
@@ -126,7 +126,6 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _error(place: Path) -> dict[str, str]:
-    """Return the error that the command printed; {} if none."""
     lines = (place / "out").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     try:
         return json.loads(lines[-1])["error"]
@@ -135,7 +134,6 @@ def _error(place: Path) -> dict[str, str]:
 
 
 def _why(code: int | None, error: dict[str, str], late: bool) -> tuple[Status, str]:
-    """Return status and reason of a trial without a step time. `late`: whether the trial ran out of time."""
     if late:
         return "stopped", "ran out of time before its step time was known"
     kind, message = error.get("kind", ""), error.get("message") or f"exited with code {code}"

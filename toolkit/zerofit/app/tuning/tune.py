@@ -82,7 +82,7 @@ def tune(
 
 
 def run_trials(job: TuneJob, *, trials: int, minutes: float | None, report: Reporter) -> Search:
-    """Run trials until there are `trials`, earlier trials included, the time is over, or no candidate is promising."""
+    """Run trials until `trials` have been run, the time is over, or no candidate is promising. Earlier trials count."""
     deadline, store = time.monotonic() + 60 * minutes if minutes else math.inf, TrialStore(job)
     search = Search(job.candidates, store.trials())
     if search.trials:
@@ -110,7 +110,6 @@ def _outcome(trial: Trial) -> str:
 
 
 def _find_output(output: Path | None) -> Path:
-    """Return the folder for results. Raises UserError for a folder with files that no tuning wrote."""
     path = (output or Path("runs") / f"tune-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - set(NAMES)):
         message, hint = f"{path} contains other files", "use another folder, or remove this one"
@@ -119,7 +118,6 @@ def _find_output(output: Path | None) -> Path:
 
 
 def _write_results(job: TuneJob, search: Search, folder: Path) -> TuneResult:
-    """Write the fastest configuration, the trials and their picture. Raises RunFailed if no trial succeeded."""
     result = TuneResult.of(search, job.run.seq_len)
     if result is None:
         tried = "; ".join(f"{t.status}: {t.reason}" for t in search.trials[:3]) or "no trial ran"
@@ -158,7 +156,7 @@ class TrialStore:
         self.path: Path = cache_root() / "tune" / f"{hashlib.sha256(content.encode()).hexdigest()[:20]}.jsonl"
 
     def trials(self) -> list[Trial]:
-        """Return earlier trials of the candidates, skipping invalid lines."""
+        """Return the earlier trials of the candidates. Invalid lines are skipped."""
         if not self.path.exists():
             return []
         found = {}
@@ -172,9 +170,10 @@ class TrialStore:
         return list(found.values())
 
     def keep(self, trial: Trial) -> None:
-        """Add a trial.
+        """Add a trial to the file.
 
-        A trial that was stopped by time or by other runs' memory is not added: its configuration may be good.
+        A trial that was stopped by the time limit or by other runs' memory is not added, since its configuration
+        may be good.
         """
         if trial.status in ("stopped", "does-not-fit"):
             return

@@ -45,7 +45,7 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
 
 
 def ranks_of_batch(c: CheckSubject) -> str:
-    """Return which data parallel degrees divide the batch, in words; "" if the number of ranks is known.
+    """Return the data parallel degrees that the batch allows, in words; "" if the number of ranks is known.
 
     Raises UnclearValue if a batch size is wrong.
     """
@@ -86,7 +86,6 @@ def _against_ranks(c: CheckSubject, total: int, micro: int | None, steps: int | 
 
 
 def _identity(c: CheckSubject, total: int, micro: int, steps: int, dp: int | None) -> Finding:
-    """Return the finding that `total` does not fit the other sizes. 0 or None: the size is not given or unknown."""
     each = (micro or 1) * (steps or 1) * (dp or 1)
     near = max(each, round(total / each) * each) if not (micro and steps and dp) else each
     parts = [f"micro batch {micro}" if micro else "", f"gradient accumulation steps {steps}" if steps else ""]

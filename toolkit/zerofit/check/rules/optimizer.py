@@ -74,7 +74,7 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
 
 
 def _variant(c: CheckSubject, variants: Any) -> str:
-    """Return the optimizer variant that gets the parameters (runtime/engine.py:2370-2411)."""
+    """Return the variant of the optimizer that gets the parameters (runtime/engine.py:2370-2411)."""
     if c.on(f"{PARAMS}.torch_adam") and "torch" in variants:
         return "torch"
     if c.offload("optimizer") and "cpu" in variants:

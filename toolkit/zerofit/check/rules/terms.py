@@ -32,7 +32,7 @@ def precision(c: CheckSubject) -> str:
 
 
 def precision_is_known(c: CheckSubject) -> bool:
-    """Return whether the precision is known: it does not depend on an "auto"."""
+    """Return whether the precision is known, that is, does not depend on an "auto"."""
     return all(c.get(f"{name}.enabled") != "auto" for name in ("bf16", "fp16"))
 
 
@@ -43,13 +43,13 @@ def has_other_parameter_type(c: CheckSubject) -> bool:
 
 
 def accumulates_in_another_type(c: CheckSubject) -> bool:
-    """Return whether ZeRO is off and gradients are summed in another type than the model's type."""
+    """Return whether ZeRO is off and gradients are summed in another type than the model has."""
     dtype = DTYPES.get(c.word(ACCUMULATION) or "")
     return c.stage == 0 and precision_is_known(c) and dtype not in (None, precision(c))
 
 
 def scales_loss_dynamically(c: CheckSubject) -> bool:
-    """Return whether fp16 scales the loss, and no fixed scale is set."""
+    """Return whether fp16 is on and no fixed loss scale is set."""
     return c.fp16 and not c.number("fp16.loss_scale")
 
 
@@ -65,7 +65,7 @@ def uses_bf16_optimizer(c: CheckSubject) -> bool:
 
 
 def steps_in_one_copy(c: CheckSubject) -> bool:
-    """Return whether DeepSpeed, in 16 bits without ZeRO, keeps one flat float32 copy per group for this optimizer."""
+    """Return whether the optimizer, in 16 bits without ZeRO, has one flat float32 copy per parameter group."""
     entry = of_json(c.optimizer)
     return entry is not None and entry.step.fused
 
@@ -104,7 +104,7 @@ def stage_is_set(c: CheckSubject) -> bool:
 
 
 def zero_section_of_2020(c: CheckSubject) -> dict[str, int]:
-    """Return the section that means the same as `"zero_optimization": true` did in 2020, with its bucket size."""
+    """Return the section that `"zero_optimization": true` meant in 2020, with the bucket size of the file."""
     size = c.number("allgather_size")
     return {"stage": 1} | ({"allgather_bucket_size": int(size)} if size else {})
 
@@ -115,12 +115,12 @@ def scheduler_is_deepspeeds(c: CheckSubject) -> bool:
 
 
 def optimizer_is_wrapped(c: CheckSubject) -> bool:
-    """Return whether the scheduler gets a DeepSpeed optimizer from the engine, which is not a torch Optimizer."""
+    """Return whether the scheduler gets DeepSpeed's own optimizer object, which is no torch Optimizer."""
     return c.stage > 0 or c.fp16 or c.bf16
 
 
 def nested_tensor_parallel(c: CheckSubject) -> int:
-    """Return the tensor parallel degree that the JSON gives under the key for inference."""
+    """Return the tensor parallel degree that the JSON sets in the key for inference."""
     return c.degree(f"{TENSOR}.tp.tp_size") if c.has(f"{TENSOR}.tp") else c.degree(f"{TENSOR}.tensor_parallel.tp_size")
 
 
@@ -142,16 +142,17 @@ def compile_passes(c: CheckSubject) -> list[str]:
 
 
 def uses_lora(c: CheckSubject) -> bool:
-    """Return whether the arguments of TRL, axolotl or LLaMA-Factory ask for adapters: the weights stay frozen."""
+    """Return whether the arguments of TRL, axolotl or LLaMA-Factory ask for adapters, so weights stay frozen."""
     adapters = (c.argument("adapter"), c.argument("finetuning_type"))
     return c.argument("use_peft") is True or any(name in ("lora", "qlora") for name in adapters)
 
 
 def reference_argument(c: CheckSubject) -> str | None:
-    """Return the argument for which axolotl (`rl`) or LLaMA-Factory (`stage`) loads a reference model, or None.
+    """Return the argument that makes a trainer load a reference model; None if there is none.
 
-    axolotl src/axolotl/train.py, setup_reference_model; LLaMA-Factory hparams/finetuning_args.py, use_ref_model. With
-    adapters, both compute the reference with the trained model, whose adapters they switch off.
+    It is `rl` of axolotl (src/axolotl/train.py, setup_reference_model) or `stage` of LLaMA-Factory
+    (hparams/finetuning_args.py, use_ref_model). With adapters, both compute the reference with the trained model
+    and its adapters switched off.
     """
     if uses_lora(c) or c.argument("precompute_ref_log_probs") is True:
         return None
@@ -162,7 +163,10 @@ def reference_argument(c: CheckSubject) -> str | None:
 
 
 def pads_to_maximum(c: CheckSubject) -> str | None:
-    """Return the argument that pads each row to the maximum length; None if none does, or if shapes must be fixed."""
+    """Return the argument that pads each row to the maximum length.
+
+    None if no argument does, or if fixed shapes are required.
+    """
     if c.argument("sample_packing") is True or c.argument("torch_compile") is True or c.deepcompile:
         return None
     return next((n for n in ("pad_to_max_length", "pad_to_sequence_len") if c.argument(n) is True), None)
@@ -180,7 +184,7 @@ def lost_below(c: CheckSubject) -> float:
 
 
 def gathered_experts(c: CheckSubject) -> str:
-    """Return the classes whose experts ZeRO-3 gathers one by one; "" if there are none, or the model is unknown."""
+    """Return the classes whose experts ZeRO-3 gathers one by one; "" if there are none or the model is unknown."""
     leaf = f"{ZERO}.leaf_module"
     classes = c.get(f"{leaf}.classes") or ()
     leaves = {classes} if isinstance(classes, str) else set(classes)
@@ -190,9 +194,9 @@ def gathered_experts(c: CheckSubject) -> str:
 
 
 def offloaded_bytes(c: CheckSubject) -> int:
-    """Return the least host memory of offloaded states and weights, in bytes over all nodes; 0 if it is unknown.
+    """Return the least host memory for offloaded states and weights, in bytes over all nodes; 0 if unknown.
 
-    The offloaded optimizer has float32 master weights and its states. At stage 3, offloaded weights add their own size.
+    The offloaded optimizer has float32 master weights and its states. At stage 3, offloaded weights come on top.
     """
     if c.facts is None or masters_in_16_bits(c) or not precision_is_known(c):
         return 0
@@ -221,7 +225,7 @@ def is_folder(path: str) -> bool:
 
 
 def device_of(path: str) -> str | None:
-    """Return the device of the file system that a path is on."""
+    """Return the device of the file system that contains `path`; None if it is not known."""
     real = Path(path).resolve()
     mounts = {Path(p.mountpoint): p.device for p in psutil.disk_partitions(all=True)}
     return next((mounts[parent] for parent in (real, *real.parents) if parent in mounts), None)

@@ -1,4 +1,4 @@
-"""Train with torch.nn.DataParallel: one process, a thread per device; weights are copied out and gradients in."""
+"""Train with torch.nn.DataParallel: one process, one thread per device; each step copies the weights."""
 
 import torch
 

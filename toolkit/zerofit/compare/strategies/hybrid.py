@@ -1,4 +1,4 @@
-"""Train hybrid: a pair of ranks shares one model, and the pairs divide the batch."""
+"""Train with hybrid parallelism: a pair of ranks shares one model, and the pairs divide the batch."""
 
 import torch.distributed as dist
 

@@ -10,7 +10,7 @@ from zerofit.compare.tensor_p2p import gathered, receive, send
 
 
 def train(work: BenchmarkTask):
-    """Train the layers of this rank: receive activations, send its own on, and pass gradients back."""
+    """Train the layers of this rank: receive activations, send the outputs on, and pass gradients back."""
     dist.init_process_group(work.backend)
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     stage = work.stage(rank, last + 1)

@@ -1,6 +1,7 @@
-"""Train with an asynchronous parameter server: it applies each gradient on arrival, to weights that are newer.
+"""Train with an asynchronous parameter server, which applies each gradient as soon as it arrives.
 
-A gradient's staleness is the number of other steps between its worker's pull and push.
+By then the server's weights may be newer than the weights of the gradient. A gradient's staleness is the number of
+steps that the server takes between the worker's pull and push.
 """
 
 import torch
@@ -19,7 +20,10 @@ def train(work: BenchmarkTask):
 
 
 def serve(work: BenchmarkTask, workers: int):
-    """Step on each gradient with the worker's share of the learning rate, and send that worker the new weights."""
+    """Take a step for each gradient, with the learning rate divided by the number of workers.
+
+    The new weights are sent to the worker of the gradient.
+    """
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
     # A synchronous server makes one step for all workers. This server makes one step per worker, with lr / workers.
@@ -43,7 +47,7 @@ def serve(work: BenchmarkTask, workers: int):
 
 
 def push_and_pull(work: BenchmarkTask, server: int, last: int | None = None):
-    """Send gradients with the version of their weights, until the batches end or the `last` version arrives."""
+    """Send gradients with the version of their weights until the batches end or version `last` arrives."""
     model, version = work.model(), torch.zeros(1)
     dist.barrier()  # the clock starts when all are ready
     for x, y in work.batches(dist.get_rank(), server):

@@ -21,7 +21,7 @@ def train(work: BenchmarkTask, bound: int):
 
 
 def serve(work: BenchmarkTask, workers: int, bound: int):
-    """Step on each gradient; delay the answer to a worker while it is more than `bound` steps ahead."""
+    """Take a step for each gradient. Workers that are more than `bound` steps ahead wait for their weights."""
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
     optimizer.param_groups[0]["lr"] /= workers

@@ -10,7 +10,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, tied
 
 
 def train(work: BenchmarkTask):
-    """Gather outputs after each linear layer. Each rank computes all other layers."""
+    """Gather outputs after each linear layer. Every rank computes all other layers in full."""
     dist.init_process_group(work.backend)
     model, mesh = work.model(), init_device_mesh(work.device.type, (dist.get_world_size(),))
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

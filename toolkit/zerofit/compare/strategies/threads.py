@@ -15,7 +15,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, state_on
 
 
 def train(work: BenchmarkTask):
-    """Train a replica per thread, each on its share.
+    """Train one replica per thread, each on its share of the batch.
 
     The first replica sums gradients, steps, and copies its weights to the other replicas.
     """

@@ -26,12 +26,12 @@ PAGED_ELEMENTS = 100_000  # from this size on, states are in memory that the dri
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStates(States):
-    """States of two moments of one byte per weight, with a scale for each block."""
+    """States of an optimizer with two 8-bit moments: one byte each per weight, and a scale for each block."""
 
     paged: bool = False
 
     def of_tensors(self, numels: Iterable[int], gpu: bool) -> StateBytes:
-        """Return the bytes of the moments of these tensors, and of the table with the values of the codes."""
+        """Return the bytes of these tensors' moments, and of the lookup table of their codes."""
         sizes = list(numels)
         host = 2 * sum(n for n in sizes if self.paged and gpu and n >= PAGED_ELEMENTS)
         maps = MAPS_BYTES if any(n >= EIGHT_BIT_ELEMENTS for n in sizes) else 0
@@ -39,7 +39,7 @@ class BlockStates(States):
 
 
 def _tensor_bytes(numel: int) -> int:
-    """Return the bytes of a tensor's two moments, without the table with the values of the codes."""
+    """Return the bytes of a tensor's two moments, without the lookup table of their codes."""
     if numel < EIGHT_BIT_ELEMENTS:
         return 2 * 4 * numel
     return 2 * (numel + BLOCK_BYTES * -(-numel // BLOCK_ELEMENTS))
@@ -54,7 +54,7 @@ def _temporary(numel: int, gpu: bool) -> int:
 
 
 def _refusing(name: str) -> Callable[[TrainingSetting], Iterator[Refusal]]:
-    """Return the reasons to refuse states on the host, experts and elastic checkpoints."""
+    """Return a function that yields the reasons to refuse states on the host, experts and elastic checkpoints."""
 
     def refuses(setting: TrainingSetting) -> Iterator[Refusal]:
         asked = f"--optimizer {name}"

@@ -1,1 +1,4 @@
-"""Trace the costs of a model's layers without an engine: the profile that `zerofit plan` reads."""
+"""Trace the costs of a model's layers without an engine.
+
+The result is the profile for `zerofit plan`.
+"""

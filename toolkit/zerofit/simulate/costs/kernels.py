@@ -1,4 +1,7 @@
-"""List the kernels of a traced step, with kind, shape, FLOPs and memory traffic. Equal kernels are merged."""
+"""List the kernels of a traced step, with kind, shape, FLOPs and memory traffic.
+
+Merge equal kernels.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _COPIES = ("clone", "_to_copy", "copy_", "cat", "stack", "slice_backward", "inde
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCall:
-    """One call of an op that launches a kernel, at one micro batch."""
+    """One call of an op that launches a kernel, at one size of the micro batch."""
 
     kind: KernelKind
     dtype: str
@@ -31,7 +34,7 @@ class KernelCall:
 
 
 def call_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> KernelCall:
-    """Return the kernel call for a call of an op: its shape, FLOPs and bytes."""
+    """Return the kernel that a call of an op launches, with its shape, FLOPs and bytes."""
     name = func._overloadpacket.__name__
     tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
     first = tensors[0] if tensors else out
@@ -59,7 +62,7 @@ def call_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutp
 
 
 def one_kernel(call: KernelCall) -> Kernel:
-    """Return the kernel of a single call. Its costs do not depend on the micro batch."""
+    """Return a single call as a kernel. Its costs do not depend on the micro batch."""
     return Kernel(
         kind=call.kind,
         dtype=call.dtype,
@@ -87,7 +90,10 @@ def _kind(name: str) -> KernelKind:
 
 
 def _written(func: OpOverload, args: OpArguments, out: OpOutput) -> list[Tensor]:
-    """Return an op's outputs. If it has no outputs, return the tensors that it changes, e.g. an optimizer's lists."""
+    """Return the tensors that an op writes.
+
+    These are its outputs. An op without outputs changes some of its arguments, e.g. an optimizer's lists.
+    """
     made = [leaf for leaf in leaves_of(out) if isinstance(leaf, Tensor)]
     if made:
         return made
@@ -100,10 +106,11 @@ def _written(func: OpOverload, args: OpArguments, out: OpOutput) -> list[Tensor]
 
 
 def _moved_bytes(kind: KernelKind, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Count the bytes that an op reads and writes. Each tensor counts once, an expanded tensor with its stored size.
+    """Count the bytes that an op reads and writes. An expanded tensor counts with its stored size.
 
     There are two exceptions. An embedding reads only the rows that it writes. Batch norm reads activations twice in
-    forward and in backward, first for the statistics and then to normalize them (ATen/native/cuda/Normalization.cuh).
+    forward and in backward, first for the statistics and then to normalize them
+    (ATen/native/cuda/Normalization.cuh).
     """
     written = sum(map(_stored_bytes, outputs))
     if name == "embedding":
@@ -126,14 +133,14 @@ def _product_shape(arguments: dict[str, object], tensors: Sequence[Tensor], out:
 
 
 def _convolution_shape(arguments: OpKeywords, tensors: Sequence[Tensor], out: OpOutput) -> tuple[int, ...]:
-    """Return the output pixels of all samples, the output channels per group, and the inputs of one output."""
+    """Return three sizes: output pixels of all samples, output channels per group, inputs of one output."""
     made = arguments.get("grad_output", out)
     weight, groups = arguments["weight"], arguments["groups"]
     return made.numel() // made.shape[1], made.shape[1] // groups, math.prod(weight.shape[1:])
 
 
 def _attention_shape(arguments: OpKeywords, tensors: Sequence[Tensor], out: OpOutput) -> tuple[int, ...]:
-    """Return the numbers of heads (over all samples), queries and keys, and the width of a head."""
+    """Return four sizes: heads (over all samples), queries, keys, width of a head."""
     query, key = arguments["query"], arguments["key"]
     return query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3]
 
@@ -148,10 +155,10 @@ _SHAPES: dict[str, Callable[[OpKeywords, Sequence[Tensor], OpOutput], tuple[int,
 def kernels_of(
     few: Sequence[KernelCall], more: Sequence[KernelCall], line: Callable[[Sequence[float]], Linear]
 ) -> tuple[Kernel, ...]:
-    """Return the kernels of a section from its calls at two micro batches. `line` fits a line through two values.
+    """Return the kernels of a section, from its calls at two sizes of the micro batch.
 
-    Kernels with the same kind and shape are merged. If the two micro batches ran different kernels, all kernels with
-    the same kind are merged.
+    `line` fits a line through two values. Kernels with the same kind and shape are merged. If the two micro batches
+    ran different kernels, all kernels with the same kind are merged.
     """
     made: dict[tuple, tuple[list[KernelCall], list[KernelCall]]] = {}
     alike = [call.kind for call in few] == [call.kind for call in more]

@@ -1,6 +1,6 @@
-"""Turn the recorded steps of two micro batches into layers with costs that are linear in the micro batch.
+"""Turn the recorded steps of two micro batches into layers with linear costs.
 
-A step is recorded on the meta device, with the memory, FLOPs and traffic of each unit's forward and backward.
+A step is recorded on the meta device. Each unit's forward and backward has memory, FLOPs and traffic.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class GradientSegment:
 class ProfileRecorder(TorchDispatchMode):
     """Records ops, and follows every storage from its allocation to its release.
 
-    `mark` starts a section for the following ops. A parameter's gradient counts until it is complete (`watch`). From
-    then on, the engine decides where the gradient is kept.
+    `mark` starts a section, to which the following ops belong. A gradient counts until it is complete (`watch`).
+    From then on, the engine decides where the gradient is kept.
     """
 
     def __init__(self, model: nn.Module, scratch: Scratch) -> None:
@@ -84,11 +84,11 @@ class ProfileRecorder(TorchDispatchMode):
         self._calls = self.calls.setdefault(key, [])
 
     def begin_backward(self) -> None:
-        """Start the backward section of the unit that is in its forward."""
+        """Start the backward section of the unit whose forward is running."""
         self.mark("backward", self.segments[-1].key[1])
 
     def mark_later(self, phase: str, unit: int) -> None:
-        """Start the forward section of a unit at the next op."""
+        """Start a section of a unit at the next op."""
         self._later = (phase, unit)
 
     def _begin_later(self) -> None:
@@ -97,7 +97,7 @@ class ProfileRecorder(TorchDispatchMode):
             self.mark(*later)
 
     def watch(self) -> list[RemovableHandle]:
-        """Add hooks that remove each parameter's gradient when it is complete. Return the handles of the hooks."""
+        """Add hooks that remove each parameter's gradient once it is complete. Return their handles."""
         return [
             parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, index))
             for index, parameter in enumerate(self._model.parameters())
@@ -105,7 +105,7 @@ class ProfileRecorder(TorchDispatchMode):
         ]
 
     def watch_modules(self) -> list[RemovableHandle]:
-        """Add hooks that record where modules begin and end, also when recomputed. Return the handles of the hooks."""
+        """Add hooks that record when modules begin and end, also in a recomputation. Return their handles."""
         place = {id(p): n for n, p in enumerate(self._model.parameters())}
         handles = []
         for module in self._model.modules():
@@ -125,11 +125,14 @@ class ProfileRecorder(TorchDispatchMode):
         self.segments.append(GradientSegment(last.key))
 
     def exchange(self, sent: int) -> None:
-        """Count the bytes of tokens sent to other expert parallel ranks."""
+        """Add `sent` bytes of tokens to what goes to other expert parallel ranks."""
         self.exchanged[self.segments[-1].key] += sent
 
     def keeping_on_host(self, pin_memory: bool) -> saved_tensors_hooks:
-        """Return a replacement for torch's `save_on_cpu`. Saved tensors are freed, and allocated again in backward."""
+        """Return a replacement for torch's `save_on_cpu`.
+
+        It frees saved tensors, and allocates them again in backward.
+        """
 
         def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
             self.on_host[self.segments[-1].key[1]] += tensor.nbytes
@@ -201,14 +204,14 @@ class ProfileRecorder(TorchDispatchMode):
 
 @cache
 def is_kernel(func: OpOverload) -> bool:
-    """Return whether an op launches a kernel. Views and allocations without values launch none."""
+    """Return whether an op launches a kernel. Views do not, and neither do allocations without values."""
     alias = next((r.alias_info for r in func._schema.returns), None)
     view = alias is not None and not alias.is_write
     return not view and func._overloadpacket.__name__ not in _FREE
 
 
 def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> LayerRun:
-    """Return a unit's layer with the sizes of its parameters."""
+    """Return a unit's layer, with the sizes of its parameters."""
     model, here = subject.model, subject.units[unit]
     every = list(model.parameters())
     indices = _parameters_of(model, recorder, unit)
@@ -232,7 +235,7 @@ def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> Laye
 
 
 def _factors(parameter: Tensor) -> int:
-    """Count the numbers that Adafactor keeps for a parameter's second moment (torch/optim/_adafactor.py)."""
+    """Return how many numbers Adafactor keeps for a parameter's second moment (torch/optim/_adafactor.py)."""
     if parameter.dim() <= 1:
         return parameter.numel()
     *_, rows, columns = parameter.shape
@@ -240,10 +243,10 @@ def _factors(parameter: Tensor) -> int:
 
 
 def _parameters_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> list[int]:
-    """Return the indices in model.parameters() of the parameters whose gradients a unit's backward completes.
+    """Return the parameters whose gradients a unit's backward completes, as indices in model.parameters().
 
-    Matrices come before vectors, and both are in the model's order. Trained parameters without a gradient belong to the
-    first unit.
+    Matrices come before vectors, and both are in the model's order. Trained parameters without a gradient belong to
+    the first unit.
     """
     units = {s.parameter: s.key[1] for s in recorder.segments if s.parameter is not None}
     every = list(model.parameters())
@@ -252,7 +255,6 @@ def _parameters_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> li
 
 
 def _frozen_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> tuple[list[int], list[int]]:
-    """Return the indices in model.parameters() of a unit's frozen and quantized parameters."""
     every = list(model.parameters())
     still = [n for n, p in enumerate(every) if not p.requires_grad and recorder.readers.get(n, 0) == unit]
     plain, bits = ([n for n in still if (source_of_bits(every[n]) is None) is plain] for plain in (True, False))
@@ -260,7 +262,7 @@ def _frozen_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> tuple[
 
 
 def _calls(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> tuple[ModuleCall, ...]:
-    """Return the module calls of a unit's forward. A parameter is given by its layer and its index in the layer."""
+    """Return the module calls of a unit's forward. A parameter is given as its layer and its index there."""
     layers = [n for n, one in enumerate(subject.units) if one.count]
     found: dict[int, tuple[int, int]] = {}  # index in model.parameters() -> unit, place in its layer
     for one in {*layers, unit}:
@@ -317,7 +319,7 @@ def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecor
 
 
 def envelope(lines: Iterable[Linear]) -> tuple[Linear, ...]:
-    """Return the lines that are the highest for some size of the micro batch."""
+    """Return the lines that are the highest at some size of the micro batch."""
     # Upper envelope of lines by ascending slope: a new line replaces the last line in two cases. It is higher
     # already at b = 1, or it crosses the second-to-last line at a smaller b than the last line does.
     best: list[Linear] = []
@@ -329,7 +331,7 @@ def envelope(lines: Iterable[Linear]) -> tuple[Linear, ...]:
 
 
 def _hidden(left: Linear, middle: Linear, right: Linear) -> bool:
-    """Return whether `middle` is never the highest of the three lines, whose slopes ascend."""
+    """Return whether `middle` is nowhere the highest of three lines with ascending slopes."""
     crossing = (left.fixed - right.fixed) * (middle.per_sample - left.per_sample)
     return crossing <= (left.fixed - middle.fixed) * (right.per_sample - left.per_sample)
 
@@ -341,7 +343,7 @@ def _line(values: Sequence[float]) -> Linear:
 
 
 def _lines(pair: tuple[GradientSegment, GradientSegment], bases: tuple[int, int]) -> list[Linear]:
-    """Return a line per op. If the micro batches ran different ops, return one line for the segment's peak."""
+    """Return one line per op. If the two micro batches ran different ops, return one line for the peak."""
     live = [segment.live for segment in pair]
     if len(live[0]) != len(live[1]):
         live = [[max(one, default=base)] for one, base in zip(live, bases, strict=True)]
@@ -364,7 +366,10 @@ def _kernels(recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int, phas
 
 
 def _buffers_bytes(model: nn.Module, mine: set[int], rest: bool) -> int:
-    """Return the bytes of buffers in modules that own parameters in `mine`. `rest`: add modules without parameters."""
+    """Return the bytes of buffers in modules whose parameters are in `mine`.
+
+    `rest`: whether modules without parameters count, too.
+    """
     total = 0
     for module in model.modules():
         parameters = [id(p) for p in module.parameters(recurse=False)]

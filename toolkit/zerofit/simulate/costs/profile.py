@@ -1,4 +1,4 @@
-"""Profile a model: trace the costs of each of its layers in each setting, without memory or DeepSpeed."""
+"""Profile a model: trace each layer's costs, without allocating it and without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def profile_model(
     settings: Iterable[TraceSetting],
     device: str = "cuda",
 ) -> Profile:
-    """Return a profile: the layers of a model and their costs on these inputs. `device` is "cpu" or "cuda".
+    """Return the profile of a model: its layers, and their costs on these inputs.
 
-    Bytes are for a rank with the full model. Of many equal layers only a few are traced, unless the trace would then
-    miss parameters. Raises ModelError if a model has no tensor or sequence parallel form, or cannot run on the meta
-    device (the message names the op).
+    `device` is "cpu" or "cuda". Bytes are for a rank with the full model. Only a few of many equal layers are
+    traced, unless the trace would then miss parameters. Raises ModelError if the model has no tensor or sequence
+    parallel form. Also raises it if the model cannot run on the meta device (the message names the op).
     """
     wanted = list(dict.fromkeys(settings))
     if all(one.tp * one.ep > 1 for one in wanted):  # the full layers are needed, too
@@ -109,7 +109,7 @@ def _traced(
     device: str,
     samples: tuple[int, int] = MICRO_BATCHES,
 ) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
-    """Return the model, its layers and their costs in one setting. With two equal `samples`, costs have no slope."""
+    """Return the model, its layers and their costs in one setting. If both `samples` are equal, costs have no slope."""
     subject = make_subject(source, inputs, args, one)
     if one.zero3:
         for module, name in cast_by_zero3(subject.model):
@@ -130,10 +130,10 @@ def _traced(
 
 
 def _differs_at_zero3(model: nn.Module, one: TraceSetting) -> bool:
-    """Return whether the memory of a step under ZeRO-3 differs in more than the parameters from other steps.
+    """Return whether ZeRO-3 changes the memory of a step in more than the parameters.
 
-    Even if the weight is frozen, DeepSpeed's linear layer keeps its input (runtime/zero/linear.py). torch's layer does
-    not keep it.
+    DeepSpeed's linear layer keeps its input even if the weight is frozen (runtime/zero/linear.py). torch's layer
+    does not keep it.
     """
     frozen = any(not module.weight.requires_grad for module in model.modules() if isinstance(module, nn.Linear))
     return frozen or (one.precision != "fp32" and bool(cast_by_zero3(model)))
@@ -142,8 +142,8 @@ def _differs_at_zero3(model: nn.Module, one: TraceSetting) -> bool:
 def _whole(costs: list[LayerCost], subject: TracedModel) -> tuple[LayerCost, ...]:
     """Return the costs of the units that count as layers.
 
-    With activations in host memory the model still keeps the first block's input. These extra bytes are added to the
-    layer before the first block.
+    If activations are in host memory, the model still keeps the first block's input. These extra bytes are added to
+    the layer before the first block.
     """
     found: list[LayerCost] = []
     for cost, after, unit in zip(costs, [*costs[1:], costs[-1]], subject.units, strict=True):
@@ -168,7 +168,6 @@ def _is_list_of_layers(model: nn.Module) -> bool:
 
 
 def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSetting) -> LayerCost:
-    """Return a layer's cost with the bytes that parallel ranks send and the element counts of a rank's shards."""
     out = cost.output_bytes
     if one.tp * one.ep > 1:
         cost = replace(cost, matrices=layer.matrices, vectors=layer.vectors)
@@ -188,7 +187,10 @@ def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSettin
 
 
 def _with_shares(layers: tuple[LayerRun, ...], costs: dict[str, tuple[LayerCost, ...]]) -> tuple[LayerRun, ...]:
-    """Return layers with the share of parameters that tensor parallelism splits, from a trace with tp > 1."""
+    """Return the layers with the share of parameters that tensor parallelism splits.
+
+    The share comes from a trace with tp > 1.
+    """
     for key, entries in costs.items():
         degree = int(key.split("/tp=")[1].split("/")[0])
         if degree > 1:
@@ -204,7 +206,6 @@ def _with_share(layer: LayerRun, cost: LayerCost, degree: int) -> LayerRun:
 def _run(
     subject: TracedModel, task: Task, inputs: Inputs, count: int, one: TraceSetting, device: str
 ) -> ProfileRecorder:
-    """Record forward, loss and backward of `count` samples as in a training step (train/engines.py)."""
     model, last = subject.model, len(subject.units) - 1
     recorder = ProfileRecorder(model, scratch_on(device))
     passing = True
@@ -247,10 +248,10 @@ def _run(
 
 @contextmanager
 def _stand_ins(recorder: ProfileRecorder, device: str, one: TraceSetting) -> Iterator[None]:
-    """Inside this context, a chunked loss runs only two chunks, and offloaded activations count as on the host.
+    """Within this context, replace what a trace cannot run.
 
-    AutoEP's layers run without other ranks. Liger's loss replaces torch's if the traced setting `one` has Liger's
-    kernels.
+    A chunked loss runs only two chunks. Offloaded activations count as on the host. AutoEP's layers run without
+    other ranks. Liger's loss replaces torch's if the traced setting `one` has Liger's kernels.
     """
     to_host = recorder.keeping_on_host if device == "cuda" else lambda pin_memory: nullcontext()
     in_chunks = patch.object(train_loss, "chunk_starts", recorder.few_chunks)
@@ -261,10 +262,10 @@ def _stand_ins(recorder: ProfileRecorder, device: str, one: TraceSetting) -> Ite
 
 
 def _batch(inputs: Inputs, count: int, one: TraceSetting, device: str) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return the batch, and the other tensors that stay alive during the entire step (train/engines.py, to_device).
+    """Return the batch, and the other tensors that are alive during the entire step.
 
-    Images arrive in float32. On the CPU, where host and device are one, both the images and their cast copies stay
-    alive. torchtitan's step keeps its tokens and labels.
+    Images arrive in float32 (train/engines.py, to_device). On the CPU, host and device are one, so both the images
+    and their cast copies stay alive. torchtitan's step keeps its tokens and labels.
     """
     if isinstance(inputs, TextInputs):
         inputs = replace(inputs, seq_len=inputs.seq_len // one.sp)

@@ -1,6 +1,6 @@
-"""Divide experts among ranks in a trace: AutoEP's layers on the meta device, without a process group.
+"""Divide experts among ranks in a trace, on the meta device and without process groups.
 
-As in a simulation (`fake_experts`), each expert gets the same number of tokens.
+As in a simulation (`simulate.fakes.experts`), all experts get equally many tokens.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ STAND_INS = {
 
 
 def spread(model: nn.Module, degree: int) -> None:
-    """Replace all experts of a model on the meta device with the first rank's share, in place.
+    """Reduce a model's experts to the first rank's share, in place.
 
-    Raises ModelError if AutoEP finds no experts, or if the degree does not divide them.
+    The model is on the meta device. Raises ModelError if AutoEP finds no experts, or if `degree` does not divide
+    them.
     """
     try:
         quiet = patch.object(auto_ep.logger, "disabled", True)  # its warnings are about a real run, on standard output
@@ -48,7 +49,10 @@ def spread(model: nn.Module, degree: int) -> None:
 
 @contextmanager
 def without_ranks(device: str, sent: Callable[[int], None]) -> Iterator[None]:
-    """Inside this context, AutoEP's layers run without other ranks. `sent` gets the bytes of each exchange."""
+    """Within this context, AutoEP's layers run without other ranks.
+
+    `sent` is called with the bytes of each exchange.
+    """
 
     def exchange(output: Tensor, given: Tensor, *_: object, **__: object) -> None:
         if given.is_floating_point():

@@ -1,7 +1,6 @@
-"""Build the model for a trace: one rank's shard with few of the equal blocks, divided into units.
+"""Build the model for a trace: one rank's shard with few of the equal blocks.
 
-A rank's shard of a transformers model equals the shard that DeepSpeed's AutoTP makes
-(deepspeed/module_inject/auto_tp.py).
+For a transformers model, the shard equals the one from DeepSpeed's AutoTP (deepspeed/module_inject/auto_tp.py).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _ROWS = ("o_proj", "down_proj", "output.dense")
 
 
 class TraceSetting(NamedTuple):
-    """The settings on which a trace depends, besides the model and its inputs."""
+    """The settings that a trace depends on, besides the model and its inputs."""
 
     precision: str
     checkpointing: Checkpointing = False
@@ -53,7 +52,7 @@ class TraceSetting(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Torch's type of the precision."""
+        """torch's dtype for `precision`."""
         return DTYPES[cast("Precision", self.precision)]
 
 
@@ -73,7 +72,7 @@ def make_subject(
     args: dict[str, Any],
     setting: TraceSetting,
 ) -> TracedModel:
-    """Return one rank's model. Parameters have the setting's dtype, and buffers keep theirs.
+    """Return one rank's model. Parameters have the setting's dtype. Buffers keep their own.
 
     Raises ModelError if the model has no tensor or expert parallel form.
     """
@@ -116,7 +115,9 @@ def make_subject(
 
 
 def cast_by_zero3(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return modules and names of the float buffers that ZeRO-3 casts to 16 bits, e.g. BART's bias of logits.
+    """Return the float buffers (module and name) that ZeRO-3 casts to 16 bits.
+
+    An example is BART's bias of logits.
 
     transformers partitions a model while it is built, and zero.Init casts all tensors that the constructor makes.
     Exceptions are rotary frequencies (models/hf.py) and norms' statistics (train/build.py).
@@ -137,7 +138,7 @@ def cast_by_zero3(model: nn.Module) -> list[tuple[nn.Module, str]]:
 def _shard(model: Any, blocks: nn.ModuleList, degree: int) -> None:
     """Replace the blocks' linear layers and an untied `lm_head` by one rank's shards, in place.
 
-    Raises ModelError if the degree does not divide a layer, or if a block has matrices outside of linear layers.
+    Raises ModelError if `degree` does not divide a layer, or if a block has matrices outside of linear layers.
     """
     for block in blocks:
         linears = [(path, module) for path, module in block.named_modules() if isinstance(module, nn.Linear)]
@@ -153,7 +154,10 @@ def _shard(model: Any, blocks: nn.ModuleList, degree: int) -> None:
 
 
 class _ColumnLinear(nn.Module):
-    """A linear layer with 1/degree of the outputs. `gather` concatenates the outputs of all ranks (LinearLayer)."""
+    """A linear layer with 1/degree of the outputs.
+
+    With `gather` it concatenates the outputs of all ranks (as DeepSpeed's LinearLayer).
+    """
 
     def __init__(self, linear: nn.Linear, degree: int, gather: bool = False):
         super().__init__()
@@ -170,7 +174,10 @@ class _ColumnLinear(nn.Module):
 
 
 class _RowLinear(nn.Module):
-    """A linear layer with 1/degree of the inputs. Outputs are all-reduced before adding the bias (LinearAllreduce)."""
+    """A linear layer with 1/degree of the inputs.
+
+    Its outputs are all-reduced before the bias is added (as in DeepSpeed's LinearAllreduce).
+    """
 
     def __init__(self, linear: nn.Linear, degree: int):
         super().__init__()
@@ -183,7 +190,7 @@ class _RowLinear(nn.Module):
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate the shards of all ranks along the last dimension, after receiving them in one buffer."""
+    """Receive the shards of all ranks in one buffer, and concatenate them along the last dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, degree: int) -> Tensor:

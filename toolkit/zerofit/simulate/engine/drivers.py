@@ -1,4 +1,4 @@
-"""Build the trainer of a real or simulated rank, train with the trainer, and record the rank's phases."""
+"""Build the trainer of a real or simulated rank, train, and record the rank's phases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Driver = ZeroTrainer | PipelineTrainer
 def start(
     job: Job, rank: int, inputs: Inputs, log: PhaseLog, on_built: Callable[[nn.Module], None] = lambda model: None
 ) -> Driver:
-    """Return a rank's trainer. Its model is built in phase "build", its engine in phase "init"."""
+    """Return a rank's trainer. The model is built in phase "build", and the engine in phase "init"."""
     initialize = deepspeed.initialize
 
     def announced(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ def start(
 
 
 def train_steps(driver: Driver, batches: Iterator[dict[str, object]], steps: int, log: PhaseLog) -> None:
-    """Train this many steps, and record their phases in the log."""
+    """Train `steps` steps, and record their phases in `log`."""
     announce_phases(driver.engine, log.begin)
     fetched = _fetched(batches, log.begin)
     for step in range(steps):
@@ -50,9 +50,9 @@ def train_steps(driver: Driver, batches: Iterator[dict[str, object]], steps: int
 
 
 def empty_batches(job: Job, inputs: Inputs, samples: int = 0) -> Iterator[dict[str, object]]:
-    """Yield micro batches without data, on the CPU, in the form of `zerofit.data.micro_batches`.
+    """Yield micro batches without data, in the form of `zerofit.data.micro_batches`.
 
-    `samples`: number of samples in a micro batch. 0 stands for the job's number.
+    `samples`: number of samples in a micro batch; 0: the job's number.
     """
     while True:
         batch: dict[str, Any] = empty_batch(inputs, samples or job.batch.micro)
@@ -64,7 +64,6 @@ def empty_batches(job: Job, inputs: Inputs, samples: int = 0) -> Iterator[dict[s
 
 
 def _fetched(batches: Iterator[dict[str, object]], begin: Callable[[str], None]) -> Iterator[dict[str, object]]:
-    """Yield the batches. Each batch is loaded in the phase "forward"."""
     while True:
         begin("forward")
         batch = next(batches, None)

@@ -1,8 +1,11 @@
-"""Find the data parallel rank with the highest peak at ZeRO 1 and 2, by replaying one rank's training.
+"""Find the data parallel rank with the highest peak at ZeRO 1 and 2.
 
-Ranks differ only in the gradients that they keep. A rank keeps the gradients of parameters that overlap its partition,
-from the moment when the first of them is reduced. Gradients of the last layers are reduced first, while activations are
-still alive. Line numbers refer to DeepSpeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py.
+One rank's training is recorded, and replayed for all ranks.
+
+Ranks differ only in the gradients that they keep. A rank keeps the gradients of parameters that overlap its
+partition. It does so from the moment when the first of them is reduced. Gradients of the last layers are reduced
+first, while activations are still alive. Line numbers refer to DeepSpeed 0.19.8,
+deepspeed/runtime/zero/stage_1_and_2.py.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ NORM, FREE, STEP = "get_grad_norm_direct", "free_grad_in_param_list", "_optimize
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call that changes which gradients a rank keeps, and the range of the ledger's events during the call."""
+    """A call that changes which gradients a rank keeps, with the range of ledger events during the call."""
 
     name: str
     begin: int
@@ -42,7 +45,7 @@ class _Call:
 
 
 class GradientLog:
-    """Records when a rank's ZeRO optimizer reduces, keeps and frees gradients."""
+    """Records when the ZeRO optimizer of a rank reduces, keeps and frees gradients."""
 
     def __init__(self, meter: AllocationTracker):
         self._meter, self._ledger = meter, meter.ledger
@@ -51,10 +54,10 @@ class GradientLog:
             setattr(DeepSpeedZeroOptimizer, name, self._noting(name, getattr(DeepSpeedZeroOptimizer, name)))
 
     def heavier_rank(self, engines: Sequence[object], among: Sequence[int] = ()) -> int | None:
-        """Return the rank with the highest peak; None if no rank has a higher peak than this rank.
+        """Return the rank with the highest peak; None if this rank's peak is not exceeded.
 
-        `among`: the ranks to consider, which must do the same work as this rank. With () all ranks that share the first
-        engine's parameters are considered.
+        `among`: the ranks to consider, which must do the same work as this rank. (): all ranks that share the
+        parameters of the first engine.
         """
         for engine in engines:
             optimizer = getattr(engine, "optimizer", None)
@@ -98,8 +101,6 @@ def _in_buckets(optimizer: Any) -> list[int]:
 
 
 class _Group:
-    """A parameter group of the optimizer, with its figures for each rank."""
-
     def __init__(self, optimizer: Any, number: int, ranks: int):
         members = optimizer.round_robin_bit16_groups[number]
         sharing = dist.get_world_size(optimizer.real_dp_process_group[number])
@@ -130,7 +131,7 @@ class _Group:
 # two calls it uses the highest moment of the recording (`_pass`). Inside a call ranks allocate different sizes, so its
 # recorded events are skipped and replaced by a formula of DeepSpeed's code (`_change`).
 class _Replay:
-    """Replays one rank's training for all ranks that share its parameters. Arrays have an element for each rank."""
+    """Replays the training of one rank for all ranks that share its parameters. Arrays have one element per rank."""
 
     def __init__(self, optimizer: Any, ranks: Sequence[int], here: int, meter: AllocationTracker):
         self._optimizer, self._here, self._is_cpu = optimizer, here, meter.device == "cpu"
@@ -150,7 +151,7 @@ class _Replay:
         self._flattening = False
 
     def needs(self, calls: Sequence[_Call]) -> tuple[list[int], list[int]]:
-        """Return each rank's peak on the device and the gradient bytes it keeps on the host."""
+        """Return for each rank the peak on the device, and the bytes of gradients that it keeps on the host."""
         replay = {REDUCE: self._reduce, EPILOGUE: self._end, NORM: self._norm, FREE: self._flatten, STEP: self._step}
         for call in calls:
             if call.name in replay:
@@ -159,21 +160,21 @@ class _Replay:
         return self._most.tolist(), self._host.tolist()
 
     def _pass(self, event: int) -> None:
-        """Advance to an event. All ranks allocate and free the same bytes before this event."""
+        """Advance to `event`. Up to this event, all ranks allocate and free the same bytes."""
         if event > self._at:
             most = self._alive[self._at : event].max() - self._own[self._here]
             self._most = np.maximum(self._most, most + self._own)
             self._at = event
 
     def _change(self, more: Array, momentary: Array, until: int) -> None:
-        """Apply a change that differs between ranks, and skip the recorded rank's own events up to `until`."""
+        """Apply a change that differs between ranks. Skip the recorded rank's own events up to `until`."""
         common = self._alive[self._at] - self._own[self._here]
         self._own = self._own + more
         self._most = np.maximum(self._most, common + self._own + momentary)
         self._at = until
 
     def _reduce(self, call: _Call) -> None:
-        """Handle a reduced bucket: each rank keeps its gradients (:2205)."""
+        """Handle a reduced bucket, whose gradients each rank keeps (:2205)."""
         if self._optimizer.cpu_offload:
             self._offload(call)
         elif all(group.is_compact for group in self._groups):
@@ -182,7 +183,7 @@ class _Replay:
             self._copy(call)
 
     def _copy(self, call: _Call) -> None:
-        """Copy the gradients into a buffer with room for all gradients that the rank keeps (:2187)."""
+        """Copy the gradients into a buffer that is large enough for all gradients of the rank (:2187)."""
         optimizer = self._optimizer
         self._pass(call.reduced)
         kept, ended = self._none.copy(), self._none.copy()
@@ -201,7 +202,7 @@ class _Replay:
         self._own, self._outside = self._own + ended, self._outside + ended
 
     def _add_up(self, call: _Call) -> None:
-        """Add a rank's pieces to a partition of another type, which the first piece allocates (:1303, :1545)."""
+        """Add a rank's pieces to a partition of another dtype (:1303, :1545). The first piece allocates it."""
         self._pass(call.begin)
         made, lifted, momentary, filled, count = self._none.copy(), self._none.copy(), self._none, 0, 0
         for number in call.parameters:
@@ -217,7 +218,10 @@ class _Replay:
         self._change(made, np.maximum(momentary, lifted + self._element * filled * (count > 1)), call.end)
 
     def _offload(self, call: _Call) -> None:
-        """Send gradients to the host one by one, with a float64 copy for the norm and a copy in the master type."""
+        """Send gradients to the host one by one.
+
+        One copy in float64 is for the norm, and one copy is in the master weights' type.
+        """
         self._pass(call.reduced)
         kept, momentary = self._none.copy(), self._none.copy()
         for number in call.parameters:
@@ -231,11 +235,10 @@ class _Replay:
         self._change(kept if self._is_cpu else self._none, momentary, call.end)
 
     def _whole(self) -> Array:
-        """Return the bytes of all gradients that each rank keeps."""
         return self._element * sum((group.whole for group in self._groups), start=self._none)
 
     def _end(self, call: _Call) -> None:
-        """End a micro batch: add its gradients to the gradients of earlier micro batches (:1016)."""
+        """End a micro batch, and add its gradients to those of earlier micro batches (:1016)."""
         self._pass(call.end)
         own, self._outside = self._own - self._outside, self._none
         if self._optimizer.cpu_offload:
@@ -283,7 +286,6 @@ class _Replay:
             self._late = np.where(group.pieces > 1, flat, freed)
 
     def _step(self, call: _Call) -> None:
-        """Step a group, and free the gradient it used."""
         self._pass(call.end)
         self._own, self._late = self._own - self._late, self._none
         self._stepping = (self._stepping + 1) % len(self._groups)

@@ -1,4 +1,4 @@
-"""Divide the run of a real or a simulated rank into phases."""
+"""Divide a rank's run into phases. The rank is real or simulated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSTRUCTIONS: dict[type, str] = {  # CommitP2P, which commits sends and receives
 
 
 class MemoryMeter(Protocol):
-    """Measures live bytes and their peak since the last reset."""
+    """Measures live bytes, and their peak since the last reset."""
 
     def live(self) -> int:
         """Return the live bytes."""
@@ -35,18 +35,18 @@ class MemoryMeter(Protocol):
         ...
 
     def reset_peak(self) -> None:
-        """Reset the peak."""
+        """Start a new measurement of the peak."""
 
 
 def phase_name(name: str, step: int) -> str:
-    """Return the name of a phase for the user, with the number of its optimizer step if it has one."""
+    """Return the phase's name to show. If it belongs to an optimizer step, the name has the step's number."""
     return name if step < 0 else f"step {step + 1}: {name}"
 
 
 # A phase ends where the next one begins, so phases cover the run without gaps. Their peak is the highest number
 # of live bytes since the phase began, as torch.cuda.max_memory_allocated after a reset.
 class PhaseLog:
-    """The phases so far. A call that begins the current phase again changes nothing."""
+    """Records the phases of a run."""
 
     def __init__(self, meter: MemoryMeter, on_begin: Callable[[str, int], None] = lambda name, step: None):
         self._meter, self.on_begin = meter, on_begin
@@ -61,7 +61,7 @@ class PhaseLog:
         return self._current[0] if self._current else ""
 
     def begin(self, name: str) -> None:
-        """End the current phase and begin another one."""
+        """End the current phase and begin another one. If `name` is the current phase, do nothing."""
         if (name, self.step) == self._current:
             return
         self.end()
@@ -79,7 +79,7 @@ class PhaseLog:
 
 
 def announce_phases(engine: Any, begin: Callable[[str], None]) -> None:
-    """Make an engine call `begin` with each phase that it begins."""
+    """Make an engine call `begin` with the name of each phase when the phase begins."""
     if hasattr(engine, "_INSTRUCTION_MAP"):
         engine._INSTRUCTION_MAP = {
             kind: _announced(function, begin, INSTRUCTIONS[kind]) if kind in INSTRUCTIONS else function

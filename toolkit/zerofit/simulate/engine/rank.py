@@ -1,4 +1,7 @@
-"""Simulate one rank: the real trainer and engine on fake tensors, in a process used for nothing else."""
+"""Simulate one rank: the real trainer and engine on fake tensors.
+
+The process does nothing else.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,8 @@ def simulate(
 ) -> RankRecord:
     """Build, initialize and train a rank on fake tensors. Return the rank's record.
 
-    Patches torch and DeepSpeed for the rest of this process. `scratch` replaces the device's function for
-    the scratch memory of ops.
+    Patches torch and DeepSpeed for the rest of this process. `scratch`: replaces the function that returns the
+    scratch memory of the device's ops.
     """
     for feature in features_on(target.job.ds_config):
         if reason := feature.not_simulated:
@@ -89,13 +92,12 @@ def simulate(
 
 
 def _alike(target: SimulationTarget) -> list[int]:
-    """Return the ranks with as many samples per micro batch as this rank; [] if all ranks have equally many."""
+    """Return the ranks with the same number of samples per micro batch; [] if it is the same for all ranks."""
     samples = target.job.batch.by_rank
     return [rank for rank, size in enumerate(samples) if size == samples[target.rank]]
 
 
 def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Exception) -> Problem:
-    """Return the problem that the simulation stopped, with the op, the running module and the raising line."""
     op, module = meter.last
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([f for f in frames if is_own(f.filename)] or frames)[-1]
@@ -112,7 +114,7 @@ def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Ex
 def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
     """Return the target without pretrained weights, with `folder` as NVMe, and with torch's attention.
 
-    A simulation needs only the shapes of weights.
+    A simulation needs the shapes of weights, not their values.
     """
     job = target.job
     source = find(job.run.model)
@@ -128,7 +130,6 @@ def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
 
 
 def _set_environment(target: SimulationTarget) -> None:
-    """Set the environment variables that a launcher would set."""
     os.environ |= {
         "RANK": str(target.rank),
         "WORLD_SIZE": str(target.job.layout.world_size),
@@ -143,7 +144,6 @@ def _set_environment(target: SimulationTarget) -> None:
 
 
 def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str], None]) -> tuple[PhaseLog, object]:
-    """Train. Return the log of phases, and the engine."""
     job, drivers = target.job, []
 
     def built(model: torch.nn.Module) -> None:
@@ -172,7 +172,6 @@ def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str
 
 
 def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
-    """Give a pipeline stage's engine the shapes that its neighbor stages would send."""
     found = [_part_input(driver, inputs, part.start) for part in driver.parts]
 
     def sent_by(stage: int) -> tuple[Sizes, bool]:
@@ -184,11 +183,11 @@ def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
 
 @torch.no_grad()
 def _part_input(driver: PipelineTrainer, inputs: Inputs, first: int) -> list[tuple[torch.Size, torch.dtype]]:
-    """Return shape and dtype of each tensor that enters a layer. The layers before it run on meta.
+    """Return shape and dtype of each tensor that enters the layer `first`.
 
-    The layers before it are built again, since the trainer's layers may share weights with layers of this stage.
-    Decoder blocks are skipped, because they keep shape and dtype, and because their attention may already exchange
-    heads between ranks. From the first block on, the sums of routers are sent, too.
+    The layers before it run on the meta device. They are built again, since the trainer's layers may share weights
+    with layers of this stage. Decoder blocks are skipped: they keep shape and dtype, and their attention may
+    already exchange heads between ranks. From the first block on, the sums of routers are sent, too.
     """
     run, dtype, layout = driver.job.run, DTYPES[driver.job.precision], driver.job.layout
     with torch.device("meta"):

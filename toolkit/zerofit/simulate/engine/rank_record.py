@@ -1,4 +1,4 @@
-"""Make the record of a simulated rank from its tracker and its log."""
+"""Make a simulated rank's record from its tracker and its log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def record_of(
     script: ScriptFacts | None = None,
     heavier_rank: int | None = None,
 ) -> RankRecord:
-    """Return the record of a rank. `alloc_conf` has the options of the caching allocator."""
+    """Return the record of a rank. `alloc_conf`: the options of the caching allocator."""
     ledger = meter.ledger
     for storage in ledger.storages:
         storage.kind = storage.kind or classify(storage)

@@ -1,4 +1,7 @@
-"""Give a simulated pipeline stage the shapes and types of its input, since the stage before it does not run."""
+"""Give a simulated pipeline stage the shapes and dtypes of its input.
+
+The stage before it does not run.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ Sizes = Sequence[tuple[Sequence[int], torch.dtype]]  # of the tensors that arriv
 
 
 def give_input(engine: Any, sent_by: Callable[[int], tuple[Sizes, bool]]) -> None:
-    """Make a pipeline's engine receive tensors of known shapes.
+    """Make a pipeline engine receive tensors of known shapes.
 
-    `sent_by` returns the shapes that a stage sends, and whether they are a tuple. DeepSpeed sends the shapes as numbers
-    before the first tensors (runtime/pipe/engine.py, `_recv_tensor_meta`). A simulated process group sends nothing, so
-    these numbers would be zeros.
+    `sent_by` returns the shapes that a stage sends, and whether they are a tuple. DeepSpeed sends the shapes as
+    numbers before the first tensors (runtime/pipe/engine.py, `_recv_tensor_meta`). A simulated process group sends
+    nothing, so these numbers would be zeros.
     """
 
     def received(send_stage: int) -> torch.Tensor | tuple[torch.Tensor, ...]:

@@ -1,1 +1,1 @@
-"""Replace the device, its kernels and code that reads values, so that real code runs on fake tensors."""
+"""Replace the device, its kernels, and code that reads values, to run on fake tensors."""

@@ -1,8 +1,9 @@
-"""Apply CUDA's autocast to a simulated device, with CUDA's list of ops, its dtypes and its cache.
+"""Apply CUDA's autocast to a simulated device: its list of ops, its dtypes and its cache.
 
 torch's own autocast kernels cast only tensors on a CUDA device. The kernels here do the same for tensors on the
-simulated device. The list of ops comes from the installed torch (include/ATen/autocast_mode.h). A policy corresponds
-to a template `WrapFunction_` in this header, and `CastCache` to `cached_cast` in aten/src/ATen/autocast_mode.cpp.
+simulated device. The list of ops comes from the installed torch (include/ATen/autocast_mode.h). A policy
+corresponds to a template `WrapFunction_` in this header, and `CastCache` to `cached_cast` in
+aten/src/ATen/autocast_mode.cpp.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _libraries: list[torch.library.Library] = []  # kernels stay registered as long 
 
 
 def policies() -> dict[str, str]:
-    """Return autocast's policy for each op, by its full name ("aten::conv_transpose2d.input")."""
+    """Return autocast's policy for each op. The key is the op's full name ("aten::conv_transpose2d.input")."""
     header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text(encoding="utf-8")
     found = {name: APPEND for name in _WITH_DTYPE if f'"{name.removeprefix("aten::")}"' in header}
     for policy, ops in _LIST.findall(header):
@@ -44,7 +45,7 @@ def policies() -> dict[str, str]:
 # inputs; FP32_DTYPE and APPEND pass a dtype instead. Casts of float32 weights are kept until autocast ends, so their
 # memory counts.
 class CastCache:
-    """Casts of weights, kept until the outermost autocast ends, so each weight is cast only once."""
+    """The casts of weights. Each weight is cast only once until the outermost autocast ends."""
 
     def __init__(self, device: str):
         self.device = device  # type of device as Python sees it
@@ -52,11 +53,11 @@ class CastCache:
 
     @property
     def lower(self) -> torch.dtype:
-        """The dtype of matrix multiplications."""
+        """The dtype that matrix multiplications run in."""
         return torch.get_autocast_dtype(self.device)
 
     def clear(self) -> None:
-        """Forget all casts."""
+        """Drop all casts."""
         self._kept = WeakTensorKeyDictionary()
 
     def eligible(self, value: Any) -> bool:
@@ -65,7 +66,7 @@ class CastCache:
         return is_float and value.device.type == self.device
 
     def cast(self, value: Any, to: torch.dtype) -> object:
-        """Return a tensor, or a list of tensors, in another dtype. Return other values unchanged."""
+        """Return a tensor (or a list of tensors) in another dtype. Return other values unchanged."""
         if isinstance(value, (list, tuple)):
             return [self.cast(one, to) for one in value]
         if not self.eligible(value) or value.dtype == to:
@@ -79,7 +80,7 @@ class CastCache:
 
 
 def autocast_as_cuda(name: str, device: str) -> None:
-    """Make autocast on this type of device cast the same ops as on CUDA, for the rest of this process.
+    """Make autocast on this device type cast as on CUDA, for the rest of this process.
 
     `name`: dispatch key of the device's autocast. The key is active for all ops, since fake tensors have the host's
     keys. (torch.clear_autocast_cache)
@@ -105,14 +106,12 @@ def autocast_as_cuda(name: str, device: str) -> None:
 
 
 def _registered() -> Iterator[tuple[OpOverload, str]]:
-    """Yield the ops that the installed torch registers for autocast, with their policies."""
     for name, policy in policies().items():
         base, _, overload = name.removeprefix("aten::").partition(".")
         yield getattr(getattr(torch.ops.aten, base), overload or "default"), policy
 
 
 def _kernel(op: OpOverload, policy: str, key: DispatchKey, cache: CastCache) -> Callable[..., Any]:
-    """Return the function that autocast runs for an op."""
     if policy == APPEND:
         op = getattr(op.overloadpacket, _WITH_DTYPE[op.name()])
     excluded, names = DispatchKeySet(key), [one.name for one in op._schema.arguments]

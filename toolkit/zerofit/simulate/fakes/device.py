@@ -41,16 +41,19 @@ _BACKEND = SimpleNamespace(  # the functions that torch needs of a device's modu
 
 
 def install(gpu: bool, meter: AllocationTracker, device_bytes: int) -> None:
-    """Make DeepSpeed use a device of this size. Must be called before anything reads the accelerator."""
+    """Make DeepSpeed use a device with `device_bytes` of memory.
+
+    Must be called before anything reads the accelerator.
+    """
     if gpu:
         register(meter)
     real_accelerator.set_accelerator((SimulatedGpu if gpu else SimulatedHost)(meter, device_bytes))
 
 
 def register(meter: AllocationTracker) -> None:
-    """Register the simulated device in torch, and raise errors of backward's hooks in the script's thread.
+    """Register the simulated device, and raise errors of backward hooks in the script's thread.
 
-    torch asks the device's guard for its type while an error of a hook leaves autograd's thread. Python code that
+    While a hook's error leaves autograd's thread, torch asks the device's guard for its type. Python code that
     returns a value while an error is set ends the process (torch/csrc/acc/Module.cpp, PythonDeviceGuard).
     (torch.autograd._engine_run_backward)
     """
@@ -69,12 +72,11 @@ def register(meter: AllocationTracker) -> None:
 
 
 class _SimulatedGuard(_native._acc.DeviceGuard):
-    """The device's guard. It keeps the Python error that is set while torch calls the guard."""
+    """The device's guard. If torch calls it while a Python error is set, it keeps the error."""
 
     pending: BaseException | None = None
 
     def type_(self) -> object:
-        """Return the type of the device."""
         try:
             ctypes.pythonapi.PyErr_Occurred()  # raises the error that is set, if there is one
         except BaseException as error:  # of the script's code
@@ -94,11 +96,11 @@ class SimulatedHost(CPU_Accelerator):
         self._meter, self._device_bytes = meter, device_bytes
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Return the bytes of the device."""
+        """Return the device's memory in bytes."""
         return self._device_bytes
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Return the free bytes of the device."""
+        """Return the device's free memory in bytes."""
         return max(0, self._device_bytes - self._meter.live())
 
     def memory_allocated(self, device_index: int | None = None) -> int:
@@ -107,7 +109,7 @@ class SimulatedHost(CPU_Accelerator):
 
 
 class SimulatedGpu(SimulatedHost):
-    """A CUDA accelerator, as DeepSpeed sees it."""
+    """A CUDA accelerator for DeepSpeed, with one device."""
 
     _torch_pins_host_memory = True
 
@@ -116,15 +118,15 @@ class SimulatedGpu(SimulatedHost):
         self._name, self._communication_backend_name = NAME, "fake"
 
     def is_synchronized_device(self) -> bool:
-        """Return False: as on CUDA, ops are issued ahead of the device."""
+        """Return False: as on CUDA, ops are issued before the device has run the earlier ones."""
         return False
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return the device's name for torch."""
+        """Return torch's name of the device."""
         return NAME if device_index is None else f"{NAME}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Return a context in which the device is current."""
+        """Return a context in which this device is the current one."""
         return nullcontext()
 
     def current_device(self) -> int:
@@ -132,7 +134,7 @@ class SimulatedGpu(SimulatedHost):
         return 0
 
     def current_device_name(self) -> str:
-        """Return the name of the one device."""
+        """Return the name of the device."""
         return f"{NAME}:0"
 
     def device_count(self) -> int:
@@ -144,11 +146,11 @@ class SimulatedGpu(SimulatedHost):
         return tensor.device.type == NAME
 
     def is_fp16_supported(self) -> bool:
-        """Return True: every GPU of the catalog supports fp16."""
+        """Return True: every GPU in the catalog supports fp16."""
         return True
 
     def empty_cache(self) -> None:
-        """Return cached memory to the driver."""
+        """Release cached memory to the driver."""
         self._meter.ledger.empty_cache()
 
     @property
@@ -162,15 +164,15 @@ class SimulatedGpu(SimulatedHost):
         return self._meter.streams.Event
 
     def stream(self, stream: Any) -> Any:
-        """Return a context in which a stream is current."""
+        """Return a context in which `stream` is the current stream."""
         return self._meter.streams.using(stream)
 
     def current_stream(self, device_index: int | None = None) -> SimulatedStream:
-        """Return the stream to which this thread issues work."""
+        """Return the stream that this thread issues work to."""
         return self._meter.streams.current
 
     def default_stream(self, device_index: int | None = None) -> SimulatedStream:
-        """Return the stream that is current at the start."""
+        """Return the default stream."""
         return self._meter.streams.default
 
     def synchronize(self, device_index: int | None = None) -> None:
@@ -178,7 +180,10 @@ class SimulatedGpu(SimulatedHost):
         self._meter.streams.synchronize()
 
     def pin_memory(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return a copy of a tensor in pinned memory. The CPU accelerator's own method does nothing."""
+        """Return a copy in pinned memory. The CPU accelerator's own method does nothing.
+
+        (The CPU accelerator's own method does nothing.)
+        """
         if _TORCH_PINS:
             return DeepSpeedAccelerator.pin_memory(self, tensor, *args, **kwargs)
         return self._torch_pin_memory(tensor)
@@ -202,12 +207,12 @@ class SimulatedGpu(SimulatedHost):
 
 
 def fake_op(name: str, meter: AllocationTracker) -> object:
-    """Return a replacement for the module that an op's builder would load. `name`: the builder's NAME."""
+    """Return a replacement for the module that an op builder would load. `name`: the builder's NAME."""
     return SimpleNamespace(aio_handle=lambda *_, **__: _AsyncHandle(meter)) if name == "async_io" else _InPlace(meter)
 
 
 class _InPlace:
-    """A module with functions of any name, which change their arguments in place and return 0."""
+    """A module whose functions (of any name) change their arguments in place and return 0."""
 
     def __init__(self, meter: AllocationTracker):
         self._meter = meter
@@ -224,9 +229,9 @@ class _InPlace:
 
 
 class _AsyncHandle:
-    """DeepSpeed's aio_handle for its swappers. Writes record the size of the file; reads do nothing.
+    """DeepSpeed's aio_handle for its swappers.
 
-    Every request is complete when `wait` is called.
+    Writes record the size of the file. Reads do nothing. Every request is complete when `wait` is called.
     """
 
     def __init__(self, meter: AllocationTracker):

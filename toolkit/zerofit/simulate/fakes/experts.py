@@ -1,6 +1,6 @@
-"""Patch experts on fake tensors. The real choice of experts is unknown, so all get equally many tokens.
+"""Patch experts on fake tensors.
 
-`patches` applies these functions.
+The router's real choice is unknown, so all experts get equally many tokens. `patches` applies these functions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def experts() -> None:
 
 
 def expert_counts() -> None:
-    """Give torch.bincount, which counts the tokens of each expert, a shape rule. (torch.bincount)"""
+    """Give torch.bincount a shape rule. It counts the tokens of each expert. (torch.bincount)"""
     fake_impls.op_implementations_dict[torch.ops.aten.bincount.default] = bincount
 
 
@@ -49,9 +49,10 @@ def even_split_plan(
     ep_group: object,
     num_tokens_per_expert: Tensor | None = None,
 ) -> object:
-    """Return AutoEP's plan of the tokens that ranks send to each other, after the exchange of their counts.
+    """Return AutoEP's plan of the tokens that ranks send to each other.
 
-    (deepspeed/module_inject/auto_ep_layer.py, compute_split_plan)
+    In a real run it is known once the counts are exchanged. (deepspeed/module_inject/auto_ep_layer.py,
+    compute_split_plan)
     """
     from deepspeed.module_inject.auto_ep_layer import SplitPlan
 
@@ -68,7 +69,7 @@ def even_split_plan(
 def unfilled_indices(
     counts: Tensor, starts: Tensor, offsets: Tensor, experts_per_rank: int, num_ranks: int, max_len: int, *_: object
 ) -> Tensor:
-    """Return -1 for each row, since its place is unknown. (deepspeed/moe/ep_kernels.py, fill_indices_*)"""
+    """Return -1 for each row, since its real place is unknown. (deepspeed/moe/ep_kernels.py, fill_indices_*)"""
     return torch.full((max_len,), -1, dtype=torch.int32, device=counts.device)
 
 
@@ -86,10 +87,10 @@ def grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the output of torch._grouped_mm, which has no shape rule for fp32 before torch 2.15.
+    """Return the output of torch._grouped_mm. Before torch 2.15, it has no shape rule for fp32.
 
-    The op multiplies the rows of each group by the group's matrix. For the gradient of the matrices, it multiplies the
-    rows of the inputs by the rows of the gradients in each group.
+    The op multiplies the rows of each group by the group's matrix. For the gradient of the matrices, it multiplies
+    the rows of the inputs by the rows of the gradients in each group.
     """
     if mat_a.dim() == mat_b.dim() == 2:
         assert offs is not None

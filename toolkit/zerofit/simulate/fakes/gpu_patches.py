@@ -1,4 +1,7 @@
-"""Patch torch and DeepSpeed for a simulated GPU, in addition to `patches`. Each docstring explains why."""
+"""Patch torch and DeepSpeed for a simulated GPU, in addition to `patches`.
+
+Each docstring explains why.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _libraries: list[Library] = []  # their registrations end with them
 
 
 def tensor_constructor() -> None:
-    """Return a fake from torch.tensor() on a device that has no kernels. (torch.tensor)"""
+    """Let torch.tensor() return a fake on a device that has no kernels. (torch.tensor)"""
     from deepspeed.runtime.zero import partition_parameters
 
     original = torch.tensor
@@ -41,7 +44,7 @@ def tensor_constructor() -> None:
 
 
 def list_indices() -> None:
-    """Turn list indices of GPU tensors into fake tensors, since torch's C++ code would make real tensors.
+    """Turn list indices of GPU tensors into fakes. torch's C++ code would make real tensors.
 
     (torch.Tensor.__getitem__)
     """
@@ -59,7 +62,9 @@ def list_indices() -> None:
 
 
 def constants() -> None:
-    """Let a copy to the device have no known value, since the device has no kernel to compute with the value.
+    """Let a copy to the device have no known value.
+
+    The device has no kernel to compute with it.
 
     (FakeTensorMode._dispatch_impl, which computes with the known values of fake tensors)
     """
@@ -84,7 +89,9 @@ def constants() -> None:
 
 def gpu_ops() -> None:
     """Load ops that only GPUs have, such as the op of FusedLion, on a machine without a GPU.
-    (deepspeed.ops.op_builder.cpu)"""
+
+    (deepspeed.ops.op_builder.cpu)
+    """
     from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.ops.op_builder.cpu.no_impl import NotImplementedBuilder
 
@@ -95,9 +102,9 @@ def gpu_ops() -> None:
 
 
 def backend_keys() -> None:
-    """Give fakes the CPU's dispatch keys, so `.data =` works between devices. Their `.device` does not change.
+    """Give fakes the CPU's dispatch keys, so that `.data =` works between devices.
 
-    (torch.Tensor._make_subclass)
+    The fakes' `.device` does not change. (torch.Tensor._make_subclass)
     """
     original = torch.Tensor._make_subclass
 
@@ -110,9 +117,11 @@ def backend_keys() -> None:
 
 
 def attention() -> None:
-    """Use CUDA's flash kernel. For an unknown device, torch would compute attention by plain matmuls.
+    """Use CUDA's flash kernel.
 
-    With a mask or in fp32, use the memory-efficient kernel, since flash attention does not support these.
+    For an unknown device, torch would compute attention by plain matmuls. With a mask or in fp32, use the
+    memory-efficient kernel, since flash attention does not support these.
+
     (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA; for jagged tensors
     can_use_flash_attention and can_use_efficient_attention of torch.nested._internal.sdpa)
     """
@@ -133,15 +142,17 @@ def attention() -> None:
 
 
 def norms() -> None:
-    """Use CUDA's fused RMSNorm. By their dispatch keys, fakes are on the CPU, which has none. (torch.rms_norm)"""
+    """Use CUDA's fused RMSNorm.
+
+    By their dispatch keys fakes are on the CPU, which has no such kernel.
+
+    (torch.rms_norm)
+    """
     _libraries.append(fused_norms("Meta", "CPU"))
 
 
 def record_stream(meter: AllocationTracker) -> None:
-    """Record that a stream uses a tensor's memory, since torch has no streams for a custom device.
-
-    (torch.Tensor.record_stream)
-    """
+    """Record that a stream uses a tensor. torch has no streams for a custom device. (torch.Tensor.record_stream)"""
     replace_in(torch.Tensor, "record_stream", lambda self, stream: meter.record_stream(self, stream))
 
 
@@ -154,15 +165,17 @@ def autocast() -> None:
 
 
 def state_space() -> None:
-    """Use stand-ins that allocate the same memory as mamba_ssm's kernels. transformers would scan token by token.
+    """Replace mamba_ssm's kernels by functions that allocate the same memory.
 
-    (transformers.models.mamba.modeling_mamba)
+    Without the kernels, transformers would scan token by token. (transformers.models.mamba.modeling_mamba)
     """
     install_mamba_kernels()
 
 
 def sends_in_batches() -> None:
-    """Run the sends and receives of a batch one by one, since torch would need a backend for the device.
+    """Run the sends and receives of a batch one by one.
+
+    For a batch, torch would need a backend for the device.
 
     (torch.distributed.batch_isend_irecv, DualPipeV)
     """
@@ -174,7 +187,7 @@ def sends_in_batches() -> None:
 
 
 def superoffload() -> None:
-    """Let SuperOffload step in this process, since fake tensors cannot be sent to another process.
+    """Let SuperOffload step in this process. Fakes cannot be sent to another process.
 
     (superoffload_stage3.py:23, superoffload_utils.py:220)
     """
@@ -185,10 +198,10 @@ def superoffload() -> None:
 
 
 class HostSteps:
-    """Steps each parameter group in this process, instead of SuperOffload's optimizer process (superoffload_utils.py).
+    """Steps each parameter group in this process, instead of SuperOffload's optimizer process.
 
-    That process has moments and a buffer in host memory. A simulation has a single process, so this class allocates
-    them.
+    The optimizer process (superoffload_utils.py) has moments and a buffer in host memory. A simulation has a single
+    process, so this class allocates them.
     """
 
     def __init__(self, *, max_grad_numel: int, pin_memory: bool, **_: object):
@@ -201,7 +214,7 @@ class HostSteps:
     def async_step(
         self, param_group_id: int, sub_group_id: int, fp32_param: torch.Tensor, fp32_grad: torch.Tensor, **_: object
     ) -> None:
-        """Step a group. Its first step allocates its moments."""
+        """Step a group. The first step of a group allocates its moments."""
         from deepspeed.runtime.superoffload.superoffload_utils import ResultKeys, TaskKeys
 
         if sub_group_id not in self._moments:
@@ -209,7 +222,7 @@ class HostSteps:
         self._done.append({TaskKeys.SUB_GROUP_ID: sub_group_id, ResultKeys.UPDATED_PARAM: fp32_param})
 
     def get_result(self, **_: object) -> dict[str, object] | None:
-        """Return the next group that was stepped, if there is one."""
+        """Return the result for the next group that was stepped; None if there is none."""
         return self._done.popleft() if self._done else None
 
 
@@ -219,7 +232,7 @@ OF_RUNS_ON_GPU = (state_space, tensor_constructor, autocast, expert_rows, supero
 
 
 def apply_common(gpu: bool, meter: AllocationTracker) -> None:
-    """Apply the patches that runs and scripts need, for the rest of this process."""
+    """Apply the patches that both runs and scripts need, for the rest of this process."""
     for patch in patches.ALWAYS + (ON_EVERY_GPU if gpu else ()):
         patch()
     for tracked in (patches.compiled_ops, patches.item, patches.rng_state, *((record_stream,) if gpu else ())):
@@ -227,9 +240,9 @@ def apply_common(gpu: bool, meter: AllocationTracker) -> None:
 
 
 def apply_to_run(gpu: bool, meter: AllocationTracker, packed: bool, padded: bool) -> None:
-    """Apply all patches of a run for the rest of this process.
+    """Apply all patches that a run needs, for the rest of this process.
 
-    `packed`: samples have several documents. `padded`: samples may end early.
+    `packed`: whether samples have several documents. `padded`: whether samples may end early.
     """
     apply_common(gpu, meter)
     for patch in OF_RUNS + (OF_RUNS_ON_GPU if gpu else ()):

@@ -1,4 +1,4 @@
-"""Replace kernels that differ on the meta device from a GPU or CPU: attention, masks, dropout, all-to-all.
+"""Replace kernels that work differently on the meta device, e.g. attention and dropout.
 
 `as_on` replaces them during a trace. In a simulation, `patches` replaces them for the rest of the process.
 """
@@ -38,9 +38,10 @@ MASKING = {
 
 
 def document_numbers(position_ids: Tensor) -> Tensor:
-    """Number the packed documents as transformers does, but assume that each sample has several.
+    """Number the packed documents as transformers does, assuming several in each sample.
 
-    With one document transformers makes no mask and needs less memory. (find_packed_sequence_indices)
+    If each sample has one document, transformers makes no mask and needs less memory.
+    (find_packed_sequence_indices)
     """
     first = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)
@@ -61,10 +62,10 @@ _math_attention = functional.scaled_dot_product_attention
 
 @contextmanager
 def as_on(device: str, sp: int = 1, packed: bool = False, padded: bool = False) -> Iterator[None]:
-    """Inside this context, meta tensors use the kernels of `device`. With sp > 1, attention is Ulysses'.
+    """Within this context, meta tensors use the kernels of `device` ("cpu" or "cuda").
 
-    `device`: "cpu" or "cuda". `packed`: samples have several documents, separated by a mask. `padded`: some samples
-    end early.
+    With `sp` > 1, attention is Ulysses'. `packed`: whether samples have several documents, separated by a mask.
+    `padded`: whether some samples end early.
     """
     attention: Callable[..., Tensor] = partial(_fused_attention, device)
     if sp > 1:
@@ -85,9 +86,10 @@ def as_on(device: str, sp: int = 1, packed: bool = False, padded: bool = False) 
 
 
 def fused_norms(*keys: str) -> Library:
-    """Register CUDA's fused RMSNorm for these dispatch keys, until the returned library is destroyed.
+    """Register CUDA's fused RMSNorm for `keys` until the returned library is destroyed.
 
-    Without a kernel torch computes the norm by other ops, which store float32 copies (layer_norm.cpp, rms_norm).
+    Without this kernel, torch computes the norm by other ops, which store float32 copies (layer_norm.cpp,
+    rms_norm).
     """
     library = Library("aten", "IMPL")
     assert library.m is not None
@@ -99,7 +101,10 @@ def fused_norms(*keys: str) -> Library:
 def _fused_rms_norm(
     input: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the normalized input and each row's float32 factor (cuda/layer_norm_kernel.cu, _fused_rms_norm_cuda)."""
+    """Return the normalized input, and the float32 factor of each row.
+
+    See cuda/layer_norm_kernel.cu, _fused_rms_norm_cuda.
+    """
     last = tuple(range(-len(normalized_shape), 0))
     lifted = input.to(torch.promote_types(input.dtype, torch.float32))
     added = torch.finfo(lifted.dtype).eps if eps is None else eps
@@ -129,16 +134,16 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run the kernel that torch chooses on a device (ATen's sdp_utils.cpp).
+    """Run the attention kernel that torch would choose on `device` (ATen's sdp_utils.cpp).
 
     Fused kernels store no matrix of scores. If no fused kernel applies, torch computes the full matrix. On "cpu" no
-    fused kernel applies with dropout, with a learned mask (Swin), or if values are not as wide as queries. On
-    "cuda" no fused kernel applies if query heads share the keys of a single head by broadcasting (Falcon). In old torch
-    this is also true on "cpu".
+    fused kernel applies in three cases: with dropout, with a learned mask (Swin), or if values are not as wide as
+    queries. On "cuda" no fused kernel applies if query heads share the keys of a single head by broadcasting
+    (Falcon). In old releases of torch this is also true on "cpu".
 
-    On "cuda" the kernel is flash attention. It is the memory-efficient kernel in float32, with a mask, if values are
-    not as wide as queries (multi-head latent attention), or if heads are wider than FLASH_WIDTH. Keys and values are
-    then repeated for every query head.
+    On "cuda" the fused kernel is flash attention in most cases. The memory-efficient kernel is used in float32 and
+    with a mask. It is also used if values are not as wide as queries (multi-head latent attention), or if heads are
+    wider than FLASH_WIDTH. Keys and values are then repeated for every query head.
     """
     narrow = query.shape[-1] == value.shape[-1]
     learned = attn_mask is not None and attn_mask.requires_grad
@@ -167,7 +172,7 @@ def _too_few_keys(query: Tensor, key: Tensor, enable_gqa: bool) -> bool:
 
 @cache
 def _cpu_shares_keys() -> bool:
-    """Return whether the installed torch's CPU kernel broadcasts the keys of one head (torch 2.11's does not)."""
+    """Return whether torch's CPU kernel can broadcast the keys of one head. torch 2.11's cannot."""
     choice: Any = vars(torch)["_fused_sdp_choice"]
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         query, key = (torch.zeros(1, heads, 4, 8, device="cpu") for heads in (2, 1))
@@ -178,14 +183,14 @@ cuda_attention = partial(_fused_attention, "cuda")
 
 
 def _cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Run dropout as on a GPU, where it stores a mask of one byte per element (torch's native_dropout)."""
+    """Run dropout as on a GPU: it stores a mask of one byte per element (torch's native_dropout)."""
     return torch.native_dropout(input, p, training)[0] if training and p > 0.0 else input
 
 
 def _ulysses(attention: Callable[..., Tensor], sp: int) -> Callable[..., Tensor]:
-    """Wrap attention: it gets the full sequence and 1/sp of the heads (runtime/sequence_parallel/ulysses_sp.py).
+    """Wrap `attention`, so that it gets the full sequence and 1/sp of the heads.
 
-    Inputs and output are (batch, heads, length / sp, head_dim).
+    Inputs and output are (batch, heads, length / sp, head_dim). See runtime/sequence_parallel/ulysses_sp.py.
     """
 
     def behind_all_to_all(query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -210,7 +215,7 @@ def _gather(x: Tensor, sp: int) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """An all-to-all: it receives into a new buffer of the same shape, in forward and backward."""
+    """An all-to-all. In forward and in backward it receives into a new buffer of the same shape."""
 
     @staticmethod
     def forward(ctx: object, sent: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Patch torch, transformers and DeepSpeed so that the unmodified engine runs on fake tensors.
+"""Patch torch, transformers and DeepSpeed, so that the real engine runs on fake tensors.
 
-The patches are applied once, and only in the process of a simulation. Each patch is a function. Its docstring explains
-why it is needed. `tests/simulate/test_patches.py` has a test for each patch. The test fails if a new version lacks the
+The patches are applied once, and only in a simulation's process. Each patch is a function, whose docstring explains
+why it is needed. `tests/simulate/test_patches.py` has a test for each patch. It fails if a new version lacks the
 attribute that the patch replaces.
 """
 
@@ -32,16 +32,16 @@ _SMALL = 1024  # elements: more than the number of layers of a model
 
 
 class AskedForValueError(RuntimeError):
-    """Raised if the user's own module reads the value of a fake tensor, since its next ops are unknown."""
+    """Raised if the user's own module reads the value of a fake tensor. Its next ops are then unknown."""
 
 
 def replace_in(owner: object, name: str, value: object) -> None:
-    """Replace an attribute where type checkers reject a plain assignment."""
+    """Set an attribute where type checkers reject a plain assignment."""
     setattr(owner, name, value)
 
 
 def module_apply() -> None:
-    """Make Module.to() assign `.data`, as it does for real parameters, instead of swapping the tensors' contents.
+    """Make Module.to() assign `.data`, as for real parameters, and not swap tensors' contents.
 
     torch refuses to swap fakes that have a weak reference or a graph node. (torch.nn.Module._apply)
     """
@@ -72,11 +72,11 @@ def module_apply() -> None:
 
 
 def item(meter: AllocationTracker) -> None:
-    """Let `item()` of a fake tensor return a harmless value: False, 1.0 or 0. Equal shapes count as equal tensors.
+    """Let `item()` of a fake tensor return a harmless value: False, 1.0 or 0.
 
-    Libraries read norms, overflow flags and counters this way. If the user's own model reads a value, the simulation
-    stops, since the model's next ops may depend on the value. (torch._subclasses.fake_impls.op_implementations_dict,
-    torch.equal)
+    Libraries read norms, overflow flags and counters with `item()`. Two tensors of equal shape count as equal. If
+    the user's own model reads a value, the simulation stops, since the model's next ops may depend on the value.
+    (torch._subclasses.fake_impls.op_implementations_dict, torch.equal)
     """
 
     def local_scalar_dense(fake_mode: object, func: OpOverload, arg: FakeTensor) -> object:
@@ -93,9 +93,9 @@ def item(meter: AllocationTracker) -> None:
 
 
 def tracing() -> None:
-    """Keep transformers from making causal masks that real runs omit. It mistakes fake tensors for tracing.
+    """Keep transformers from making causal masks that real runs omit.
 
-    (transformers.masking_utils)
+    transformers mistakes fake tensors for tracing. (transformers.masking_utils)
     """
     from transformers import masking_utils
 
@@ -103,7 +103,7 @@ def tracing() -> None:
 
 
 def packed_samples(packed: bool = False) -> None:
-    """Keep transformers from looking for packed samples in the values of positions. (transformers.masking_utils)"""
+    """Keep transformers from reading the values of positions to find packed samples. (transformers.masking_utils)"""
     from transformers import masking_utils
 
     name = "find_packed_sequence_indices"
@@ -111,9 +111,11 @@ def packed_samples(packed: bool = False) -> None:
 
 
 def no_padding(padded: bool = False) -> None:
-    """Let transformers detect that a mask of ones, e.g. BART's, hides nothing. (transformers.masking_utils)
+    """Let transformers find that a mask of ones (e.g. BART's) hides nothing.
 
-    `padded`: samples end early, so masks do hide something.
+    (transformers.masking_utils)
+
+    `padded`: whether samples end early, so that masks do hide something.
     """
     from transformers import masking_utils
 
@@ -124,7 +126,7 @@ def no_padding(padded: bool = False) -> None:
 def foreach_types() -> None:
     """Let optimizers and gradient clipping use their multi-tensor code on fakes.
 
-    For unknown tensor types torch steps parameter by parameter, which needs a different amount of memory.
+    For unknown tensor types torch steps each parameter alone, which needs another amount of memory.
     (torch.optim.optimizer, torch.utils._foreach_utils)
     """
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
@@ -132,7 +134,12 @@ def foreach_types() -> None:
 
 
 def order_checks() -> None:
-    """Skip ZeRO-3's comparison of parameter order with rank 0, which needs values. (deepspeed.runtime.zero.utils)"""
+    """Skip ZeRO-3's check that parameters have the same order as on rank 0.
+
+    It would read values.
+
+    (deepspeed.runtime.zero.utils)
+    """
     from deepspeed.runtime.zero import utils
 
     utils.get_lst_from_rank0 = lambda values: values
@@ -140,7 +147,7 @@ def order_checks() -> None:
 
 
 def device_mesh() -> None:
-    """Make device meshes from real tensors, since they read the rank numbers. (deepspeed.comm, AutoTP)"""
+    """Make device meshes from real tensors, since a mesh reads its rank numbers. (deepspeed.comm, AutoTP)"""
     from deepspeed.comm import comm
 
     original = comm.initialize_mesh_device
@@ -178,10 +185,10 @@ def compiled_ops(meter: AllocationTracker) -> None:
 
 
 def cpu_vendor() -> None:
-    """Skip py-cpuinfo's 1.5 s search for the CPU vendor, which DeepSpeed starts for Adam and Lion on offloaded states.
+    """Skip py-cpuinfo's search for the CPU's vendor, which takes 1.5 s.
 
-    The optimizers use the vendor only to warn of fp16 on AMD CPUs. (deepspeed/ops/adam/cpu_adam.py:75,
-    ops/lion/cpu_lion.py:42)
+    DeepSpeed starts the search for Adam and Lion on offloaded states. The optimizers use the vendor only to warn of
+    fp16 on AMD CPUs. (deepspeed/ops/adam/cpu_adam.py:75, ops/lion/cpu_lion.py:42)
     """
     import cpuinfo
 
@@ -206,7 +213,8 @@ def rng_state(meter: AllocationTracker) -> None:
 class WeightFile:
     """A file of weights without its data. Its tensors are fakes that do not count as memory.
 
-    In a real run, tensors are mapped pages of the file until they are copied or cast. The kernel can drop such pages.
+    In a real run, the tensors are mapped pages of the file until they are copied or cast. The kernel can drop these
+    pages.
     """
 
     def __init__(self, file: str, *args: str, **kwargs: str):
@@ -221,7 +229,7 @@ class WeightFile:
         pass
 
     def keys(self) -> list[str]:
-        """Return the tensors' names."""
+        """Return the names of the tensors."""
         return list(self._file.keys())
 
     def get_tensor(self, name: str) -> torch.Tensor:
@@ -229,12 +237,12 @@ class WeightFile:
         return self.get_slice(name)[...]
 
     def get_slice(self, name: str) -> WeightSlice:
-        """Return a tensor's shape and dtype, and a way to read the tensor."""
+        """Return an unread tensor, with its shape and dtype."""
         return WeightSlice(self._file.get_slice(name))
 
 
 class WeightSlice:
-    """A tensor in a file of weights before it is read."""
+    """A tensor of a weight file that is not yet read."""
 
     def __init__(self, lazy: Any):
         self.get_shape: Callable[[], list[int]] = lazy.get_shape
@@ -250,7 +258,7 @@ class WeightSlice:
 
 
 def weight_files() -> None:
-    """Let transformers allocate the memory for the weights of a pretrained folder without reading them.
+    """Let transformers allocate a pretrained folder's weights without reading them.
 
     (transformers.modeling_utils.safe_open)
     """
@@ -260,10 +268,11 @@ def weight_files() -> None:
 
 
 def small_values() -> None:
-    """Let fakes on the CPU keep the values of small tensors. torch keeps only the values of scalars.
+    """Let fakes on the CPU keep the values of small tensors, not only those of scalars.
 
-    Models are built from such values: Hiera sums the depths of its stages, and many models space their drop rates
+    Models are built from these values. Hiera sums the depths of its stages, and many models space their drop rates
     evenly.
+
     (torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT, torch.linspace, torch.distributions)
     """
     original = torch.linspace
@@ -281,7 +290,7 @@ def small_values() -> None:
 
 
 def data_setter() -> None:
-    """Let `parameter.data = t` set the parameter's device to t's, and delete the old value. (torch.Tensor.data)"""
+    """Let `parameter.data = t` move the parameter to the device of `t`, and drop the old value. (torch.Tensor.data)"""
     data: Any = torch._C.TensorBase.data  # its descriptor
 
     def set_data(self: FakeTensor, value: object) -> None:
@@ -294,9 +303,10 @@ def data_setter() -> None:
 
 
 def pieces_of_ranks() -> None:
-    """Keep ZeRO-3 from creating a fake for each rank's part of a collective, which takes minutes for hundreds of ranks.
+    """Keep ZeRO-3 from creating a fake for each rank's part of a collective.
 
-    (deepspeed.runtime.zero.stage3, AllGatherCoalescedHandle of deepspeed.runtime.zero.partition_parameters)
+    For hundreds of ranks this would take minutes. (deepspeed.runtime.zero.stage3, AllGatherCoalescedHandle of
+    deepspeed.runtime.zero.partition_parameters)
     """
     from deepspeed.runtime.zero import partition_parameters, stage3
 

@@ -1,4 +1,4 @@
-"""Simulate 4-bit and 8-bit weights and 8-bit moments: bitsandbytes' own code runs on fakes."""
+"""Simulate 4-bit and 8-bit weights and 8-bit moments with bitsandbytes' own code."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _EIGHT = {"CB": None, "SCB": None, "has_fp16_weights": False}
 
 
 def four_bits() -> None:
-    """Make bitsandbytes' 4-bit weights fakes, and count the weights that its matrix multiplications unpack.
+    """Make bitsandbytes' 4-bit weights fakes, and count the weights that it unpacks.
 
     Replaces in bitsandbytes:
 
-    - nn.Params4bit.__new__: it calls Tensor._make_subclass, which refuses fakes.
-    - torch.ops.bitsandbytes.gemm_4bit: its shape rule returns only the result, without the unpacked weights
+    - nn.Params4bit.__new__, because it calls Tensor._make_subclass, which refuses fakes.
+    - torch.ops.bitsandbytes.gemm_4bit, whose shape rule does not return the unpacked weights
       (backends/cuda/ops.py, _dequant_linear_fallback).
-    - functional.name2qmap: this table of codes is a real tensor, which cannot be copied to a simulated device.
+    - functional.name2qmap, a table of codes. It is a real tensor, so it cannot be copied to a simulated device.
     """
     weight = library().Params4bit
     replace_in(importlib.import_module("bitsandbytes.functional"), "name2qmap", {"dynamic": _CodeTable()})
@@ -55,12 +55,13 @@ def eight_bits() -> None:
 
 
 def moments_of_eight_bits(gpu: bool) -> None:
-    """On a GPU, put paged moments on the host, to which the driver can move them. On a CPU, count a step's memory.
+    """On a GPU, allocate paged moments on the host. On a CPU, count the memory of a step.
 
-    The step's shape rule and CUDA's kernel allocate nothing. The CPU's kernel unpacks all 8-bit moments
-    (backends/cpu/ops.py).
+    The driver can move paged moments to the host. The step's shape rule and CUDA's kernel allocate nothing. The
+    CPU's kernel unpacks all 8-bit moments (backends/cpu/ops.py).
 
-    (bitsandbytes.functional.get_paged, fill, prefetch_tensor; torch.ops.bitsandbytes.optimizer_update_8bit_blockwise)
+    (bitsandbytes.functional.get_paged, fill, prefetch_tensor;
+    torch.ops.bitsandbytes.optimizer_update_8bit_blockwise)
     """
     functional: Any = importlib.import_module("bitsandbytes.functional")
 
@@ -88,9 +89,10 @@ class _CodeTable:
 
 @contextmanager
 def traced_bits(device: str) -> Iterator[None]:
-    """Inside this context, quantized weights are traced on meta, and the weights that products unpack are counted.
+    """Within this context, quantized weights can be traced on the meta device.
 
-    The matrix multiplications are those that bitsandbytes runs on this kind of device.
+    Weights that matrix multiplications unpack are counted. The matrix multiplications are those that bitsandbytes
+    runs on this kind of device.
     """
     kinds, functions = library(), importlib.import_module("bitsandbytes.autograd._functions")
 
@@ -112,7 +114,7 @@ def traced_bits(device: str) -> Iterator[None]:
 
 
 def _unpacking() -> Mapping[object, Callable[..., object]]:
-    """Return replacements for fused matrix multiplications that unpack the weights in a separate op."""
+    """Return replacements for fused matrix multiplications. They unpack the weights in a separate op."""
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         return {}  # older versions call dequantize_4bit themselves
     ops: Any = importlib.import_module("bitsandbytes.backends.default.ops")
@@ -120,7 +122,7 @@ def _unpacking() -> Mapping[object, Callable[..., object]]:
 
 
 def _or_fakes(weight: Any, state: Mapping[str, object]) -> Callable[..., object]:
-    """Return a constructor for `weight` that also accepts fakes. They get the attributes of `state`."""
+    """Return a constructor for `weight` that also accepts fakes. A fake gets the attributes of `state`."""
     original = weight.__new__
 
     def copied(self: Any, memo: dict[int, Any]) -> Any:

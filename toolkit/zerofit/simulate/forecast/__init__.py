@@ -1,1 +1,1 @@
-"""Forecast a whole run: which ranks to simulate, in which processes, and whether they fit."""
+"""Forecast a whole run: simulate some of its ranks, and decide whether they fit."""

@@ -1,4 +1,4 @@
-"""Turn a simulated rank's record into a result: the memory that the rank needs, and whether the rank fits."""
+"""Turn a simulated rank's record into a result: the rank's memory, and whether it fits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNSURE = 0.25  # relative uncertainty of extrapolated reserved bytes
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedScriptRank:
-    """A rank of a user's script and its record."""
+    """A simulated rank of a user's script, with its record."""
 
     target: ScriptTarget
     record: RankRecord
@@ -49,7 +49,10 @@ class SimulatedScriptRank:
 
 
 def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> Simulation:
-    """Return a simulated rank's memory and whether it fits the cluster. Stages, knobs and seconds stay empty."""
+    """Return how much memory a simulated rank needs, and whether it fits the cluster.
+
+    Stages, knobs and seconds stay empty.
+    """
     record = simulated.record
     if isinstance(simulated, SimulatedScriptRank):
         stages = simulated.facts.pipeline_stages
@@ -118,7 +121,10 @@ def _allocations(
 
 
 def _libraries(run: Run) -> str:
-    """Return the key of CPU_PROCESS_BYTES for a rank's imports; "" with torch.compile, whose memory is unknown."""
+    """Return the key of CPU_PROCESS_BYTES for the libraries of a rank.
+
+    The result is "" if their memory is unknown: with torch.compile, and for a user's own model.
+    """
     family = source_of(run).family
     if run.compile or family == "custom":
         return ""
@@ -150,7 +156,7 @@ def decided(
     cluster: Cluster,
     simulate_exactly: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
 ) -> list[SimulatedRank | Problem]:
-    """Return the ranks. If the extrapolation leaves open whether a rank fits, simulate all of its layers."""
+    """Return the ranks. Simulate all layers of those where the extrapolation is too uncertain."""
     found = list(ranks)
     ranked = [(n, one) for n, one in enumerate(ranks) if isinstance(one, SimulatedRank)]
     doubtful = {n: one.target for n, one in ranked if _is_open(one, cluster)}
@@ -161,7 +167,6 @@ def decided(
 
 
 def _is_open(simulated: SimulatedRank, cluster: Cluster) -> bool:
-    """Return whether extrapolated reserved bytes are too uncertain to decide whether the rank fits."""
     if not simulated.layers or cluster.on_cpu:
         return False
     record, there = simulated.record, cluster.device.memory_bytes
@@ -172,7 +177,10 @@ def _is_open(simulated: SimulatedRank, cluster: Cluster) -> bool:
 def _verdict(
     record: RankRecord, beside: list[Overhead], cluster: Cluster, alloc_conf: str
 ) -> tuple[FitVerdict, int, int]:
-    """Return the verdict and two reserved peaks: if the device keeps up with the host, and if the host runs ahead."""
+    """Return the verdict and two reserved peaks.
+
+    The first peak assumes that the device keeps up with the host, the second that the host runs ahead.
+    """
     there = cluster.device.memory_bytes
     if cluster.on_cpu:  # no caching allocator
         taken = record.peaks[0].bytes
@@ -195,7 +203,6 @@ def _communicators(groups: list[GroupUse]) -> list[Communicator]:
 
 
 def _host(host: dict[str, int], cluster: Cluster) -> tuple[int, bool, str]:
-    """Return the host memory of a node's ranks in bytes, whether the node has enough, and a sentence about it."""
     if cluster.on_cpu:
         return 0, True, ""
     needed = (sum(host.values()) + HOST_PROCESS_BYTES) * cluster.gpus
@@ -209,7 +216,7 @@ def _host(host: dict[str, int], cluster: Cluster) -> tuple[int, bool, str]:
 
 
 def _merged(phases: list[RankPhase]) -> tuple[RankPhase, ...]:
-    """Merge equal phases of a step's micro batches. Return one row for each phase of each step."""
+    """Merge the phases of a step's micro batches, so that each phase of each step has one row."""
     rows: dict[tuple[str, int], RankPhase] = {}
     for phase in phases:
         first = rows.setdefault((phase.name, phase.step), phase)

@@ -1,4 +1,7 @@
-"""Compare a simulation with an earlier one's `--json`, to see the memory of a code change. Imports no torch."""
+"""Compare a simulation with an earlier simulation's `--json`. Imports no torch.
+
+The difference shows how much memory a code change adds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ SAME = ("device", "world_size", "rank")  # must be equal for a comparison
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineComparison:
-    """The difference between the peaks of a simulation and of an earlier simulation."""
+    """The difference between the peaks of a simulation and an earlier one."""
 
     baseline: str  # the file
     base_bytes: int
@@ -31,12 +34,12 @@ class BaselineComparison:
 
     @property
     def added(self) -> float:
-        """The added bytes relative to the baseline."""
+        """The added bytes, relative to the baseline."""
         return self.added_bytes / self.base_bytes
 
 
 def read_baseline(path: Path) -> dict[str, object]:
-    """Read the output of an earlier `zerofit simulate --json`: the last line of a file. Raises UserError."""
+    """Read the output of an earlier `zerofit simulate --json`. It is the last line of the file. Raises UserError."""
     with refused(path, kind="baseline", hint=HINT, where="--baseline"):
         lines = path.read_bytes().strip().splitlines() or [b""]
         found = parse_json(lines[-1])
@@ -48,7 +51,7 @@ def read_baseline(path: Path) -> dict[str, object]:
 
 
 def compare_with(base: dict[str, Any], now: Simulation, path: Path, allowed: float) -> BaselineComparison:
-    """Compare with an earlier simulation. Raises UserError unless rank, hardware and settings are the same."""
+    """Compare a simulation with an earlier one. Raises UserError if rank, world size or device differ."""
     problems = Problems()
     for name in SAME:
         if base[name] != getattr(now, name):

@@ -1,4 +1,4 @@
-"""List changes to a run that reduce its memory. Each changed run is simulated."""
+"""List changes to a run that reduce its memory, so that each changed run can be simulated."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class Knob:
 
     @property
     def combines(self) -> bool:
-        """Whether this change may be part of a combination. It must neither shorten samples nor shrink buckets."""
+        """Whether this change may be combined with others. Shorter samples and smaller buckets may not."""
         return "seq_len" not in self.fields and BUCKETS not in self.change
 
 
 def knobs(job: Job, written: dict[str, object], named: str | None = None) -> list[Knob]:
-    """Return changes to try for a job with the JSON `written`, roughly from the least to the most slowdown.
+    """Return changes to try for a job, roughly from the least to the most slowdown.
 
-    The changes do not alter the mathematics of training. Changes that DeepSpeed or zerofit refuses for this model are
-    dropped later, when they are resolved. `named`: the name of the run's bundled JSON, if it has one. In that
-    case other bundled JSONs are tried, since a flag selects them.
+    The changes do not alter the mathematics of training. Changes that DeepSpeed or zerofit refuses for this model
+    are dropped later, when they are resolved. `written`: the job's DeepSpeed JSON. `named`: the name of the JSON,
+    if it is a bundled one. In this case other bundled JSONs are tried, since a flag selects them.
     """
     run, layout, zero = job.run, job.layout, job.ds_config.get("zero_optimization", {})
     found = _half_the_micro_batch(job, written)
@@ -84,9 +84,10 @@ def knobs(job: Job, written: dict[str, object], named: str | None = None) -> lis
 
 
 def less_on_device(zero: dict[str, Any], stage: int) -> dict[str, dict[str, object]]:
-    """Return changes to a JSON's `zero_optimization`, fastest first. Each sets values at dotted paths.
+    """Return changes to a JSON's `zero_optimization`, fastest first.
 
-    A change is left out if the JSON already has it, or if this ZeRO stage does not support it.
+    A change maps dotted paths to values. A change is left out if the JSON already has it, or if this ZeRO stage
+    does not support it.
     """
     state: dict[str, object] = {"zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": True}}
     found: dict[str, dict[str, object]] = {}
@@ -101,7 +102,10 @@ def less_on_device(zero: dict[str, Any], stage: int) -> dict[str, dict[str, obje
 
 
 def _half_the_micro_batch(job: Job, written: dict[str, Any]) -> list[Knob]:
-    """Return the change to half the micro batch and more accumulation; [] if the global batch would change."""
+    """Return the change to half the micro batch with more accumulation.
+
+    Return [] if this would change the global batch.
+    """
     half = job.batch.micro // 2
     steps = job.batch.total // (half * job.batch.dp) if half else 0
     if not half or half * steps * job.batch.dp != job.batch.total:
@@ -118,7 +122,7 @@ def _bundled(name: str) -> Knob:
 
 
 def edited(written: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
-    """Return a copy of a DeepSpeed JSON with new values at dotted paths."""
+    """Return a copy of a DeepSpeed JSON. `values`: dotted path -> new value."""
     config = copy.deepcopy(written)
     for path, value in values.items():
         put(config, path, value)

@@ -1,7 +1,7 @@
-"""Find how many layers reach DeepSpeed's limits for large models.
+"""Find the number of layers from which on DeepSpeed's limits for large models are reached.
 
-Beyond that number of layers, all memory grows linearly with the layers. The exception is stage 3's sub-groups of
-parameters, which `sub_groups` computes for any number of layers.
+Beyond it, all memory grows linearly with the layers. The exception is stage 3's sub-groups of parameters.
+`sub_groups` computes them for any number of layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_LIVE, SUB_GROUP, BUCKET = 1_000_000_000, 1_000_000_000, 500_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class _Partitioned:
-    """Trained parameters that are divided by the same number of ranks, in elements."""
+    """Trained parameters that equally many ranks divide. Sizes are in elements."""
 
     before: int  # outside of repeated layers
     layer: int  # per repeated layer
@@ -35,10 +35,10 @@ class _Partitioned:
 
 
 def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarget, count: int) -> list[float]:
-    """Return how many layers reach each of DeepSpeed's limits. Limits that `count` layers do not reach are left out.
+    """Return for each of DeepSpeed's limits the number of layers that reaches it.
 
-    `few` and `more` have one and two of the model's repeated layers. Only repeated layers count, which excludes the
-    different first layers of DeepSeek's models.
+    Limits that `count` layers do not reach are left out. `few` and `more` have one and two of the model's repeated
+    layers. Only repeated layers count. This excludes the different first layers of DeepSeek's models.
     """
     zero, layout = target.job.ds_config.get("zero_optimization", {}), target.job.layout
     one, two = _rank_model(few), _rank_model(more)
@@ -61,10 +61,10 @@ def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarg
 
 
 def sub_groups(few: SimulationTarget, more: SimulationTarget) -> Callable[[int], list[int]]:
-    """Return a function: number of layers -> elements of a rank in each of stage 3's sub-groups.
+    """Return a function: number of layers -> a rank's elements in each of stage 3's sub-groups.
 
-    `few` and `more` have one and two of the model's repeated layers. The function returns [] if both an encoder and a
-    decoder grow, or if tensor or expert parallel ranks have parts of a parameter.
+    `few` and `more` have one and two of the model's repeated layers. The function returns [] if both an encoder and
+    a decoder grow. It also returns [] with tensor or expert parallelism, since a rank then has parts of parameters.
     """
     zero, layout = few.job.ds_config.get("zero_optimization", {}), few.job.layout
     if layout.tp * layout.ep > 1:
@@ -86,7 +86,7 @@ def sub_groups(few: SimulationTarget, more: SimulationTarget) -> Callable[[int],
 
 
 def _sub_groups(parts: list[int], most: int) -> Iterator[int]:
-    """Yield the elements of each sub-group. A sub-group is full at `most` elements (zero/stage3.py:1210)."""
+    """Yield the elements of each sub-group. A sub-group is full once it has `most` elements (zero/stage3.py:1210)."""
     if sum(parts) <= most:
         yield sum(parts)
         return
@@ -99,18 +99,17 @@ def _sub_groups(parts: list[int], most: int) -> Iterator[int]:
 
 
 def _groups(target: SimulationTarget) -> dict[str, list[int]]:
-    """Return for each of the optimizer's groups the element counts of its parameters."""
     decay = bool(get(target.job.ds_config, "optimizer.params.weight_decay", True))
     groups = parameter_groups(_rank_model(target).parameters(), decay)
     return {group["name"]: [parameter.numel() for parameter in group["params"]] for group in groups}
 
 
 def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int) -> int:
-    """Return the most layers with which the largest gradient bucket still differs from the full model's.
+    """Return the most layers for which the largest gradient bucket is not yet as in the full model.
 
-    `one`, `two`: elements of each gradient in a model with one and with two layers. If both an encoder and a decoder
-    have a second layer, the number is unknown. The result is then `count` - 1, where `count` is the full model's number
-    of layers.
+    `one`, `two`: elements of each gradient in a model with one and with two layers. `count`: number of layers of
+    the full model. If both an encoder and a decoder have a second layer, the result is unknown, and `count` - 1 is
+    returned.
     """
     if _grown(one, two, count) is None:
         return count - 1
@@ -126,7 +125,7 @@ def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int
 
 
 def _grown(one: list[int], two: list[int], layers: int) -> list[int] | None:
-    """Return the sequence of sizes for a model of `layers` layers, from the sizes for one and for two layers.
+    """Return the sequence of sizes for `layers` layers, from those for one and for two layers.
 
     The result is None if the second layer does not add its sizes at one place of the sequence.
     """
@@ -138,7 +137,6 @@ def _grown(one: list[int], two: list[int], layers: int) -> list[int] | None:
 
 
 def _rank_model(target: SimulationTarget) -> nn.Module:
-    """Return a target's model on the meta device. With expert parallelism, it has one rank's experts."""
     run = target.job.run
     with torch.device("meta"):
         model = build(replace(source_of(run), pretrained=None), target.inputs, dict(run.model_args))
@@ -150,7 +148,10 @@ def _rank_model(target: SimulationTarget) -> nn.Module:
 
 
 def _partitioned(one: nn.Module, two: nn.Module, ranks: int, ep: int) -> Iterator[_Partitioned]:
-    """Yield the parameters that all ranks divide, then the parameters that ranks with the same experts divide."""
+    """Yield the parameters that all ranks divide, then the experts' parameters.
+
+    The latter are divided among the ranks with the same experts.
+    """
     for spread_ones, dividing in ((False, ranks), (True, ranks // ep)):
         few, more = _trained(one, spread_ones), _trained(two, spread_ones)
         layer = sum(more) - sum(few)

@@ -1,7 +1,8 @@
-"""Run simulations in parallel. A server that has imported all libraries forks a process for each.
+"""Run simulations in parallel.
 
-The server (`spec.server_process`) runs `serve`. A request is a folder and the modules to import for it. When the server
-ends, it kills all processes that it has started.
+A server imports all libraries once, and forks a process per simulation. The server (`spec.server_process`) runs
+`serve`. A request is a folder, with the modules to import for it. When the server ends, it kills all processes that
+it has started.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ PRIVATE_BYTES = 768 << 20  # memory of a simulation that it does not share with 
 def simulate_all(targets: Sequence[Target], show: Callable[[str], None]) -> list[RankRecord | Problem]:
     """Return for each target the record of its rank, or the Problem that prevented it.
 
-    Cores and memory limit how many simulations run at a time. `show` gets a line of progress.
+    Cores and memory limit how many simulations run at once. `show` is called with a line about the progress.
     """
     if not targets:
         return []
@@ -117,13 +118,11 @@ def simulate_all(targets: Sequence[Target], show: Callable[[str], None]) -> list
 
 
 def _kill(folder: Path) -> None:
-    """Kill all processes of a request."""
     with suppress(OSError, ValueError):  # not started, or ended
         os.killpg(int((folder / GROUP).read_text()), signal.SIGKILL)
 
 
 def _is_over(server: ServerProcess, folder: Path) -> bool:
-    """Return whether the server has ended, or all its processes for this request have ended."""
     if server.process.poll() is not None:
         return True
     if not (folder / GROUP).exists():
@@ -137,15 +136,12 @@ def _is_over(server: ServerProcess, folder: Path) -> bool:
 
 
 def _needed(target: Target) -> tuple[str, ...]:
-    """Return the modules that the server imports before it forks processes for a target."""
     if isinstance(target, ScriptTarget):
         return IMPORTED_FOR_SCRIPTS
     return (*IMPORTED_FOR_RUNS, *IMPORTED_FOR.get(find(target.job.run.model).family, ()))
 
 
 class _Server(ServerProcess):
-    """The running server, which ends together with this process."""
-
     def __init__(self) -> None:
         super().__init__("zerofit.simulate.forecast.processes")
         self.owner = os.getpid()
@@ -157,7 +153,7 @@ _running: _Server | None = None
 
 
 def _server() -> _Server:
-    """Return this process's server, and count one more user of it. The first call starts the server."""
+    """Return this process's server, with one more user counted. The first call starts it."""
     global _running
     with _lock:
         if _running is None or _running.owner != os.getpid() or _running.process.poll() is not None:
@@ -172,9 +168,9 @@ def _release(server: _Server) -> None:
 
 
 def end_server() -> None:
-    """Stop this process's server, to free the memory of torch and DeepSpeed, unless another thread uses it.
+    """Stop this process's server, unless another thread uses it.
 
-    The next simulation starts a new server.
+    This frees the memory of torch and DeepSpeed. The next simulation starts a new server.
     """
     global _running
     with _lock:
@@ -185,7 +181,7 @@ def end_server() -> None:
 
 
 def _result(folder: Path, n: int, died: int | None, ran_short: bool) -> RankRecord | Problem:
-    """Return a simulation's result. `died`: the signal that killed the server before the server could report."""
+    """Return the result of simulation `n`. `died`: the signal that killed the server, if one did."""
     log, file, seen = folder / f"{n}.log", folder / f"{n}.result", folder / f"{n}.exit"
     output = log.read_text(errors="replace") if log.exists() else ""
     if not file.exists():
@@ -202,13 +198,15 @@ def _progress(folder: Path, count: int, seconds: float) -> str:
     statuses = [folder / f"{n}.status" for n in range(count) if n not in ended]
     now = list(filter(None, (status.read_text() for status in statuses if status.exists())))
     if count > 1:
-        return f"simulating: {len(ended)} of {count} done ({seconds:.0f} s)"
+        left_s = seconds * (count - len(ended)) / len(ended) if ended else 0
+        left = f", about {left_s / 60:.0f} min left" if left_s > 60 else ""
+        return f"simulating: {len(ended)} of {count} done ({seconds:.0f} s{left})"
     what = f": {', '.join(now)}" if now else ": importing torch and DeepSpeed" if not ended else ""
     return f"simulating{what} ({seconds:.0f} s)"
 
 
 def serve() -> None:
-    """Answer requests until standard input is closed."""
+    """Answer requests until standard input closes."""
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed must not look for a GPU: the simulated one replaces it
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -226,7 +224,10 @@ def serve() -> None:
 
 
 def _forked(folder: Path) -> int:
-    """Fork the process that answers a request. The request's file is locked until its last child has ended."""
+    """Fork the process that answers a request. Return its process id.
+
+    The request's file is locked until the last child of this process has ended.
+    """
     with (folder / REQUEST).open("rb") as request:
         fcntl.flock(request, fcntl.LOCK_EX)
         pid = os.fork()
@@ -239,7 +240,7 @@ def _forked(folder: Path) -> int:
 
 
 def _import(names: Sequence[str]) -> None:
-    """Import the modules that forked processes share. Garbage collections skip the objects of these modules."""
+    """Import the modules that forked processes share. Garbage collections then skip their objects."""
     with collector_off():
         for name in names:
             with suppress(*((Exception,) if name in MAY_BE_MISSING else ())):
@@ -248,7 +249,7 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _answer(folder: Path) -> NoReturn:
-    """Simulate all targets of a request. When target N ends, write its exit status to `N.exit`, then `N.ended`."""
+    """Simulate all targets of a request. When target N ends, write `N.exit` (its exit status), then `N.ended`."""
     try:
         os.setpgid(0, 0)
         path, cwd, targets = pickle.loads((folder / REQUEST).read_bytes())
@@ -264,7 +265,10 @@ def _answer(folder: Path) -> NoReturn:
 
 
 def _simulate_side_by_side(waiting: list[tuple[int, Target]], folder: Path) -> None:
-    """Simulate as many targets at a time as cores and memory allow. Retry targets alone that lacked memory."""
+    """Simulate as many targets at once as cores and memory allow.
+
+    If one is killed for lack of memory, it is tried again, and only one runs at a time from then on.
+    """
     most, kills = max(1, min(len(os.sched_getaffinity(0)), host_memory()[1] // PRIVATE_BYTES)), oom_kills()
     running = dict[int, tuple[int, Target]]()
     while waiting or running:
@@ -285,7 +289,7 @@ def _simulate_side_by_side(waiting: list[tuple[int, Target]], folder: Path) -> N
 
 
 def _simulate(target: Target, folder: Path, n: int) -> NoReturn:
-    """Write the result of one simulation to `N.result`: a RankRecord, a Problem, or the exception that ended it."""
+    """Write the result of one simulation to `N.result`: a RankRecord, a Problem, or an exception."""
     log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

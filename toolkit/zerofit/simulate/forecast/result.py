@@ -1,4 +1,7 @@
-"""Define a simulation's result, and convert it to the output of `zerofit simulate --json`. Imports no torch."""
+"""Define the result of a simulation, and convert it for `zerofit simulate --json`.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ class SimulatedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class WorstCase:
-    """Memory of the same script under an assumption that makes its tensors larger."""
+    """The memory of the same script under an assumption that makes its tensors larger."""
 
     peak_bytes: int
     peak_phase: str
@@ -70,27 +73,30 @@ class WorstCase:
 
     @classmethod
     def of(cls, found: Simulation, **more: Any) -> Self:
-        """Return the worst case with a simulation's figures. `more`: fields of a subclass, e.g. `tokens`."""
+        """Return the worst case with the figures of the simulation `found`.
+
+        `more`: fields of a subclass, e.g. `tokens`.
+        """
         names = ("peak_bytes", "peak_phase", "reserved_bytes", "fits", "because")
         return cls(**{name: getattr(found, name) for name in names}, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongestBatch(WorstCase):
-    """Memory of the same script if every batch has the largest samples and the longest length that it allows."""
+    """The memory of the script if every batch is as large and as long as it allows."""
 
     tokens: int  # 0 if batches have no tokens
     shape: tuple[int, ...]  # of the largest input of the model
 
     @property
     def name(self) -> str:
-        """The batch's length in tokens, or the shape of its images or audio."""
+        """The length of the batch in tokens, or the shape of its images or audio."""
         return f"{self.tokens} tokens" if self.tokens else f"largest {' x '.join(map(str, self.shape))}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedScript:
-    """A user's script, and the facts that its simulation found."""
+    """A user's script, with the facts that its simulation found."""
 
     command: str  # as typed
     facts: ScriptFacts
@@ -104,11 +110,14 @@ class SimulatedScript:
 
     @property
     def is_upper_bound(self) -> bool:
-        """Whether the figures are an upper bound, because a mask has unknown values or a region is compiled."""
+        """Whether the figures are an upper bound.
+
+        They are, for example, if a mask has unknown values or a region is compiled.
+        """
         return any(note.bound for note in self.facts.notes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the part of `zerofit simulate --json` about the script."""
+        """Return the script's part of `zerofit simulate --json`."""
         cases = {"longest": self.longest, "worst_routing": self.worst_routing}
         worse = {name: field_data(case) for name, case in cases.items() if case}
         return {"command": self.command, **field_data(self.facts), "is_upper_bound": self.is_upper_bound, **worse}
@@ -127,7 +136,7 @@ class StagePeak:
 
 @dataclass(frozen=True, kw_only=True)
 class KnobResult:
-    """The result of one simulated change to the run."""
+    """The figures of one change to the run, from a simulation with this change."""
 
     change: str  # as a flag or a key of the DeepSpeed JSON
     peak_bytes: int
@@ -142,7 +151,7 @@ class KnobResult:
 
     @classmethod
     def of(cls, found: Simulation, change: str, config: str | None) -> KnobResult:
-        """Return the result of a change from its simulation."""
+        """Return the row for `change`, with the figures of its simulation `found`."""
         names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
         figures = {name: getattr(found, name) for name in names}
         figures["outside_bytes"] = sum(overhead.bytes for overhead in found.overheads)
@@ -152,9 +161,9 @@ class KnobResult:
 def first_that_fits(
     chain: Sequence[T], best: KnobResult, simulate: Callable[[Sequence[T]], list[KnobResult | None]]
 ) -> KnobResult:
-    """Return the result of the first change that fits. Each change in `chain` includes the change before it.
+    """Return the result of the first change that fits, by bisection.
 
-    `best`: the result of the last change, which fits.
+    Each change in `chain` includes the change before it. `best`: the result of the last change, which fits.
     """
     fewest, most = 0, len(chain) - 1
     while fewest < most:
@@ -168,7 +177,7 @@ def first_that_fits(
 
 
 def in_order(rows: Sequence[KnobResult]) -> tuple[KnobResult, ...]:
-    """Return the changes, the least memory first, and number them by their slowdown.
+    """Return the changes, those with the least memory first. Set their `cost_rank` by slowdown.
 
     Changes of equal speed are numbered in the given order. Changes of unknown speed get the last numbers.
     """
@@ -184,7 +193,7 @@ def in_order(rows: Sequence[KnobResult]) -> tuple[KnobResult, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankAllocations:
-    """All allocations of a rank, with their origins, for a memory snapshot."""
+    """All allocations of a rank and where they come from, for a memory snapshot."""
 
     events: Sequence[AllocatorEvent]
     origins: Sequence[AllocationOrigin]
@@ -197,7 +206,7 @@ SimulateKnobs = Callable[[OnEvent | None], tuple[KnobResult, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The memory that one rank needs, and whether it fits. Bytes are for one rank, except `host_node_bytes`."""
+    """How much memory one rank needs, and whether it fits. Bytes are for one rank, except `host_node_bytes`."""
 
     world_size: int
     rank: int
@@ -243,16 +252,19 @@ class Simulation:
 
     @property
     def smi_range_bytes(self) -> tuple[int, int]:
-        """An interval for `smi_bytes`, which contained 8 of 10 published runs. On a CPU, the process's interval."""
+        """A range for `smi_bytes`. It contained the measurement in 8 of 10 published runs.
+
+        On a CPU it is the range for the process.
+        """
         low, high = (sum(getattr(o, f"{end}_bytes") for o in self.overheads) for end in ("low", "high"))
         more = 0.0 if self.device == "cpu" else RESERVED_MORE if self.world_size == 1 else RESERVED_MORE_RANKS
         most = max(self.reserved_ahead_bytes, int(self.reserved_bytes * (1 + more)))
         return self.reserved_bytes + low, most + high
 
     def knobs(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
-        """Return possible changes, the least memory first. The first call simulates them.
+        """Return changes that may help, those with the least memory first.
 
-        Changes that could not be simulated are reported as a note.
+        The first call simulates them. A note reports changes that could not be simulated.
         """
         look = self.simulate_knobs
         if look and not self.tried:
@@ -261,7 +273,7 @@ class Simulation:
         return self.tried
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the output of `zerofit simulate --json`. Its "knobs" are the changes that were simulated."""
+        """Return the output of `zerofit simulate --json`. "knobs" has the changes that were simulated."""
         left_out = ["tried", "with_timeline", "allocations", "simulate_knobs"]
         left_out += [] if self.with_timeline else ["timeline"]
         left_out += [name for name in ("stages", "picture", "trace", "snapshot", "against") if not getattr(self, name)]
@@ -269,7 +281,7 @@ class Simulation:
         return {**field_data(self, *left_out), **more}
 
     def plot(self, path: str | Path) -> None:
-        """Draw device memory over the run, by kind.
+        """Draw the device memory over the run, by kind.
 
         Raises UserError if `path` cannot be written as a picture, or if the layers were extrapolated.
         """
@@ -293,9 +305,9 @@ class Simulation:
         draw(timeline, Path(path))
 
     def write_snapshot(self, path: Path) -> Simulation:
-        """Write the allocations like torch.cuda.memory._dump_snapshot(). Return the simulation with the path.
+        """Write the allocations as torch.cuda.memory._dump_snapshot() does.
 
-        Raises UserError if `path` cannot be written.
+        Return the simulation with `path` as its snapshot. Raises UserError if `path` cannot be written.
         """
         taken = self.allocations
         assert taken is not None
@@ -314,5 +326,5 @@ class Simulation:
 
 
 def severity(simulation: Simulation) -> tuple[int, int]:
-    """Return a sort key that is largest for the worst of several ranks: the verdict, then the reserved bytes."""
+    """Return a sort key: the verdict, then the reserved bytes. It is largest for the worst of several ranks."""
     return ORDER.index(simulation.verdict), simulation.reserved_bytes

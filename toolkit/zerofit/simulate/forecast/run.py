@@ -1,8 +1,8 @@
-"""Simulate jobs, either with all layers, or with a few layers and a checked extrapolation.
+"""Simulate jobs: with all layers, or with a few layers and a checked extrapolation.
 
-In a model with many equal layers, all figures are linear in the number of layers. The first, the last and the highest
-peak of each kind (`record.KindPeak`) are linear, too. The highest of all peaks is determined at the full number of
-layers, since with few layers another moment may have the highest peak.
+If a model has many equal layers, all figures are linear in the number of layers. Three peaks of each kind are
+linear, too: the first, the last and the highest (`record.KindPeak`). The highest of all peaks is determined at the
+full number of layers, since another moment may have the highest peak with few layers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TOLERANCE = 0.005  # relative error of the peak
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRank:
-    """A simulated rank and its record."""
+    """A simulated rank, with its record."""
 
     target: SimulationTarget
     record: RankRecord
@@ -58,10 +58,10 @@ class SimulatedRank:
 def simulate(
     targets: Sequence[SimulationTarget], show: Callable[[str], None], *, exact: bool = False
 ) -> list[SimulatedRank | Problem]:
-    """Simulate each target. Return a Problem for each target that cannot be simulated.
+    """Simulate each target. If a target cannot be simulated, its result is a Problem.
 
-    A large model is extrapolated from a few layers unless `exact`. If its peak is not linear in the number of layers
-    (error above TOLERANCE), all layers are simulated.
+    A large model is extrapolated from a few layers unless `exact`. If its peak is not linear in the number of
+    layers (error above TOLERANCE), all layers are simulated.
     """
     counts = [None if exact else layer_counts(target) for target in targets]
     wanted = [[_with_layers(t, n) for n in c] if c else [t] for t, c in zip(targets, counts, strict=True)]
@@ -76,7 +76,10 @@ def heaviest_of(
     ranks: Sequence[SimulatedRank | Problem],
     simulate_more: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
 ) -> list[SimulatedRank | Problem]:
-    """Replace each rank with the rank of its data parallel group that has the highest peak, if it can be simulated."""
+    """Replace each rank by the one with the highest peak in its data parallel group.
+
+    If that one cannot be simulated, the rank stays.
+    """
     found = list(ranks)
     heavier = [
         (n, replace(one.target, rank=one.record.heavier_rank))
@@ -111,13 +114,16 @@ def _simulated(
 
 
 def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
-    """Return three layer counts: one to check, two to extrapolate; None if the full model must be simulated.
+    """Return three layer counts: one to check the extrapolation, two to extrapolate from.
 
-    Each count includes the layers before the equal layers. With each count, DeepSpeed must reach every limit that it
-    reaches with the full model (live parameters, buckets, groups of the optimizer). The largest sub-group of stage 3
-    must be the same as in the full model, since a sub-group can end within a layer. The full model is simulated in
-    three cases: layers differ in their parameters, the config has no plain number of layers, or ranks divide flat
-    groups (stages 1 and 2). A flat group gives each rank different parameters if the number of layers changes.
+    Return None if the full model must be simulated. Each count includes the layers before the equal layers. With
+    each count, DeepSpeed must reach every limit that it reaches with the full model (live parameters, buckets,
+    groups of the optimizer). The largest sub-group of stage 3 must be the same as in the full model, since a
+    sub-group can end within a layer.
+
+    The full model is simulated in three cases: layers differ in their parameters, the config has no plain number of
+    layers, or ranks divide flat groups (stages 1 and 2). With flat groups, a rank's parameters depend on the number
+    of layers.
     """
     total, before, layout = _layers(target), _leading(target), target.job.layout
     if layout.pp > 1 or differ_by_layer(target.job.run.partial, total):
@@ -134,7 +140,6 @@ def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
 
 
 def _grows_evenly(target: SimulationTarget, counts: tuple[int, int, int], total: int) -> bool:
-    """Return whether parameter counts grow linearly from these layer counts to the full model's."""
     source, sizes = replace(source_of(target.job.run), pretrained=None), list[int]()
     for count in counts:
         with torch.device("meta"):
@@ -145,7 +150,7 @@ def _grows_evenly(target: SimulationTarget, counts: tuple[int, int, int], total:
 
 
 def _worthwhile(target: SimulationTarget, total: int, before: int) -> tuple[int, int, int] | None:
-    """Return the smallest layer counts for `layer_counts`; None if their sum exceeds WORTH of all layers."""
+    """Return the smallest counts that `layer_counts` can use; None if their sum exceeds WORTH of all layers."""
     few, more = (_with_layers(target, before + n) for n in (1, 2))
     first = before + max(FEWEST, *(1 + math.ceil(limit) for limit in limits(target, few, more, total - before)), 0)
     groups, counts = _sub_groups(target), list[int]()
@@ -159,7 +164,10 @@ def _worthwhile(target: SimulationTarget, total: int, before: int) -> tuple[int,
 
 
 def _sub_groups(target: SimulationTarget) -> Callable[[int], list[int]]:
-    """Return a function: number of layers -> elements of a rank in each of stage 3's sub-groups ([] if not stage 3)."""
+    """Return a function: number of layers -> a rank's elements in each of stage 3's sub-groups.
+
+    At other stages the function returns [].
+    """
     if target.job.layout.zero_stage != 3:
         return lambda count: []
     before = _leading(target)
@@ -168,9 +176,9 @@ def _sub_groups(target: SimulationTarget) -> Callable[[int], list[int]]:
 
 
 def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
-    """Return the target with a model of fewer layers and the same DeepSpeed JSON.
+    """Return the target with fewer layers and the same DeepSpeed JSON.
 
-    In an encoder-decoder model, the part with more layers is cut, or both parts if they have equally many.
+    In an encoder-decoder model, the part with more layers is cut. If both have equally many, both are cut.
     """
     run, deep = target.job.run, _depths(target)
     wanted = {path: count for path, layers in deep.items() if layers == max(deep.values())}
@@ -188,11 +196,11 @@ def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
 def _extrapolated(
     records: list[RankRecord], counts: tuple[int, ...], total: int, groups: Callable[[int], list[int]]
 ) -> tuple[RankRecord, float] | None:
-    """Return an extrapolated record for `total` layers, and the error of the extrapolation.
+    """Return the record for `total` layers, and the error of the extrapolation; None if it is impossible.
 
-    The line goes through the records of the last two layer counts. The error is the line's largest relative error at
-    the first layer count, among the highest peak, host memory and bytes on NVMe. The error is infinite if there is no
-    peak to compare. Returns None if host memory is not linear.
+    The line goes through the records of the last two layer counts. At the first layer count, it is compared with
+    the record. The error is the largest relative error among the highest peak, host memory and bytes on NVMe. It is
+    infinite if there is no peak to compare. The result is None if host memory is not linear.
     """
     first, few, more = records
 
@@ -253,10 +261,10 @@ def _moments(few: RankRecord, more: RankRecord, line: Line, groups: list[list[in
 
 
 def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, peak: int, name: str) -> int:
-    """Return the extrapolated bytes reserved at a peak: the peak plus the reserved but unused bytes.
+    """Return the extrapolated reserved bytes: the peak, plus what is reserved but unused.
 
-    The unused bytes per layer are the smaller of the two slopes between the three counts: a single extra segment is not
-    a trend.
+    There are two slopes between the three counts. The unused bytes grow with the smaller one, because a single
+    extra segment is not a trend.
     """
     unused = [getattr(record, name) - record.peaks[0].bytes for record in records]
     steps = [(b - a) / (m - n) for (a, b), (n, m) in zip(pairwise(unused), pairwise(counts), strict=True)]
@@ -284,11 +292,11 @@ def _peaks(few: list[KindPeak], more: list[KindPeak], line: Line) -> list[KindPe
 
 
 def _without_first_states(peaks: list[KindPeak]) -> list[KindPeak]:
-    """Leave out extrapolated peaks of the first optimizer step that are impossible: above the later steps' peaks.
+    """Leave out impossible peaks of the first optimizer step: those above the later steps' peaks.
 
-    Stage 3 allocates the states sub-group by sub-group in the first step. Its highest moment depends on the size of the
-    last sub-group, which is not linear in the layers. From the second step on all states exist, so a
-    later step's peak is at least as high.
+    In the first step, stage 3 allocates the states sub-group by sub-group. The highest moment of this step depends
+    on the size of the last sub-group, which is not linear in the layers. From the second step on all states exist,
+    so a later step's peak is at least as high.
     """
     later = max((peak.bytes for peak in peaks if peak.phase == "step" and peak.step > 0), default=math.inf)
     return [peak for peak in peaks if peak.phase != "step" or peak.step > 0 or peak.bytes <= later]
@@ -301,7 +309,7 @@ def _phase(few: RankPhase, more: RankPhase, peaks: list[KindPeak], line: Line) -
 
 
 def _rows(few: list[Row], more: list[Row], figures: tuple[str, ...], line: Line) -> list[Row]:
-    """Extrapolate the figures of rows that `few` and `more` share. Rows that only `more` has are kept unchanged."""
+    """Extrapolate the figures of rows that are in both `few` and `more`. Rows only in `more` stay unchanged."""
 
     def key(row: Row) -> tuple[object, ...]:
         return tuple(value for name, value in vars(row).items() if name not in figures)
@@ -314,7 +322,6 @@ def _rows(few: list[Row], more: list[Row], figures: tuple[str, ...], line: Line)
 
 
 def _layers(target: SimulationTarget) -> int:
-    """Return the number of layers in the model's deepest part; 0 if unknown."""
     return max(_depths(target).values(), default=0)
 
 
@@ -324,13 +331,11 @@ def _depths(target: SimulationTarget) -> dict[tuple[str, ...], int]:
 
 
 def _leading(target: SimulationTarget) -> int:
-    """Return the number of layers before the equal layers."""
     config = _config(target)
     return max((leading(part(config, path)) for path in _depths(target)), default=0)
 
 
 def _config(target: SimulationTarget) -> object:
-    """Return the transformers config of a target's model; None for other models."""
     source = find(target.job.run.model)
     if source.family != "transformers":
         return None

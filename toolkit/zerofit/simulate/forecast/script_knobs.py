@@ -1,4 +1,7 @@
-"""Find changes to a script's flags or its DeepSpeed JSON that would reduce memory. Imports no torch."""
+"""Find changes to a script's arguments, files or lines that would reduce memory.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptKnob:
-    """One change to a training command: to its arguments, its files or its script."""
+    """One change to a training command: to the arguments, the files or the script."""
 
     change: str  # as in the command, the JSON or TrainingArguments
     command: ScriptCommand
@@ -56,7 +59,7 @@ class ScriptKnob:
     file: dict[str, Any] | None = None  # content of the change's file, if that is not a DeepSpeed JSON
 
     def shards(self, original: ScriptCommand) -> bool:
-        """Return whether the change moves or shrinks states. Two such changes exclude each other."""
+        """Return whether the change moves or shrinks states. Only one change of this kind is possible."""
         of_states = {EIGHT_BITS, SHARDED, SHARDED_STATES} & {*self.edits}
         return bool(self.config or self.command != original or of_states or {"fsdp", "optim"} & {*self.arguments})
 
@@ -75,7 +78,7 @@ class ScriptKnob:
         return ScriptKnob(change=change, command=command, file=self.file or other.file, **merged)
 
     def halved(self) -> ScriptKnob | None:
-        """Return this change with half its micro batch; None if it sets no micro batch, or an odd one."""
+        """Return this change with half the micro batch; None if that is odd or not set by it."""
         micro = self.arguments.get(_MICRO, 1)
         if micro % 2:
             return None
@@ -87,10 +90,7 @@ class ScriptKnob:
 
 
 def script_knobs(command: ScriptCommand, facts: ScriptFacts, target: ScriptTarget, folder: Path) -> list[ScriptKnob]:
-    """Return changes to arguments, files and the script's lines, roughly from the least to the most slowdown.
-
-    Files are written into `folder`.
-    """
+    """Return changes to arguments, files and lines, roughly ordered by slowdown. Files are written into `folder`."""
     ranks, on_gpu = target.world_size, target.on_gpu
     found = _of_trainer(command, facts, ranks, on_gpu) if facts.trainer else _of_lines(command, facts, ranks, on_gpu)
     if facts.accelerate and not facts.trainer and facts.sharding == "DDP":
@@ -106,7 +106,7 @@ def script_knobs(command: ScriptCommand, facts: ScriptFacts, target: ScriptTarge
 
 
 def named_config(words: Sequence[str]) -> str | None:
-    """Return the argument of a command that names a DeepSpeed JSON; None if there is none."""
+    """Return the argument that is the path of a DeepSpeed JSON; None if there is none."""
     for word in words:
         name = word.partition("=")[2] if word.startswith("--") else word
         if name.endswith(".json") and Path(name).is_file():
@@ -120,7 +120,10 @@ def named_config(words: Sequence[str]) -> str | None:
 
 
 def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: bool) -> list[ScriptKnob]:
-    """Return changes to a Trainer's arguments, fastest first. They add DeepSpeed if the script does not use it."""
+    """Return changes to a Trainer's arguments, fastest first.
+
+    If the script uses neither DeepSpeed nor FSDP, changes that add them are included.
+    """
     changes: list[dict[str, Any]] = []
     if facts.micro_batch > 1 and facts.micro_batch % 2 == 0:
         changes.append({_MICRO: facts.micro_batch // 2, _ACCUMULATION: 2 * facts.accumulation})
@@ -147,7 +150,7 @@ def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: 
 
 
 def _as_arguments(command: ScriptCommand, change: Mapping[str, Any]) -> str:
-    """Return changed arguments of a Trainer as the user writes them: as options, or as Python code."""
+    """Return changed arguments of a Trainer in the user's style: as options, or as Python code."""
     typed = any(word.partition("=")[0] in _ARGUMENTS for word in command.arguments)
     shown = {name: f"{value}.json" if name == "deepspeed" else value for name, value in change.items()}
     words = [_typed(*pair) if typed else "{}={!r}".format(*pair) for pair in shown.items()]
@@ -155,13 +158,12 @@ def _as_arguments(command: ScriptCommand, change: Mapping[str, Any]) -> str:
 
 
 def _takes_eight_bits(facts: ScriptFacts, on_gpu: bool) -> bool:
-    """Return whether bitsandbytes is installed and has the script's optimizer with 8-bit moments."""
+    """Return whether the optimizer can have 8-bit moments: a plain Adam or AdamW on a GPU, with bitsandbytes."""
     plain = facts.optimizer in ("Adam", "AdamW") and not facts.engines and not facts.sharding.startswith("FSDP")
     return on_gpu and plain and find_spec("bitsandbytes") is not None
 
 
 def _of_lines(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: bool) -> list[ScriptKnob]:
-    """Return changes to the lines of a script that trains without transformers' Trainer."""
     blocks = f"for block in model.{facts.blocks}: "
     checkpoints = f"{blocks}block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
     shown = {
@@ -185,7 +187,10 @@ def _of_lines(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: bo
 
 
 def _of_accelerate(command: ScriptCommand, facts: ScriptFacts, target: ScriptTarget, folder: Path) -> list[ScriptKnob]:
-    """Return files for `accelerate launch --config_file` that shard the model of a script with an Accelerator."""
+    """Return files for `accelerate launch --config_file`, for a script with an Accelerator.
+
+    With each file, the model is sharded.
+    """
     fsdp: dict[str, Any] = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
     if facts.block:
         wrapped = {"fsdp_transformer_layer_cls_to_wrap": facts.block}
@@ -218,7 +223,6 @@ def _of_accelerate(command: ScriptCommand, facts: ScriptFacts, target: ScriptTar
 
 
 def _accelerate_file(command: ScriptCommand) -> dict[str, Any]:
-    """Return the content of the file that `accelerate launch --config_file` reads; {} without a file."""
     for option, value in pairwise(_options(command)):
         if option == "--config_file":
             return read_json(Path(value)) if value.endswith(".json") else read_yaml(Path(value))[0]
@@ -226,28 +230,29 @@ def _accelerate_file(command: ScriptCommand) -> dict[str, Any]:
 
 
 def _with_file(command: ScriptCommand, file: str) -> ScriptCommand:
-    """Return the change that starts the script with `accelerate launch` and this file."""
     options = tuple(word for word in _options(command) if word not in _LAUNCHED_BY)
     words = (*_with(options, "--config_file", file), command.script, *command.arguments)
     return replace(command, launcher="accelerate launch", launcher_words=words)
 
 
 def _options(command: ScriptCommand) -> Words:
-    """Return the options of `accelerate launch`, or for another launcher's script the options that it needs."""
+    """Return the options of `accelerate launch`.
+
+    For a script with another launcher, return the options that it would need.
+    """
     if command.launcher != "accelerate launch":
         return ("--module",) if command.is_module else ()
     return command.launcher_words[: -len(command.arguments) - 1]
 
 
 def _typed(name: str, value: object) -> str:
-    """Return an argument as HfArgumentParser reads it, which enables FSDP by the name of a sharding strategy."""
+    """Return an argument in HfArgumentParser's form. There, the name of a sharding strategy enables FSDP."""
     if name == "fsdp":
         return "--fsdp full_shard"
     return f"--{name} " + (shlex.quote(json.dumps(value)) if isinstance(value, dict) else str(value))
 
 
 def _launched(command: ScriptCommand, name: str, value: str) -> ScriptKnob:
-    """Return the change that sets a launcher option."""
     options = _options(command)
     rest = command.launcher_words[len(options) :]
     options = _with(options, name, value) if name in options else (name, value, *options)
@@ -280,13 +285,15 @@ def _replacing(old: str, new: str) -> Callable[[Words], Words]:
 
 
 def _everywhere(command: ScriptCommand, change: Callable[[Words], Words]) -> ScriptCommand:
-    """Change the script's arguments in both places: on their own, and in the launcher's command."""
     launcher_words = change(command.launcher_words) if command.launcher_words else ()
     return replace(command, arguments=change(command.arguments), launcher_words=launcher_words)
 
 
 def _with(words: Words, name: str, value: str) -> Words:
-    """Return words with an option set to this value. The last occurrence is replaced, else the option is appended."""
+    """Return `words` with the option `name` set to `value`.
+
+    The last occurrence is replaced. If there is none, the option is appended.
+    """
     for n in reversed(range(len(words))):
         if words[n] == name:
             end = n + 2 if n + 1 < len(words) and not words[n + 1].startswith("--") else n + 1

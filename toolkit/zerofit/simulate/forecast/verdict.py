@@ -1,7 +1,8 @@
-"""Decide whether a simulated rank fits, including memory outside of torch: context, kernels, NCCL's buffers.
+"""Decide whether a simulated rank fits, including memory outside of torch.
 
-Figures and their sources are in `spec.overhead`. torch allocates cuDNN's convolution workspaces
-(aten/src/ATen/native/cudnn/Conv_v8.cpp). Their size depends on the algorithm that cuDNN chooses, so they have a range.
+Figures and their sources are in `spec.overhead`. cuDNN's convolution workspaces are allocated by torch
+(aten/src/ATen/native/cudnn/Conv_v8.cpp). Their size depends on the algorithm that cuDNN chooses, so it is given as
+a range.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ FITS, WITHIN, NOT = ORDER = ("fits", "close to the limit", "does not fit")
 
 @dataclass(frozen=True)
 class Overhead:
-    """Memory that is not simulated, as a range of published figures."""
+    """Memory that is not simulated, as a range from published figures."""
 
     name: str
     low_bytes: int
@@ -54,7 +55,7 @@ class Overhead:
 
 @dataclass(frozen=True, kw_only=True)
 class Communicator:
-    """A communicator's number of ranks, and the number of ranks to which this rank sends directly."""
+    """A communicator: its number of ranks, and to how many of them this rank sends directly."""
 
     name: str
     ranks: int
@@ -64,10 +65,11 @@ class Communicator:
 def overheads(
     device: Device, groups: Sequence[Communicator], convolution_bytes: int = 0, libraries: str = ""
 ) -> list[Overhead]:
-    """Return the memory that a rank needs besides torch's reserved memory. `groups`: the rank's communicators.
+    """Return the memory that a rank needs besides torch's reserved memory.
 
-    `convolution_bytes`: bytes of input, weights and output of the rank's largest convolution. `libraries`: a key of
-    CPU_PROCESS_BYTES for the libraries that a rank on a CPU imports; "" if unknown.
+    `groups`: the rank's communicators. `convolution_bytes`: bytes of input, weights and output of the rank's
+    largest convolution. `libraries`: a key of CPU_PROCESS_BYTES, for the libraries that a rank on a CPU imports; ""
+    if unknown.
     """
     if device.kind == "cpu":
         low, high = CPU_PROCESS_BYTES.get(libraries, (CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES))
@@ -80,7 +82,7 @@ def overheads(
 
 
 def unseen_on_cpu(peak_bytes: int, largest_bytes: int, experts: bool) -> list[Overhead]:
-    """Return the memory that libraries allocate on a CPU outside of torch.
+    """Return the memory that libraries allocate on a CPU besides torch's tensors.
 
     `largest_bytes`: bytes of the model's largest parameter. `experts`: whether the model is a mixture of experts.
     """
@@ -93,7 +95,10 @@ def unseen_on_cpu(peak_bytes: int, largest_bytes: int, experts: bool) -> list[Ov
 
 
 def _buffers(device: Device, group: Communicator) -> Overhead:
-    """Return one communicator's buffers: rings and trees to two neighbors, and the direct connections in use."""
+    """Return the buffers of one communicator.
+
+    They are for rings and trees to two neighbors, and for each direct connection in use.
+    """
     over_pcie = "PCIe" in device.link_name
     fewest, most = NCCL_PCIE_CHANNELS if over_pcie else NCCL_NVLINK_CHANNELS
     low = fewest * NCCL_CONNECTION_BYTES
@@ -111,7 +116,7 @@ def _buffers(device: Device, group: Communicator) -> Overhead:
 
 @dataclass(frozen=True, kw_only=True)
 class FitVerdict:
-    """A verdict (FITS, WITHIN or NOT) with the reason."""
+    """A verdict (FITS, WITHIN or NOT), with the reason."""
 
     word: str
     margin_bytes: int  # free bytes with every overhead at its upper end; negative: this much is missing
@@ -119,7 +124,7 @@ class FitVerdict:
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits even in the worst case. False for WITHIN, since such a run may run out of memory."""
+        """Whether the run fits even in the worst case. A run with WITHIN may run out of memory."""
         return self.word == FITS
 
 
@@ -138,9 +143,9 @@ def judge(
 ) -> FitVerdict:
     """Compare the reserved peak and the overheads with the device's memory.
 
-    `kept_free_bytes` (default: REPLAYED of the peak) covers memory that is not simulated. `likely_bytes`: the reserved
-    peak if the device keeps up with the host, which the reason mentions. FITS: the run fits even with every overhead at
-    its upper end. NOT: the run does not fit even with every overhead at its lower end.
+    FITS: the run fits even with every overhead at its upper end. NOT: it does not fit even with every overhead at
+    its lower end. `kept_free_bytes` covers memory that is not simulated (default: the share REPLAYED of the peak).
+    `likely_bytes` is the reserved peak if the device keeps up with the host. The reason mentions it.
     """
     kept = round(REPLAYED * peak_reserved_bytes) if kept_free_bytes is None else kept_free_bytes
     left = device_bytes - peak_reserved_bytes
@@ -160,7 +165,7 @@ def judge_events(
 ) -> tuple[FitVerdict, Reserved]:
     """Return the verdict on a sequence of allocations, and the replay that decided it.
 
-    If the reserved peak is too large, the allocator may still avoid an error by returning cached segments. So the
+    If the reserved peak is too large, the allocator may still avoid an error by releasing cached segments. So the
     sequence is replayed with the device's memory minus the overheads.
     """
     found = replay(events, settings=settings)

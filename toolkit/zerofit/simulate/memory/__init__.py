@@ -1,1 +1,1 @@
-"""Record the allocations of a simulated rank, and replay them through torch's caching allocator."""
+"""Record a simulated rank's allocations, and replay them in torch's caching allocator."""

@@ -1,4 +1,4 @@
-"""Read the options of torch's caching allocator (PYTORCH_CUDA_ALLOC_CONF), and round sizes by them."""
+"""Read the options of torch's caching allocator (PYTORCH_CUDA_ALLOC_CONF)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AllocatorSettings:
     divisions: tuple[int, ...] = (0,) * INTERVALS  # steps per power of two to which sizes are rounded; 0 or 1: none
 
     def rounded_bytes(self, size_bytes: int) -> int:
-        """Return the size of the block for a request (round_size)."""
+        """Return the size of the block for a request of `size_bytes` (round_size)."""
         if size_bytes < MIN_BLOCK_BYTES:
             return MIN_BLOCK_BYTES
         power = size_bytes.bit_length() - 1
@@ -65,12 +65,11 @@ def read_alloc_conf(text: str, where: str = "--alloc-conf") -> AllocatorSettings
 
 
 def alloc_conf_of(environment: Mapping[str, str]) -> str:
-    """Return the allocator's options from environment variables, "" if there are none."""
+    """Return the allocator's options in environment variables; "" if there are none."""
     return next((environment[name] for name in VARIABLES if environment.get(name)), "")
 
 
 def _options(text: str) -> list[str]:
-    """Split the options at the commas outside of brackets."""
     found, depth = [""], 0
     for letter in text.replace(" ", ""):
         depth += (letter == "[") - (letter == "]")

@@ -11,19 +11,19 @@ from zerofit.simulate.memory.caching import CachingAllocator, ExpandableAllocato
 
 @dataclass(frozen=True)
 class EmptyCache:
-    """An event: torch.cuda.empty_cache()."""
+    """An event: torch.cuda.empty_cache() was called."""
 
 
 @dataclass(frozen=True)
 class PhaseEnd:
-    """An event: record the reserved bytes here."""
+    """An event: a phase ends, and the replay records the reserved bytes."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordStream:
-    """An event: a stream uses a storage that was allocated on another stream (Tensor.record_stream)."""
+    """An event: a stream uses a storage of another stream (Tensor.record_stream)."""
 
     storage: int
     stream: int
@@ -31,7 +31,10 @@ class RecordStream:
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronized:
-    """An event: the host has waited for all work on a stream (None: every stream) before a moment."""
+    """An event: the host has waited for the work issued on a stream before event `before`.
+
+    `stream` None: every stream.
+    """
 
     stream: int | None
     before: int  # number of an event
@@ -46,7 +49,7 @@ Event = tuple[int, int] | tuple[int, int, int] | Note | PhaseEnd
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory:
-    """The first allocation that failed even after the allocator had returned cached segments to the driver."""
+    """The first allocation that failed, even after cached segments were released."""
 
     event: int  # index of the event
     asked_bytes: int  # as rounded for the driver: torch's "Tried to allocate"
@@ -65,7 +68,7 @@ class AtPhaseEnd:
 
 @dataclass(kw_only=True)
 class Reserved:
-    """The result of a replay. A replay stops at the first allocation that runs out of memory."""
+    """The result of a replay. The replay stops at the first allocation that runs out of memory."""
 
     peak_allocated_bytes: int = 0  # as torch.cuda.max_memory_allocated: blocks, which are rounded
     peak_reserved_bytes: int = 0  # as torch.cuda.max_memory_reserved
@@ -76,7 +79,7 @@ class Reserved:
 
     @property
     def fragmentation(self) -> float:
-        """Share of the reserved peak that exceeds the allocated peak."""
+        """The share of the reserved peak that is above the allocated peak."""
         return 1 - self.peak_allocated_bytes / self.peak_reserved_bytes if self.peak_reserved_bytes else 0.0
 
 
@@ -88,14 +91,15 @@ def replay(
     host_ahead: bool = True,
     allocator: CachingAllocator | None = None,
 ) -> Reserved:
-    """Replay a device's allocations and releases in their order.
+    """Replay the allocations and releases of a device in order.
 
-    With `host_ahead`, a block that another stream uses is freed at the latest moment: after the host has waited for the
-    stream. Without `host_ahead` the block is freed at once, as if the device kept up with the host. A positive
-    change allocates or grows a storage, a negative one shrinks or frees it. Resizing allocates the new block before it
-    frees the old one, as at::native::resize_bytes_cuda does. `device_bytes`: the device's memory without the context
-    and other uses outside of the allocator. `allocator`: an allocator to use instead of a new one, e.g. one that
-    records its actions.
+    A positive change allocates or grows a storage, a negative one shrinks or frees it. Resizing allocates the new
+    block before it frees the old one, as at::native::resize_bytes_cuda does.
+
+    With `host_ahead`, a block that another stream uses is freed at the latest moment: after the host has waited for
+    that stream. Without `host_ahead` it is freed at once, as if the device kept up with the host. `device_bytes`:
+    the device's memory without the context and other uses outside of the allocator. `allocator`: an allocator to
+    use instead of a new one, e.g. one that records its actions.
     """
     settings = settings or AllocatorSettings()
     if allocator is None:

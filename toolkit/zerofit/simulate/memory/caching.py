@@ -1,11 +1,12 @@
-"""Model torch's caching allocator for CUDA devices: which segments it allocates, and how it splits them.
+"""Model torch's caching allocator for CUDA: how it allocates segments and splits them.
 
-Follows c10/cuda/CUDACachingAllocator.cpp: the native backend with the names and rules of torch 2.2 and later, and the
-constants of 2.14.1. One cudaMalloc allocates a segment. A segment is split into blocks, which are linked to their
-neighbors. Free blocks are in the pool of their stream and size class. If another stream uses a block
-(`record_stream`), its release waits until the work on that stream is known to be done. Of two free blocks of one size,
-the allocator uses the block at the lower address. On a GPU the driver chooses addresses. In this model later segments
-have higher addresses. CUDA graphs' pools are not modeled.
+The model follows c10/cuda/CUDACachingAllocator.cpp: the native backend with the names and rules of torch 2.2 and
+later, and the constants of 2.14.1. One cudaMalloc allocates a segment. A segment is split into blocks, which are
+linked to their neighbors. Each pool has the free blocks of one stream and one size class. If another stream uses a
+block (`record_stream`), the block is not released until the work on that stream is known to be done.
+
+Of two free blocks of one size, the allocator uses the block at the lower address. On a GPU the driver chooses
+addresses. In this model later segments have higher addresses. CUDA graphs' pools are not modeled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ UNLIMITED_SPACE_BYTES = 2**48  # address space of an expandable segment without 
 
 
 def segment_bytes(size_bytes: int) -> int:
-    """Return the bytes requested from the driver when no cached block fits a rounded request (get_allocation_size)."""
+    """Return how many bytes the driver allocates for a rounded request (get_allocation_size).
+
+    This happens if no cached block fits.
+    """
     if size_bytes <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size_bytes < MIN_LARGE_BYTES:
@@ -47,11 +51,11 @@ class Block:
 
     @property
     def key(self) -> int:
-        """Sort by size, then by address (BlockComparatorSize)."""
+        """The block's sort key: its size, then its address (BlockComparatorSize)."""
         return self.size << 64 | self.address
 
     def cut(self, size: int) -> Block:
-        """Keep the first `size` bytes of the block. Return a new block of the remaining bytes."""
+        """Keep the first `size` bytes of the block. Return the rest as a new block."""
         rest = Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
@@ -61,7 +65,7 @@ class Block:
         return rest
 
     def absorb_neighbours(self) -> None:
-        """Merge with free neighbors of the same segment, and remove them from their pool (try_merge_blocks)."""
+        """Merge with free neighbors in the segment. Remove them from their pool (try_merge_blocks)."""
         before, after = self.prev, self.next
         if before is not None and before.free and before.mapped == self.mapped:
             self.pool.remove(before)
@@ -105,7 +109,10 @@ class Pool:
             self.unmapped.remove(block)
 
     def best_fit(self, size: int) -> Block | None:
-        """Return the smallest block of at least `size` bytes, at the lowest address; None if there is none."""
+        """Return the smallest block of at least `size` bytes; None if there is none.
+
+        Of blocks of one size, return the one at the lowest address.
+        """
         return next(self.at_least(size), None)
 
     def largest_first(self) -> list[Block]:
@@ -113,7 +120,7 @@ class Pool:
         return [self._blocks[key] for key in reversed(self._keys)]
 
     def at_least(self, size: int) -> Iterator[Block]:
-        """Yield free blocks of at least `size` bytes, smallest first."""
+        """Yield the free blocks of at least `size` bytes, smallest first."""
         for at in range(bisect_left(self._keys, size << 64), len(self._keys)):
             yield self._blocks[self._keys[at]]
 
@@ -130,7 +137,7 @@ class Pool:
 #
 # So fragmentation depends on the order of requests, and only a replay of all of them gives the reserved peak.
 class CachingAllocator:
-    """The allocator of one device with `device_bytes` of memory (None: no limit)."""
+    """The allocator of one device. `device_bytes`: memory of the device; None: no limit."""
 
     def __init__(self, device_bytes: int | None = None, settings: AllocatorSettings | None = None) -> None:
         self.device_bytes = inf if device_bytes is None else device_bytes
@@ -144,7 +151,10 @@ class CachingAllocator:
         self._next_address = 0
 
     def allocate(self, storage: int, size_bytes: int, stream: int = 0) -> bool:
-        """Allocate a storage. Return False if the device has too little memory. As in torch, 0 bytes need no block."""
+        """Allocate a storage. Return False if the device has too little memory.
+
+        As in torch, a storage of 0 bytes needs no block.
+        """
         if not size_bytes:
             return True
         size = self.settings.rounded_bytes(size_bytes)
@@ -171,13 +181,13 @@ class CachingAllocator:
         return True
 
     def record_stream(self, storage: int, stream: int) -> None:
-        """Record that a storage is used by another stream than the one it was allocated on (recordStream)."""
+        """Record that a stream uses a storage that was allocated on another stream (recordStream)."""
         block = self.live.get(storage)
         if block is not None and stream != block.pool.stream:
             block.uses.add(stream)
 
     def release(self, storage: int, moment: int = 0) -> None:
-        """Return a storage's block to its pool, as soon as no other stream uses the block (free)."""
+        """Return a storage's block to its pool, once no other stream uses the block (free)."""
         block = self.live.pop(storage, None)
         if block is None:
             return
@@ -188,7 +198,10 @@ class CachingAllocator:
             self._free(block)
 
     def synchronized(self, stream: int | None, before: int) -> None:
-        """Free blocks that waited for a stream's work before a moment (process_events). `stream` None: all streams."""
+        """Free blocks that were waiting for work on `stream` (None: all streams) (process_events).
+
+        Only blocks released before the moment `before` are freed.
+        """
         still = []
         for moment, block in self._waiting:
             if moment < before:
@@ -200,7 +213,7 @@ class CachingAllocator:
         self._waiting = still
 
     def empty_cache(self) -> None:
-        """Return segments without a live block to the driver (release_cached_blocks)."""
+        """Release segments without a live block to the driver (release_cached_blocks)."""
         self._free_waiting()
         for pool in self._pools.values():
             for block in list(pool.at_least(0)):
@@ -218,12 +231,15 @@ class CachingAllocator:
         block.pool.add(block)
 
     def _give_back(self, block: Block) -> None:
-        """Return a segment to the driver (release_block)."""
+        """Release a segment to the driver (release_block)."""
         block.pool.remove(block)
         self.reserved_bytes -= block.size
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Return oversize blocks to the driver until a request fits (release_available_cached_blocks)."""
+        """Release oversize blocks to the driver until a request fits (release_available_cached_blocks).
+
+        Return whether it fits.
+        """
         limit = self.settings.max_split_bytes
         if isinf(limit):
             return False
@@ -241,7 +257,10 @@ class CachingAllocator:
         return released >= wanted
 
     def _take_cached(self, pool: Pool, size: int) -> Block | None:
-        """Remove and return the best-fitting block; None if it is too large for the request (get_free_block)."""
+        """Remove the best-fitting block from its pool, and return it (get_free_block).
+
+        Return None if there is none, or if it is too large for the request.
+        """
         block, limit = pool.best_fit(size), self.settings.max_split_bytes
         if (
             block is None
@@ -253,7 +272,10 @@ class CachingAllocator:
         return block
 
     def _splits(self, pool: Pool, size: int, rest: int) -> bool:
-        """Return whether the bytes of a block beyond the request (`rest`) become a separate block (should_split)."""
+        """Return whether the rest of a block becomes a block of its own (should_split).
+
+        `rest`: bytes of the block beyond the request.
+        """
         if pool.small:
             return rest >= MIN_BLOCK_BYTES
         return size < self.settings.max_split_bytes and rest > SMALL_BYTES
@@ -279,10 +301,10 @@ class CachingAllocator:
 #
 # Pages that lie completely inside a free block can be returned, so there is hardly any fragmentation.
 class ExpandableAllocator(CachingAllocator):
-    """The allocator under `expandable_segments:True`: one segment per pool, which grows page by page.
+    """The allocator with `expandable_segments:True`: a segment per pool grows page by page.
 
-    A segment is address space for 1 1/8 of the device. Memory is mapped into it in pages of 2 MiB (small pool) or 20
-    MiB (large pool).
+    A segment is address space for 1 1/8 of the device's memory. Memory is mapped into it in pages of 2 MiB (small
+    pool) or 20 MiB (large pool).
     """
 
     def empty_cache(self) -> None:
@@ -293,7 +315,10 @@ class ExpandableAllocator(CachingAllocator):
                 self._unmap(block)
 
     def _take_cached(self, pool: Pool, size: int) -> Block | None:
-        """Remove and return the best-fitting block. Unmapped space after it counts as part of it (get_free_block)."""
+        """Remove the best-fitting block from its pool, and return it (get_free_block).
+
+        Unmapped space after a block counts as part of it.
+        """
         best = None
         for block in pool.at_least(size):
             if best is not None and _room(block) >= _room(best):
@@ -324,7 +349,10 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _find_space(self, pool: Pool, size: int) -> Block:
-        """Return the first free or unmapped neighbors of enough size, else a new segment (find_expandable_block)."""
+        """Return the first of adjacent free or unmapped blocks that together have `size` bytes.
+
+        If there are none, return a new segment (find_expandable_block).
+        """
         for block in pool.unmapped:
             first = block.prev if block.prev is not None and block.prev.free else block
             room, at = 0, first
@@ -340,7 +368,10 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Map memory to the beginning of an unmapped block (map_block). Return False if the device has none left."""
+        """Map memory to the beginning of an unmapped block (map_block).
+
+        Return False if the device has too little memory.
+        """
         page = block.pool.page_bytes
         mapped = -(-size // page) * page
         if self.reserved_bytes + mapped > self.device_bytes:

@@ -1,4 +1,4 @@
-"""Decide the kind of each storage by its owner, else by the code that allocated it, else by the phase."""
+"""Decide the kind of each storage: by owner, else by allocating code, else by phase."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ OWNED_AS = {
 
 
 def watch_gradient(tag: Tag, parameter: torch.Tensor) -> None:
-    """Tag a parameter's gradient when autograd has completed it, before DeepSpeed moves it."""
+    """Tag a parameter's gradient once autograd has completed it, before DeepSpeed moves it."""
     if parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(lambda p: tag(p.grad, GRADIENTS))
 
 
 def tag_owned_storages(tag: Tag, engine: Any) -> None:
-    """Tag the storages that the model and the optimizer own at this moment."""
+    """Tag the storages that the model and the optimizer own now."""
     for parameter in engine.module.parameters():
         if hasattr(parameter, "ds_tensor"):
             tag(parameter.ds_tensor, PARAMETERS)
@@ -72,7 +72,7 @@ def tag_owned_storages(tag: Tag, engine: Any) -> None:
 
 
 def tag_plain_optimizer(tag: Tag, optimizer: torch.optim.Optimizer) -> None:
-    """Tag the storages of an optimizer that updates the model's own parameters."""
+    """Tag the storages of an optimizer that steps the model's own parameters."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             tag(parameter, PARAMETERS)
@@ -82,7 +82,7 @@ def tag_plain_optimizer(tag: Tag, optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_chain(optimizer: object) -> Iterator[Any]:
-    """Yield DeepSpeed's optimizer and the optimizers that it wraps, innermost first."""
+    """Yield DeepSpeed's optimizer after the optimizers that it wraps, innermost first."""
     inner = getattr(optimizer, "optimizer", None)
     if inner is not None and inner is not optimizer:
         yield from optimizer_chain(inner)
@@ -91,7 +91,7 @@ def optimizer_chain(optimizer: object) -> Iterator[Any]:
 
 
 def classify(storage: Storage) -> str:
-    """Return the kind of a storage without a known owner."""
+    """Return the kind of a storage whose owner is unknown."""
     code = storage.code
     if code is not None:
         for ending, functions in ALLOCATED_BY.items():

@@ -1,8 +1,8 @@
-"""Replay a simulated rank's host memory by phase: pageable memory, and the page-locked memory that torch caches.
+"""Replay a simulated rank's host memory by phase: pageable memory, and page-locked memory.
 
-ATen/core/CachingHostAllocator.h: a request is rounded to a power of two. A released block is kept for the next request
-of that size; nothing is returned to the system. DeepSpeed locks its buffers for NVMe itself, page by page
-(csrc/aio/py_lib/deepspeed_pin_tensor.cpp).
+See ATen/core/CachingHostAllocator.h: torch rounds a request to a power of two. A released block is kept for the
+next request of the same size. Nothing is returned to the system. DeepSpeed locks its buffers for NVMe itself, page
+by page (csrc/aio/py_lib/deepspeed_pin_tensor.cpp).
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ Line = Callable[[float, float], int]
 # torch never returns page-locked memory to the system. So its total is the largest number of blocks of each
 # size that were in use at once, and "free" blocks are part of the process's memory.
 class _PinnedBlocks:
-    """The blocks that torch has page-locked: the lines that allocated them, and the free blocks."""
-
     def __init__(self) -> None:
         self.made: defaultdict[str, list[int]] = defaultdict(list)
         self.free: Counter[int] = Counter()  # rounded size -> blocks
@@ -43,7 +41,7 @@ class _PinnedBlocks:
 
 
 def host_moments(ledger: Ledger) -> dict[str, HostMoment]:
-    """Return the highest moment of each phase, over all steps."""
+    """Return for each phase its moment with the most host memory, over all steps."""
     found: dict[str, HostMoment] = {}
     live, blocks = Counter[str](), _PinnedBlocks()
     starts = {mark.event: mark.name for mark in ledger.marks}
@@ -83,12 +81,13 @@ def highest(moments: dict[str, HostMoment]) -> dict[str, int]:
 
 
 def extended(few: HostMoment, more: HostMoment, line: Line, sub_groups: Sequence[list[int]]) -> HostMoment | None:
-    """Return the host's moment with all layers. Requested sizes are extrapolated linearly, then rounded.
+    """Return the moment with the most host memory for the full model.
 
-    If a line of code allocates the same number of blocks with few and with more layers, the sizes of the blocks grow.
-    Otherwise the number of blocks grows. If the line allocates a block for each of stage 3's sub-groups, the
-    sub-groups' elements give the sizes. `sub_groups`: these elements with few, with more and with all layers. The
-    result is None in other cases, e.g. if some requests reused a released block.
+    Requested sizes are extrapolated linearly, then rounded. If a line of code allocates equally many blocks with
+    few and with more layers, the sizes of the blocks grow. Otherwise the number of blocks grows. If the line
+    allocates one block per sub-group of stage 3, the sizes come from `sub_groups`: the sub-groups' elements with
+    few, with more and with all layers. The result is None in other cases, e.g. if some requests reused a released
+    block.
     """
 
     def sizes(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -1,4 +1,7 @@
-"""Record the storages of a simulated rank, and derive peaks, the timeline and the allocator's events."""
+"""Record the storages of a simulated rank.
+
+Derive peaks, the timeline and the allocator's events.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseMark:
-    """The beginning of a phase in the list of events."""
+    """The beginning of a phase. `event`: its index in the list of events."""
 
     event: int
     name: str
@@ -50,7 +53,10 @@ class PhaseMark:
 # host memory by phase (`memory.host`), and the messages for a replay of the caching allocator (`memory.allocator`).
 # Storages are classified at the end (`memory.categories`), because their owner is often known only then.
 class Ledger:
-    """Storages, their allocations (+bytes) and releases (-bytes) in order, and live and peak bytes by place."""
+    """Records storages, their allocations (+bytes) and releases (-bytes) in order.
+
+    It also has the live and the peak bytes of each place.
+    """
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []
@@ -62,7 +68,10 @@ class Ledger:
         self._going_over: tuple[int, int, int] | None = None  # next event, storage to be freed, peak before
 
     def allocated(self, storage: Storage, instead: int | None = None) -> int:
-        """Record an allocation, and return its index. If the storage `instead` is freed next, its memory is reused."""
+        """Record an allocation. Return the storage's index.
+
+        If the storage `instead` is freed next, the new storage reuses its memory.
+        """
         before = self.peak[storage.place]
         self.storages.append(storage)
         self._change(len(self.storages) - 1, storage.bytes)
@@ -92,7 +101,10 @@ class Ledger:
         self._change(taker, size)
 
     def pinned(self, index: int, place: str = PINNED) -> None:
-        """Mark a storage as page-locked since its allocation. `place`: PINNED if torch locked it, else LOCKED."""
+        """Record that a storage is page-locked since its allocation.
+
+        `place`: PINNED if torch locked it, else LOCKED.
+        """
         storage = self.storages[index]
         self.live[HOST] -= storage.bytes
         self.live[place] += storage.bytes
@@ -104,11 +116,11 @@ class Ledger:
         self.marks.append(PhaseMark(event=len(self.events), name=name, step=step))
 
     def empty_cache(self) -> None:
-        """Record that the caching allocator returns unused segments."""
+        """Record that the caching allocator releases unused segments."""
         self.note(EmptyCache())
 
     def note(self, note: Note) -> None:
-        """Record an event for the caching allocator that neither allocates nor frees."""
+        """Record an event of the caching allocator that neither allocates nor frees."""
         self.notes.append((len(self.events), note))
 
     def _change(self, index: int, change: int) -> None:
@@ -122,9 +134,9 @@ class Ledger:
 # (`forecast.run`), the line with the highest peak may differ from the line with all layers. The highest, the
 # first and the last occurrence are kept, since each of these is linear in the number of layers.
 def kind_peaks(ledger: Ledger) -> list[KindPeak]:
-    """Return the highest, the first and the last peak of each kind of allocation on the device. Sorted by height.
+    """Return the highest, the first and the last peak of each kind of allocation on the device.
 
-    Storages must be classified.
+    Peaks are sorted by height. The storages must be classified before.
     """
     best: dict[tuple[object, ...], dict[str, _Moment]] = {}
     alive: Counter[str] = Counter()
@@ -168,7 +180,10 @@ def _kind_peak(which: str, size: int, storage: Storage, parts: dict[str, int]) -
 
 
 def place_in_code(storage: Storage) -> str:
-    """Return the allocating line, e.g. "deepspeed/runtime/zero/stage3.py:782"; "" if no Python was running."""
+    """Return the line that allocated, e.g. "deepspeed/runtime/zero/stage3.py:782".
+
+    Return "" if no Python was running.
+    """
     if storage.code is None:
         return ""
     parts = PurePath(storage.code.co_filename).parts
@@ -177,7 +192,7 @@ def place_in_code(storage: Storage) -> str:
 
 
 def device_events(ledger: Ledger) -> list[Event]:
-    """Return the events of the device's caching allocator, in order, for `allocator.replay`."""
+    """Return the events of the device's caching allocator in order, for `allocator.replay`."""
     found: list[Event] = []
     places: list[int] = []  # index in `found` for each event of the ledger
     notes: defaultdict[int, list[Note]] = defaultdict(list)
@@ -197,9 +212,9 @@ def device_events(ledger: Ledger) -> list[Event]:
 
 
 def timeline(ledger: Ledger, points: int = 2000) -> tuple[MemoryPoint, ...]:
-    """Return device memory by kind over the run, at about `points` moments.
+    """Return the device memory by kind over the run, at about `points` moments.
 
-    Each phase's events are divided into intervals. The timeline has the highest moment of each interval.
+    The events of each phase are divided into intervals. Each interval's moment with the most memory is returned.
     """
     events = list(ledger.events)  # a copy: garbage collection may add releases during the loop
     stretch = max(1, len(events) // points)

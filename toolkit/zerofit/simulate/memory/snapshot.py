@@ -1,4 +1,4 @@
-"""Write a simulated rank's allocations in the format of torch.cuda.memory._dump_snapshot(), for its viewers."""
+"""Write a rank's allocations as torch.cuda.memory._dump_snapshot() does, for its viewers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BETWEEN = ("zerofit/simulate/", "torch/utils/_python_dispatch", "torch/_subclas
 
 
 class StackFrame(NamedTuple):
-    """One call."""
+    """One call in a stack."""
 
     file: str
     line: int
@@ -29,7 +29,7 @@ Stack = tuple[StackFrame, ...]  # innermost call first
 
 
 class AllocationOrigin(NamedTuple):
-    """The place where a storage was allocated, and its kind."""
+    """Where a storage was allocated, and its kind."""
 
     kind: str
     phase: str
@@ -40,16 +40,17 @@ class AllocationOrigin(NamedTuple):
 
 
 class StackLog:
-    """The Python stacks of allocations. Equal stacks share one object, so thousands need little memory."""
+    """The Python stacks of allocations. Equal stacks share one object to save memory."""
 
     def __init__(self) -> None:
         self._known: dict[Stack, Stack] = {}
         self._skipped: dict[CodeType, bool] = {}
 
     def here(self, code: CodeType | None, line: int) -> Stack:
-        """Return the stack of the running op. If `code` is given, the stack begins at `line` of `code`.
+        """Return the stack of the running op.
 
-        In backward, `line` is the line of the forward op. A real GPU's snapshot does not have that line.
+        If `code` is given, the stack begins at its line `line`. In backward, `line` is the line of the forward op.
+        A real GPU's snapshot does not have that line.
         """
         found = [StackFrame(code.co_filename, line, code.co_name)] if code is not None else []
         frame: FrameType | None = sys._getframe(1)
@@ -66,8 +67,6 @@ class StackLog:
 
 
 class _RecordingAllocator(CachingAllocator):
-    """An allocator that records its actions like torch's memory trace."""
-
     def __init__(
         self, device_bytes: int | None, settings: AllocatorSettings, origins: Sequence[AllocationOrigin]
     ) -> None:
@@ -101,7 +100,7 @@ class _RecordingAllocator(CachingAllocator):
         super().release(storage, moment)
 
     def frames_of(self, storage: int) -> list[dict[str, object]]:
-        """Return a storage's frames: its kind, its Python calls, then (outermost) its module, phase and op."""
+        """Return a storage's frames: kind, Python calls, then module, phase and op (outermost)."""
         if storage == RESIZED:
             return []
         origin = self._origins[storage]
@@ -144,7 +143,6 @@ class _RecordingAllocator(CachingAllocator):
         )
 
     def segments(self) -> list[dict[str, object]]:
-        """Return the present segments and their blocks in the format of torch's snapshot."""
         waiting = {block for _, block in self._waiting}
         free = (block for pool in self._pools.values() for block in pool.largest_first())
         groups: list[list[Block]] = []
@@ -181,8 +179,6 @@ class _RecordingAllocator(CachingAllocator):
 
 
 class _RecordingExpandable(_RecordingAllocator, ExpandableAllocator):
-    """A `_RecordingAllocator` for `expandable_segments:True`, which maps and unmaps pages."""
-
     def _map(self, block: Block, size: int) -> bool:
         address, before = block.address, self.reserved_bytes
         done = super()._map(block, size)
@@ -205,9 +201,10 @@ def snapshot_of(
     device_bytes: int | None = None,
     settings: AllocatorSettings | None = None,
 ) -> dict[str, object]:
-    """Return the snapshot of a rank: its trace up to an out of memory error, and the segments at that moment.
+    """Return a rank's snapshot: its trace, and its segments at the end of the trace.
 
-    `device_bytes`: memory of the device for torch's allocator (None: no limit).
+    The trace ends at an out-of-memory error, if there is one. `device_bytes`: memory of the device for torch's
+    allocator; None: no limit.
     """
     settings = settings or AllocatorSettings()
     recording = _RecordingExpandable if settings.expandable_segments else _RecordingAllocator

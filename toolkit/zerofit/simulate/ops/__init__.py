@@ -1,1 +1,1 @@
-"""Observe each op of a simulated rank: its storages, streams, FLOPs and messages."""
+"""Observe each op of a simulated rank: its storages, streams, FLOPs and collectives."""

@@ -1,7 +1,7 @@
-"""Count the FLOPs of ops on fake tensors, and the scratch memory that kernels allocate while they run.
+"""Count the FLOPs of ops on fake tensors, and the scratch memory of running kernels.
 
-FLOPs are torch's own count, plus ops that torch does not count. Scratch memory is counted only if a source states it
-exactly. The scratch memory of oneDNN's convolutions and bf16 matmuls depends on the processor;
+FLOPs are torch's own count. Ops that torch does not count are added. Scratch memory is counted only if a source
+states it exactly. The scratch memory of oneDNN's convolutions and bf16 matmuls depends on the processor;
 `benchmarks/meter/scratch.py` measures it.
 """
 
@@ -27,7 +27,7 @@ Scratch = Callable[
 
 
 def flops_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> int:
-    """Return the FLOPs of one call of an op, 2 per multiply-add; 0 for an op without multiply-adds."""
+    """Return the FLOPs of one call of an op: 2 per multiply-add, 0 without multiply-adds."""
     count = _MORE.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
     if not count:
         return 0
@@ -37,11 +37,11 @@ def flops_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOut
 
 
 def added_to(func: OpOverload, args: OpArguments, caller: FrameType | None) -> Tensor | None:
-    """Return the older gradient if this op is autograd's sum of two gradients. `caller`: the op's Python frame.
+    """Return the older gradient if this op is autograd's sum of two gradients; otherwise None.
 
-    A real run adds in place if nothing else refers to the older gradient (autograd/input_buffer.cpp, accumulate). While
-    a dispatch mode is active, autograd makes a new tensor instead. An addition in a node's own formula is mistaken for
-    a sum of gradients.
+    `caller`: the op's Python frame. A real run adds in place if nothing else refers to the older gradient
+    (autograd/input_buffer.cpp, accumulate). While a dispatch mode is active, autograd makes a new tensor instead.
+    An addition in a node's own formula is mistaken for a sum of gradients.
     """
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not torch._C._current_autograd_node():
         return None
@@ -65,17 +65,17 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _ungrouped(query: Tensor, *grouped: Tensor) -> list[tuple[int, ...]]:
-    """Return the shapes of keys and values with every query head, since torch 2.11's counter ignores groups."""
+    """Return the shapes of keys and values with as many heads as queries. torch 2.11's counter ignores groups."""
     return [(len(one), query.shape[1], *one.shape[2:]) for one in grouped]
 
 
 def _grouped(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
-    """Count the FLOPs of multiplying (tokens, k) by (experts, k, n) in a mixture of experts."""
+    """Count the FLOPs of a mixture of experts: (tokens, k) times (experts, k, n)."""
     return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *more: Any, **_: object) -> int:
-    """Count the forward's FLOPs for each gradient. torch 2.11 counts `groups` times as many for the weight's."""
+    """Count the forward's FLOPs once for each gradient. torch 2.11 counts the weight's gradient `groups` times."""
     transposed, wanted = more[4], more[7]
     return conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed) * sum(wanted[:2])
 
@@ -94,7 +94,7 @@ BLAS = frozenset(
 
 
 def leaves_of(value: object) -> list[Any]:
-    """Return the leaves of an op's arguments or output. torch's tree_leaves takes four times as long."""
+    """Return the leaves of an op's arguments or output, four times as fast as tree_leaves."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -103,20 +103,20 @@ def leaves_of(value: object) -> list[Any]:
 
 
 def bytes_of(value: object) -> int:
-    """Return the bytes of the tensors in a structure."""
+    """Return the bytes of all tensors in a structure."""
     return sum(t.numel() * t.element_size() for t in leaves_of(value) if isinstance(t, Tensor))
 
 
 def _softmax_mask(args: OpArguments, out: OpOutput) -> int:
-    """Count the bytes of a bool for each element and each row of the scores."""
+    """Count the bytes of two masks: a bool for each element and for each row of the scores."""
     return args[0].numel() + args[0].numel() // args[0].shape[-1] + 4
 
 
 def _flash_backward(args: OpArguments, out: OpOutput) -> int:
-    """Count the bytes of dq's accumulator (float32, padded to 128 rows and 32 columns) and of the row sums.
+    """Count the bytes of dq's accumulator (float32, padded to 128 rows and 32 columns) and of row sums.
 
-    Source: ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd (dq_accum and softmax_d). With fewer key
-    than query heads, dk and dv are first allocated for every query head.
+    Source: ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd (dq_accum and softmax_d). If there are
+    fewer key heads than query heads, dk and dv are first allocated for every query head.
     """
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
@@ -127,12 +127,18 @@ def _flash_backward(args: OpArguments, out: OpOutput) -> int:
 
 
 def _copies(*places: int) -> Callable[[OpArguments, OpOutput], int]:
-    """Return a function that counts the bytes of copies: an op copies its tensors that are not contiguous."""
+    """Return a function that counts the bytes that an op copies.
+
+    An op copies those of its arguments at `places` that are not contiguous.
+    """
     return lambda args, out: bytes_of([args[place] for place in places if not args[place].is_contiguous()])
 
 
 def _reduced(args: OpArguments, out: OpOutput) -> int:
-    """Count the bytes of per-element losses if the op reduces them. args[2] is 0 if it does not reduce."""
+    """Count the bytes of per-element losses, which exist if the op reduces them.
+
+    args[2] is 0 if the op does not reduce.
+    """
     whole = torch.broadcast_tensors(*args[:2])[0]
     return whole.numel() * out.element_size() if args[2:3] != (0,) else 0
 
@@ -173,7 +179,7 @@ KERNEL_SCRATCH: dict[str, dict[str, Callable[[OpArguments, OpOutput], int]]] = {
 
 
 def scratch_on(device: str) -> Scratch:
-    """Return the function that counts the scratch bytes of ops on a device, "cpu" or "cuda"."""
+    """Return a function that counts the scratch bytes of ops on `device` ("cpu" or "cuda")."""
     table = KERNEL_SCRATCH[device]
 
     def scratch(op: str, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> int:
@@ -195,8 +201,8 @@ def _is_pointwise(op: str) -> bool:
 def _casts(op: str, args: OpArguments, out: OpOutput) -> int:
     """Count the bytes of operands that a pointwise op converts to the dtype in which it computes.
 
-    A CPU kernel gets copies in that type (ATen/TensorIterator.cpp, compute_types). A GPU kernel casts while it reads. A
-    tensor that the op changes in place counts, too.
+    A CPU kernel gets copies in that dtype (ATen/TensorIterator.cpp, compute_types). A GPU kernel casts while it
+    reads. If the op changes a tensor in place, this tensor counts, too.
     """
     computed = args[1:] if op == "aten::where" else args  # the condition is not cast, and neither is a mask
     operands = [one for one in computed if isinstance(one, Tensor) and one.dim() and not op.startswith("aten::masked")]

@@ -1,4 +1,7 @@
-"""Record the work that a rank issues on streams in one step, and the waits between streams. Imports no torch."""
+"""Record the work that a rank issues on streams in one step, and how streams wait.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class CommunicatingRanks(NamedTuple):
 
 
 class IssuedWork(NamedTuple):
-    """A piece of work on a stream. It begins after the stream's earlier work and waits."""
+    """A piece of work on a stream. It begins after all earlier work and waits of the stream."""
 
     kind: str  # one of the above, or a collective as c10d names it: "allreduce"
     stream: int  # 0 is the default stream; negative: the stream of a process group's collectives
@@ -38,7 +41,7 @@ class IssuedWork(NamedTuple):
 
 
 class IssuedWait(NamedTuple):
-    """A stream, or the host, waits for another stream."""
+    """A wait of a stream (or of the host) for another stream."""
 
     stream: int | None  # the stream that waits; None: the host
     on: int | None  # None: all streams
@@ -46,7 +49,7 @@ class IssuedWait(NamedTuple):
 
 
 class IssuedLog:
-    """A list of work and waits, in order."""
+    """The issued work and waits, in order."""
 
     def __init__(self) -> None:
         self.items: list[IssuedWork | IssuedWait] = []
@@ -54,18 +57,24 @@ class IssuedLog:
         self._awaited: dict[int, tuple[object, int, int]] = {}  # id of a handle -> the handle, its stream, its place
 
     def send(self, work: IssuedWork, ranks: CommunicatingRanks, handles: Sequence[object]) -> None:
-        """Record a collective on the stream of its group. `handles`: the objects that a rank waits for it with."""
+        """Record a collective on the stream of its process group.
+
+        `handles`: the objects by which a rank can wait for the collective.
+        """
         stream = self._communicators.setdefault(ranks.name, -1 - len(self._communicators))
         self.items.append(work._replace(stream=stream, behind=work.stream, ranks=ranks))
         for handle in handles:  # kept alive, so no other object gets its id
             self._awaited[id(handle)] = handle, stream, len(self.items)
 
     def wait_for(self, handle: object, stream: int) -> None:
-        """Record that a stream waits for a collective."""
+        """Record that `stream` waits for the collective with this handle."""
         if id(handle) in self._awaited:
             _, on, before = self._awaited[id(handle)]
             self.wait(stream, on, before)
 
     def wait(self, stream: int | None, on: int | None, before: int | None = None) -> None:
-        """Record that `stream` (None: the host) waits for the work on stream `on` before a place (None: all so far)."""
+        """Record that `stream` (None: the host) waits for work on stream `on`.
+
+        `before`: index in the list; only work before it is waited for. None: all work so far.
+        """
         self.items.append(IssuedWait(stream, on, len(self.items) if before is None else before))

@@ -1,7 +1,9 @@
-"""Run ops on fakes. Correct the storage of some outputs, and take shortcuts where ZeRO repeats ops per rank.
+"""Run ops on fakes, with shortcuts where ZeRO repeats ops per rank.
 
-ZeRO-3 splits gathered parameters and gradients into one piece per rank, and joins the pieces again. For many ranks this
-is slow, since torch needs half a millisecond for each op (deepspeed/runtime/zero/partition_parameters.py:791,
+The storage of some outputs is corrected.
+
+ZeRO-3 splits gathered parameters and gradients into one piece per rank, and joins the pieces again. For many ranks
+this is slow, since torch needs half a millisecond per op (deepspeed/runtime/zero/partition_parameters.py:791,
 runtime/comm/coalesced_collectives.py:96).
 """
 
@@ -32,7 +34,7 @@ _CAT = torch.ops.aten.cat.default
 
 
 def run(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
-    """Run an op. The fakes that it returns have the same shape, dtype and device as without shortcuts."""
+    """Run an op, if possible by a shortcut. The output has the same shape, dtype and device in either case."""
     if (func.is_view or func is _UNSAFE_VIEW) and _is_unknown(args[0]):
         return _view(func, args, kwargs)
     if func.namespace == "c10d":
@@ -46,14 +48,14 @@ def run(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
 
 
 def as_stored(func: OpOverload, args: OpArguments, out: OpOutput) -> OpOutput:
-    """Return an op's output with the storage that a real output has."""
+    """Return an op's output, with a storage as large as in a real run."""
     if func in _AS_LONG_AS_ELEMENTS and not out.dim() and (out.is_meta or isinstance(out, FakeTensor)):
         return out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).resize_(())
     return out
 
 
 def sharing_pieces(function: Callable[..., object], cut: str) -> Callable[..., object]:
-    """Wrap a function that only joins pieces which it has cut itself, so that equal pieces share one fake.
+    """Wrap a function that cuts tensors only to join the pieces: equal pieces share a fake.
 
     `cut`: the method of torch.Tensor that cuts, "narrow" or "__getitem__" with a slice.
     """
@@ -89,7 +91,6 @@ def _view(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
 
 
 def _are_rows_alike(pieces: list[Any]) -> bool:
-    """Return whether all pieces are one-dimensional fakes of unknown value, of one type and on one device."""
     first = pieces[0]
     return all(
         _is_unknown(piece)

@@ -1,9 +1,9 @@
-"""Simulate a device's streams and events: each stream's memory, and the work that the host has waited for.
+"""Simulate a device's streams and events, and the work that the host has waited for.
 
 The host runs ahead of the device. It waits for a stream by `synchronize()`, for a value (`item()`) or for a copy
-without `non_blocking`. The work of this stream is then complete, and so is the work of streams that it has waited for.
-Before the host waits, `query()` returns False. If `query()` is called again without new work, the host is in a waiting
-loop, so `query()` waits and returns True.
+without `non_blocking`. The work of this stream is then complete, and so is the work of streams that this stream has
+waited for. Before the host waits, `query()` returns False. If `query()` is called again without new work, the host
+is in a waiting loop. So this call waits and returns True.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zerofit.simulate.ops.issued import IssuedLog
 #   host     issue issue issue ........ item() -> all work before it is complete; waiting blocks are freed
 #   device         work work work work |
 class Streams:
-    """The streams of one device, by number. The first is the default stream, with which each thread starts."""
+    """The streams of one device, by number. Each thread starts with the first, the default stream."""
 
     def __init__(self, ledger: Ledger):
         streams, self.ledger, self.made = self, ledger, 0
@@ -32,15 +32,11 @@ class Streams:
         self._here = threading.local()
 
         class Stream(SimulatedStream):
-            """A stream of this device (torch.cuda.Stream)."""
-
             def __init__(self, *_: object, **__: object):
                 super().__init__(streams, streams.made)
                 streams.made += 1
 
         class DeviceEvent(SimulatedEvent):
-            """An event of this device (torch.cuda.Event)."""
-
             def __init__(self, *_: object, **__: object):
                 super().__init__(streams)
 
@@ -49,7 +45,7 @@ class Streams:
 
     @property
     def current(self) -> SimulatedStream:
-        """The stream to which this thread issues work."""
+        """The stream that this thread issues work to."""
         return getattr(self._here, "stream", self.default)
 
     @current.setter
@@ -58,7 +54,7 @@ class Streams:
 
     @contextmanager
     def using(self, stream: SimulatedStream | None) -> Iterator[None]:
-        """Make a stream current inside this context. None keeps the current stream."""
+        """Within this context, make `stream` current. None keeps the current stream."""
         before = self.current
         self.current = stream or before
         try:
@@ -67,14 +63,14 @@ class Streams:
             self.current = before
 
     def synchronize(self, *_: object, **__: object) -> None:
-        """Wait for all work on the device."""
+        """Make the host wait for all work on the device."""
         self.ledger.note(Synchronized(stream=None, before=self.now))
         self.known = dict.fromkeys(range(self.made), self.now)
         if self.issued is not None:
             self.issued.wait(None, None)
 
     def wait_for(self, done: dict[int, int]) -> None:
-        """Make the host wait for streams. `done`: number of the stream -> moment that it must reach."""
+        """Make the host wait for streams. `done`: stream's number -> moment that it must reach."""
         for number, moment in done.items():
             if self.known.get(number, 0) < moment:
                 self.known[number] = moment
@@ -92,7 +88,7 @@ class Streams:
 
 
 class SimulatedEvent:
-    """A point in a stream, and the work that is done when the stream reaches it."""
+    """A point in a stream, with the work that is done when the stream reaches it."""
 
     def __init__(self, streams: Streams):
         self._streams = streams
@@ -101,7 +97,7 @@ class SimulatedEvent:
         self._asked_at = -1
 
     def record(self, stream: SimulatedStream | None = None) -> None:
-        """Record the end of a stream's work so far."""
+        """Move this event to the end of the stream's work so far."""
         stream = stream or self._streams.current
         self.done = {**stream.waited, stream.number: self._streams.now}
         self._place = stream.number, self._streams.place
@@ -116,7 +112,7 @@ class SimulatedEvent:
         self.waits(None)
 
     def waits(self, stream: int | None) -> None:
-        """Record in the log of issued work that a stream (None: the host) waits for this event."""
+        """Record in the log of issued work that `stream` (None: the host) waits for this event."""
         if self._streams.issued is not None:
             self._streams.issued.wait(stream, *self._place)
 
@@ -128,12 +124,12 @@ class SimulatedEvent:
         return all(self._streams.known.get(number, 0) >= moment for number, moment in self.done.items())
 
     def elapsed_time(self, *_: object) -> float:
-        """Return 1 millisecond, since libraries divide by it. No time passes in a simulation."""
+        """Return 1 millisecond, since libraries divide by the result. No time passes in a simulation."""
         return 1.0
 
 
 class SimulatedStream:
-    """A stream. It computes nothing, but tensors are allocated and used on it."""
+    """A stream of the simulated device. It computes nothing, but tensors are allocated and used on it."""
 
     device_index = 0
     device_type = 1  # c10::DeviceType::CUDA
@@ -145,13 +141,13 @@ class SimulatedStream:
         self._end = SimulatedEvent(streams)  # used by `query`
 
     def wait_event(self, event: SimulatedEvent) -> None:
-        """Wait for an event of another stream."""
+        """Make this stream wait for an event of another stream."""
         for number, moment in event.done.items():
             self.waited[number] = max(moment, self.waited.get(number, 0))
         event.waits(self.number)
 
     def wait_stream(self, other: SimulatedStream) -> None:
-        """Wait for all work on another stream."""
+        """Make this stream wait for all work on another stream."""
         self.wait_event(other.record_event())
 
     def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
@@ -165,12 +161,15 @@ class SimulatedStream:
         self.record_event().synchronize()
 
     def query(self) -> bool:
-        """Return whether the host has waited for all work. A second query without new work waits first."""
+        """Return whether the host has waited for all work on this stream.
+
+        A second query without new work waits first.
+        """
         self.record_event(self._end)
         return self._end.query()
 
     def is_capturing(self) -> bool:
-        """Return False: no graph is being captured."""
+        """Return False: no CUDA graph is being captured."""
         return False
 
     def __enter__(self) -> SimulatedStream:

@@ -73,11 +73,12 @@ CallSite = tuple[str, CodeType | None, int]  # running module, function that cal
 # Storages are known by their address, which is reused after a release. So a finalizer checks that the address still
 # belongs to the finalizer's own entry.
 class AllocationTracker(TorchDispatchMode):
-    """Records all allocations of ops in the ledger. Fake tensors count as memory, meta tensors do not.
+    """Records the allocations of all ops in the ledger.
 
-    `device`: type of the simulated device. On "cpu", host and device are one. `workspace_bytes`: bytes that torch
-    allocates and keeps for matrix products, per thread and stream (aten/src/ATen/cuda/CublasHandlePool.cpp). Autograd
-    runs backward in a thread of its own, so it gets its own workspace.
+    Fake tensors count as memory, meta tensors do not. `device`: type of the simulated device. On "cpu", host and
+    device are one. `workspace_bytes`: bytes that torch allocates and keeps for matrix products, per thread and
+    stream (aten/src/ATen/cuda/CublasHandlePool.cpp). Autograd runs backward in a thread of its own, so this thread
+    gets its own workspace.
     """
 
     own_line_bytes = sys.maxsize  # from this size on, each storage has the user's line, not only at a new peak
@@ -110,15 +111,15 @@ class AllocationTracker(TorchDispatchMode):
         nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
 
     def live(self) -> int:
-        """Return the live bytes of the device."""
+        """Return the live bytes on the device."""
         return self.ledger.live[DEVICE]
 
     def peak(self) -> int:
-        """Return the device's peak in bytes since the last reset."""
+        """Return the peak of live bytes on the device since the last reset."""
         return self.ledger.peak[DEVICE]
 
     def reset_peak(self) -> None:
-        """Reset the peaks of all places to the present bytes."""
+        """Reset the peaks of all places to the bytes that are live now."""
         self.ledger.peak = Counter(self.ledger.live)
 
     def begin(self, name: str, step: int) -> None:
@@ -127,11 +128,14 @@ class AllocationTracker(TorchDispatchMode):
         self.ledger.begin(name, step)
 
     def learn_names(self, model: nn.Module) -> None:
-        """Store the names of a model's modules, to name the running module later."""
+        """Store the names of a model's modules, so that the running module can be named."""
         self._names |= {id(module): name for name, module in model.named_modules()}
 
     def storage_of(self, tensor: Tensor) -> Storage | None:
-        """Return the ledger's record of a tensor's storage; None for meta tensors and tensors that were never seen."""
+        """Return the ledger's record of a tensor's storage.
+
+        Return None for meta tensors, and for tensors that were never recorded.
+        """
         index = self._index.get(_address(tensor))
         return None if index is None else self.ledger.storages[index]
 
@@ -140,9 +144,9 @@ class AllocationTracker(TorchDispatchMode):
         return [self.ledger.storages[index] for index in self._index.values()]
 
     def tag(self, tensor: object, kind: str) -> None:
-        """Set the kind of a tensor's storage, unless the storage has a kind already.
+        """Set the kind of a tensor's storage, if it has no kind yet.
 
-        Values that are not tensors with memory are ignored.
+        Other values than tensors with memory are ignored.
         """
         tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
         if isinstance(tensor, Tensor) and tensor.device.type != "meta":
@@ -151,26 +155,32 @@ class AllocationTracker(TorchDispatchMode):
                 storage.kind = kind
 
     def ran(self, name: str, args: object) -> None:
-        """Record the effects of a C++ op of DeepSpeed, which runs in place."""
+        """Record the effects of one of DeepSpeed's C++ ops, which work in place.
+
+        Here this does nothing. A subclass may record more.
+        """
 
     def in_own_code(self) -> bool:
-        """Return whether a module's forward is running the user's own code, not code of a library or of zerofit."""
+        """Return whether a module's forward is in the user's own code, not in a library's."""
         code, _ = _caller()
         return bool(self._running) and code is not None and is_own(code.co_filename)
 
     def pin(self, tensor: Tensor, place: str = PINNED) -> None:
-        """Mark a tensor's memory as page-locked. `place`: PINNED if torch locked it, LOCKED if other code did."""
+        """Record that a tensor's memory is page-locked.
+
+        `place`: PINNED if torch locked it, LOCKED if other code did.
+        """
         index = self._index.get(_address(tensor))
         if index is not None and self.ledger.storages[index].place == HOST:
             self.ledger.pinned(index, place)
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's memory is page-locked."""
+        """Return whether a tensor's memory is page-locked."""
         storage = self.storage_of(tensor)
         return storage is not None and storage.place in (PINNED, LOCKED)
 
     def record_stream(self, tensor: Tensor, stream: SimulatedStream) -> None:
-        """Record that a stream uses a tensor's memory."""
+        """Record that `stream` uses a tensor's memory."""
         index = self._index.get(_address(tensor))
         if index is not None:
             self.ledger.note(RecordStream(storage=index, stream=stream.number))
@@ -233,21 +243,20 @@ class AllocationTracker(TorchDispatchMode):
             self.streams.current.synchronize()
 
     def _open_handle(self, op: str, size: int, place: CallSite | None) -> None:
-        """Record a library's workspace at the first call of each thread on each stream."""
+        """Record a library's workspace, at the first call of each thread on each stream."""
         handle = threading.get_ident(), self.streams.current.number, size
         if handle not in self._handles:
             self._handles.add(handle)
             self._allocate_beside(op, size, WORKSPACES, place)
 
     def _allocate_beside(self, op: str, size: int, kind: str, place: CallSite | None) -> int:
-        """Record an allocation of a kernel besides its outputs. Return the index of the allocation in the ledger."""
         module, code, line = place or self._call_site()
         storage = Storage(size, DEVICE, self._phase, self._step, op, module, code, line, kind=kind)
         storage.stream = self.streams.current.number
         return self.ledger.allocated(storage)
 
     def _has_waited(self, name: str, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> bool:
-        """Return whether the host waits in this op for a value, or for a copy between host and device."""
+        """Return whether the host waited in this op: for a value, or for a copy between host and device."""
         if name == "aten::_local_scalar_dense":
             return args[0].device.type == self.device
         if name not in ("aten::_to_copy", "aten::copy_") or not args or not isinstance(out, Tensor):
@@ -258,7 +267,7 @@ class AllocationTracker(TorchDispatchMode):
         return blocking and len(types) == 2 and self.device in types
 
     def track(self, tensor: Tensor, op: str, place: CallSite | None = None, instead: int | None = None) -> None:
-        """Record a tensor's storage if it is new. Record its size if that has changed.
+        """Record a tensor's storage if it is new. Record its size if it has changed.
 
         `instead`: index of a storage. If this storage is released next, the new storage reuses its memory.
         """
@@ -289,7 +298,6 @@ class AllocationTracker(TorchDispatchMode):
             self.ledger.resized(index, storage.nbytes())
 
     def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
-        """Record the release of a storage when it happens."""
         self._index[storage._cdata] = index
         weakref.finalize(storage, self._released, storage._cdata, index).atexit = False
 
@@ -334,12 +342,12 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def is_collective(name: str) -> bool:
-    """Return whether an op sends to other ranks."""
+    """Return whether an op sends data to other ranks."""
     return name.startswith("c10d::") or (name.startswith(FUNCTIONAL) and not name.endswith("::wait_tensor"))
 
 
 def collective_of(name: str, args: OpArguments) -> tuple[str, dist.ProcessGroup | None]:
-    """Return c10d's name of a collective, and its process group if it has one."""
+    """Return a collective's name in c10d, and its process group (None if it has none)."""
     boxed = next((a for a in args if isinstance(a, torch._C.ScriptObject)), None)
     op = name.partition("::")[2].strip("_")
     if name.startswith(FUNCTIONAL):
@@ -350,18 +358,21 @@ def collective_of(name: str, args: OpArguments) -> tuple[str, dist.ProcessGroup 
 
 
 def is_counted(func: OpOverload) -> bool:
-    """Return whether an op's output may have its own memory. torch.tensor() returns a new tensor through a "view"."""
+    """Return whether an op's output may have its own memory.
+
+    This includes the "view" by which torch.tensor() returns a new tensor.
+    """
     return not func.is_view or func is torch.ops.aten.lift_fresh.default
 
 
 @cache
 def is_own(file: str) -> bool:
-    """Return whether a source file is the user's own, and not part of a library, of Python or of zerofit."""
+    """Return whether a file is the user's own: not a library's, Python's or zerofit's."""
     return "site-packages" not in file and not file.startswith((_PYTHON, "<", os.path.dirname(_SIMULATE), _MODELS))
 
 
 def own_line() -> str:
-    """Return the innermost running line of the user's code, "file:line".
+    """Return the innermost running line of the user's code as "file:line".
 
     In autograd's thread, return the line that waits for autograd.
     """

@@ -1,1 +1,1 @@
-"""Run a user's unmodified training script as one rank of N: host tensors are real, device tensors are fake."""
+"""Run a user's unmodified script as one rank, with real host and fake device tensors."""

@@ -1,4 +1,4 @@
-"""Simulate vLLM's memory and completions in the trainer's process (TRL's `vllm_mode="colocate"`).
+"""Simulate vLLM within the trainer's process (TRL's `vllm_mode="colocate"`).
 
 No kernel of vLLM runs. Weights, cache and activations have the sizes that `rollout.vllm` computes by vLLM's rule.
 Completions have their maximum length, as in `generation`.
@@ -48,7 +48,7 @@ _TOO_LONG = (
 
 
 def colocated_vllm(meter: ScriptTracker, log: PhaseLog, target: ScriptTarget) -> None:
-    """Replace the vllm package, installed or not, since its engine needs a GPU. (sys.meta_path)
+    """Replace the vllm package, installed or not. Its engine needs a GPU. (sys.meta_path)
 
     The replacement has the names that TRL uses. Other names can be imported, but raise an error when called.
     """
@@ -80,7 +80,7 @@ class VllmFinder(Loader):
         return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "vllm" else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill a module. TRL's names work. Other names raise an error when called."""
+        """Fill a module with the names that TRL uses. Other names raise an error when called."""
 
         def missing(name: str) -> object:
             if name.startswith("__"):
@@ -97,7 +97,7 @@ def _not_simulated(name: str, *_: object, **__: object) -> object:
 class ColocatedEngine:
     """Replaces vllm.LLM, with the methods that TRL calls.
 
-    Raises ValueError, like vLLM, if `gpu_memory_utilization` leaves no room for a cache of one sequence.
+    Like vLLM, it raises ValueError if `gpu_memory_utilization` leaves no memory for a cache of one sequence.
     """
 
     def __init__(self, meter: ScriptTracker, log: PhaseLog, target: ScriptTarget, model: str, **given: Any):
@@ -137,7 +137,6 @@ class ColocatedEngine:
             self._meter.tag(self._held[name], ENGINE)
 
     def _work(self) -> None:
-        """Allocate the activations of a forward, then free them."""
         self._meter.tag(torch.empty(self._memory.activations, dtype=torch.uint8, device=SHOWN), ENGINE)
 
     def sleep(self, level: int = 1) -> None:
@@ -150,7 +149,10 @@ class ColocatedEngine:
             end(self._log)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the weights and the cache that `sleep` freed. `tags`: "weights", "kv_cache" (default: both)."""
+        """Allocate the weights and the cache that `sleep` freed.
+
+        `tags`: "weights", "kv_cache" or both (the default).
+        """
         names = tags or ("weights", "kv_cache")
         if "weights" in names:
             begin(self._log, SYNC)
@@ -160,11 +162,11 @@ class ColocatedEngine:
             self._hold("kv_cache", self._memory.cache_bytes)
 
     def _load_weights(self, weights: object) -> None:
-        """Begin the phase in which vLLM copies the trainer's weights. A real copy allocates no memory."""
+        """Begin the phase in which vLLM copies the trainer's weights. As in vLLM, nothing is allocated."""
         begin(self._log, SYNC)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop cached prompts. TRL calls this after each synchronization."""
+        """Drop cached prompts. TRL calls this after each weight sync."""
         if not self._sleeps:  # otherwise the weights stay awake until `wake_up` of the cache begins a phase
             end(self._log)
         return True
@@ -195,7 +197,6 @@ class ColocatedEngine:
 
 
 def _settings(config: PreTrainedConfig, given: Mapping[str, Any]) -> EngineSettings:
-    """Return vLLM's settings from the arguments of its LLM."""
     found = {name: given[name] for name in (*_NAMES, *_MORE) if given.get(name) is not None}
     if found.get("quantization") not in (None, *BITS):
         raise not_simulated(f"vLLM with quantization={found['quantization']}", f"use one of {', '.join(BITS)}")
@@ -207,7 +208,6 @@ def _settings(config: PreTrainedConfig, given: Mapping[str, Any]) -> EngineSetti
 
 
 def _parameters(config: PreTrainedConfig) -> int:
-    """Return the number of parameters of the model that a config describes."""
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         build: Any = kind._model_mapping.get(type(config), None)
         if build is not None:

@@ -1,6 +1,6 @@
-"""Read the command that starts a user's training, including its launcher's options.
+"""Read the command that starts a user's training, including the launcher's options.
 
-Imports torch only if a launcher's parser does.
+Imports torch only if the launcher's parser imports it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MANY = 1 << 16  # devices of a host whose number is unknown
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptCommand:
-    """A training script with its arguments, and the number of ranks that its launcher starts."""
+    """A training script with its arguments, and how many ranks its launcher starts."""
 
     words: tuple[str, ...]  # as typed
     launcher: str  # "python", "torchrun", "deepspeed" or "accelerate launch"
@@ -56,7 +56,7 @@ class ScriptCommand:
 
 
 def read_command(words: Sequence[str]) -> ScriptCommand:
-    """Read a start command, split into words. Raises UserError if no word names a Python script."""
+    """Read a start command that is split into words. Raises UserError if no word names a Python script."""
     if not words:
         raise _refused("no command after --", "add the command you would run, e.g. -- torchrun train.py --epochs 3")
     program, rest = words[0], list(words[1:])
@@ -85,7 +85,7 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
 
 
 def _starting_line(words: Sequence[str]) -> str:
-    """Return "file:line" of the line in a shell script that starts a launcher or Python; "" if there is none."""
+    """Return the line of a shell script that starts a launcher or Python, as "file:line"; "" if none does."""
     for file in (Path(word) for word in words[:3]):
         if file.suffix in (".sh", ".slurm", ".sbatch") and file.is_file():
             lines = file.read_text(errors="replace").splitlines()
@@ -95,10 +95,10 @@ def _starting_line(words: Sequence[str]) -> str:
 
 
 def started_inside(words: Sequence[str]) -> ScriptCommand | None:
-    """Return the launcher command that a program such as llamafactory-cli or axolotl starts.
+    """Return the launcher command that a program (such as llamafactory-cli or axolotl) starts.
 
-    On one GPU, an installed program can start Python with a file of its package instead, as swift does. Returns None if
-    the command starts no ranks, e.g. a launcher with options only (--help).
+    On one GPU, an installed program can start Python with a file of its package instead, as swift does. Return None
+    if the command starts no ranks, e.g. a launcher with options only (--help).
     """
     if _is_of_package(words):
         return read_command(words)
@@ -113,14 +113,13 @@ def started_inside(words: Sequence[str]) -> ScriptCommand | None:
 
 
 def _is_of_package(words: Sequence[str]) -> bool:
-    """Return whether these are the words with which an installed program starts Python on a package's file."""
     if sys.argv[0].endswith(".py") or len(words) < 2 or not os.path.basename(words[0]).startswith("python"):
         return False
     return words[1].endswith(".py") and (Path(words[1]).parent / "__init__.py").is_file()
 
 
 def rank_problems(command: ScriptCommand, gpus: int, nodes: int) -> list[Problem]:
-    """Return a problem if the command starts another number of ranks than the given devices."""
+    """Return a problem if the command starts more or fewer ranks than there are devices."""
     if command.gpus is not None and (command.gpus, command.nodes or 1) != (gpus, nodes):
         asked = f"--gpus is {gpus}" + (f" on --nodes {nodes}" if nodes > 1 else "")
         on = f" on {command.nodes} nodes" if (command.nodes or 1) > 1 else ""
@@ -134,7 +133,10 @@ def rank_problems(command: ScriptCommand, gpus: int, nodes: int) -> list[Problem
 
 
 def _installed_program(program: str) -> str | None:
-    """Return the file of a Python program that pip installed in this environment or on the PATH; None otherwise."""
+    """Return the file of a Python program that pip installed; None otherwise.
+
+    It may be in this environment or on the PATH.
+    """
     beside = str(Path(sys.executable).parent)
     found = shutil.which(program, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
     if found is None:
@@ -172,7 +174,6 @@ def _script(
     is_module: bool = False,
     **more: Any,
 ) -> ScriptCommand:
-    """Return a ScriptCommand of these parts."""
     read = {"launcher": launcher, "script": script, "is_module": is_module, "arguments": tuple(arguments)}
     return ScriptCommand(words=words, **read, **more)
 
@@ -215,7 +216,10 @@ def _deepspeed(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
 
 
 def _deepspeed_resources(asked: Namespace) -> tuple[int | None, int | None]:
-    """Return the devices per node and the nodes, read from options and hostfile like main() in runner.py."""
+    """Return the devices per node and the number of nodes, from options and hostfile.
+
+    They are read as in main() of DeepSpeed's runner.py.
+    """
     from deepspeed.launcher.runner import fetch_hostfile, parse_inclusion_exclusion
 
     pool = fetch_hostfile(asked.hostfile) if Path(asked.hostfile).is_file() else None
@@ -257,7 +261,6 @@ def _accelerate(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
 
 
 def _parsed(launcher: str, parse: Callable[[list[str]], Namespace], rest: list[str]) -> Namespace:
-    """Parse words with a launcher's own parser. Raises UserError with the parser's message."""
     said = StringIO()
     try:
         with redirect_stderr(said):
@@ -269,7 +272,7 @@ def _parsed(launcher: str, parse: Callable[[list[str]], Namespace], rest: list[s
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence DeepSpeed's warnings about a missing GPU during its import."""
+    """Silence the warnings about a missing GPU that DeepSpeed's import prints."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""Replace torch.cuda and torch.accelerator in a script, so that they describe the simulated device."""
+"""Replace torch.cuda and torch.accelerator in a script: they describe the simulated device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ _STATE_BYTES = 16  # of a CUDA generator
 
 
 class _Properties(SimpleNamespace):
-    """The properties of a device that scripts read."""
+    """The properties of a device, as scripts read them."""
 
 
 class _Context(contextlib.ContextDecorator):
-    """A context for a device or a profiler range that does nothing."""
-
     def __init__(self, *_: object, **__: object):
         pass
 
@@ -38,7 +36,7 @@ class _Context(contextlib.ContextDecorator):
 
 
 def cuda_module(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Let torch.cuda describe the simulated GPU, since torch.cuda would look for a driver. (torch.cuda.*)"""
+    """Let torch.cuda describe the simulated GPU. Otherwise it would look for a driver. (torch.cuda.*)"""
     cuda: Any = torch.cuda
     memory, numbers = _memory(meter, target.device.memory_bytes), _random_states(target.gpus)
     for name, answer in {**_devices(target), **_streams(meter.streams), **memory, **numbers}.items():
@@ -55,7 +53,7 @@ def cuda_module(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Let torch.accelerator describe the same GPU. (torch.accelerator)"""
+    """Let torch.accelerator describe the simulated GPU. (torch.accelerator)"""
     answers = {
         "is_available": lambda: True,
         "device_count": lambda: target.gpus,
@@ -72,17 +70,16 @@ def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def graphs(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Capture a CUDA graph by running its ops once. Its pool keeps their memory. Replays need no memory.
+    """Capture a CUDA graph by running its ops once. Their memory stays in the graph's pool.
 
-    (torch.cuda.CUDAGraph, graph_pool_handle; torch.cuda._graph_annotations.maybe_stamp_capture_root)
+    Replays need no memory. (torch.cuda.CUDAGraph, graph_pool_handle;
+    torch.cuda._graph_annotations.maybe_stamp_capture_root)
     """
     from torch.cuda import _graph_annotations, graphs
 
     kept = Counter[object]()  # pool -> bytes that it keeps beyond the graphs' outputs
 
     class Graph:
-        """A CUDA graph, as scripts and torch.cuda.graph use it."""
-
         def __init__(self, keep_graph: bool = False):
             self._pool: object = (0, id(self))
             self._begin, self._memory = 0, list[torch.Tensor]()
@@ -119,7 +116,7 @@ def graphs(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def autocast(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Apply CUDA's autocast rules to the simulated device, since scripts use autocast for "cuda"."""
+    """Apply CUDA's autocast rules to the simulated device. Scripts use autocast for "cuda"."""
     autocast_as_cuda("AutocastCUDA", "cuda")
 
 
@@ -180,7 +177,7 @@ def _streams(streams: Streams) -> dict[str, object]:
 
 
 def _memory(meter: ScriptTracker, total: int) -> dict[str, object]:
-    """Return torch.cuda's memory functions. They read the ledger, and count allocated bytes as reserved."""
+    """Return torch.cuda's memory functions. They read the ledger. Allocated bytes count as reserved."""
 
     def live(*_: object, **__: object) -> int:
         return meter.live()

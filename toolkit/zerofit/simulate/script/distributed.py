@@ -1,4 +1,7 @@
-"""Replace torch.distributed in a script. Nothing is sent, as if all ranks had this rank's values."""
+"""Replace torch.distributed in a script.
+
+Nothing is sent: all ranks are assumed to have this rank's values.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def object_lists(meter: ScriptTracker, target: ScriptTarget) -> None:
 
     (torch.distributed.gather_object, scatter_object_list, broadcast_object_list)
 
-    Collectives whose result all ranks get are in `simulate.fakes.patches.object_collectives`.
+    The collectives that give their result to all ranks are in `simulate.fakes.patches.object_collectives`.
     """
 
     def gather_object(obj: Any, object_gather_list: Any = None, *_: object, **__: object) -> None:
@@ -87,9 +90,9 @@ def object_lists(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def reductions(meter: ScriptTracker) -> None:
-    """Record whether an all-reduce is a sum, which its op does not contain. Only sums change equal values.
+    """Record whether an all-reduce is a sum. The op does not have this information.
 
-    (torch.distributed.all_reduce)
+    If all values are equal, only a sum changes them. (torch.distributed.all_reduce)
     """
     original = c10d.all_reduce
 
@@ -101,7 +104,7 @@ def reductions(meter: ScriptTracker) -> None:
 
 
 def handles(meter: ScriptTracker) -> None:
-    """Record which stream waits for a collective: the current stream when the handle's `wait` is called.
+    """Record which stream waits for a collective: the current one when `wait` is called.
 
     A handle's future returns the tensors of the last collective. (torch.distributed.Work.wait and get_future of the
     backend that sends nothing)
@@ -142,9 +145,10 @@ def fetched_parameters(meter: ScriptTracker) -> None:
 
 
 def data_parallel(meter: ScriptTracker) -> None:
-    """Reduce gradient buckets in a hook, since the C++ reducer waits for results that do not exist here.
+    """Reduce gradient buckets in a hook.
 
-    A hook of the script, or a built-in hook, runs inside this hook. The check of the other ranks' shapes is skipped.
+    The C++ reducer waits for results that do not exist here. If the script registers a hook (its own or a built-in
+    one), it runs inside this hook. The check of the other ranks' shapes is skipped.
     (torch.nn.parallel.DistributedDataParallel, torch/csrc/distributed/c10d/comm.cpp)
     """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -196,7 +200,7 @@ def replicas() -> None:
 
 
 def hybrid_engine() -> None:
-    """Refuse DeepSpeed's rollout, which generates with inference kernels. (deepspeed/runtime/hybrid_engine.py)"""
+    """Refuse DeepSpeed's hybrid engine, which generates with inference kernels. (deepspeed/runtime/hybrid_engine.py)"""
     hint = "remove hybrid_engine from the JSON, and generate with transformers or vLLM"
 
     def init(*_: object, **__: object) -> None:
@@ -206,7 +210,9 @@ def hybrid_engine() -> None:
 
 
 def resized_storages(meter: ScriptTracker) -> None:
-    """Record storages that are freed and allocated again without an op, as FSDP does with gathered weights.
+    """Record storages that are freed and allocated again without an op.
+
+    FSDP does this with gathered weights.
 
     (torch.UntypedStorage.resize_; torch/distributed/fsdp/_fully_shard/_fsdp_param.py, free_storage)
     """
@@ -221,12 +227,12 @@ def resized_storages(meter: ScriptTracker) -> None:
 
 
 def flat_sharding() -> None:
-    """Let FSDP 1 use the GPU that scripts see. Scripts give its number, or the current GPU is used.
+    """Let FSDP 1 use the GPU that scripts see: the one with the given number, or the current.
 
     `torch.device(0)` has the name of the C++ accelerator, which differs from the name that scripts see. FSDP moves
-    buffers by assigning their `data`. An assignment cannot turn a real buffer into a fake buffer, so the module gets
-    new buffers. (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py, _get_compute_device,
-    _move_module_to_device)
+    buffers by assigning their `data`. An assignment cannot turn a real buffer into a fake buffer, so the module
+    gets new buffers. (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py,
+    _get_compute_device, _move_module_to_device)
     """
     from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 
@@ -258,7 +264,9 @@ def flat_sharding() -> None:
 
 
 def sharded_shapes() -> None:
-    """Compute the shape of a DTensor op's result on fakes, since the script's host tensors are real.
+    """Compute the shape of a DTensor op's result on fakes. Host tensors are real here.
+
+    (The script's host tensors are real.)
 
     (torch.distributed.tensor, ShardingPropagator._propagate_tensor_meta_non_cached)
     """

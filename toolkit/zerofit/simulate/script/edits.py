@@ -1,4 +1,4 @@
-"""Apply changes that a user could write into a script's source, so that the changed training is simulated."""
+"""Apply changes that a user could make in a script, to simulate the changed training."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _ONLY_TORCH = ("foreach", "fused", "capturable", "differentiable", "maximize")  
 
 
 def edits(target: ScriptTarget) -> Callable[[nn.Module], None]:
-    """Patch the functions that a script calls, so that the target's edits take effect.
+    """Patch functions that a script calls, so that the edits in `target` take effect.
 
-    Returns a function that must be called with each model before the model's first forward.
+    Return a function that must be called with each model before the model's first forward.
     """
     ours = {
         EIGHT_BITS: _eight_bits,
@@ -41,7 +41,7 @@ def edits(target: ScriptTarget) -> Callable[[nn.Module], None]:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Recompute a model's repeated blocks in backward. If the model has a switch for this, use the switch."""
+    """Recompute a model's repeated blocks in backward. If the model has its own switch for this, use it."""
     enable = getattr(unwrapped(model), "gradient_checkpointing_enable", None)
     if enable is not None:
         enable()
@@ -57,7 +57,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """Return path and blocks of the list of equal blocks with most parameters; ("", []) if there is no list."""
+    """Return the path and the blocks of the list of equal blocks with the most parameters.
+
+    Return ("", []) if there is no list.
+    """
     best, found = 0, ("", list[nn.Module]())
     for path, module in unwrapped(model).named_modules():
         blocks = list(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
@@ -68,7 +71,7 @@ def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 
 def _optimizers(make: Callable[..., object], names: tuple[str, ...] = ("Adam", "AdamW")) -> None:
-    """Replace torch's optimizers by what `make(original, parameters, ...)` returns. (torch.optim.AdamW)"""
+    """Replace torch's optimizers by the result of `make(original, parameters, ...)`. (torch.optim.AdamW)"""
     for name in names:
         original = getattr(torch.optim, name)
 
@@ -125,8 +128,9 @@ def _sharded() -> None:
 
 
 def _halves() -> None:
-    """Load batches of half the size, and step after every second one. (DataLoader.__init__,
-    Optimizer.__init__, Module.zero_grad)
+    """Load batches of half the size, and step after every second one.
+
+    (DataLoader.__init__, Optimizer.__init__, Module.zero_grad)
     """
     load, make, zero = DataLoader.__init__, torch.optim.Optimizer.__init__, nn.Module.zero_grad
     waiting: set[int] = set()  # ids of optimizers that have gradients of the first of two batches

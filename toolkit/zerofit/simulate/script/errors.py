@@ -8,11 +8,11 @@ from zerofit.spec.errors import Problem
 
 
 class ScriptStop(BaseException):
-    """Raised after enough optimizer steps. Not an Exception, so that scripts do not catch it."""
+    """Raised after enough optimizer steps. It is not an Exception, so that scripts do not catch it."""
 
 
 class NotSimulated(BaseException):
-    """Raised if something cannot be simulated. Not an Exception, so that scripts do not catch it."""
+    """Raised if something cannot be simulated. It is not an Exception, so that scripts do not catch it."""
 
     def __init__(self, problem: Problem):
         super().__init__(problem.message)
@@ -20,12 +20,12 @@ class NotSimulated(BaseException):
 
 
 def not_simulated(what: str, hint: str) -> NotSimulated:
-    """Return the error that `what`, which the script's running line needs, cannot be simulated."""
+    """Return the error that `what` cannot be simulated. The script's running line needs it."""
     message = f"{what} cannot be simulated"
     return NotSimulated(Problem(kind="not-simulated", message=message, hint=hint, where=own_line()))
 
 
 def later_stage(number: int) -> NotSimulated:
-    """Return the error for pipeline stage `number`. Its input is unknown until the previous stage is simulated."""
+    """Return the error for pipeline stage `number`. The previous stage must be simulated first."""
     message = f"stage {number} of a pipeline needs the output of the previous stage"
     return NotSimulated(Problem(kind=LATER_STAGE, message=message, where=own_line()))

@@ -1,4 +1,4 @@
-"""Simulate what a script does between steps: a Trainer's evaluation, and the gathering of weights for a save."""
+"""Simulate what a script does between steps: evaluation, and gathering weights to save."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORTH_SAYING = 1 << 20  # bytes
 
 
 def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
-    """Evaluate a few batches if the arguments of a transformers.Trainer request evaluation between steps.
+    """Evaluate a few batches, if the arguments of a transformers.Trainer request evaluation.
 
     If each batch keeps tensors on the device, a note reports the bytes that all batches would keep.
     """
@@ -48,7 +48,7 @@ def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
 
 
 def evaluations(log: PhaseLog) -> None:
-    """Limit evaluations within the simulated steps to a few batches. (transformers.Trainer.evaluate)"""
+    """Limit each evaluation within the simulated steps to a few batches. (transformers.Trainer.evaluate)"""
     from transformers import Trainer
 
     original = Trainer.evaluate
@@ -70,10 +70,10 @@ def evaluations(log: PhaseLog) -> None:
 
 
 def gather_to_save(engines: Sequence[DeepSpeedEngine], log: PhaseLog) -> None:
-    """Gather ZeRO-3's 16-bit weights as for saving, if the JSON asks for it.
+    """Gather ZeRO-3's 16-bit weights as for saving, if the JSON requests it.
 
-    The weights are gathered layer by layer, and rank 0 keeps all of them in host memory
-    (stage3_gather_16bit_weights_on_model_save).
+    The key is stage3_gather_16bit_weights_on_model_save. The weights are gathered layer by layer. Rank 0 keeps all
+    of them in host memory.
     """
     for engine in engines:
         asked = engine.zero_optimization_partition_weights() and engine.zero_gather_16bit_weights_on_model_save()

@@ -1,4 +1,4 @@
-"""Collect the facts seen while a script ran: its engines, batches and approximations."""
+"""Collect facts from a script's run: its engines, batches and approximations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PRECISIONS: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloa
 
 
 class BatchShapes:
-    """The shapes of a model's input tensors, and the longest sequence."""
+    """The shapes of a model's inputs, and the length of the longest sequence."""
 
     def __init__(self) -> None:
         self.seen: Counter[tuple[int, ...]] = Counter()  # shape of the largest tensor of each micro batch
@@ -38,7 +38,7 @@ class BatchShapes:
         self._steps_first: set[tuple[int, ...]] = set()  # (steps, samples) of inputs of layers with batch_first=False
 
     def note(self, args: object, kwargs: object) -> None:
-        """Record a micro batch."""
+        """Record the inputs of a micro batch."""
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if tensors:
             largest = padded_shape(max(tensors, key=lambda t: t.numel()))
@@ -47,7 +47,10 @@ class BatchShapes:
         self.longest = max([self.longest, *(padded_shape(t)[1] for t in token_tensors(tensors))])
 
     def note_layer(self, module: Any, args: tuple[Any, ...]) -> None:
-        """Record the input (steps, samples, features) of a recurrent layer or an attention without `batch_first`."""
+        """Record a layer's input if its shape is (steps, samples, features).
+
+        Recurrent layers and attention without `batch_first` have inputs of this shape.
+        """
         if (
             getattr(module, "batch_first", True) is False
             and args
@@ -58,13 +61,12 @@ class BatchShapes:
 
     @property
     def micro_batch(self) -> int:
-        """Samples of the largest micro batch; 0 before the first."""
+        """The number of samples in the largest micro batch; 0 before the first."""
         samples = (shape[1] if shape[:2] in self._steps_first else shape[0] for shape in self.seen if shape)
         return max(samples, default=0)
 
 
 def _images(args: Any) -> Sequence[Tensor]:
-    """Return the images if a model is called with a list of images, as detection models are; else ()."""
     given = args[0] if args else None
     if not isinstance(given, (list, tuple)) or not all(isinstance(t, Tensor) and t.dim() == 3 for t in given):
         return ()
@@ -74,7 +76,7 @@ def _images(args: Any) -> Sequence[Tensor]:
 def script_facts(
     target: ScriptTarget, meter: ScriptTracker, phases: ScriptPhases, shapes: BatchShapes, lengths: Lengths, how: str
 ) -> ScriptFacts:
-    """Return the facts about a script for the result, except its memory."""
+    """Return the facts about a script, except its memory. `how`: how the simulation ended."""
     allowed, allowed_by = lengths.limit() if shapes.longest else (0, "")
     engine = next(filter(has_optimizer, phases.engines), None)
     models: list[Any] = [engine.module] if engine else phases.models or [nn.Module()]
@@ -122,13 +124,12 @@ def _takes_liger(model: nn.Module) -> bool:
 
 
 def elements_of(parameter: Any) -> int:
-    """Return a parameter's number of elements, including elements that are partitioned or packed."""
+    """Return a parameter's number of elements in full, even if it is partitioned or packed."""
     packed = getattr(parameter, "quant_state", None)
     return packed.shape.numel() if packed is not None else int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _sharding(model: nn.Module) -> str:
-    """Return the name of the torch.distributed wrapper of a model, with its mesh dimensions and their sizes."""
     kinds = {FSDPModule: "FSDP2", FullyShardedDataParallel: "FSDP", DistributedDataParallel: "DDP"}
     name = next((kinds[kind] for kind in kinds if any(isinstance(m, kind) for m in model.modules())), "")
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
@@ -140,13 +141,13 @@ def _sharding(model: nn.Module) -> str:
 
 
 def _gathered(model: nn.Module) -> torch.dtype | None:
-    """Return the dtype to which FSDP2 casts gathered weights (MixedPrecisionPolicy); None without a cast."""
+    """Return the dtype that FSDP2 casts gathered weights to (MixedPrecisionPolicy); None without a cast."""
     states: list[Any] = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
     return next((found for state in states if (found := state._mp_policy.param_dtype)), None)
 
 
 def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None, gathered: torch.dtype | None) -> str:
-    """Return the precision of the computation, followed by "autocast" if autocast decides it."""
+    """Return the precision of the computation. If autocast decides it, " autocast" is appended."""
     if engine is not None:
         weights = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
         enabled = getattr(engine, "torch_autocast_enabled", lambda: True)  # if not, it disables an outer autocast

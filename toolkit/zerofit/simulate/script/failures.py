@@ -1,6 +1,6 @@
-"""Explain why a script ended before it trained: its own exit or error, or something zerofit cannot simulate.
+"""Explain why a script ended before it trained: its error, or a limit of the simulation.
 
-It is unknown how the script would end on the real machine.
+How the script would end on the real machine is unknown.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ RETRY = "run the command without zerofit to see whether it ends the same way"
 #   2. no fake tensor and no object of this package is involved: the script's own error, with its traceback;
 #   3. otherwise the simulation may have caused it: the message names the op, the module and the line.
 def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) -> Problem:
-    """Return the problem that ended a script: its own error with traceback, or what cannot be simulated."""
+    """Return the problem that ended a script.
+
+    It is the script's own error with a traceback, or something that cannot be simulated.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if is_own(f.filename)] or frames
     where = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}"
@@ -75,7 +78,6 @@ def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) ->
 
 
 def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseException) -> tuple[str, str]:
-    """Return a message that names what cannot be simulated, and a hint."""
     op, module = meter.last
     inside = f"module {module}" if module else "code outside of the model"
     first = _TYPES.sub(r"torch.cuda.\1Tensor", first_lines(error)) or _raising_line(error)
@@ -96,13 +98,12 @@ def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseExcept
 
 
 def _raising_line(error: BaseException) -> str:
-    """Return the source line that raised an error, for errors without a message such as `assert`."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{last.line} ({shown_path(last.filename)}:{last.lineno})"
 
 
 def _missing_from_hub(error: BaseException) -> str:
-    """Return the repository whose files are missing in the hub's cache; "" for another error."""
+    """Return the repository whose files are missing in the hub's cache; "" if the error has another cause."""
     if not isinstance(error, OSError):
         return ""
     named = [frame.f_locals.get("path_or_repo_id") for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -110,7 +111,6 @@ def _missing_from_hub(error: BaseException) -> str:
 
 
 def _from_script(error: BaseException) -> TracebackType | None:
-    """Return the traceback from the script's first frame on."""
     entry = error.__traceback__
     while entry is not None and entry.tb_frame.f_code.co_filename.startswith((_SIMULATE, "<frozen runpy")):
         entry = entry.tb_next
@@ -118,7 +118,6 @@ def _from_script(error: BaseException) -> TracebackType | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, then the errors that caused it."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -127,7 +126,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _entries(error: BaseException) -> list[TracebackType]:
-    """Return the traceback's entries from the script's first frame to the frame that raised the error."""
     entry, found = _from_script(error), []
     while entry is not None:
         found.append(entry)
@@ -146,7 +144,10 @@ def _involves_stand_ins(error: BaseException) -> bool:
 
 
 def _is_of_zerofit(error: BaseException) -> bool:
-    """Return whether the simulation's code raised the error, or the message names the simulation's code or device."""
+    """Return whether the simulation caused the error.
+
+    Its code raised the error, or the message names its code or its device.
+    """
     last, text = (_entries(error) or [None])[-1], _TYPES.sub("", str(error))
     called = _SIGNATURE.match(text) if isinstance(error, TypeError) else None
     file = last.tb_frame.f_code.co_filename if last else ""
@@ -160,14 +161,16 @@ def _is_of_zerofit(error: BaseException) -> bool:
 
 
 def _is_in_call(entry: TracebackType) -> bool:
-    """Return whether this frame, which replaces a function or runs an op, got the error from a C function."""
+    """Return whether the error came from a C function that this frame called.
+
+    Only frames that replace a function or run an op count.
+    """
     code = entry.tb_frame.f_code
     stands_for = "<locals>" in code.co_qualname or code.co_name == "__torch_dispatch__"
     return stands_for and dis.opname[code.co_code[entry.tb_lasti]].startswith("CALL")
 
 
 def _defined_here(name: str) -> bool:
-    """Return whether the simulation defines a function or class with this name."""
     modules = [module for key, module in sys.modules.items() if key.startswith("zerofit.simulate.")]
     return any(getattr(vars(m).get(name), "__module__", "").startswith("zerofit.simulate.") for m in modules)
 
@@ -183,14 +186,16 @@ def _holds_fakes(frame: FrameType) -> bool:
 
 
 def _is_stand_in(value: object) -> bool:
-    """Return whether a value is a fake tensor, or a replacement object of this package."""
     if isinstance(value, Tensor):
         return isinstance(getattr(value, "_local_tensor", value), FakeTensor)
     return type(value).__module__.startswith("zerofit.simulate.")
 
 
 def _is_plain_bug(error: BaseException, meter: ScriptTracker) -> bool:
-    """Return whether the script's line uses a missing name, key or attribute, and no value was assumed before."""
+    """Return whether the script's own line uses a missing name, key or attribute.
+
+    The result is False if the simulation has assumed a value before.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     made_up = any("assumed to be" in note for note in meter.notes)
     plain = isinstance(error, (NameError, LookupError, AttributeError)) and is_own(frames[-1].filename)
@@ -198,7 +203,7 @@ def _is_plain_bug(error: BaseException, meter: ScriptTracker) -> bool:
 
 
 def no_training(target: ScriptTarget, how: str, phases: ScriptPhases, *, failed: bool) -> UserError:
-    """Return the error for a script that exited without an optimizer step."""
+    """Return the error for a script that ended without an optimizer step."""
     said, hint = f"{target.command.script} {how}", RETRY
     if failed:
         message = f"{said} before it trained"

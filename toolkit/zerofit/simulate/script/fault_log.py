@@ -1,4 +1,4 @@
-"""Record the facts that `faults` needs: padding, kept gradients and graphs, casts, engines and experts."""
+"""Record what the detectors in `faults` read, e.g. padding, kept gradients and casts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zerofit.train.probe import are_experts
 
 
 class FaultLog:
-    """Facts about a script. Lines of the script are "file:line", or "" if unknown."""
+    """The facts that detectors of faults read. Lines of the script are "file:line", or "" if unknown."""
 
     def __init__(self, meter: ScriptTracker):
         self.meter = meter
@@ -93,7 +93,10 @@ class FaultLog:
         return zero_grad
 
     def learn_model(self, model: nn.Module) -> None:
-        """Record a model's parameters, vocabularies and experts. Called before an engine gets it, or before it runs."""
+        """Record a model's parameters, vocabularies and experts.
+
+        Must be called before the model is given to an engine, or before its first forward.
+        """
         largest = 0
         self.models.append(model)
         self.engine_at = self.engine_at or own_line()
@@ -115,7 +118,6 @@ class FaultLog:
                 self._watch_experts(module)
 
     def _watch_experts(self, module: nn.Module) -> None:
-        """Record whether a module's forward reads values from the device, which decide its choice of experts."""
         try:
             file, line = inspect.getsourcefile(type(module)) or "", inspect.getsourcelines(type(module))[1]
         except (OSError, TypeError):  # its source is gone
@@ -134,7 +136,7 @@ class FaultLog:
         module.register_forward_hook(leave)
 
     def note_batch(self, args: object, kwargs: object) -> None:
-        """Record the start of a micro batch, when the model gets the batch."""
+        """Record that a micro batch begins. Called when the model gets the batch."""
         self.starts.append(len(self.meter.ledger.events))
         self.batch_at = self.batch_at or own_line()
         batch = args[0] if isinstance(args, tuple) and args and isinstance(args[0], Mapping) else kwargs
@@ -149,7 +151,7 @@ class FaultLog:
 
 
 class Lives:
-    """The lifetime of each storage, from one index in the ledger's events to another."""
+    """The lifetime of each storage, as indices of the ledger's events."""
 
     def __init__(self, meter: ScriptTracker):
         self.storages, self.end = meter.ledger.storages, len(meter.ledger.events)
@@ -165,7 +167,7 @@ class Lives:
                 self.died[index] = number
 
     def between(self, begin: int, end: int, at: int) -> list[Storage]:
-        """Return the storages that were allocated from event `begin` to before `end` and live at event `at`."""
+        """Return the storages that are alive at event `at` and were allocated in [`begin`, `end`)."""
         return [
             self.storages[index]
             for index, born in self.born.items()

@@ -1,6 +1,6 @@
-"""The table of faults that scripts can have, with message, cost, change and detector of each fault.
+"""Define the faults that scripts can have, with message, cost, change and detector.
 
-Each detector reads the records of the simulated rank: its storages with kind, line and phase, and the `FaultLog`.
+A detector reads the records of the simulated rank: its storages with kind, line and phase, and the `FaultLog`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OF_GRAPH = (ACTIVATIONS, LOGITS, TEMPORARIES)
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """The data that the detectors read."""
+    """What the detectors read."""
 
     log: FaultLog
     target: ScriptTarget
@@ -60,16 +60,16 @@ class Script:
 
     @property
     def engines(self) -> list[Any]:
-        """The engines that train."""
+        """The engines that have an optimizer."""
         return [engine for engine in self.phases.engines if has_optimizer(engine)]
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models that train."""
+        """The models that are trained."""
         return [engine.module for engine in self.engines] or self.phases.models
 
     def is_worth(self, size: int) -> bool:
-        """Return whether this many bytes are worth a change of the script."""
+        """Return whether saving `size` bytes is worth a change of the script."""
         return size >= max(WORTH_BYTES, WORTH_SHARE * self.peak_bytes)
 
 
@@ -79,7 +79,7 @@ Detector = Callable[[Script], Iterable[Found]]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A row of the table. `{bytes}` and `{detail}` in its texts are replaced."""
+    """A kind of fault. In its texts, `{bytes}` and `{detail}` are replaced."""
 
     code: str
     problem: str
@@ -87,14 +87,14 @@ class Fault:
     find: Detector
 
     def named(self, line: str, size: int, detail: str) -> ScriptFault:
-        """Return the fault of one line of a script, with the bytes and the detail in its texts."""
+        """Return this fault for one line of a script, with `size` and `detail` in its texts."""
         words = {"bytes": shown_bytes(size), "detail": detail}
         problem, mend = self.problem.format(**words), self.mend.format(**words)
         return ScriptFault(code=self.code, line=line, bytes=size, problem=problem, mend=mend)
 
 
 def find_faults(log: FaultLog, target: ScriptTarget, phases: ScriptPhases, lengths: Lengths) -> None:
-    """Set the log's faults, largest first, unless the log already has them from the last step."""
+    """Set `log.faults`, those with the most bytes first. Do nothing if they are already set."""
     if log.faults is not None:
         return
     peak = max([log.meter.peak(), *(phase.peak_bytes for phase in phases.log.done)])
@@ -109,7 +109,7 @@ def find_faults(log: FaultLog, target: ScriptTarget, phases: ScriptPhases, lengt
 
 
 def _whole_model(script: Script) -> Iterator[Found]:
-    """Find full parameters that DeepSpeed gets at ZeRO-3. Until the engine starts, every rank has all of them."""
+    """Find full parameters that DeepSpeed gets at ZeRO-3. Every rank has them until the engine starts."""
     log, ranks = script.log, script.target.world_size
     extra = log.plain_bytes - log.plain_bytes // ranks
     if any(engine.zero_optimization_stage() == 3 for engine in script.engines) and script.is_worth(extra):
@@ -117,7 +117,7 @@ def _whole_model(script: Script) -> Iterator[Found]:
 
 
 def _wide_logits(script: Script) -> Iterator[Found]:
-    """Find float32 copies of logits that a line of the script makes and that live until the loss's backward."""
+    """Find float32 copies of logits by a line of the script, if they live until the loss's backward."""
     lives, meter, largest = script.lives, script.log.meter, dict[str, int]()
     begins = [mark.event for mark in meter.ledger.marks if mark.name == "backward"]
     for index, width in meter.widened:
@@ -130,7 +130,6 @@ def _wide_logits(script: Script) -> Iterator[Found]:
 
 
 def _padding(script: Script) -> Iterator[Found]:
-    """Find batches whose last columns are padding in every row."""
     share, live, most = min(script.log.padding, default=0.0), 0, 0
     for index, change in script.log.meter.ledger.events:
         storage = script.lives.storages[index]
@@ -141,7 +140,7 @@ def _padding(script: Script) -> Iterator[Found]:
 
 
 def _second_copy(script: Script) -> Iterator[Found]:
-    """Find copies of the weights: storages of the same sizes that one line has allocated and no training uses."""
+    """Find copies of the weights: storages of the same sizes, from one line, that no training uses."""
     meter, owned = script.log.meter, {id(storage) for storage in _owned(script)}
     parameters = [p for model in script.models for p in model.parameters()]
     elements = Counter(map(elements_of, parameters))
@@ -164,13 +163,12 @@ def _total(sizes: Counter[int]) -> int:
 
 
 def _coverage(sizes: Counter[int], of: Counter[int]) -> float:
-    """Return the share of `of` (size -> number of storages) that `sizes` contains. Small storages do not count."""
+    """Return which share of `of` (size -> number of storages) is also in `sizes`. Small storages do not count."""
     large = Counter({size: times for size, times in of.items() if size >= OWN_LINE_BYTES})
     return _total(sizes & large) / max(1, _total(large))
 
 
 def _owned(script: Script) -> Iterator[Storage]:
-    """Yield the storages of trained models: parameters, buffers, gradients, optimizer states."""
     optimizers = [o for engine in script.engines for o in optimizer_chain(engine.optimizer)]
     tensors = tree_leaves([vars(optimizer) for optimizer in (*script.phases.optimizers, *optimizers)])
     tensors += [t for model in script.models for t in (*model.parameters(), *model.buffers())]
@@ -183,7 +181,7 @@ def _owned(script: Script) -> Iterator[Storage]:
 
 
 def _frozen_states(script: Script) -> Iterator[Found]:
-    """Find weights that get no gradient, but have master weights and states in DeepSpeed's optimizer."""
+    """Find weights without a gradient that have master weights and states in DeepSpeed's optimizer."""
     for engine in script.engines:
         grouped = _grouped(engine.optimizer)
         frozen = [p for p in grouped if id(p) not in script.log.updated]
@@ -196,14 +194,12 @@ def _frozen_states(script: Script) -> Iterator[Found]:
 
 
 def _grouped(optimizer: Any) -> list[Any]:
-    """Return the model's parameters that one of DeepSpeed's optimizers updates."""
     names = ("bit16_groups", "fp16_groups", "bf16_groups")
     groups = next((found for name in names if (found := getattr(optimizer, name, None))), [])
     return [p for p in tree_leaves(groups) if isinstance(p, nn.Parameter)]
 
 
 def _kept_graph(script: Script) -> Iterator[Found]:
-    """Find an autograd graph that backward(retain_graph=True) keeps alive until the next micro batch begins."""
     starts = script.log.starts
     if script.log.retained_at and len(starts) > 1:
         left = [_of_graph(script.lives.between(*pair, at=pair[1])) for pair in pairwise(starts)]
@@ -213,7 +209,6 @@ def _kept_graph(script: Script) -> Iterator[Found]:
 
 
 def _kept_outputs(script: Script) -> Iterator[Found]:
-    """Find lines that allocate tensors in each micro batch, if those of several micro batches live at the end."""
     starts, made = script.log.starts, defaultdict[tuple[str, str], list[int]](list)
     if script.log.retained_at or not starts:
         return
@@ -240,14 +235,12 @@ def _kind(storage: Storage) -> str:
 
 
 def _kept_gradients(script: Script) -> Iterator[Found]:
-    """Find gradients that live during the next step's forward, in a script without DeepSpeed."""
     size = min(script.log.kept_gradients, default=0)
     if script.is_worth(size):
         yield script.log.zeroed_at or script.log.batch_at, size, ""
 
 
 def _half_weights(script: Script) -> Iterator[Found]:
-    """Find 16-bit weights that an optimizer of torch updates without a float32 copy."""
     for optimizer in script.phases.optimizers:
         states = [
             leaf
@@ -263,7 +256,7 @@ def _half_weights(script: Script) -> Iterator[Found]:
 
 
 def _experts(script: Script) -> Iterator[Found]:
-    """Find lists of experts under ZeRO-3 that are gathered one by one, in an order that depends on the tokens."""
+    """Find experts that ZeRO-3 gathers one by one, in an order that depends on the tokens."""
     for engine in script.engines:
         if engine.zero_optimization_stage() != 3:
             continue
@@ -273,7 +266,7 @@ def _experts(script: Script) -> Iterator[Found]:
 
 
 def _lost_gradients(script: Script) -> Iterator[Found]:
-    """Find trained weights that get no gradient, because no input of a reentrant checkpoint requires one."""
+    """Find trained weights without a gradient, if a reentrant checkpoint has no input that requires one."""
     trained = {id(p): p for model in script.models for p in model.parameters() if p.requires_grad}
     lost = [p for key, p in trained.items() if key not in script.log.updated]
     if script.log.detached and lost:
@@ -281,7 +274,7 @@ def _lost_gradients(script: Script) -> Iterator[Found]:
 
 
 def _unused_search(script: Script) -> Iterator[Found]:
-    """Find DistributedDataParallel(find_unused_parameters=True) if all parameters get gradients in each batch."""
+    """Find DistributedDataParallel(find_unused_parameters=True) where every parameter gets gradients."""
     chosen = [trainer.args.ddp_find_unused_parameters for trainer in script.lengths.trainers.values()]
     for model, line in script.log.wrapped:
         least = min(script.log.updated[id(p)] for p in model.parameters() if p.requires_grad)
@@ -290,7 +283,6 @@ def _unused_search(script: Script) -> Iterator[Found]:
 
 
 def _pinned(script: Script) -> Iterator[Found]:
-    """Find page-locked memory that exceeds the host memory of a node."""
     target, moments = script.target, host_moments(script.log.meter.ledger)
     parts = highest(moments)
     size = parts["pinned"] + parts["pinned_free"]

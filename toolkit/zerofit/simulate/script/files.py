@@ -1,4 +1,7 @@
-"""Redirect a script's writes to a scratch folder. Its reads find the written files there."""
+"""Redirect a script's writes to a scratch folder.
+
+Its later reads find the written files there.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ _open = builtins.open
 #
 # Compiled code that opens files itself sees only the user's files, except for the libraries of `scratch_files`.
 class ScratchFiles:
-    """Files that a script wrote, changed or removed."""
+    """The files that a script wrote, changed or removed."""
 
     def __init__(self, meter: ScriptTracker):
         self._meter = meter
@@ -55,7 +58,7 @@ class ScratchFiles:
         self._direct = tuple(place + os.sep for place in places)
 
     def to_read(self, path: Any) -> Any:
-        """Return the file to read for a path: the scratch file if there is one, else the user's file."""
+        """Return the file to read at a path: the scratch file if it exists, else the user's."""
         full = self._full(path)
         if full is None:
             return path
@@ -64,7 +67,7 @@ class ScratchFiles:
             return kept if os.path.lexists(kept) or self._is_gone(full) else full
 
     def to_write(self, path: Any, *, update: bool = True) -> Any:
-        """Return the scratch file to write for a path. With `update`, it starts with the user's file's contents."""
+        """Return the scratch file to write for a path. With `update`, it begins as a copy of the user's file."""
         full = self._full(path)
         if full is None:
             return path
@@ -115,7 +118,7 @@ class ScratchFiles:
         self._remove(path, "rmdir")
 
     def replace(self, source: Any, target: Any) -> None:
-        """Rename a file or folder. If it is the user's own, rename a copy."""
+        """Rename a file or folder. If it is the user's own, a copy is renamed."""
         full = self._full(source)
         for folder, _, names in os.walk(source):
             for name in names:
@@ -156,7 +159,6 @@ class ScratchFiles:
         self._here = full or _os["getcwd"]()
 
     def _full(self, path: Any) -> str | None:
-        """Return the absolute path; None if the path is not redirected."""
         if path is None or isinstance(path, int) or getattr(self._own, "busy", False):
             return None
         full = os.path.normpath(os.path.join(self._here, os.fsdecode(path)))
@@ -193,7 +195,7 @@ class ScratchFiles:
             self._gone.add(full)
 
     def redirected(self, original: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `original` with its first argument, a path, replaced by `place`."""
+        """Return a function that calls `original` with `place(path)` instead of `path`."""
 
         @functools.wraps(original)
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +204,7 @@ class ScratchFiles:
         return call
 
     def named(self, method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method: calls relative to a descriptor go to `original`, and errors name the script's path."""
+        """Wrap `method`, so that errors name the script's path. Calls relative to a descriptor use `original`."""
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -218,8 +220,6 @@ class ScratchFiles:
 
 
 class _Entries:
-    """The entries of a folder, as os.scandir returns them."""
-
     def __init__(self, entries: Any):
         self._entries = iter(list(entries))
 
@@ -239,12 +239,11 @@ class _Entries:
 
 
 def _database(files: ScratchFiles) -> Callable[[Any], Any]:
-    """Return a function that redirects a database's path. In-memory databases and URIs stay unchanged."""
     return lambda path: path if str(path).startswith((":", "file:")) else files.to_write(path)
 
 
 def processes() -> None:
-    """Fork the processes that a library would spawn, e.g. datasets in `save_to_disk`, to keep the redirection.
+    """Fork processes that a library (e.g. datasets) would spawn, to keep the redirection.
 
     (BaseContext.get_context of multiprocessing and multiprocess)
     """

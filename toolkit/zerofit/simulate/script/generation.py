@@ -1,4 +1,7 @@
-"""Simulate transformers' generation. Sequences reach their length limit, but only few tokens are computed."""
+"""Simulate transformers' generation.
+
+Sequences get their maximum length, but few tokens are computed.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ _POSITIONS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type
 
 
 def generation(meter: ScriptTracker, log: PhaseLog) -> None:
-    """Give generation a phase, and let sequences reach their maximum length in a few tokens.
+    """Give generation its own phase, and let sequences reach their full length quickly.
 
-    A simulation does not know when an end-of-sequence token is sampled. Simulating a token of a large model takes a
-    second, so the tokens between the second and the last are left out, and the cache grows at once.
+    A simulation does not know when an end-of-sequence token is sampled. A token of a large model takes a second to
+    simulate. So the tokens between the second and the last are left out, and the cache grows at once.
     (transformers.GenerationMixin._sample, _beam_search, _beam_search_has_unfinished_sequences,
     _update_model_kwargs_for_generation)
     """
@@ -58,7 +61,10 @@ def generation(meter: ScriptTracker, log: PhaseLog) -> None:
 
 
 def announce_generation(log: PhaseLog) -> None:
-    """Begin phase GENERATION at each call of `generate` outside of evaluations, and end it after the call."""
+    """Begin phase GENERATION at each call of `generate`, and end it after the call.
+
+    During an evaluation, the phase does not change.
+    """
     kind: Any = GenerationMixin  # its methods ask for a model as self
     generate = kind.generate
 
@@ -79,7 +85,6 @@ def announce_generation(log: PhaseLog) -> None:
 def _shortened(
     original: Callable[..., Any], meter: ScriptTracker, left_out: list[int], skipped: list[Tensor]
 ) -> Callable[..., Any]:
-    """Return a decoding method that computes only COMPUTED tokens, but returns sequences of the full length."""
 
     def decode(
         self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any
@@ -107,14 +112,12 @@ def _shortened(
 
 
 def _can_grow(cache: Any) -> bool:
-    """Return whether each layer of a cache keeps keys and values that grow by concatenation."""
     cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     growing = (DynamicLayer, DynamicSlidingWindowLayer)
     return isinstance(cache, Cache) and all(type(layer) in growing for layer in cache.layers)
 
 
 def _lengthen(kwargs: dict[str, Any], tokens: int) -> None:
-    """Lengthen the cache, and tensors with one element per token, as if this number of tokens had been generated."""
     prefix = "decoder_" if "encoder_outputs" in kwargs else ""  # other masks are those of the encoder's input
     for name in (f"{prefix}{name}" for name in _POSITIONS):
         if isinstance(kwargs.get(name), Tensor):
@@ -132,12 +135,12 @@ def _lengthen(kwargs: dict[str, Any], tokens: int) -> None:
 
 
 def _up_to(tokens: Tensor, limit: int) -> Tensor:
-    """Return sequences of length `limit`, even if beam search has cut them to a length read from fake values."""
+    """Return sequences of length `limit`. Beam search may have cut them to a length from fake values."""
     return tokens if tokens.shape[1] >= limit else tokens.new_empty((tokens.shape[0], limit))
 
 
 def _longer(value: Tensor, tokens: int, *, counts: bool = False) -> Tensor:
-    """Return a tensor whose last dimension has `tokens` more elements.
+    """Return `value` with `tokens` more elements in the last dimension.
 
     The new elements repeat the last element. With `counts`, they count up from it.
     """

@@ -1,8 +1,8 @@
-"""Simulate a GPU for scripts: Python sees cuda:N, and torch's C++ code sees the simulated device.
+"""Simulate a GPU for scripts: Python code gets cuda:N, torch's C++ code another device.
 
 Without a GPU, a fake tensor on a CUDA device crashes in autograd (torch/csrc/autograd/engine.cpp,
-hasPrimaryContext). C++ code then gets the device of `simulate.fakes.device`. Devices that Python reads or names are
-translated.
+hasPrimaryContext). So C++ code gets the device of `simulate.fakes.device`. Where Python code reads or names a
+device, it is translated.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class ScriptGpu(device.SimulatedGpu):
         self._local, self._count = target.rank % target.gpus, target.gpus
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return "cuda", followed by the index if one is given."""
+        """Return "cuda", or "cuda:N" if an index is given."""
         return SHOWN if device_index is None else f"{SHOWN}:{device_index}"
 
     def current_device(self) -> int:
-        """Return this rank's index on its node."""
+        """Return the index of this rank on its node."""
         return self._local
 
     def current_device_name(self) -> str:
-        """Return this rank's device."""
+        """Return the name of this rank's device."""
         return f"{SHOWN}:{self._local}"
 
     def device_count(self) -> int:
-        """Return the number of devices of a node."""
+        """Return the number of devices per node."""
         return self._count
 
     def on_accelerator(self, tensor: Tensor) -> bool:
@@ -56,7 +56,7 @@ class ScriptGpu(device.SimulatedGpu):
 
 
 def install_gpu(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Make torch and DeepSpeed use the simulated device."""
+    """Make torch and DeepSpeed use the simulated GPU."""
     device.register(meter)
     real_accelerator.set_accelerator(ScriptGpu(meter, target))
     for patch in (device_shown, to_device, constructors, generators):
@@ -64,11 +64,13 @@ def install_gpu(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Show the rank's CUDA device to Python, and translate it to the simulated device.
+    """Show the rank's CUDA device to Python code, and translate it to the simulated device.
 
-    Before torch 2.14 `fake_device` is an entry in each tensor's dictionary, not a property. The device has no context,
-    so the constructor of fakes must not initialize one.
-    (torch.Tensor.device, is_cuda, get_device, _make_wrapper_subclass; FakeTensor.device, fake_device, init_gpu_context)
+    Before torch 2.14 `fake_device` is an entry in each tensor's dictionary, not a property. The device has no
+    context, so the constructor of fakes must not initialize one.
+
+    (torch.Tensor.device, is_cuda, get_device, _make_wrapper_subclass; FakeTensor.device, fake_device,
+    init_gpu_context)
     """
     replace_in(fake_tensor, "init_gpu_context", lambda of: None)
     seen: Any = FakeTensor.device
@@ -126,7 +128,7 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Make tensors of Python numbers on the host, then copy them to the device. (torch.tensor, as_tensor, asarray)"""
+    """Make tensors from Python numbers on the host, then copy them. (torch.tensor, as_tensor, asarray)"""
     from deepspeed.runtime.zero import partition_parameters
 
     def on_host(original: Any) -> Any:
@@ -159,8 +161,6 @@ def generators(meter: ScriptTracker, target: ScriptTarget) -> None:
     original = torch.Generator
 
     class HostGenerator(original):
-        """A CPU generator, whatever the requested device."""
-
         def __new__(cls, device: object = "cpu") -> object:
             return original.__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
 

@@ -1,8 +1,8 @@
 """Patch torch so that a script's tensors are real on the host and fake on the device.
 
-The patches are applied once, in the process of a script's simulation, in addition to those of `simulate.fakes.patches`.
-The docstring of each patch explains why it is needed and names the replaced functions. `tests/simulate/test_patches.py`
-tests each patch.
+The patches are applied once, in the process of a script's simulation, in addition to those of
+`simulate.fakes.patches`. The docstring of each patch explains why it is needed, and names the replaced functions.
+`tests/simulate/test_patches.py` tests each patch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parameters(meter: ScriptTracker) -> None:
 
 
 def parameter_types() -> None:
-    """Let `type(parameter)(tensor, requires_grad=...)` create a parameter, as diffusers' `from_pretrained` does.
+    """Let `type(parameter)(tensor, requires_grad=...)` create a parameter, as in diffusers.
 
     The type of a fake parameter is FakeTensor, whose constructor needs a mode. (FakeTensor.__new__)
     """
@@ -65,7 +65,10 @@ def parameter_types() -> None:
 
 
 def parameter_data(meter: ScriptTracker) -> None:
-    """Let `parameter.data = t` change the parameter's device, too. A real t becomes a fake. (torch.Tensor.data)"""
+    """Let `parameter.data = t` move the parameter to the device of `t`.
+
+    If `t` is real, use a fake of it. (torch.Tensor.data)
+    """
     data: Any = torch._C.TensorBase.data  # its descriptor
 
     def set_data(self: FakeTensor, value: Tensor) -> None:
@@ -80,7 +83,7 @@ def parameter_data(meter: ScriptTracker) -> None:
 
 
 def gradients(meter: ScriptTracker, parameter: Tensor) -> None:
-    """Make a parameter's gradient fake if it is real, which it is for small host tensors.
+    """Replace a parameter's gradient by a fake if it is real. For small host tensors, it is.
 
     DeepSpeed sets `grad.data` to a part of its buffers. The data of a real tensor cannot be part of a fake. (Tensor
     hooks)
@@ -98,7 +101,7 @@ def gradients(meter: ScriptTracker, parameter: Tensor) -> None:
 
 
 def tensor_values(meter: ScriptTracker) -> None:
-    """Return a fake tensor's values to Python: its known values, otherwise zeros.
+    """Let Python read a fake tensor's values: those that are known, otherwise zeros.
 
     (torch.Tensor.numpy, tolist, __format__)
     """
@@ -134,7 +137,7 @@ def equality() -> None:
 
 
 def addresses() -> None:
-    """Give fakes addresses like real tensors, since libraries compare addresses to find shared memory.
+    """Give fakes addresses as real tensors have, since libraries find shared memory by address.
 
     (FakeTensor.data_ptr, torch.UntypedStorage.data_ptr; torch/distributed/fsdp/_flat_param.py, _same_storage)
     """
@@ -154,9 +157,9 @@ def addresses() -> None:
 
 
 def nested_lengths() -> None:
-    """Give the ragged dimension of a jagged tensor of fakes a number, as torch does outside of the compiler.
+    """Give the ragged dimension of a jagged tensor of fakes a number.
 
-    A copy to the device has the number of the real tensor.
+    Outside of the compiler, torch does this. A copy to the device has the number of the real tensor.
     (FakeTensorMode.create_symbolic_nested_int, torch.Tensor.nested_int_memo)
     """
     from torch.nested._internal.nested_int import NestedIntNode
@@ -172,9 +175,9 @@ def nested_lengths() -> None:
 
 
 def loaders() -> None:
-    """Load and preprocess data in this process, since workers do not inherit the fake mode. Batches stay equal.
+    """Load and preprocess data in this process, since workers do not inherit the fake mode.
 
-    (torch.utils.data.DataLoader.__init__; datasets.Dataset.map, filter)
+    The batches are the same. (torch.utils.data.DataLoader.__init__; datasets.Dataset.map, filter)
     """
     from torch.utils.data import DataLoader
 
@@ -206,9 +209,9 @@ def loaders() -> None:
 
 
 def compiling(meter: ScriptTracker) -> None:
-    """Run compiled functions and models eagerly. Compiled kernels would keep less memory, by an unknown amount.
+    """Run compiled functions and models eagerly. Compiled kernels would keep less memory.
 
-    (torch.compile, torch.nn.Module.compile)
+    How much less is unknown. (torch.compile, torch.nn.Module.compile)
     """
     of_torch = os.path.dirname(torch.__file__) + os.sep
 
@@ -243,7 +246,7 @@ def compiling(meter: ScriptTracker) -> None:
 
 
 def autocast_types(meter: ScriptTracker) -> None:
-    """Record autocast's dtype in training, which is reported as the precision. (torch.autocast.__enter__)"""
+    """Record autocast's dtype during training. It is reported as the precision. (torch.autocast.__enter__)"""
     original = torch.autocast.__enter__
 
     def enter(self: Any) -> object:
@@ -255,7 +258,7 @@ def autocast_types(meter: ScriptTracker) -> None:
 
 
 def missing_triton(meter: ScriptTracker) -> None:
-    """Add a note for imported packages that use plain torch here because Triton is not installed."""
+    """Add a note for each package that uses plain torch because Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         for name in sorted(_OF_TRITON & sys.modules.keys()):
             text = f"Triton is not installed here: {name} uses plain torch instead (pip install triton)"
@@ -263,7 +266,7 @@ def missing_triton(meter: ScriptTracker) -> None:
 
 
 def triton_kernels(meter: ScriptTracker) -> None:
-    """Skip Triton kernels, since they only write into tensors that Python has allocated. (triton.runtime)"""
+    """Skip Triton kernels. They only write into tensors that Python code has allocated. (triton.runtime)"""
     try:
         from triton.runtime import autotuner, jit
     except ImportError:
@@ -279,10 +282,12 @@ def triton_kernels(meter: ScriptTracker) -> None:
 
 
 def higher_order_ops(meter: ScriptTracker) -> None:
-    """Run the bodies of higher-order ops op by op. torch.cond keeps the activations of its branch, not the operands.
+    """Run the bodies of higher-order ops op by op.
 
-    Their eager kernels assert that no mode is active, and torch.cond needs a compiler for gradients.
-    (torch.cond; torch._higher_order_ops: `_get_current_dispatch_mode` in cond_op_dense and others)
+    torch.cond keeps the activations of its branch, not the operands.
+
+    Their eager kernels assert that no mode is active, and torch.cond needs a compiler for gradients. (torch.cond;
+    torch._higher_order_ops: `_get_current_dispatch_mode` in cond_op_dense and others)
     """
     from torch._higher_order_ops import cond as conditions
 
@@ -302,19 +307,18 @@ def higher_order_ops(meter: ScriptTracker) -> None:
 
 
 class _Unknown(_Mixin):
-    """A fake tensor of unknown shape. It becomes an ordinary fake when the shape is known."""
+    """A fake tensor of unknown shape. Once its shape is known, it becomes an ordinary fake."""
 
     cls_to_become = FakeTensor
     shape = torch._C.TensorBase.shape  # of no elements: ops on fakes read it
 
     def materialize(self, *args: object, **kwargs: object) -> None:
-        """Set the shape, and call `watch` with this tensor."""
         super().materialize(*args, **kwargs)
         _watch[0](self)
 
     @classmethod
     def __torch_function__(cls, func: OpOverload, types: object, args: object = (), kwargs: object = None) -> object:
-        """Run what torch allows for unknown shapes. A tensor that was moved still has an unknown shape."""
+        """Run what torch allows for unknown shapes. After a move the shape is still unknown."""
         out = super().__torch_function__(func, types, args, kwargs)
         if func in cls._allowed_methods and type(out) is FakeTensor:
             out.__class__ = cls
@@ -330,9 +334,11 @@ class _UnknownBuffer(_Unknown, UninitializedBuffer, FakeTensor):
 
 
 def lazy_modules(meter: ScriptTracker, watch: Callable[[Tensor], None]) -> None:
-    """Make parameters and buffers of unknown shape fakes at once, since a real tensor cannot become a fake in place.
+    """Create parameters and buffers of unknown shape as fakes.
 
-    `watch` is called for each parameter or buffer whose shape becomes known.
+    A real tensor could not become a fake in place. `watch` is called for each parameter or buffer whose shape
+    becomes known.
+
     (torch.nn.parameter.UninitializedParameter.__new__, UninitializedBuffer.__new__)
     """
 

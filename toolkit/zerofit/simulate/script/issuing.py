@@ -1,4 +1,4 @@
-"""Record the work that a script's rank issues in a step: kernels, copies, collectives, and the waits for them."""
+"""Record what a script's rank issues in a step: kernels, copies, collectives, and waits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COPIES = ("_to_copy", "copy_")
 
 
 class IssuingTracker(AllocationTracker):
-    """Records work in `streams.issued`, if that is not None."""
+    """An AllocationTracker that records work in `streams.issued`, unless that is None."""
 
     def __init__(self, device: str, scratch: Scratch, workspace_bytes: int = 0):
         super().__init__(device, scratch, workspace_bytes)
@@ -31,12 +31,10 @@ class IssuingTracker(AllocationTracker):
         self._works: list[Work] = []  # handles of the last collective, until its caller gets them
 
     def _issued(self, kind: str, module: str | None = None, **more: Any) -> IssuedWork:
-        """Return a record of work that is issued now on the current stream."""
         stream, module = self.streams.current.number, self._module if module is None else module
         return IssuedWork(kind, stream, self._phase, module, self.streams.now, **more)
 
     def _note_kernel(self, func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> None:
-        """Record the work of an op: a kernel, a copy between host and device, or work on the host."""
         assert self.streams.issued is not None
         copies = func._overloadpacket.__name__ in _COPIES  # copies of real batches count, too
         tensors = [t for t in leaves_of((args, kwargs, out)) if isinstance(t, Tensor if copies else FakeTensor)]
@@ -52,7 +50,6 @@ class IssuingTracker(AllocationTracker):
         self.streams.issued.items.append(work)
 
     def _note_sent(self, name: str, args: OpArguments, out: OpOutput) -> None:
-        """Record a collective and the handles that wait for it."""
         assert self.streams.issued is not None
         op, group = collective_of(name, args)
         if group is None:
@@ -81,7 +78,7 @@ class IssuingTracker(AllocationTracker):
             self.streams.issued.items.append(self._issued(HOOKS, count=parameters))
 
     def ran(self, name: str, args: object) -> None:
-        """Record that one of DeepSpeed's C++ ops ran in place, such as Adam on the device or on the host."""
+        """Record one of DeepSpeed's C++ ops that ran in place, e.g. Adam on device or host."""
         tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor) and leaf.dim()]
         if self.streams.issued is None or not tensors:
             return

@@ -1,4 +1,7 @@
-"""Define outputs and kept tensors of GPU kernels that scripts call and that torch has no shape rule for."""
+"""Define what GPU kernels without a shape rule in torch return and keep.
+
+Scripts call these kernels.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _NARROW, _WIDE = 32, 64  # and widths of heads to these, up to 128 and above
 def synchronized_norms(meter: ScriptTracker) -> None:
     """Give the CUDA-only kernels of torch.nn.SyncBatchNorm their output shapes.
 
-    SyncBatchNorm excludes ranks without samples. In a simulation every rank has as many samples as this rank.
+    SyncBatchNorm leaves out ranks without samples. In a simulation every rank has as many samples as this one.
     (torch/nn/modules/_functions.py: SyncBatchNorm.forward; aten/src/ATen/native/cuda/Normalization.cu)
     """
     original = SyncBatchNorm.forward
@@ -76,9 +79,10 @@ def synchronized_norms(meter: ScriptTracker) -> None:
 
 
 def sparse_gradients(meter: ScriptTracker) -> None:
-    """Make sparse gradients of embeddings dense, since fakes cannot be sparse. Their memory is an upper bound.
+    """Make sparse gradients of embeddings dense, since fakes cannot be sparse.
 
-    (torch.embedding, torch.embedding_bag; torch.optim.SparseAdam.step, which refuses dense gradients)
+    Their memory is then an upper bound. (torch.embedding, torch.embedding_bag; torch.optim.SparseAdam.step, which
+    refuses dense gradients)
     """
 
     def dense(original: Any, place: int) -> Any:
@@ -104,14 +108,19 @@ def sparse_gradients(meter: ScriptTracker) -> None:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Forward and backward of flash_attn 2. They keep the output and the log-sum-exp of scores, but no scores.
+    """Forward and backward of flash_attn 2.
+
+    They keep the output and the scores' log-sum-exp, but no scores.
 
     (csrc/flash_attn/flash_api.cpp: mha_fwd, mha_varlen_fwd, mha_bwd, mha_varlen_bwd)
     """
 
     @staticmethod
     def forward(ctx: Any, packed: int, sequences: int, *given: Tensor) -> Tensor:
-        """Return the output. `packed`: the number of q, k and v in the last tensor. `sequences`: 0 unless varlen."""
+        """Return the output.
+
+        `packed`: how many of q, k and v are in the last tensor. `sequences`: number of sequences; 0 unless varlen.
+        """
         query = given[0][..., 0, :, :] if packed == 3 else given[0]
         width = query.shape[-1]
         if width % 8:
@@ -127,7 +136,6 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Return gradients of the same shapes."""
         *given, out, _, _ = ctx.saved_tensors
         heads, width = out.shape[-2:]
         unit = _NARROW if width <= 128 else _WIDE
@@ -146,7 +154,9 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def flash_attention_package(meter: ScriptTracker) -> None:
-    """Replace the flash_attn package, installed or not, since it needs a GPU to build and to import. (sys.modules)
+    """Replace the flash_attn package (installed or not), which needs a GPU to build and import.
+
+    (sys.modules)
 
     The replacement has only the functions for attention, padding and gathering. Other names raise an ImportError.
     """
@@ -191,7 +201,6 @@ def flash_attention_package(meter: ScriptTracker) -> None:
 
 
 def _padding_functions() -> dict[str, object]:
-    """Return the functions that packages use to remove padding before attention. (flash_attn/bert_padding.py)"""
 
     def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
         return x[indices]

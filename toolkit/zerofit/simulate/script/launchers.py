@@ -34,9 +34,9 @@ class LaunchedInside(BaseException):
 
 
 def launchers_inside() -> None:
-    """Keep programs such as llamafactory-cli from starting ranks. One rank runs in this process instead.
+    """Keep programs such as llamafactory-cli from starting ranks, so that one rank runs here.
 
-    (subprocess.Popen.__init__, os.execv, os.execve; the other functions of os call these)
+    Replaces subprocess.Popen.__init__, os.execv and os.execve, which the other functions of os call.
     """
     original = subprocess.Popen.__init__
 
@@ -57,7 +57,7 @@ def launchers_inside() -> None:
 
 
 def spawned_ranks(target: ScriptTarget) -> None:
-    """Run one rank in this process instead of the processes that a script spawns. (torch.multiprocessing.spawn)"""
+    """Run one rank in this process when a script would spawn ranks. (torch.multiprocessing.spawn)"""
 
     def spawn(fn: Callable[..., object], args: Sequence[object] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
         started = replace(target.command, gpus=nprocs, nodes=target.nodes)
@@ -87,7 +87,7 @@ def _words(args: object) -> list[str]:
 
 
 def environment(target: ScriptTarget) -> dict[str, str]:
-    """Return a rank's environment variables: its rank numbers, and the variables that its launcher sets."""
+    """Return a rank's environment variables: the rank numbers, and the variables that its launcher sets."""
     local, node = target.rank % target.gpus, target.rank // target.gpus
     found = {
         "RANK": target.rank,
@@ -109,7 +109,7 @@ def environment(target: ScriptTarget) -> dict[str, str]:
 
 
 def _of_accelerate(target: ScriptTarget) -> dict[str, str]:
-    """Return the variables that `accelerate launch` sets. Its code runs, but starts no process."""
+    """Return the variables that `accelerate launch` sets. Runs accelerate's code without starting a process."""
     from accelerate.commands import launch
     from accelerate.utils import launch as prepare
 

@@ -39,7 +39,7 @@ class Lengths:
         self._rows: dict[int, int] = {}  # id of a data set -> tokens of its longest row
 
     def limit(self) -> tuple[int, str]:
-        """Return the longest allowed sequence in tokens, and the name of its limit. The length is 0 without a limit."""
+        """Return the longest allowed sequence in tokens and what limits it; (0, "") without a limit."""
         if not self.trainer and not self.tokenizer and id(self.dataset) not in self._rows:
             self._rows[id(self.dataset)] = _longest_row(self.dataset)
         said = {
@@ -129,7 +129,7 @@ def trainer_arguments(lengths: Lengths) -> None:
 
 
 def replaced_arguments(values: Mapping[str, object]) -> None:
-    """Overwrite these values of TrainingArguments. (TrainingArguments.__post_init__)"""
+    """Overwrite `values` in every TrainingArguments. (TrainingArguments.__post_init__)"""
     from transformers import TrainingArguments
 
     original = TrainingArguments.__post_init__
@@ -143,9 +143,9 @@ def replaced_arguments(values: Mapping[str, object]) -> None:
 
 
 def largest_samples(meter: ValueTracker) -> None:
-    """Replace each batch's samples by the largest of the data set: images by pixels, audio by frames.
+    """Replace each batch's samples with the largest samples of the data set.
 
-    If all samples have the same size or no floats, the batches stay unchanged.
+    Images are compared by pixels, other samples by floats. If all have the same size, the batches stay unchanged.
     (torch.utils.data: _MapDatasetFetcher.fetch)
     """
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
@@ -163,7 +163,10 @@ def largest_samples(meter: ValueTracker) -> None:
 
 
 def _by_size(dataset: Any, meter: ValueTracker) -> list[int]:
-    """Return the indices of the samples that can be read in ROWS_S, the largest first; [] if all are equally large."""
+    """Return the samples' indices, largest first; [] if all have the same size.
+
+    Reading the samples stops after ROWS_S seconds.
+    """
     sizes, deadline = list[int](), time.monotonic() + ROWS_S
     with suppress(Exception), _disable_current_modes(), unset_fake_temporarily():  # a sample's code can raise anything
         for n in range(len(dataset)):
@@ -175,7 +178,6 @@ def _by_size(dataset: Any, meter: ValueTracker) -> list[int]:
 
 
 def _sample_size(sample: object) -> int:
-    """Return the number of floats and pixels of a sample."""
     size = 0
     for leaf in tree_leaves(dict(sample) if isinstance(sample, Mapping) else sample):
         kind = getattr(leaf, "dtype", None)
@@ -203,7 +205,7 @@ def batches(lengths: Lengths, longest: bool) -> None:
 
 
 def _longest_row(dataset: Any) -> int:
-    """Return the tokens of the longest row among those that can be read in ROWS_S; 0 if rows have no tokens."""
+    """Return the number of tokens in the longest row; 0 without tokens. Reading the rows stops after ROWS_S seconds."""
     longest, deadline = 0, time.monotonic() + ROWS_S
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return 0
@@ -218,7 +220,10 @@ def _longest_row(dataset: Any) -> int:
 
 
 def _longer(value: Any, seen: int, wanted: int, targets: int) -> Any:
-    """Lengthen dimensions that have `seen` elements to `wanted` elements, in decoder inputs to `targets`."""
+    """Repeat values along dimensions of `seen` elements until they have `wanted` elements.
+
+    Labels and decoder inputs are lengthened to `targets` instead.
+    """
     if isinstance(value, Tensor):
         for dimension in range(1, value.dim()):
             if value.shape[dimension] == seen:

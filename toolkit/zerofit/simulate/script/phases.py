@@ -131,7 +131,7 @@ class ScriptPhases:
         return "forward" if engine.training else "evaluation"
 
     def _scores(self) -> bool:
-        """Return whether a forward computes log-probs: it needs no gradients and comes after a generation."""
+        """Return whether a forward computes log-probs: without gradients, and after a generation."""
         if torch.is_grad_enabled() or self.log.name in (GENERATION, EVALUATION):
             return False
         return any(phase.name == GENERATION for phase in self.log.done)
@@ -164,7 +164,10 @@ class ScriptPhases:
             self._busy -= 1
 
     def _stepped(self, one: object, of: list[object]) -> None:
-        """Count an optimizer step. Raises ScriptStop when all optimizers have made enough steps."""
+        """Count an optimizer step of `one`. `of`: all engines or optimizers that train.
+
+        Raises ScriptStop when each has made enough steps, or one of them WAITED times as many.
+        """
         self.steps[id(one)] += 1
         made = [self.steps[id(other)] for other in of]
         if min(made) >= self.wanted or max(made) >= WAITED * self.wanted:
@@ -289,5 +292,5 @@ class ScriptPhases:
 
 
 def has_optimizer(engine: DeepSpeedEngine) -> bool:
-    """Return whether an engine has an optimizer from the script or its JSON. Other engines get a dummy."""
+    """Return whether an engine has an optimizer from the script or its DeepSpeed JSON, not a dummy."""
     return bool(engine.optimizer_name())

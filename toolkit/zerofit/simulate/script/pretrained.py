@@ -100,10 +100,10 @@ def pretrained(meter: ScriptTracker) -> None:
 
 
 def flash_attention(meter: ScriptTracker) -> None:
-    """Use torch's flash attention instead of the flash_attn package, whose kernels have no shape rule.
+    """Use torch's flash attention, since kernels of the flash_attn package have no shape rule.
 
-    It is the same algorithm and keeps the same tensors. Unlike flash_attn, padded and packed batches need a mask.
-    (transformers.PreTrainedModel._check_and_adjust_attn_implementation)
+    It is the same algorithm and saves the same tensors. Unlike flash_attn, torch needs a mask for padded and packed
+    batches. (transformers.PreTrainedModel._check_and_adjust_attn_implementation)
     """
     original = PreTrainedModel._check_and_adjust_attn_implementation
 
@@ -117,14 +117,13 @@ def flash_attention(meter: ScriptTracker) -> None:
 
 
 def _dtype(asked: Any, config: Any) -> torch.dtype:
-    """Return the dtype of the weights. "auto" stands for the dtype in the configuration."""
     if asked == "auto":
         asked = config.dtype or torch.float32
     return getattr(torch, asked.removeprefix("torch.")) if isinstance(asked, str) else asked
 
 
 def quantizer_of(config: Any, asked: Any, device_map: Any) -> Any:
-    """Return a model's quantizer. Raises NotSimulated unless it is 4-bit bitsandbytes without ZeRO-3."""
+    """Return a model's quantizer. Raises NotSimulated for any quantizer except 4-bit bitsandbytes, and under ZeRO-3."""
     chosen = getattr(config, "quantization_config", None) or asked
     said = chosen if isinstance(chosen, dict) else vars(chosen)
     if not (said.get("load_in_4bit") or said.get("_load_in_4bit")):
@@ -141,7 +140,7 @@ def quantizer_of(config: Any, asked: Any, device_map: Any) -> Any:
 
 
 def quantize(meter: ScriptTracker, model: Any, quantizer: Any, dtype: torch.dtype, device_map: Any) -> None:
-    """Quantize a model on the rank's device, weight by weight, as transformers does while it reads them."""
+    """Quantize a model's weights one by one on the rank's device, as transformers does while reading them."""
     kinds = library()
     if kinds.Params4bit.__new__.__module__ != four_bits.__module__:
         four_bits()

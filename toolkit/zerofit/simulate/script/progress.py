@@ -17,7 +17,7 @@ _BUSY = 0.5  # share of a core, below which the host counts as waiting
 
 
 def watch_progress(meter: ScriptTracker, log: PhaseLog, give_up: Callable[[Problem], object]) -> None:
-    """Call `give_up` from a thread once a phase has lasted LIMIT_S.
+    """Call `give_up` from a thread once a phase has lasted LIMIT_S seconds.
 
     Time for work on the script's own data, such as tokenizing, does not count, because this work will end.
     """

@@ -70,8 +70,9 @@ def simulate_script(
 ) -> RankRecord:
     """Run the script until it has made the target's optimizer steps. Return the rank's record.
 
-    `give_up` is called from a thread if a phase does not end. It must end the process. Patches torch and DeepSpeed for
-    the rest of this process. Raises UserError if the script cannot be simulated, or ends without training.
+    If a phase does not end, `give_up` is called from a thread, and must end the process. Patches torch and
+    DeepSpeed for the rest of this process. Raises UserError if the script cannot be simulated, or ends without
+    training.
     """
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     shown = gpu.SHOWN if target.on_gpu else "cpu"
@@ -200,7 +201,7 @@ def _learner(
 
 
 def _patch_imported(meter: ScriptTracker) -> None:
-    """Patch packages that are only patched once the script has imported them."""
+    """Patch packages that only some scripts import, if this script has imported them by now."""
     writes.saving(meter, writes.OF_PACKAGES)
     if "bitsandbytes" in sys.modules:
         moments_of_eight_bits(meter.device != "cpu")
@@ -233,7 +234,10 @@ def _tag(meter: ScriptTracker, phases: ScriptPhases) -> None:
 
 
 def _run(target: ScriptTarget, meter: ScriptTracker, watched: FaultLog) -> tuple[str, bool]:
-    """Run the script. Return how it ended, and whether with an error code. Raises UserError if it fails."""
+    """Run the script. Return how it ended, and whether it called exit() with an error code.
+
+    Raises UserError if the script fails.
+    """
     try:
         _run_as_main(target)
     except ScriptStop:
@@ -265,7 +269,6 @@ def _run(target: ScriptTarget, meter: ScriptTracker, watched: FaultLog) -> tuple
 
 
 def _run_as_main(target: ScriptTarget) -> None:
-    """Run the script's file or module as `__main__`, with its arguments."""
     command = target.command
     local = (f"--local_rank={target.rank % target.gpus}",) if command.local_rank_argument else ()
     sys.argv = [command.script, *local, *command.arguments]

@@ -11,7 +11,7 @@ from zerofit.simulate.ops.tracker import collective_of
 
 
 def alike(name: str, args: OpArguments) -> Tensor:
-    """Return the result of a functional collective on real tensors, as if other ranks had this rank's values."""
+    """Return the result of a functional collective on real tensors, if all ranks had this rank's values."""
     (op, group), value = collective_of(name, args), args[0]
     assert group is not None
     ranks = group.size()
@@ -26,7 +26,7 @@ def alike(name: str, args: OpArguments) -> Tensor:
 
 
 def replicate(name: str, args: OpArguments, summed: bool) -> None:
-    """Fill the results of a collective on real tensors, as if other ranks had this rank's values.
+    """Fill the results of a collective on real tensors, as if all ranks had this rank's values.
 
     `summed`: whether an all-reduce is a sum. A mean or a maximum of equal values changes nothing.
     """

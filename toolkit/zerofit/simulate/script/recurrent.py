@@ -43,7 +43,6 @@ class _Recurrent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layers: _Layers, samples: int, x: Tensor, hx: Tensor, cx: Any, *weights: Tensor) -> Any:
-        """Return the output and the last states, and save cuDNN's reserve for backward."""
         x, hx = x.contiguous(), hx.contiguous()
         hidden = weights[1].shape[1]  # of the projection, if there is one
         units = (cx if cx is not None else hx).shape[-1]
@@ -94,7 +93,7 @@ def host_layers() -> None:
 
 
 def _pack(original: Callable[..., Any], rows: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Pack rows of known lengths, which decide the shape of the result. (torch._VF._pack_padded_sequence)"""
+    """Pack fake rows of known lengths, which decide the shape. (torch._VF._pack_padded_sequence)"""
     known = known_value(lengths)
     if not isinstance(rows, FakeTensor) or known is None:
         return original(rows, lengths, batch_first)
@@ -126,10 +125,10 @@ def _host_workspace(shape: tuple[int, int, int], hidden: int, dtype: torch.dtype
 
 
 def recurrent_layers(meter: ScriptTracker) -> None:
-    """Run LSTM, GRU and RNN layers on the device by cuDNN's shapes, and keep their weights in one tensor.
+    """Make LSTM, GRU and RNN layers on the device allocate the tensors that cuDNN allocates.
 
-    torch's C++ code finds no CUDA device here, and would run the layers step by step. C++ code would also read the
-    lengths of packed sequences, so packing is replaced too.
+    A layer's weights become parts of one tensor. torch's C++ code finds no CUDA device here, and would run the
+    layers step by step. C++ code would also read the lengths of packed sequences, so packing is replaced too.
     (torch._VF.lstm, gru, rnn_tanh, rnn_relu; torch._VF._pack_padded_sequence; torch.nn.RNNBase.flatten_parameters)
     """
 

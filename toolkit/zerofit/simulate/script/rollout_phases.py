@@ -1,4 +1,4 @@
-"""Begin and end the phases of a step in which vLLM works, and choose the token of its completions."""
+"""Begin and end vLLM's phases within a step, and choose the token that fills its completions."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _loading: list[tuple[ScriptTracker, Callable[[torch.device], torch.device]]] = [
 
 @dataclass(eq=False)
 class _SavedStorage:
-    """The storage of saved tensors. A view of a part saves and loads the full storage, too."""
+    """The storage behind saved tensors. A view saves and loads its full storage."""
 
     elements: int
     dtype: torch.dtype
@@ -62,7 +62,7 @@ def _restored(storage: _SavedStorage, view: tuple[Any, Any, int], is_parameter: 
 
 
 class _Pickler(pickle.Pickler):
-    """Writes fake tensors by their shapes, and real tensors with their values."""
+    """Writes fake tensors as shapes and known values, and real tensors with their values."""
 
     def __init__(self, file: Any):
         super().__init__(file, protocol=4)
@@ -70,7 +70,6 @@ class _Pickler(pickle.Pickler):
         self._storages: dict[int, _SavedStorage] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return the function and the arguments that restore a tensor. pickle handles all other objects."""
         if isinstance(obj, FakeTensor):
             self.fakes += 1
             storage = obj.untyped_storage()
@@ -99,7 +98,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def _real(content: bytes) -> Tensor:
-    """Return a saved real tensor on the device on which it is loaded. On the simulated device it is a fake."""
+    """Return a saved real tensor on its new device. On the simulated device it becomes a fake."""
     value = _value(content)
     return value.to(_loading[-1][1](value.device))
 
@@ -110,7 +109,7 @@ def _value(content: bytes) -> Tensor:
 
 
 def _write(value: object, file: Any) -> bool:
-    """Write an object with fake tensors. Return False if it has none, or if pickle cannot save it."""
+    """Write `value` in zerofit's format if it contains fake tensors. Return whether it was written."""
     content = io.BytesIO()
     pickler = _Pickler(content)
     pickler.dump(value)
@@ -134,7 +133,7 @@ def _is_saved(path: Any) -> bool:
 
 
 def _placed(map_location: Any) -> Callable[[torch.device], torch.device]:
-    """Return a function from the device of a saved tensor to its new device, by torch.load's `map_location`."""
+    """Return a function from a tensor's saved device to its new one. `map_location`: as in torch.load."""
 
     def place(saved: torch.device) -> torch.device:
         if map_location is None:
@@ -161,7 +160,7 @@ def _opened(file: Any, mode: str) -> Iterator[Any]:
 def saved_by_torch(meter: ScriptTracker, files: ScratchFiles) -> None:
     """Save and load objects with fake tensors in zerofit's own format. (torch.save, torch.load)
 
-    Other files are loaded with their values, although a fake mode is active: torch would load none.
+    Other files are loaded with their values. torch itself would load none of them, since a fake mode is active.
     (torch/serialization.py: `detect_fake_mode` in _load)
     """
 
@@ -208,7 +207,7 @@ def saved_by_torch(meter: ScriptTracker, files: ScratchFiles) -> None:
 
 
 def _replace_everywhere(original: object, function: object) -> None:
-    """Replace a function in every module that has it as an attribute."""
+    """Replace a function in all loaded modules that have it as an attribute, except zerofit's."""
     for module in list(sys.modules.values()):
         for name in [name for name, value in list(vars(module).items()) if value is original]:
             if not module.__name__.startswith("zerofit."):
@@ -230,17 +229,14 @@ class _Safetensors:
         pass
 
     def keys(self) -> list[str]:
-        """Return the names of the tensors."""
         return list(self._tensors)
 
     offset_keys = keys
 
     def metadata(self) -> Any:
-        """Return the metadata that were saved."""
         return self._metadata
 
     def get_tensor(self, name: str) -> Tensor:
-        """Return a tensor."""
         return self._tensors[name]
 
     get_slice = get_tensor
@@ -274,7 +270,10 @@ def saved_by_safetensors(meter: ScriptTracker, files: ScratchFiles) -> None:
 
 
 def saved_models() -> None:
-    """Save a model's configuration, from which `from_pretrained` builds it. (transformers.PreTrainedModel)"""
+    """Save a model's configuration without weights. `from_pretrained` builds the model from this file.
+
+    (transformers.PreTrainedModel.save_pretrained)
+    """
     from transformers import PreTrainedModel
 
     def save_pretrained(self: Any, save_directory: Any, *_: object, **__: object) -> None:
@@ -290,7 +289,7 @@ def saved_models() -> None:
 
 
 def saved_tokenizers(files: ScratchFiles) -> None:
-    """Redirect tokenizers' files, which compiled code writes and reads. (tokenizers.Tokenizer.save, from_file)"""
+    """Redirect the files that compiled code of tokenizers reads and writes. (Tokenizer.save, from_file)"""
     from tokenizers import Tokenizer
 
     replace_in(Tokenizer, "from_file", staticmethod(files.redirected(Tokenizer.from_file, files.to_read)))

@@ -1,4 +1,4 @@
-"""Simulate the stages of a script's pipeline one by one. Each gets the shapes that the stage before has sent."""
+"""Simulate a pipeline's stages one by one. Each stage gets the shapes that the previous stage sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StageJoints:
         self._sent: Any = None  # outputs of this rank's first PipelineStage (torch)
 
     def join(self) -> None:
-        """Give all engines and torch stages of this process their inputs, and record the tensors that they send."""
+        """Give each engine and torch stage of this process its input, and record what it sends."""
         if hasattr(PipelineStage, "_warmup_forward_vote"):  # from torch 2.14 on
             self._join_torch()
         made = PipelineEngine.__init__
@@ -107,7 +107,10 @@ class StageJoints:
 
 
 def _stage_of(stage: Any) -> ScriptStage:
-    """Return the first stage of this rank and of all ranks. A pipeline's rank numbers have equal distances."""
+    """Return this rank's first stage, and the first stage of every rank.
+
+    Assumes that the ranks of a pipeline are equally far apart.
+    """
     ranks = dist.get_process_group_ranks(stage.group)
     distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     of_rank = tuple(rank // distance % len(ranks) for rank in range(dist.get_world_size()))
@@ -115,7 +118,7 @@ def _stage_of(stage: Any) -> ScriptStage:
 
 
 def _sizes(meta: Any) -> SentTensors:
-    """Return the shapes that the next rank receives. Raises NotSimulated for DTensors."""
+    """Return the shapes and dtypes that the next rank receives. Raises NotSimulated for DTensors."""
     if any(type(one) is not pipes._TensorMeta for one in meta.forward_metas):
         hint = "simulate the first rank (--rank 0), or let stages return local tensors"
         raise not_simulated("a pipeline stage that sends DTensors", hint)

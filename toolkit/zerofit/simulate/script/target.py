@@ -43,5 +43,5 @@ class ScriptTarget:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether device and host are separate."""
+        """Whether the device is a GPU, with memory of its own."""
         return self.device.kind != "cpu"

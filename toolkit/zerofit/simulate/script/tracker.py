@@ -84,7 +84,6 @@ class ScriptTracker(ValueTracker):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: OpArguments = (), kwargs: OpKeywords | None = None
     ) -> OpOutput:
-        """Run the op for real or on fakes, and record its effects."""
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
@@ -141,7 +140,7 @@ class ScriptTracker(ValueTracker):
         return out
 
     def _higher_order(self, op: HigherOrderOperator, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
-        """Run the ops of a higher-order op's body as torch does eagerly. Without eager kernel, use the shape rule.
+        """Run a higher-order op's body op by op, like eager torch. Without an eager kernel, use the shape rule.
 
         If the script compiles, attention is one kernel that stores no scores (torch/_inductor/kernel/flex).
         """
@@ -164,7 +163,7 @@ class ScriptTracker(ValueTracker):
         return on_simulated(value) if self.device == "cuda" else value
 
     def _pinning(self, name: str, tensor: Tensor) -> object:
-        """Run `is_pinned` or `pin_memory`, for which torch's own code needs a CUDA driver."""
+        """Run `is_pinned` or `pin_memory` without torch's own code, which needs a CUDA driver."""
         if name == _IS_PINNED or self.is_pinned(tensor):
             return self.is_pinned(tensor)
         with self:
@@ -173,7 +172,7 @@ class ScriptTracker(ValueTracker):
         return pinned
 
     def _holds_nothing(self, name: str, args: OpArguments, kwargs: OpKeywords) -> bool:
-        """Return whether a new host tensor should be fake: if it is large, or if DeepSpeed allocates it for floats."""
+        """Return whether a new host tensor should be fake: a large one, or floats that DeepSpeed allocates."""
         if not name.startswith(_NEW) or getattr(kwargs.get("device"), "type", "cpu") != "cpu":
             return False
         count = 1
@@ -262,7 +261,10 @@ def on_simulated(value: object) -> object:
 
 @cache
 def _is_composite(func: OpOverload) -> bool:
-    """Return whether an op only calls other ops. silu_backward, for example, also has kernels."""
+    """Return whether an op only calls other ops.
+
+    Some ops, such as silu_backward, can do so but also have a CPU kernel. For these, return False.
+    """
     kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     name = func.name()
     return func.namespace != "prim" and kernel(name, "CompositeImplicitAutograd") and not kernel(name, "CPU")

@@ -69,7 +69,7 @@ class ValueTracker(IssuingTracker):
         self.reduction: Any = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
 
     def note(self, text: str, *, bound: bool = False, here: bool = False) -> None:
-        """Count an approximation. `bound`: it makes the figures an upper bound. `here`: add the script's line."""
+        """Count an approximation. `bound`: the figures become an upper bound. `here`: add the script's line."""
         line = own_line() if here else ""  # "" if no line of the script is running
         text = f"{text}, at {line}" if line else text
         self.notes[text] += 1
@@ -90,10 +90,10 @@ class ValueTracker(IssuingTracker):
         return known_value(tensor)
 
     def counted(self, tensor: Tensor) -> Tensor | None:
-        """Return the count of a mask of unknown values in a module. The mask is assumed to be all True.
+        """If `tensor` counts a mask of unknown values, return the count for a mask that is all True.
 
-        Masks that are used as an index are assumed to be all True as well. Returns None for any other tensor, and
-        outside of modules, where a count is a metric such as accuracy.
+        Masks that are used as an index are assumed to be all True as well. Returns None for any other tensor. Also
+        returns None outside of modules, where a count is a metric such as accuracy.
         """
         number = vars(tensor).get("_elements")
         if number is None or not self._running:
@@ -138,10 +138,10 @@ class ValueTracker(IssuingTracker):
     def _by_values(
         self, func: OpOverload, args: OpArguments, kwargs: OpKeywords, leaves: list[Tensor], error: Exception
     ) -> OpOutput:
-        """Return the output of an op whose shape depends on values. Raises `error` if the values are unknown.
+        """Return the output of an op whose shape depends on values.
 
-        If the values are unknown, some ops return their largest possible output: for a mask that is all True, or for
-        distinct elements.
+        If the values are unknown, ops in _BOUNDED return their largest possible output: for a mask that is all
+        True, or for distinct elements. Other ops, and ops with very large inputs, raise `error`.
         """
         known = all(self.read(t, shapes=True) is not None for t in leaves)
         if not known:
@@ -204,7 +204,10 @@ class ValueTracker(IssuingTracker):
                 keep(t, value, assumed=any(map(is_assumed, leaves)))
 
     def _computed(self, func: OpOverload, name: str, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
-        """Run an op on the host with the known values of its arguments. Returns None if the op works in place."""
+        """Run an op on the host with the known values of its arguments.
+
+        In-place collectives of c10d change these values and return None.
+        """
         host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == SIMULATED else kwargs
         with on_host():
             known, named = tree_map(known_value, args), tree_map(known_value, host)
@@ -229,7 +232,7 @@ class ValueTracker(IssuingTracker):
         return places is not None
 
     def _keep_decided(self, func: OpOverload, args: OpArguments, out: FakeTensor) -> bool:
-        """Store the value of all elements of an output if unknown inputs do not change it. Return whether stored."""
+        """Store an output's value if no unknown input can change any element. Return whether stored."""
         if func._overloadpacket not in RULES:
             return False
         with on_host():

@@ -38,7 +38,7 @@ def on_host() -> Iterator[None]:
 
 
 def known_value(leaf: object) -> Any:
-    """Return a tensor's value; None for a fake of unknown value. Return other objects unchanged."""
+    """Return the known value of a fake; None if unknown. Return real tensors and other objects unchanged."""
     return leaf.__dict__.get("_known") if isinstance(leaf, FakeTensor) else leaf
 
 
@@ -85,13 +85,13 @@ def largest(value: object) -> object:
 
 # `done = unknown | (length >= limit)` ends a loop of generation at its own limit only by this logic of three values.
 def decided(func: OpOverload, args: OpArguments, known: OpArguments) -> bool | None:
-    """Return the value of all elements of an output: False for 0, True for 1; None if unknown inputs decide it.
+    """Return the value that all elements of an output share: False for 0, True for 1, None if unknown.
 
     `func`: an op in RULES.
 
-    A known operand can decide alone: True in an `or`, False or zero in an `and` or product. Unknown floats are assumed
-    to be finite, as in training that continues. So isnan, isinf and their longer forms `x != x` and `abs(x) == inf` are
-    False.
+    A known operand can decide alone: True in an `or`, False or zero in an `and` or product. Unknown floats are
+    assumed to be finite, as in training that continues. So isnan and isinf are False, and also their longer forms,
+    `x != x` and `abs(x) == inf`.
     """
     packet = func._overloadpacket
     if packet in _FILLED:

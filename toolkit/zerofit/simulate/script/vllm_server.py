@@ -26,7 +26,7 @@ _TRAINERS = 'use GRPOTrainer or RLOOTrainer of TRL 1.16, or vllm_mode="colocate"
 
 
 def connect_server(meter: ScriptTracker, log: PhaseLog) -> None:
-    """Replace TRL's client of a vLLM server, which would wait for it. (trl/generation/vllm_generation.py)"""
+    """Replace TRL's client, which would wait for a vLLM server. (trl/generation/vllm_generation.py)"""
     try:
         from trl.generation.vllm_client import VLLMClient  # pyright: ignore[reportMissingImports]
         from trl.generation.vllm_generation import VLLMGeneration  # pyright: ignore[reportMissingImports]
@@ -50,7 +50,7 @@ def connect_server(meter: ScriptTracker, log: PhaseLog) -> None:
 
 
 class ServerClient:
-    """Replaces TRL's VLLMClient, with the methods that its trainers call."""
+    """Replaces TRL's VLLMClient, with the methods that TRL's trainers call."""
 
     def __init__(self, meter: ScriptTracker, log: PhaseLog, config: PreTrainedConfig):
         self._log, self._token = log, plain_token(config)
@@ -76,7 +76,7 @@ class ServerClient:
         }
 
     def update_named_params(self, metadata: object, named_params: Iterator[tuple[str, Tensor]]) -> None:
-        """Pack all weights into buffers. vLLM sends one buffer while it fills the next one."""
+        """Pack all weights into buffers, as vLLM's code does. It fills one buffer while it sends another."""
         begin(self._log, SYNC)
         sent: list[Tensor | None] = [None] * SENT_BUFFERS
         for slot in cycle(range(SENT_BUFFERS)):
@@ -86,7 +86,7 @@ class ServerClient:
                 return
 
     def reset_prefix_cache(self) -> None:
-        """Drop cached prompts. TRL calls this after each synchronization."""
+        """End the weight synchronization, after which TRL always calls this method."""
         end(self._log)
 
 

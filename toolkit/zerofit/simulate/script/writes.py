@@ -82,7 +82,6 @@ class _Disabling:
     """Disables W&B when the script imports it, even if the script sets mode="offline". (wandb.init)"""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        """Return a module spec for wandb whose `init` is disabled; None for other modules."""
         if name != "wandb":
             return None
         sys.meta_path.remove(self)  # pyright: ignore[reportArgumentType] - it has what a finder needs
