@@ -1,8 +1,8 @@
 """Share the statistics of batch norms of any dimension among all data parallel ranks.
 
 torch.nn.SyncBatchNorm only has kernels for accelerators and works neither on CPUs nor in the simulation. Here ranks
-exchange their means and variances. Forward needs an all-gather, backward an all-reduce. torch's batch norm kernel
-applies them.
+exchange their means and variances: forward needs an all-gather, backward an all-reduce. Then torch's batch norm kernel
+normalizes with the shared mean and variance.
 """
 
 from __future__ import annotations

@@ -333,8 +333,8 @@ def fake_tensors() -> Iterator[None]:
 def bincount(fake_mode: Any, func: Any, values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Return torch.bincount's output on fake tensors. All values must be below `minlength`.
 
-    Without values the shape of the real output is unknown. Before 5.23 transformers computes router losses with
-    bincount of the experts' ids.
+    Without values the shape of the real output is unknown. In transformers before 5.23, router losses call bincount on
+    the experts' ids.
     """
     if not minlength:
         raise DynamicOutputShapeException(func)

@@ -129,7 +129,7 @@ def find(name: str) -> ModelSource:
     if path.exists():
         return _from_path(name, path)
     if name.startswith("hub:"):
-        message = f"{name}: hub: works only for training"
+        message = f"{name}: only training supports names that begin with hub:"
         raise ModelError("unknown-model", message, "give the folder of its snapshot in the hub's cache")
     if names_callable(name):
         return ModelSource(name=name, family="custom", origin="package.module:callable", task="custom")

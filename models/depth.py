@@ -65,7 +65,7 @@ def of_all_layers(config: Any, name: str) -> Any:
 
 
 def leading(config: Any) -> int:
-    """Return how many of the first layers differ from the later ones, such as DeepSeek's without experts."""
+    """Return how many of the first layers differ from the later ones. DeepSeek's first layers have no experts."""
     return of_all_layers(config, "first_k_dense_replace") or 0
 
 

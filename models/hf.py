@@ -128,9 +128,8 @@ def _from_config(source: ModelSource, config: Any) -> nn.Module:
 def _head_apart(config: Any) -> Iterator[None]:
     """Build T5 1.1 and Flan-T5 with a separate head.
 
-    Their checkpoints have a separate head, but transformers' class ties the head to the embedding. In the configs of
-    these models `scale_decoder_outputs` is False, because transformers stores "tie_word_embeddings" there
-    (transformers/models/t5).
+    The checkpoints of these models have a separate head, and their config.json sets "tie_word_embeddings" to false.
+    transformers stores this value as `scale_decoder_outputs`, and ties the head anyway (transformers/models/t5).
     """
     if getattr(config, "scale_decoder_outputs", True):
         yield
@@ -323,11 +322,10 @@ def _drawing_in_fp32() -> Iterator[None]:
 
 @contextmanager
 def _as_without_zero3() -> Iterator[None]:
-    """Inside this context, a model that ZeRO-3 partitions during its build gets the same weights as without.
+    """Inside this context, a model that ZeRO-3 partitions during its build gets the same weights as without ZeRO-3.
 
-    Initialization starts with the random state from before the constructors, since some constructors draw values
-    that are overwritten later. It draws on the CPU in fp32, since other devices and precisions give different
-    numbers.
+    Initialization starts with the random state from before the constructors, since some constructors draw values that
+    are overwritten later. It draws on the CPU in fp32, since other devices and precisions give different numbers.
     """
     from transformers import PreTrainedModel
 
@@ -352,8 +350,8 @@ def _as_without_zero3() -> Iterator[None]:
 def _exact_ranges() -> Iterator[None]:
     """Make torch.arange return the requested dtype, since rotary frequencies need ranges in fp32.
 
-    Under ZeRO-3 DeepSpeed casts ranges to 16 bits, which transformers prevents from 5.23 on.
-    (deepspeed/runtime/zero/partition_parameters.py)
+    At ZeRO-3, DeepSpeed casts ranges to 16 bits (deepspeed/runtime/zero/partition_parameters.py). transformers 5.23 and
+    later prevent this cast.
     """
     from deepspeed.runtime.zero import partition_parameters as zero
 

@@ -1,4 +1,4 @@
-"""Make every layer run in models with LayerDrop, which cannot compare tensors without values."""
+"""Make every layer run in models with LayerDrop. LayerDrop compares a random value, but fake tensors have no values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 class EveryLayer(TorchFunctionMode):
     """Inside this mode, LayerDrop skips no layer.
 
-    LayerDrop would skip a layer if torch.rand([]) is below a threshold. BART, Whisper and wav2vec 2.0 have
-    LayerDrop. Before 5.23 transformers also draws if the threshold is 0.
+    LayerDrop would skip a layer if torch.rand([]) is below a threshold. BART, Whisper and wav2vec 2.0 have LayerDrop.
+    In transformers before 5.23, LayerDrop calls torch.rand even if the threshold is 0.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -130,7 +130,7 @@ def _own(model: nn.Module, path: str, **more: Any) -> Layer:
 
 
 def _blocks(path: str, wrapped: Iterable[nn.Module]) -> list[Layer]:
-    """Return one layer for each module in `wrapped`. These wrap the model's blocks `path`.0, `path`.1, ..."""
+    """Return one layer for each module in `wrapped`. The modules wrap the model's blocks `path`.0, `path`.1, ..."""
     paths = ((f"{path}.{i}", block) for i, block in enumerate(wrapped))
     return [_layer(inner, block, {"block": inner}, block=True) for inner, block in paths]
 
@@ -324,7 +324,7 @@ class EncoderBlock(nn.Module):
 
 
 class BertEmbeddingSum(nn.Module):
-    """Adds segment 0 and learned positions to BERT's token embeddings (batch, seq_len, hidden_size), then a norm."""
+    """Adds segment 0 and learned positions to BERT's tokens (batch, seq_len, hidden_size) and normalizes the sum."""
 
     def __init__(self, embeddings: BertEmbeddings):
         super().__init__()

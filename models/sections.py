@@ -31,7 +31,7 @@ Mark = Callable[[int, Any], None]  # called with a section's index and its input
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """A part of the forward with separate costs. It begins before `start` or, with `after`, after it."""
+    """A part of the forward with separate costs. With `after` it begins when `start` returns, else before `start`."""
 
     name: str
     start: nn.Module | None  # None: begins with the model
@@ -78,9 +78,9 @@ def watched(sections: list[ModelSection], begin: Mark) -> Iterator[None]:
 # transformers' blocks checkpoint themselves in __call__: the hooks run inside of the checkpoint. The input that the
 # checkpoint saves would then count for the section before the block.
 def _around_hooks(module: nn.Module) -> Any:
-    """Return the function that checkpoints a block together with its hooks (transformers before 5.23); None without it.
+    """Return the function that checkpoints a block with its hooks (transformers before 5.23); None for other blocks.
 
-    The input that the checkpoint saves must count for this block (transformers/modeling_layers.py).
+    The function saves the block's input, which must count as memory of this block (transformers/modeling_layers.py).
     """
     within = type(module).__call__ is not nn.Module.__call__ and getattr(module, "gradient_checkpointing", False)
     return vars(module).get(_CHECKPOINT) if within else None

@@ -69,7 +69,7 @@ def selective_scan(
     return_last_state: bool = False,
     **_: Any,
 ) -> Any:
-    """Replace selective_scan_fn for (batch, dim, length). `matrices`: A, and B and C of (batch, states, length)."""
+    """Replace selective_scan_fn on (batch, dim, length). `matrices`: A (dim, states); B, C (batch, states, length)."""
     out, states = _Scan.apply(hidden_states, dt, *matrices, D, z, delta_bias)
     return (out, states[:, :, -1, 1::2]) if return_last_state else out
 

@@ -42,7 +42,9 @@ class TitanModel(nn.Module):
         sizes = (config.vocab_size, config.intermediate_size, config.num_key_value_heads, seq_len)
         if any(size % tp for size in sizes) or seq_len % CHUNKS:
             words = ", ".join(map(str, sizes))
-            message = f"tensor parallel degree {tp} or {CHUNKS} chunks do not divide all of {words}"
+            message = (
+                f"{tp} (tensor parallel) does not divide all of {words}, or {CHUNKS} does not divide {seq_len} tokens"
+            )
             raise ModelError("profile-tp", message)
         self.config, self.tp = config, tp
         self.tok_embeddings = nn.Embedding(config.vocab_size // tp, config.hidden_size)

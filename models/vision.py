@@ -103,7 +103,7 @@ def mlp(inputs: ImageInputs, hidden: int = 256) -> nn.Sequential:
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with batch norm around a shortcut (He et al., 2016, figure 2)."""
+    """Two 3x3 convolutions with batch norm, and a shortcut around both (He et al., 2016, figure 2)."""
 
     def __init__(self, channels_in: int, channels: int, stride: int, bias: bool):
         super().__init__()

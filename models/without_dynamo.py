@@ -58,7 +58,7 @@ def _get_optimize_ddp_mode() -> str:
 
 
 def _transform_get_item_to_index() -> Any:
-    """Return the real mode, which masks created with vmap need (transformers/masking_utils.py)."""
+    """Return the real mode. transformers needs it to create masks with vmap (transformers/masking_utils.py)."""
     _leave()
     return importlib.import_module(f"{NAME}._trace_wrapped_higher_order_op").TransformGetItemToIndex()
 

@@ -20,7 +20,12 @@ def test_a_look_at_conversations(tmp_path):
     shown = CliRunner().invoke(main, ["data", f"{tmp_path}/chats.jsonl", "--seq-len", "100", "--show", "1"])
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.count("⟦4<|end|>") == 2 and "OpenAI" in shown.stdout and "padding" in shown.stdout
-    assert shown.stdout.count("the loss counts the text that is between ⟦ and ⟧; the model only reads the rest") == 1
+    assert (
+        shown.stdout.count(
+            "the loss counts the text that is between ⟦ and ⟧; the model also reads the rest, but does not learn it"
+        )
+        == 1
+    )
     view = answer("data", f"jsonl:{tmp_path}/chats.jsonl", "--seq-len", 100, "--show", 1)
     (sample,) = view["samples"]
     assert [[(seen["text"], seen["learned"]) for seen in document] for document in sample["documents"]] == [

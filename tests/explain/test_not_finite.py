@@ -43,7 +43,7 @@ BAD = {"name": "head.weight", "kind": "weight", "bad": 1, "of": 320}
         (STOPPED | {"loss_scale": 1024.0}, [], "loss-scale", "overflows at scale 1024"),
         (STOPPED | {"origin": ORIGIN}, [2.3, 2.2], "operation", "A log of zero in head (forward)"),
         (STOPPED | {"origin": ORIGIN}, [2.3, 99.0], "learning-rate", "rose from 2.3 to 99"),
-        (STOPPED | {"origin": ORIGIN, "sizes": [0.1, 5.0]}, [], "learning-rate", "weights grew 50 times"),
+        (STOPPED | {"origin": ORIGIN, "sizes": [0.1, 5.0]}, [], "learning-rate", "weights grew by a factor of 50"),
         (STOPPED | {"origin": ORIGIN | {"depends": ["labels"]}}, [], "sample", "label of sample 17"),
         (STOPPED | {"origin": ORIGIN | {"depends": ["inputs"]}}, [], "sample", "Sample 17"),
         (STOPPED | {"origin": ORIGIN | {"wide": 1e5, "output": HALF}}, [], "fp16-overflow", "1e+05 in float32"),
@@ -51,7 +51,7 @@ BAD = {"name": "head.weight", "kind": "weight", "bad": 1, "of": 320}
             STOPPED | {"loss_scale": 4096.0, "origin": ORIGIN | {"wide": 1e5, "output": HALF, "phase": "backward"}},
             [],
             "loss-scale",
-            "a gradient of 24.4 times the loss scale 4096",
+            "the gradient 24.4, multiplied by the loss scale 4096,",
         ),
         (
             STOPPED | {"batch": [{"sample": 9, "tensor": "labels", "why": "not in 0 to 9", "values": FACTS}]},

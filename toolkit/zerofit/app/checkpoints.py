@@ -116,9 +116,9 @@ class VerifyResult:
 class Checkpoint:
     """A checkpoint: a `checkpoints/step-...` folder, or a run folder, whose newest complete checkpoint is used.
 
-    The folder can also come from DeepSpeed, the Trainer, Accelerate, Lightning or PyTorch DCP. No method needs a GPU,
-    or the ranks and the layout that wrote the checkpoint. No method runs code from the checkpoint. `on_event` gets
-    progress and warnings. Bad input raises UserError.
+    The folder can also come from DeepSpeed, the Trainer, Accelerate, Lightning or PyTorch DCP. No method needs a GPU.
+    No method needs the ranks or the layout of the run that wrote the checkpoint. No method runs code from the
+    checkpoint. `on_event` gets progress and warnings. Bad input raises UserError.
 
     >>> import zerofit as zf
     >>> result = zf.train(zf.Run(model="mlp", data="digits", steps=20, ranks=1, output="runs/mlp"))
@@ -207,12 +207,12 @@ class Checkpoint:
     ) -> ExportResult:
         """Verify every byte, then write a transformers model as a folder, and any other model as one safetensors file.
 
-        Adapters are written in peft's format. With `merge` they are merged into the full model; the path may then also
-        be a folder of adapters, or a run folder without checkpoints. `dtype`: type of the parameters (default: the
-        run's precision). `max_shard_size`: size limit of each file of a transformers model. A custom model
-        `package.module:callable` is imported and called only with `trust_model_code`. `model`: the folder with
-        config.json and the tokenizer, if another program's checkpoint does not contain them. `repair`: if the file of
-        a rank is lost, use its weights from the 16-bit copy in the checkpoint.
+        Adapters are written in peft's format. `merge`: merge the adapters into the full model. With `merge`, this
+        checkpoint may also be a folder of adapters, or a run folder without checkpoints. `dtype`: type of the
+        parameters (default: the run's precision). `max_shard_size`: size limit of each file of a transformers model. A
+        custom model `package.module:callable` is imported and called only with `trust_model_code`. `model`: the folder
+        with config.json and the tokenizer, if another program's checkpoint does not contain them. `repair`: if the file
+        of a rank is lost, use its weights from the 16-bit copy in the checkpoint.
         """
         shard_bytes, report = parse_bytes(max_shard_size, "--max-shard-size"), Reporter(on_event)
         report.status("importing torch ...")

@@ -232,7 +232,7 @@ def _parts(found: Explanation, simulation: Simulation, expected: int) -> Iterato
             yield f"tensors need {shown_bytes(needed)}, not more than the forecast's {shown_bytes(expected)}"
     unused, usual = figures.unallocated_bytes or 0, simulation.reserved_bytes - simulation.peak_bytes
     if unused - usual > max(APART * expected, LEAST_BYTES):
-        yield f"{shown_bytes(unused)} are fragments, {shown_bytes(max(0, usual))} in the forecast"
+        yield f"{shown_bytes(unused)} are fragments; the forecast has {shown_bytes(max(0, usual))}"
     outside = sum(overhead.high_bytes for overhead in simulation.overheads)
     beside = figures.beside_bytes or 0
     if beside - outside > LEAST_BYTES:

@@ -93,7 +93,7 @@ BY_WIDTH: dict[str, Callable[[int], int]] = {
 
 
 def default_values(reader: str, facts: ModelFacts | None) -> Iterator[RequestedValue]:
-    """Yield the values that replace "auto" in Accelerate, and in the Trainer, if no argument is given."""
+    """Yield the values that Accelerate fills in for "auto" if no argument is given. The Trainer uses Accelerate."""
     if reader not in HUGGING_FACE:
         return
     clipping = {"gradient_clipping": 1.0} if reader == "accelerate" else {}
@@ -135,7 +135,7 @@ def requested_by(arguments: ArgumentFile, ranks: int | None) -> Iterator[Request
                 source=f"{written} {word}",
                 place=arguments.place(written),
                 severity="warning",
-                overruled="the Trainer uses the JSON's value and ignores its argument",
+                overruled="the Trainer uses the value of the JSON and ignores the argument",
             )
 
 

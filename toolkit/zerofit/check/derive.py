@@ -85,7 +85,7 @@ class RecordingDict(dict):
     def keys(self) -> Any:
         """Return the keys as an object that supports `in`.
 
-        If a caller unpacks this object with `**`, DeepSpeed passes all keys to a pydantic class.
+        DeepSpeed unpacks a section with `**` to pass all its keys to a pydantic class. The object records this.
         """
         return _Keys(self)
 

@@ -1,4 +1,4 @@
-"""The text of a DeepSpeed JSON, or of a YAML with its keys. Every key and value has a position."""
+"""The text of a DeepSpeed JSON, or of a YAML with DeepSpeed's keys. Every key and value has a position."""
 
 from __future__ import annotations
 

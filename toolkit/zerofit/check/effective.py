@@ -110,7 +110,7 @@ def _fill(config: dict[str, Any], filled: dict[str, RequestedValue], setting: Ta
 
 
 def _same(value: Any, requested: Any) -> bool:
-    """Return whether a JSON value equals a requested value. A string and a number count as equal."""
+    """Return whether a JSON value equals a requested value. If only one of them is a string, return True."""
     if isinstance(requested, tuple):
         return str(value).lower() in requested
     if isinstance(value, str) or isinstance(requested, str):

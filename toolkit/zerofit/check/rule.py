@@ -51,7 +51,7 @@ class Rule:
     ignored: bool = False  # whether DeepSpeed ignores the key, as --explain shows
 
     def __call__(self, subject: CheckSubject) -> Iterator[Finding]:
-        """Yield the finding if the condition is true. Raises UnclearValue if the condition needs a wrong value."""
+        """Yield the finding if the condition is true. Raises UnclearValue if the condition reads a wrong value."""
         names = _Names(subject, self.path)
         if not names.value_of(self.when):
             return

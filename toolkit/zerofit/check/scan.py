@@ -1,8 +1,8 @@
 """A parser for JSON with comments and trailing commas, which DeepSpeed's reader (hjson) accepts.
 
-All values have positions, which findings and edits need and the standard library's parser does not keep. The parser
-is a recursive descent over regular expressions: `_at` is the offset of the next character, and `_value` reads the
-value that begins there.
+All values have positions, which findings and edits need. The standard library's parser does not keep positions. This
+parser is a recursive descent over regular expressions: `_at` is the offset of the next character, and `_value` reads
+the value that begins there.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from zerofit.check.subject import ZERO
 
 @cache
 def filled_by(reader: str = "") -> frozenset[str]:
-    """Return the keys whose "auto" the program `reader` fills before DeepSpeed reads the JSON.
+    """Return the keys at which the program `reader` replaces "auto" before DeepSpeed reads the JSON.
 
     "": the keys of all programs.
     """

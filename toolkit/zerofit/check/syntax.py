@@ -81,7 +81,7 @@ def _encoding(document: Document, reader: str, stops: bool) -> Finding:
 
 def _trailing_commas(document: Document, stops: str) -> Iterator[Finding]:
     """Yield findings about trailing commas. `stops`: why the reader stops there; "" if it accepts them."""
-    accepts = "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning read strict JSON and do not"
+    accepts = "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning need strict JSON"
     for place in document.commas:
         yield Finding(
             code="trailing-comma",

@@ -16,7 +16,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A setting of a DeepSpeed JSON whose state cannot be loaded in another layout, or not at all."""
+    """A setting of a DeepSpeed JSON that prevents a resume in another layout or, with `always`, in every layout."""
 
     key: str  # in the DeepSpeed JSON
     applies: Callable[[Config], bool]

@@ -60,7 +60,7 @@ def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:
 
 
 def no_optimizer(state: FullState, what: str) -> UserError:
-    """Return the error for a checkpoint without optimizer states that another program could load."""
+    """Return the error for a checkpoint that cannot be converted because it has no usable optimizer states."""
     message = f"{what} cannot be converted: {next(iter(state.notes), 'it has no optimizer states')}"
     hint = "use --to hf for the weights"
     return UserError(Problem(kind="no-optimizer", message=message, hint=hint, where="PATH"))

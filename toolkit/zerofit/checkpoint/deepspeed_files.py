@@ -100,8 +100,8 @@ class DeepSpeedFiles:
     def _shapes_of_mixture(self, mp: int, weights: dict[str, Tensor]) -> list[dict[str, torch.Size]]:
         """Return the shapes of the flat groups of a mixture of experts, from the optimizer's files.
 
-        These files may lack names of experts: DeepSpeed 0.14 divides their partition by all ranks, so it lists only
-        the first parameters. Then the names are taken from the experts' files.
+        DeepSpeed 0.14 divides the experts' partition by all ranks, so the optimizer's files list only the partition's
+        first parameters. The names are then read from the experts' files.
         """
         for name in self.experts:
             weights |= self.load(name)

@@ -44,7 +44,7 @@ def add_flat_groups(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
 
 
 def _lost_partition(files: DeepSpeedFiles, mp: int) -> dict[str, Any]:
-    """Return the sizes and kinds in the partition of a lost file. Other ranks' partitions have the same."""
+    """Return sizes and kinds of the tensors in a lost file's partition. They are the same on all ranks."""
     _, state = files.model(mp)
     if state.get("num_experts") or not state.get("module"):
         raise incomplete(files.folder, f"{', '.join(files.lost(mp).values())} is missing", MISSING)

@@ -156,7 +156,7 @@ def export_foreign(
         return _write_foreign_adapters(state, adapters, out, wanted)
     if folder is None:
         report.note(
-            f"{found.path} has no config.json, so parameters keep the checkpoint's names (--model FOLDER: a config)"
+            f"{found.path} has no config.json, so parameters keep the checkpoint's names; --model FOLDER adds one"
         )
     try:
         model = _named_model(folder) if folder else _shape_model(state)

@@ -370,7 +370,7 @@ def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
 def _remedy(found: Foreign) -> str:
     """Return the end of a message about lost optimizer files: what the user can do.
 
-    To find this out, try to repair the files.
+    The function tries to repair the checkpoint, to see which advice applies.
     """
     try:
         state = FullState(found.path, repair=True)

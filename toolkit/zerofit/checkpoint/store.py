@@ -356,7 +356,7 @@ def store_of(path: Path, where: str = "PATH") -> Store | None:
     if not path.exists():
         raise _no_checkpoint(f"folder {path} does not exist", where)
     found = foreign_at(path)
-    message = other_format(path) or "neither a checkpoint nor a run's folder with one"
+    message = other_format(path) or "neither a checkpoint nor a run folder with a checkpoint"
     raise _no_checkpoint(f"{path} is {f'{found.name}, which zerofit did not write' if found else message}", where)
 
 

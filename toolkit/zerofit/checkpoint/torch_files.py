@@ -180,7 +180,7 @@ def _prefix(weights: list[str], states: list[str]) -> str:
 
 
 def _chunk_shard(found: Foreign, name: str, shape: tuple[int, ...], chunk: Any, where: dict[str, Location]) -> Shard:
-    """Return a block of a tensor as a shard: full rows as a stretch, other blocks as a stretch of a cut."""
+    """Return a block of a tensor as a shard. A block with incomplete rows becomes part of a `TensorSlice`."""
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     columns = [dim for dim in range(1, len(shape)) if sizes[dim] != shape[dim]]
     if len(columns) > 1:
@@ -247,8 +247,8 @@ def _has_tensor(content: dict[Any, Any]) -> bool:
 def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
     """Build the index of full state dicts: a torch file, or safetensors with the optimizer's file next to them.
 
-    The optimizer's file numbers the parameters. Their order is that of the model of `run` or, without a run, of
-    config.json.
+    In the optimizer's file, parameters have numbers instead of names. Number n is the n-th parameter of the model of
+    `run` or, without a run, of the model of config.json.
     """
     root = found.path if found.path.is_dir() else found.path.parent
     saved, notes = _StateDict(), []

@@ -43,7 +43,7 @@ def _show(view: DataView) -> None:
     print_facts(console, [("", note) for note in view.notes], 0, hang=2)
     if view.samples:
         marks = "green" if sys.stdout.isatty() else "between ⟦ and ⟧"
-        click.echo(f"the loss counts the text that is {marks}; the model only reads the rest")
+        click.echo(f"the loss counts the text that is {marks}; the model also reads the rest, but does not learn it")
     for number, sample in enumerate(view.samples, 1):
         click.echo(style(f"\nsample {number}", bold=True))
         for place, document in enumerate(sample.documents):

@@ -34,7 +34,7 @@ COMMANDS = {
     "launch": ("launch", "Train on many hosts with the deepspeed launcher."),
     "mcp": ("mcp", "Serve simulate, plan, check and explain to a coding agent (Model Context Protocol)."),
     "models": ("train", "List the named models with their parameter counts."),
-    "plan": ("plan", "Rank the layouts of a model that fit a cluster, by speed."),
+    "plan": ("plan", "List the layouts of a model that fit a cluster, fastest first."),
     "plot": ("train", "Plot loss, throughput and memory of run folders."),
     "replay": ("replay", "Repeat the steps before a loss that is not finite, and name the cause."),
     "report": ("report", "Write one page about runs, simulations, plans, explanations and checks."),

@@ -75,7 +75,9 @@ ROLLOUT_HELP = "settings of vLLM for --serve (max_model_len=8192), or of TRL for
 FROM_TRACE_HELP = "use measured kernel times from RUN_FOLDER/traces/rank-0-step-3.json (`train --profile`)"
 COLUMNS_HELP = f"columns of the table after the layout: {', '.join(COLUMNS)} [as many as fit the terminal]"
 MEASURED_HELP = "scale all times to the speed of the layout given by flags: 5.33samples/s, 21000tokens/s or 0.52s"
-WRITE_HELP = "write the files of the simplest of the fastest layouts: run.yaml, accelerate.yaml or torchtitan.sh"
+WRITE_HELP = (
+    "write run.yaml, accelerate.yaml or torchtitan.sh for the simplest layout that is about as fast as the best"
+)
 METHODS_HELP = "compare full,lora,qlora in one table, with the longest sequence that fits"
 TRACE_HELP = "write the timeline of a step of the layout that --write chooses, in Chrome trace format for Perfetto"
 PIN_HELP = "offload to page-locked host memory [the DeepSpeed JSON's pin_memory, else yes]"
@@ -146,7 +148,7 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 @TRUST_MODEL_CODE
 @AS_JSON
 def plan(model: str | None, as_json: bool, **options: Any) -> None:
-    """Rank the layouts of MODEL that fit a cluster by speed, with their memory, and explain why others do not fit.
+    """List the layouts of MODEL that fit a cluster, fastest first, with their memory. Explain why others do not fit.
 
     Options of a run and --ds-config fix parts of the layout. zerofit searches the other parts. Layouts that do not fit
     are listed last, with their times. Without hardware options the cluster is this machine.

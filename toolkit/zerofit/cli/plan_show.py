@@ -39,8 +39,8 @@ MISFIT = ("", "layout", "memory", "margin", "step", "tokens/s", "images/s")
 def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> None:
     """Print how many layouts fit, the fastest layouts, and why others do not fit.
 
-    With `mesh`, also print the mesh of ranks of the best layout. `columns` names the columns after the layout; () shows
-    as many columns as fit the console.
+    With `mesh`, also print the mesh of ranks of the best layout. `columns`: the columns to show next to the layout; ()
+    shows as many columns as fit the console.
     """
     console, result = out(), plan.result
     word = ("FITS", "bold green") if result.layouts else ("NOTHING FITS", "bold red")
@@ -120,7 +120,7 @@ def _tuned(tuned: TunedLayouts) -> str:
     words += f"{planned['median']:.0%} (median) and {planned['most']:.0%} (largest)"
     if learned is None:
         return words
-    return f"{words}, after correction by the other trials {learned['median']:.1%} and {learned['most']:.1%}"
+    return f"{words}; corrected by the other trials, {learned['median']:.1%} and {learned['most']:.1%}"
 
 
 def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
@@ -238,7 +238,7 @@ def _outlook(outlook: Outlook) -> Iterator[tuple[str, str]]:
     elif outlook.gpu_hours is not None:
         yield "price", "unknown for this node: pass --price USD, or a cloud instance type as --gpu"
     months = f"({goodput.low:.1%} to {goodput.high:.1%} in 8 of 10 months)"
-    losses = f"saves cost {goodput.saving:.1%}, failures {goodput.lost:.1%}"
+    losses = f"{goodput.saving:.1%} are lost to saving, {goodput.lost:.1%} to failures"
     yield "goodput", f"{goodput.share:.1%} {months}: {losses}"
     yield "saves", f"save every {_time(goodput.save_every_s)}; a save takes {_time(goodput.save_s)}"
     restart = f"one every {_time(goodput.mtbf_s)}; a restart takes {_time(goodput.restart_s)}"

@@ -239,7 +239,7 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
 
 
 def command_cluster(words: list[str], hardware: dict[str, Any]) -> Cluster:
-    """Return the hardware from the options. Without --gpus or --nodes, use the numbers that the command starts.
+    """Return the hardware from the options. If --gpus or --nodes is missing, use the command's number of GPUs or nodes.
 
     Raises UserError with all problems.
     """
@@ -324,7 +324,7 @@ def single_cluster(hardware: dict[str, Any]) -> Cluster:
 
 
 def _annotate(result: Simulation) -> None:
-    """On GitHub, print the memory that a change adds as an annotation of the changed line; elsewhere do nothing."""
+    """On GitHub, annotate the changed line with the memory that the change adds. Elsewhere, do nothing."""
     compared = result.against
     if compared is None or os.environ.get("GITHUB_ACTIONS") != "true":
         return

@@ -145,7 +145,7 @@ def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]
     if crowded:
         fits = "fits" if crowded.fits else "does not fit"
         peak = f"peak {shown_bytes(crowded.peak_bytes)} in {crowded.peak_phase}, {fits}"
-        yield "worst routing", f"all tokens choose the same experts: {peak}"
+        yield "worst routing", f"if all tokens choose the same experts: {peak}"
     for fault in run.facts.faults:
         yield "fault", f"{fault.line}: {fault.problem}" if fault.line else fault.problem
         yield "", fault.mend

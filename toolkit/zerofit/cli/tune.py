@@ -57,8 +57,8 @@ def tune(
 
     tune searches ZeRO stage, offload, micro batch x accumulation at the run's global batch, activation checkpointing,
     overlap, bucket, prefetch and persistence sizes, and tensor, pipeline and sequence degrees. Precision, global batch
-    and compile change only if --space names them. With --hostfile trials run on those hosts. Repeat the command to
-    resume: tune keeps finished trials. --output is the folder for results.
+    and compile change only if --space names them. With --hostfile, the trials run on the hosts in this file. Repeat the
+    command to resume: tune keeps finished trials. --output is the folder for results.
     """
 
     def work() -> TuneResult:
@@ -118,7 +118,7 @@ def _regret(regret: Regret) -> str:
     if regret.untried_step_s is None:
         return "none: every configuration that fits was tried"
     untried = f"{regret.untried} configurations were not tried; the best of them should take"
-    gain = f"{regret.gap:.1%} less than the best measured" if regret.gap else "no less than the best measured"
+    gain = f"{regret.gap:.1%} less than the best measured" if regret.gap else "as much as the best measured"
     chance = f"with a probability of 95% none saves more than {regret.at_most:.1%}"
     return f"{untried} {_seconds(regret.untried_step_s)} per step, {gain}; {chance}"
 

@@ -248,7 +248,7 @@ def tied(model: nn.Module) -> bool:
 def _even_cuts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     """Divide `sizes` into consecutive parts with nearly equal sums. Return (start, stop) of each part.
 
-    `stop` is exclusive; no part is empty. Raises NotHereError if fewer layers than parts have parameters.
+    `stop` is exclusive; no part is empty. Raises NotHereError if there are fewer layers with parameters than parts.
     """
     # Greedy: the boundary after part k goes where the sum of sizes is nearest to k / parts of the total, among the
     # places that leave at least one layer with parameters for this part and for each later one.

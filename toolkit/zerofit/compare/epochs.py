@@ -22,9 +22,9 @@ NOISE_EVERY = 8  # steps between measurements of the gradient's noise
 class Epochs:
     """The epochs of one process. The first rank evaluates after each epoch. Evaluations are not timed.
 
-    An epoch ends with the step that completes it, so all batch sizes see the same number of samples, up to one batch.
-    Half of the validation samples (every second one) are reserved for a test score. This score must not influence the
-    choice of an epoch or a batch size.
+    An epoch ends with the step that completes it. The number of samples therefore exceeds full epochs by less than one
+    batch, at any batch size. Half of the validation samples (every second one) are reserved for a test score. This
+    score must not influence the choice of an epoch or a batch size.
     """
 
     def __init__(self) -> None:

@@ -184,7 +184,7 @@ def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems
 def precision_of(asked: str | None, config: Mapping[str, Any]) -> tuple[str, str]:
     """Return the JSON's precision (for "auto" the run's precision), and the key that sets it.
 
-    If the run names no precision, a JSON that only switches 16-bit types off trains in float32. Autocast needs float32
+    If the run names no precision and the JSON only disables 16-bit types, training uses float32. Autocast needs float32
     weights.
     """
     blocks = {name: get(config, f"{name}.enabled") for name in ("bf16", "fp16")}

@@ -16,14 +16,14 @@ IMAGE_FIELDS = ("mixup", "cutmix", "random_erasing", "image_sizes", "sync_batch_
 
 
 def check_averages(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
-    """Check that averaged weights can read the master weights."""
+    """Check that the layout and the DeepSpeed JSON allow averaged weights (--ema)."""
     if run.ema is None:
         return
     degrees = {"--tensor-parallel": layout.tp, "--pipeline": layout.pp, "--sequence-parallel": layout.sp}
     for name, degree in (degrees | {"--expert-parallel": layout.ep}).items():
         if degree > 1:
             message = f"--ema with {name} {degree}: averages only work with data parallelism, at ZeRO 0 to 3"
-            problems.add("layout", message, f"leave {name} at 1, or --ema out", "--ema")
+            problems.add("layout", message, f"set {name} to 1, or remove --ema", "--ema")
     apart = [feature.path for feature in features_on(config) if not feature.averaged]
     apart += ["offload_optimizer.device"] * (get(config, "zero_optimization.offload_optimizer.device") == "nvme")
     for path in apart:

@@ -31,9 +31,9 @@ def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
     The rate depends on the optimizer:
     - SGD: it grows linearly above 256 samples (Goyal et al., 2017).
     - Adafactor: it is fixed and relative to the weights.
-    - Others normalize their step. It grows with the square root of the batch between 4 and 64 samples (Malladi et al.,
-      2022). Above that, good rates of language models hardly depend on the batch. Except with Muon, larger models from
-      scratch get a lower rate. The rate of pretrained models does not depend on their size.
+    - Others normalize their step. Their rate grows with the square root of the batch between 4 and 64 samples (Malladi
+      et al., 2022). Above 64, good rates of language models hardly depend on the batch. Larger models from scratch get
+      a lower rate, except with Muon. The rate of pretrained models does not depend on their size.
 
     A GAN's rate is fixed, except with SGD.
     """

@@ -210,7 +210,7 @@ def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int,
 
 
 def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Reporter) -> dict[str, ChatTokens]:
-    """Open the tokens of a source's conversations by split: map the cached files, or write them first.
+    """Return the tokens of a source's conversations for each split. If they are not in the cache, write them first.
 
     Raises UserError with up to 20 bad records: no conversation, or the assistant's text cannot be found. Also raises
     the errors of `Preparation.open`.

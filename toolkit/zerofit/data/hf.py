@@ -147,7 +147,7 @@ class HfSet(Source):
         return text_digest(self.train._fingerprint, valid, self.what)
 
     def survey(self, progress: Reporter) -> Survey:
-        """Return the fingerprint as content hash, so the content is not read again."""
+        """Return the fingerprint instead of a content hash, which would need to read all rows."""
         return Survey(self.fingerprint(), len(self.train))
 
     def placed_rows(self, documents: int) -> Iterator[tuple[Any, str, bool]]:

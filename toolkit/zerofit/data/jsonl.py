@@ -142,7 +142,7 @@ def _text_of(line: JsonLine, field: str) -> str | Problem:
     if isinstance(row, Problem):
         return row
     if field not in row:
-        message = f"no field {field!r}; it has {', '.join(row) or 'none'}"
+        message = f"no field {field!r}; the record has {', '.join(row) or 'none'}"
         return line.problem("bad-jsonl", message, field_hint(row, field))
     if not isinstance(row[field], str):
         message = f"field {field!r} is {type(row[field]).__name__}, not a string"
@@ -172,13 +172,13 @@ class JsonlChats(JsonlSet, ChatSource):
 
 
 def open_jsonl(run: Run, argument: str) -> Source:
-    """Open records as documents: the field `run.text_field` of a JSON object, or conversations.
+    """Open records as documents: texts in the field `run.text_field` of JSON objects, or conversations.
 
     A record is a line that is not blank, or an element of an array. If the first record has the field, all records
     are texts; otherwise they may be conversations.
 
-    From 20 documents on, 5 % are held out, by the hash of file and number. With fewer documents, the last 5 % of
-    each text is held out, or one conversation. Raises UserError "empty-data" if no file matches.
+    Of 20 documents or more, 5 % are held out, by the hash of file and number. Of fewer texts, the last 5 % of each text
+    is held out. Of fewer conversations, one is held out. Raises UserError "empty-data" if no file matches.
     """
     named = {"name": f"jsonl:{argument}", "files": matching_files("jsonl", argument)}
     source = JsonlSource(**named, what=run.text_field)
@@ -213,9 +213,9 @@ def is_spread(line: bytes) -> bool:
 
 
 def elements(file: IO[bytes]) -> Iterator[JsonElement]:
-    """Yield the elements of an array, or consecutive values. A part that cannot be read comes last.
+    """Yield the elements of an array, or consecutive values. If a text is not valid JSON, yield it as the last element.
 
-    Only a part of the file is in memory at a time, at least one element. Bytes that are not UTF-8 are kept.
+    Memory contains only a window of the file, with at least one full element. Bytes that are not UTF-8 are kept.
     """
     text = _Window(file)
     array = text.next() == "["

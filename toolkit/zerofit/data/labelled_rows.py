@@ -64,7 +64,7 @@ class CsvRows(FileSet, RowSource):
     """CSV files whose first line names the columns."""
 
     def survey(self, progress: Reporter) -> Survey:
-        """Count the lines after the first, which are the documents."""
+        """Count the documents. Each line after the first line is a document."""
         return Survey(super().survey(progress).digest + "csv", sum(1 for _ in self._lines()))
 
     def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:

@@ -105,9 +105,9 @@ def micro_batches(
     """Yield for each range of positions {"inputs", "labels", "positions": range, "indices": int64 array}.
 
     `slices`: the ranges. They are not empty, and all have the same length, except the last. There may be infinitely
-    many, because ranges are consumed lazily (2 * workers ahead, or a block of about 64 KiB). `slices` may also
-    yield MicroSlices, which have the image settings of their step. `mixing` mixes each MicroSlice that has a
-    `before`.
+    many, because each range is read shortly before it is used. Loader processes read 2 * workers ranges ahead. Without
+    them, the ranges of a block of about 64 KiB are read at once. `slices` may also yield MicroSlices, which have the
+    image settings of their step. If a MicroSlice has a `before`, `mixing` mixes its images.
 
     `workers`: number of loader processes, which live until the iterator is closed. They change neither the result
     nor its order. `pinned`: loader processes return pinned memory, so copies to a GPU overlap with computation.

@@ -95,7 +95,7 @@ class StepImages:
 
 
 def mixes(run: Run) -> bool:
-    """Return whether a run mixes images, which makes labels probabilities."""
+    """Return whether a run mixes images. If it does, labels are probabilities."""
     return run.mixup is not None or run.cutmix is not None
 
 

@@ -121,7 +121,7 @@ def split_name(data: str) -> tuple[str, str]:
         message = f"--data {data} needs {kind.argument}: {shown}"
         raise UserError(Problem(kind="data-argument", message=message, hint=f"use --data {shown}", where="--data"))
     if colon and not kind.argument:
-        message = f"--data {data}: {word} has no argument, got {argument!r}"
+        message = f"--data {data}: {word} does not accept the argument {argument!r}"
         raise UserError(Problem(kind="data-argument", message=message, hint=f"use --data {word}", where="--data"))
     return word, argument
 
@@ -252,7 +252,7 @@ def _tokenized(name: str, tokens: Tokens, tokenizer: Tokenizer, task: Task, seq_
     train, valid = tokens.counts["train"], tokens.counts["valid"]
     if train <= seq_len or valid < 2:
         message = f"--data {name} has {train:,} training tokens and {valid:,} validation tokens"
-        message += f"; a sample needs {seq_len + 1:,} tokens, and validation at least 2"
+        message += f"; a sample needs {seq_len + 1:,} tokens, and validation needs at least 2"
         hint = f"add text, or use --seq-len {max(1, train // 20)} or less"
         raise UserError(Problem(kind="data-too-short", message=message, hint=hint, where="--data"))
     labels = {"training": train - (task == "causal-lm"), "validation": valid - (task == "causal-lm")}

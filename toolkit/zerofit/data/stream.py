@@ -215,7 +215,7 @@ def open_stream(run: Run, argument: str, tokenizer: Tokenizer, seq_len: int) -> 
     splits = load_splits(argument, streaming=True)
     columns = splits["train"].column_names if "train" in splits else None
     if not columns or run.text_field not in columns:
-        what = f"no column {run.text_field!r} in a split 'train'; it has {', '.join(columns or splits)}"
+        what = f"no column {run.text_field!r} in a split 'train'; there are {', '.join(columns or splits)}"
         hint = f"set --text-field: {nearest(run.text_field, columns or [])}"
         message = f"--data hf:{argument} has {what}"
         raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))

@@ -96,7 +96,7 @@ def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
 
 
 def open_synthetic_labelled(name: str, run: Run, task: Task, seq_len: int) -> Data:
-    """Open tokens of 2 classes (N with `synthetic:N`): a text's first token is its class, each token is its tag."""
+    """Open tokens of 2 classes (N with `synthetic:N`). A text has the class of its first token, and a tag per token."""
     classes = tuple(str(n) for n in range(_size(name, default=2, what="classes")))
     vocab = max(256, len(classes))
     facts: dict[str, Any] = {"classes": classes, "pad_id": 0, "tags": task == "tag"}

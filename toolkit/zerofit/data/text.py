@@ -50,7 +50,7 @@ class _TextWindows(Dataset):
 class CausalText(_TextWindows):
     """Window i has the inputs tokens[i*L : (i+1)*L]. Labels are the same tokens, shifted by one.
 
-    Every token except the row's first token is a label exactly once. The last window is padded, with labels -100.
+    Every token except tokens[0] is a label exactly once. The last window is padded. The padding has labels -100.
     """
 
     draws = False

@@ -180,7 +180,7 @@ class FileSource(FileSet, TextSource):
 
 
 def _cut_at_line(path: Path, wanted: int, size: int) -> int:
-    """Return the start of the first line at or after `wanted`; without such a line, of the first character."""
+    """Return where the first line at or after `wanted` starts. Without one, return where a character starts."""
     with open_plain(path) as file:
         skip(file, wanted)
         tail = file.read(CHUNK_BYTES)
@@ -235,7 +235,7 @@ def open_pysource(run: Run, argument: str) -> Source:
 
 
 def _library_files(root: Path) -> Iterator[str]:
-    """Yield relative paths of Python files, skipping installed packages, which are often far more."""
+    """Yield relative paths of Python files. Skip installed packages, which often have more files than the library."""
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in _NOT_LIBRARY]
         yield from (Path(folder, name).relative_to(root).as_posix() for name in names if name.endswith(".py"))

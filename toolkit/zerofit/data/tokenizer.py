@@ -73,7 +73,7 @@ def was_trained_on_bytes(folder: Path) -> bool:
 
 # The number of ids is divisible by 4, since tensor parallelism splits the vocabulary.
 def _bytes_tokenizer() -> Tokenizer:
-    """Return a tokenizer of 256 bytes, end of document, mask, padding (258) and a spare id (divisible by 4)."""
+    """Return a tokenizer of 256 bytes, end of document (256), mask (257), padding (258) and an unused id (259)."""
     return Tokenizer(
         name="bytes",
         identity="bytes-1",

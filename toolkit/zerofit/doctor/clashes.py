@@ -120,7 +120,7 @@ CLASHES = (
         "nvcc",
         _other_cuda,
         "nvcc and torch have different CUDA versions: DeepSpeed refuses to compile its CUDA ops",
-        "install the CUDA toolkit of torch's version and set CUDA_HOME to it",
+        "install the CUDA toolkit for which torch was built (torch.version.cuda) and set CUDA_HOME to it",
         BUILDER,
     ),
     Clash(

@@ -98,7 +98,7 @@ def _strays(host: str, host_facts: dict[str, Any]) -> Check:
 
 
 def slots(host: Host, host_facts: dict[str, Any], *, cuda: bool) -> Check:
-    """Check whether the host has a GPU for each of its slots; without `cuda`, a core."""
+    """Check whether the host has a GPU for each of its slots. If `cuda` is False, check its cores instead."""
     count, what = (len(host_facts["gpus"]), "GPUs") if cuda else (host_facts["cores"]["usable"], "cores")
     problem, hint = "", f"write slots={count} in the hostfile"
     if cuda and host_facts["gpu_error"]:

@@ -96,7 +96,7 @@ def _nccl(host: str, facts: Facts) -> Iterator[Check]:
 def _compilers(host: str, facts: Facts) -> Iterator[Check]:
     needed = {"g++": "apt-get install g++", "ninja": "pip install ninja"}
     if facts["gpus"]:
-        needed["nvcc"] = "install the CUDA toolkit of torch's version, or load its module"
+        needed["nvcc"] = "install the CUDA toolkit for which torch was built (torch.version.cuda), or load that module"
     for name, hint in needed.items():
         there, found = facts["tools"][name], facts["compilers"].get(name)
         good = f"{found} ({there})" if found else str(there)

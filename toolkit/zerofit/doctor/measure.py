@@ -148,8 +148,9 @@ def _collectives(device: torch.device, ranks: int) -> dict[str, object]:
 def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
     """Return the seconds of ZeRO's collectives by message size, and of small collectives that are issued together.
 
-    On a CPU, kernels run before each message, as in a step: ranks then arrive at different times, and gloo's sleeping
-    threads need a core first. Without the kernels a message needs a tenth of the time.
+    On a CPU, kernels run before each message, as in a step. After the kernels, ranks start the message at different
+    times. In addition, gloo's threads sleep during the kernels, and need a core before they can send. Without the
+    kernels a message needs a tenth of the time.
     """
     found, rows, matrix = [], torch.randn(1024, 256), torch.randn(256, 256)
 

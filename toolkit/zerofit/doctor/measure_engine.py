@@ -39,12 +39,12 @@ def measure_engine(watch: Stopwatch) -> dict[str, float]:
     """Return the host's seconds per parameter: `hook_s`, and on a CPU `gradient_s`.
 
     `hook_s` is the time in which ZeRO-3 fetches and releases a parameter: a forward under stage 3 minus a forward
-    without an engine. Every parameter stays gathered, so no collective is measured. On a CPU the host itself would
-    send the data. On a GPU the host would wait for such a small collective, while a model gathers during its
-    kernels (benchmarks/gpu/README.md).
+    without an engine. Every parameter stays gathered, so no collective is measured. On a CPU, a collective would add
+    the host's time to send the data. On a GPU, the host would wait for each small collective. In a model, collectives
+    overlap with kernels (benchmarks/gpu/README.md).
 
-    `gradient_s` is the same difference for a full step under stage 1: a hook, the bucket, the norm, and gathering
-    the new parameter. On a GPU this time consists of kernel launches, which are measured elsewhere.
+    `gradient_s` is the same difference for a full step under stage 1. A step adds a hook, the bucket, the norm, and the
+    gathering of the new parameter. On a GPU this time consists of kernel launches, which are measured elsewhere.
     """
     alone = not dist.is_initialized()
     if alone:

@@ -154,9 +154,10 @@ def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) ->
 
 
 def _keeping(watch: Stopwatch, work: Work, result_bytes: int) -> Work:
-    """Return `work`. On a CPU, it keeps its results, as a forward does, and frees many of them together.
+    """Return `work`. On a CPU, return a function that also keeps the results of `work`, as a forward does.
 
-    Freed memory goes back to the system, and new results need new pages. This is slower than most kernels.
+    The function frees many results together. Freed memory goes back to the system, so new results need new pages. To
+    get new pages takes longer than most kernels.
     """
     if watch.device.type != "cpu":
         return work

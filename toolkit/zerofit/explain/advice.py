@@ -1,4 +1,4 @@
-"""Changes that help against each cause, the cheapest in speed first, and what to run if the cause is unknown."""
+"""The changes that help against each cause, ordered by slowdown, and what to run if the cause is unknown."""
 
 from __future__ import annotations
 

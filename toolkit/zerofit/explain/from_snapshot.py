@@ -142,7 +142,7 @@ def _shares(kinds: Counter[str]) -> tuple[str, ...]:
 def _leak(
     snapshot: MemorySnapshot, alive: Sequence[AliveBlock], allocated: int
 ) -> tuple[str, list[AliveBlock], int] | None:
-    """Return a line of code whose blocks from many steps are all alive, these blocks, and the number of steps."""
+    """Find a line of code whose blocks from many steps are all alive. Return it, its blocks and the number of steps."""
     steps = snapshot.steps
     groups: defaultdict[tuple[str, int], list[AliveBlock]] = defaultdict(list)
     for block in alive:

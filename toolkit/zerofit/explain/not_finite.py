@@ -186,7 +186,7 @@ def _judged(origin: Mapping[str, Any], rank: Mapping[str, Any], grown: str) -> t
         scale = rank.get("loss_scale", 1.0)
         shown = f"{wide:.3g} in float32, above {limit:.5g}"
         if origin["phase"] == "backward" and scale > 1 and wide / scale <= limit:
-            reason = f"a gradient of {wide / scale:.3g} times the loss scale {scale:.6g} is {shown}"
+            reason = f"the gradient {wide / scale:.3g}, multiplied by the loss scale {scale:.6g}, is {shown}"
             return LOSS_SCALE, f"The loss scale is too high: {reason}. {made}.", evidence
         kind = "fp16" if origin["output"]["dtype"] == "float16" else origin["output"]["dtype"]
         return FP16_OVERFLOW, f"{kind} overflows in {place} ({origin['phase']}): its result is {shown}.", evidence
@@ -212,7 +212,8 @@ def _growth(rank: Mapping[str, Any], losses: Sequence[float]) -> str:
     sizes = [size for size in rank["sizes"] if size > 0]
     if len(sizes) > 1 and not sizes[-1] <= GREW * sizes[0]:
         return (
-            f"the weights grew {sizes[-1] / sizes[0]:.3g} times in {len(sizes) - 1} steps (lr {rank.get('lr', 0):.3g})"
+            f"the weights grew by a factor of {sizes[-1] / sizes[0]:.3g} in {len(sizes) - 1} steps "
+            f"(lr {rank.get('lr', 0):.3g})"
         )
     return ""
 

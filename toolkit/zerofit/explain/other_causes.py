@@ -75,7 +75,7 @@ def _blas(evidence: LogEvidence) -> Cause | None:
     return Cause(
         name=UNKNOWN,
         summary="A CUDA library failed: the GPU is full, an index was out of range, or libraries do not match.",
-        run_next="CUDA_LAUNCH_BLOCKING=1 before the same command: an earlier error then shows its own line",
+        run_next="write CUDA_LAUNCH_BLOCKING=1 before the command: the traceback then shows the line that failed",
     )
 
 
@@ -124,7 +124,7 @@ def host(evidence: LogEvidence) -> Cause | None:
 
 
 def _killed(evidence: LogEvidence) -> Cause | None:
-    """Find the cause of a SIGKILL without a kernel message: memory, if the run had just needed much host memory."""
+    """Explain a SIGKILL without a kernel message. If the run had just used much host memory, the cause is memory."""
     progress = evidence.progress
     full = bool(progress.readings) and progress.readings[-1].host_share >= FULL_HOST
     if full or progress.activity in _HOST_WORK:

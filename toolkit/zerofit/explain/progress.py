@@ -53,7 +53,7 @@ class Progress:
 
     @property
     def leak(self) -> tuple[str, int, int] | None:
-        """The label of readings that grew every time, with the first and last bytes; None if there is no leak."""
+        """If readings with one label grow every time: the label, the first and the last reading in bytes; else None."""
         for label in {reading.label for reading in self.readings}:
             sizes = [r.allocated_bytes for r in self.readings if r.label == label][-10:]
             later = sizes[1:]  # the first step allocates the optimizer's state

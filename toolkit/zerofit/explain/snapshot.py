@@ -137,7 +137,7 @@ def read_snapshot(path: Path) -> MemorySnapshot:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise Unreadable(f"it is not a memory snapshot: {type(error).__name__} {error}") from None
     if not devices:
-        raise Unreadable("it has no memory of a device")
+        raise Unreadable("it records the memory of no device")
     return max(devices, key=lambda device: (device.ran_out is not None, device.reserved_bytes))
 
 
@@ -176,7 +176,7 @@ def _event(event: dict[str, Any]) -> AllocatorCall:
 
 
 def _placed(allocated: dict[int, int], segments: Sequence[dict[str, Any]]) -> dict[int, AliveBlock]:
-    """Return the blocks in use by address. In older formats, addresses follow from the sizes of earlier blocks."""
+    """Map addresses to the blocks in use. In older formats, addresses follow from the sizes of earlier blocks."""
     found: dict[int, AliveBlock] = {}
     for segment in segments:
         address = int(segment.get("address") or 0)

@@ -77,7 +77,7 @@ class LearningRates:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetting:
-    """The setting of a run or plan that decides whether an optimizer trains as on one device."""
+    """The settings of a run or plan that decide whether an optimizer gives the same results as on one device."""
 
     precision: str | None
     offload: str  # where the states are, "none" for the device

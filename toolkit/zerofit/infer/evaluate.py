@@ -192,7 +192,7 @@ class EvalFigures:
         return tabled_classes(self.inputs)
 
     def __call__(self, model: nn.Module, x: Tensor, labels: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
-        """Return float64 (4,): summed loss, targets, right answers, and for images right answers among the top five.
+        """Return float64 (4,): summed loss, targets, right answers, and (for images) right answers among the top five.
 
         `x`: token ids (batch, seq_len) or images (batch, channels, size, size); `extra`: the model's other inputs by
         name. Labels of -100 do not count. For labelled text and pixels, the table of `class_table` is appended.

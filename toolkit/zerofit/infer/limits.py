@@ -66,7 +66,7 @@ def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits
     problems.raise_if_any()
     disk = named.pop("disk", None)
     if not any(named.values()):
-        hint = "give a device memory, such as cpu=8GiB; layers on disk are loaded into it one at a time"
+        hint = "allow memory on a device, such as cpu=8GiB; layers on disk are loaded into it one at a time"
         raise UserError(Problem(kind="bad-value", message=f"{FLAG} {text} allows no memory", hint=hint, where=FLAG))
     return MemoryLimits(memory=named, disk=disk)
 

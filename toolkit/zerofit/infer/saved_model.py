@@ -48,10 +48,10 @@ class SavedModel:
 
 # Users may name a run, its model, a checkpoint, adapters or a folder from the hub.
 def find_folder(path: Path, report: Reporter) -> Path:
-    """Return the folder to open: a run's `model/` or newest checkpoint, a model's folder, or a checkpoint.
+    """Return the folder to open: a run's `model/` or newest complete checkpoint, a model's folder, or a checkpoint.
 
-    Checkpoints are verified byte by byte, with a warning for each newer, damaged one. Raises UserError "no-model",
-    or "damaged-checkpoint" if `path` is an incomplete checkpoint.
+    Checkpoints are verified byte by byte. If newer checkpoints of a run are damaged, they are skipped with a warning.
+    Raises UserError "no-model", or "damaged-checkpoint" if `path` is an incomplete checkpoint.
     """
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"

@@ -208,7 +208,7 @@ def _transformers(saved: SavedModel, empty: Any, placement: Placement, dtype: to
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # weights that do not match the config raise many kinds of errors
-        hint = "are config.json and the weights of one model?"
+        hint = "check that config.json and the weights belong to the same model"
         problem = Problem(kind="model-weights", message=f"{saved.folder}: {reason_of(error)}", hint=hint, where="CKPT")
         raise UserError(problem) from error
     _refuse(sorted(loaded["missing_keys"]), saved)  # transformers would have initialized them at random
@@ -267,7 +267,7 @@ def _refuse(missing: list[str], saved: SavedModel) -> None:
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         message = f"{saved.folder} lacks weights of the model: {shown}"
-        hint = "are config.json (or zerofit.json) and the weights of one model?"
+        hint = "check that config.json (or zerofit.json) and the weights belong to the same model"
         raise UserError(Problem(kind="model-weights", message=message, hint=hint, where="CKPT"))
 
 
@@ -325,7 +325,7 @@ class WeightRewrite:
         return self._dtype if parameter is None else parameter.dtype
 
     def _merge(self, part: PublishedTensor) -> Tensor:
-        """Merge several stored tensors into one of the model, as transformers does."""
+        """Merge several stored tensors into one tensor of the model, as transformers does."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig

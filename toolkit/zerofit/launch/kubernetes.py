@@ -64,7 +64,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _train_job(job: KubernetesJob) -> list[Data]:
-    """Return a runtime for this job, which defines its volumes, and the job."""
+    """Return two documents: a runtime with the job's volumes, and the job."""
     pod = {"restartPolicy": "Never", **_pod(job, "node", {})}
     bad_input = {"containerName": "node", "operator": "In", "values": [BAD_INPUT]}
     jobs = {
@@ -154,7 +154,9 @@ def _check(job: KubernetesJob) -> None:
     check_environment([*job.env, *job.secret_env], problems)
     mount, output = PurePosixPath(job.mount), PurePosixPath(job.mount, job.output)
     if not mount.is_absolute() or ":" in job.mount or ".." in mount.parts:
-        problems.add("bad-value", f"{job.mount!r} is not an absolute path without : and ..", "", "--mount")
+        problems.add(
+            "bad-value", f"{job.mount!r}: expected an absolute path that contains neither : nor ..", "", "--mount"
+        )
     elif not output.is_relative_to(mount) or ".." in output.parts:
         message = f"{job.output} is not on the shared volume, which is mounted at {job.mount}"
         problems.add("bad-value", message, "use a folder on it, which every pod reads and writes", "--output")

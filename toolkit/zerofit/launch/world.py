@@ -1,7 +1,7 @@
-"""Reads from the environment which launcher started this process, with how many ranks, and as which rank.
+"""Read from the environment: this process's launcher, its rank, and the number of ranks.
 
-deepspeed, torchrun and accelerate set RANK and related variables, Open MPI OMPI_COMM_WORLD_*, MPICH and Intel MPI
-PMI_*, and srun SLURM_PROCID.
+deepspeed, torchrun and accelerate set RANK and related variables. Open MPI sets OMPI_COMM_WORLD_*. MPICH and Intel MPI
+set PMI_*. srun sets SLURM_PROCID.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def settings_of(
 ) -> list[Degrees]:
     """Return the degrees that a model with these heads and experts supports, one kind of parallelism at a time.
 
-    Only powers of two up to `most` are returned, and no parallelism.
+    The degrees are powers of two up to `most`. The first result has no parallelism.
     """
     powers = [2**n for n in range(1, most.bit_length()) if 2**n <= most]
     found = [degrees for n in powers for degrees in (Degrees(tp=n), Degrees(sp=n))]
@@ -149,7 +149,7 @@ def _experts_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Pr
 
 
 def _stages_problem(degrees: Degrees, profile: Profile, schedule: PipelineSchedule) -> Problem | None:
-    """Check that no pipeline stage lacks experts, which train/pipeline.py refuses."""
+    """Check that each pipeline stage has experts. train/pipeline.py refuses a stage without experts."""
     costs = next((costs for key, costs in profile.costs.items() if key.endswith(f"/ep={degrees.ep}")), None)
     if costs is None:
         return None

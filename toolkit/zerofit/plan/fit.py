@@ -109,10 +109,12 @@ def margin_bytes(
 ) -> float:
     """Return the bytes that a GPU needs besides the allocated peak: fragmentation, context and communicators.
 
+    Fragmentation is usually a share of the peak. In a model of few layers, `large_bytes` and the last segments of small
+    blocks may exceed this share. Their sum then counts instead.
+
     `large_bytes`: summed bytes of the largest activation, gradient, bucket and temporary. A freed block that a small
-    tensor has moved into cannot be reused, so one extra block of each kind is counted. In a model of few layers these
-    blocks exceed the usual share of fragmentation. The last segments of small blocks are counted, too.
-    `more_communicators`: number of communicators besides those for the layout's degrees.
+    tensor has moved into cannot be reused. So each of these four kinds needs one extra block. `more_communicators`:
+    number of communicators besides those for the layout's degrees.
     """
     share = FRAGMENTATION
     if layout.zero_stage == 3:

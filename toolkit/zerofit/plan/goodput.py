@@ -142,7 +142,9 @@ class Reliability:
         found = {
             "mtbf": "" if self.mtbf_h else f"{GPU_MTBF_H.value:,.0f} h of one GPU: {GPU_MTBF_H.how}",
             "save": "" if self.save_s is not None else f"{WRITTEN.value / 1e9:.2f} GB/s of one rank: {WRITTEN.how}",
-            "restart": "" if self.restart_s is not None else f"{RESTART_S.value:g} s and reading: {RESTART_S.how}",
+            "restart": ""
+            if self.restart_s is not None
+            else f"{RESTART_S.value:g} s, then reading the checkpoint: {RESTART_S.how}",
             "repair": f"assumed: a failed node is back after {REPAIR_H:g} h",
         }
         return {name: source for name, source in found.items() if source}

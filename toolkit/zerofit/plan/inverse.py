@@ -19,13 +19,13 @@ def largest(
 ) -> tuple[int | None, int]:
     """Return the largest value that fits, and the number of evaluations of `pressure`.
 
-    The candidates are `smallest`, `smallest + step`, ..., up to `most`. A value fits if its `pressure` is at most
-    1. `pressure` must grow with the value. If not even `smallest` fits, the value is None. Unless the result is the
-    last candidate, the next candidate was evaluated.
+    The candidates are `smallest`, `smallest + step`, ..., up to `most`. A value fits if its `pressure` is at most 1.
+    `pressure` must grow with the value. If `smallest` does not fit, the value is None. If the result is not the last
+    candidate, the candidate after it was evaluated, too.
 
-    `pressure` grows nearly linearly. So the next guess is where a line through the bracket's ends reaches 1. If
-    this guess does not halve the bracket, the next guess is the bracket's middle. With `end_first` the last
-    candidate is tried early.
+    A bracket is a value that fits and a larger value that does not fit. `pressure` grows nearly linearly. So the next
+    guess is where a line through the bracket's ends reaches 1. If this guess does not halve the bracket, the next guess
+    is the bracket's middle. With `end_first` the last candidate is evaluated second.
     """
     seen: dict[int, float] = {}
 

@@ -27,7 +27,7 @@ def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> floa
 # Rates of matrix multiplications fall with small or unaligned dimensions (`rates.ProductRate`, `rates.UnalignedShare`).
 # If a kernel's shape was measured on the device, the measured time is used.
 def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
-    """Return the seconds of equal kernels: measured if their shape was, else from the rates."""
+    """Return the seconds of equal kernels: a measured time if their shape was measured, else a time from the rates."""
     measured_s = rates.kernels.seconds(kernel, micro_batch, _aligned_share(kernel, rates)) if rates.kernels else None
     if measured_s is None:
         measured_s = max(_compute_s(kernel, micro_batch, rates), _memory_s(kernel, micro_batch, rates))

@@ -66,7 +66,8 @@ class _StageMoments(NamedTuple):
     def large_at(self, samples: int, peak_bytes: int) -> int:
         """Return the sum, over all kinds, of the largest block that a step allocates and frees.
 
-        The optimizer's blocks count only above the peak: while it flattens gradients, no activation is alive.
+        While the optimizer flattens gradients, no activation is alive. So a block of the optimizer counts only as far
+        as it raises the live bytes above `peak_bytes`.
         """
         fixed, activations = self.large
         passes = fixed + round(max((a + b * samples for a, b in activations), default=0))
@@ -157,8 +158,8 @@ class Forecaster:
     def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:
         """Return the peak memory of each layer of a pipeline stage, and of the step.
 
-        Of many equal layers, the result has only a few. It is for the micro batch with the most live bytes. Raises
-        KeyError as `memory` does.
+        The peaks are those of the micro batch with the most live bytes. If a stage has many equal layers, the result
+        contains only a few of them. Raises KeyError as `memory` does.
         """
         if layout.engine in self._own:
             return self._own[layout.engine].along(layout, stage)
@@ -323,10 +324,10 @@ def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator
 
 
 def _distinct_stages(stages: tuple[tuple[tuple[int, int], ...], ...]) -> list[int]:
-    """Choose the stages to forecast: the first, the last, and one other stage per number of layers.
+    """Choose the stages to forecast: the first, the last, and some between them.
 
-    With two parts per stage, the last stage with each number of layers is added, because its second part has the
-    most micro batches in flight.
+    Stages between them with equal numbers of layers form a group, and the first stage of each group is chosen. With two
+    parts per stage, the last stage of each group is chosen, too: its second part has the most micro batches in flight.
     """
     kinds: dict[tuple, list[int]] = {}
     for stage, parts in enumerate(stages):

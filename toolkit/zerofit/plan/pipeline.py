@@ -139,7 +139,8 @@ def _in_flight_bytes(line: StageTimeline, micro_batches: int) -> Point:
 def _followed(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int) -> tuple[list[Pass], Point]:
     """Return the passes of DualPipeV's order (runtime/pipe/dualpipev.py), and the bytes kept between steps.
 
-    One micro batch more than fills the pipeline is enough: all cases then occur.
+    2 * stages micro batches fill the pipeline. With one more, all kinds of passes occur, so later micro batches are not
+    followed.
     """
     walk = _Walk(lines)
     for word in order(layout.pp, stage, min(layout.accumulation, 2 * layout.pp + 1)):

@@ -271,6 +271,6 @@ def _products(cluster: Cluster, precision: str) -> ProductRate:
 
 
 def _unfused(software: Software) -> float:
-    """Return the share of memory traffic between matrix multiplications that fused kernels leave."""
+    """Return the share of memory traffic between matrix multiplications that remains after kernels are fused."""
     fused = "compiled" if software.compile else "fused" if software.liger_kernel else ""
     return rate_of(fused).value if fused else 1.0

@@ -220,9 +220,9 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
 
 
 def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
-    """Forecast a layout with one micro batch more than fills the pipeline.
+    """Forecast a layout with n + 1 micro batches at most. n micro batches fill the pipeline.
 
-    More would not change the memory. The additional micro batch starts when gradients already exist.
+    More micro batches would not change the memory. Micro batch n + 1 starts when gradients already exist.
     """
     most = pipeline_parts(layout.pp, layout.schedule) + 1
     memory = forecast(layout if layout.accumulation <= most else replace(layout, accumulation=most))

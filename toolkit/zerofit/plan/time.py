@@ -123,8 +123,8 @@ class StepParts:
     def reductions(self) -> int:
         """The number of micro batches that end with a reduction.
 
-        At stages 2 and 3 these are all, at stages 0 and 1 it is one. FSDP2 with Accelerate reduces only after the
-        last micro batch.
+        At stages 2 and 3, every micro batch ends with one. At stages 0 and 1, only the last micro batch does. FSDP2
+        with Accelerate also reduces only after the last micro batch.
         """
         each = self.layout.zero_stage >= 2 and not self.layout.keeps_full_gradients
         return self.layout.accumulation if each else 1

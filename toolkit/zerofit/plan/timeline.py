@@ -136,7 +136,7 @@ def timeline(
 ) -> StageTimeline:
     """Return the timeline of a stage for the setting `key`, with the passes through one part.
 
-    `parts` has a range of layers (first, last + 1) for each part. Each of many equal layers counts. If `parts` is
+    `parts` has a range of layers (first, last + 1) for each part. Ranges count equal layers one by one. If `parts` is
     None, there is one part with all layers. Raises KeyError if the profile has no such setting.
     """
     expanded = [
@@ -231,12 +231,13 @@ class _Placed:
 
 
 def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_bytes: int) -> list[_Placed]:
-    """Return a stage's layers.
+    """Return a stage's layers, without memory that only the full model needs for a tied matrix.
 
-    If a matrix is tied to another stage, copy it (pipe/module.py, TiedLayerSpec). In the full model the tied
-    matrix's first gradient waits through the backward for the second gradient. The sum of both is a third tensor.
-    If embedding and head are two parts of one stage, they share one matrix, and each part's backward leaves its
-    gradient.
+    The profile is of the full model. Its backward keeps the matrix's first gradient until the second gradient exists.
+    The sum of the two gradients is a third tensor. A pipeline has neither the waiting gradient nor the sum.
+
+    If a matrix is tied to another stage, that stage has a copy (pipe/module.py, TiedLayerSpec). If embedding and head
+    are two parts of one stage, they share one matrix. The backward of each part then leaves its own gradient.
     """
     head, mine = expanded[-1], [placed for first, last in ranges for placed in expanded[first:last]]
     if head.layer.tied_to is None or ranges[0] == (0, len(expanded)):

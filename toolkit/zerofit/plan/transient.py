@@ -57,7 +57,7 @@ def init_moments(
 
 
 def _init_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[dict[str, int]]:
-    """Yield the moments in which each group is copied into a flat buffer, and the rank's part to float32.
+    """Yield two moments per group: it is copied into a flat buffer, then the rank's part is copied to float32.
 
     See zero/stage_1_and_2.py:483 and :560. The originals are freed in between.
     """

@@ -232,9 +232,9 @@ class _Coordinator:
     far ahead of releasing. A module's parameters stay gathered if they are used again within the reuse distance, or
     if fetching has passed their next use (:649).
 
-    DeepSpeed caches the releases of each step of the trace (:638). In the first `forgetful` steps it uses the
-    releases of an earlier forward without gradients, in which no parameter is used again. Parameters in `held` are
-    not released.
+    DeepSpeed caches the releases of each step of the trace (:638). If a forward without gradients ran first, it
+    released every parameter, since it used none again. The first `forgetful` steps repeat these releases. Parameters in
+    `held` are not released.
     """
 
     def __init__(self, calls: Sequence[ModuleCall], numels: Sequence[int], sizes: _Sizes, forgetful: int):

@@ -23,8 +23,8 @@ PICTURES = (".png", ".pdf", ".svg")
 def draw(runs: list[Path], out: Path) -> dict[str, Any]:
     """Draw the runs into one picture.
 
-    Return its path and each run's number of steps, for `--json`. Raises UserError that names every folder without
-    metrics, or if the file cannot be written.
+    Return its path and each run's number of steps, for `--json`. Raises UserError if the file cannot be written, or if
+    folders have no metrics. The error names all these folders.
     """
     problems = Problems()
     histories = {str(run): steps_of(run, problems) for run in runs}
@@ -126,7 +126,7 @@ def _draw_loads(axes: Axes, steps: list[Record], label: str) -> None:
     both = [s for s in steps if None not in (number_in(s, "expert_load_least"), number_in(s, "expert_load_most"))]
     x, least = points(both, "expert_load_least")
     axes.fill_between(x, least, points(both, "expert_load_most")[1], label=label, alpha=0.4)
-    axes.set_ylabel("tokens of the least and the\nmost loaded expert / even share")
+    axes.set_ylabel("tokens of the busiest and the least\nbusy expert, relative to an even share")
 
 
 def draw_trials(trials: list[Record], out: Path) -> None:

@@ -123,7 +123,7 @@ def _read_file(path: Path, problems: Problems) -> Sequence[RunHistory | Result]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each path: the last parts of the path, as many as make all names differ."""
+    """Name each path by its last n parts. n is the smallest number below 5 that makes all names differ."""
     for length in range(1, 5):
         names = ["/".join(path.resolve().parts[-length:]) for path in paths]
         if len(set(names)) == len(names):

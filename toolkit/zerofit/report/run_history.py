@@ -186,7 +186,7 @@ def _curves(run: RunHistory, most: int) -> dict[str, Curves]:
             "forecast": _at_steps(steps, "forecast_bytes"),
         },
         TIME: {"": times, "forecast": dict.fromkeys(times, planned) if 0 < planned < math.inf else {}},
-        "tokens of an expert / even share": {
+        "tokens of an expert, relative to an even share": {
             "most loaded": _at_steps(steps, "expert_load_most"),
             "least loaded": _at_steps(steps, "expert_load_least"),
         },

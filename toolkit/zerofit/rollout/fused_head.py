@@ -87,7 +87,7 @@ class _ScoredProfile(Profile):
 
 
 def _read_by_model(head: LayerRun, costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:
-    """Return the costs if not the head but the model reads the head's weight. TRL does not call the head.
+    """Return the costs if the model, not the head, reads the head's weight. TRL does not call the head.
 
     `head`: the last layer. DeepSpeed gathers an external parameter when the module that reads it runs
     (zero/parameter_offload.py:88).

@@ -260,7 +260,8 @@ def _multi_query(text: Any) -> bool:
 def _state(text: Any) -> tuple[int, ...]:
     """Return the elements of a sequence's convolution and state in one layer (layers/mamba/mamba_utils.py).
 
-    A float32 state counts twice, since other types have two bytes. The published configs of Qwen3.5 set float32.
+    The caller counts two bytes per element. So each element of a float32 state counts as two elements. The published
+    configs of Qwen3.5 set float32.
     """
     dtypes = [getattr(text, key, None) for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")]
     wide_state = 2 if "float32" in dtypes or (not any(dtypes) and text.model_type.startswith("qwen3_5")) else 1

@@ -39,8 +39,8 @@ OPENRLHF = LogitBytes(forward=6, saved=4, backward=10, product=6)
 def online_dpo(scored: float) -> LogitBytes:
     """Return the bytes per logit of TRL's OnlineDPOTrainer.
 
-    `scored` is the share of the tokens whose log-softmax it keeps (in 16 bits). To compute it, torch copies the
-    logits of these tokens. Backward needs two gradients of this size, then one of all logits
+    `scored` is the share of the tokens whose log-softmax the trainer keeps (in 16 bits). For the log-softmax, torch
+    copies the logits of these tokens. Backward needs two gradients of the copy's size, then one of all logits
     (trl/experimental/online_dpo, `_forward`).
     """
     return LogitBytes(forward=2 + 4 * scored, saved=2 * scored, backward=max(6 * scored, 2 + 2 * scored), product=2)

@@ -54,7 +54,7 @@ class RankPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class KindPeak:
-    """A peak at an allocation of one kind: by one line of code in one phase, in any layer."""
+    """A peak among allocations of one kind. A kind is one line of code in one phase, in all layers together."""
 
     key: str
     which: str = ""  # "" for the highest peak; "first" or "last" for the first or last peak, even if it is lower

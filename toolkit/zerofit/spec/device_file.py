@@ -5,7 +5,7 @@ Each entry is a file, and all files have the same keys:
     catalog/gpus/KIND.yaml         a GPU, and the name of its usual node
     catalog/nodes/NAME.yaml        a node
     catalog/instances/TYPE.yaml    a node, and the name of its GPU
-    FILE.yaml                      a GPU and its node, each with its figures or by name
+    FILE.yaml                      a GPU and its node; the file gives figures or a catalog name for each
 
 A forecast reads only the two files that it needs, so a larger catalog does not slow the start.
 """

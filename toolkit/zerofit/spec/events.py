@@ -95,7 +95,7 @@ def shielded(on_event: OnEvent) -> OnEvent:
             on_event(event)
         except Exception:
             if not failed:
-                logging.getLogger(__name__).exception("showing an event failed (logged once); the run continues")
+                logging.getLogger(__name__).exception("cannot show an event (logged once); the run continues")
             failed = True
 
     return tell

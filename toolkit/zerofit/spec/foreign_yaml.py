@@ -61,7 +61,7 @@ def read_own_yaml(path: Path) -> tuple[dict[Hashable, Any], dict[Hashable, int],
 
 
 def read_own_values(path: Path, *, kind: str = "unreadable", hint: str = "", where: str = "") -> dict[Any, Any]:
-    """Return the mapping of a file like `read_own_yaml`. Raises UserError with all faults and their lines."""
+    """Read a file with `read_own_yaml`, and return its mapping. Raises UserError with all faults and their lines."""
     with refused(path, kind=kind, hint=hint, where=where):
         found, _, faults = read_own_yaml(path)
     if faults:

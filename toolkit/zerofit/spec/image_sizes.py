@@ -29,7 +29,7 @@ class ImageSizes:
             raise ValueError(f"{text!r} is not a list of sizes, like 128:0.5,160:0.75,192") from None
         rising = all(a < b for a, b in pairwise(ends))
         if ends[0] <= 0 or not rising or ends[-1] != 1:
-            raise ValueError("each size must end later than the previous size, and the last size must end at 1")
+            raise ValueError("SIZE:END: each END must be larger than the one before, and the last END must be 1")
         if sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
             raise ValueError("sizes must grow: the last size, used for evaluation, must be the largest")
         return cls(sizes=sizes, ends=ends)

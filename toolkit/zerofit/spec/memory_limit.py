@@ -72,9 +72,9 @@ def leave_group(group: str) -> bool:
 
 
 def _places() -> list[Path]:
-    """Return this process's control group and its parent (cgroup v2), if groups in them can limit memory.
+    """Of this process's control group and its parent (cgroup v2), return those whose child groups can limit memory.
 
-    A group with processes cannot limit its children, unless it is the outermost.
+    If a group contains processes, its child groups cannot limit memory. The outermost group is an exception.
     """
     return [group for group in reversed(memory_groups()[-2:]) if "memory" in _words(group / HANDED_DOWN)]
 

@@ -105,8 +105,8 @@ def describe_rank(rank: int, layout: Layout) -> str:
 def mesh_table(layout: Layout, most: int = 9) -> list[list[str]]:
     """Return the mesh as a table with a row for each stage and a column for each data rank.
 
-    A cell contains tensor ranks. The first row and column are titles. Of more than `most` rows or columns, the
-    first and the last are returned.
+    A cell contains tensor ranks. The first row and column are titles. If there are more than `most` rows or columns,
+    the table shows the first ones, "..." and the last one.
     """
     groups, wide = ranks_along(layout, "tp"), layout.dp * layout.sp
     titles = [_described(group[0], layout, ("dp", "sp")) or "ranks" for group in groups[:wide]]

@@ -128,7 +128,7 @@ class ModelFacts:
         return self.parameters if self.trained is None else self.trained
 
     def weight_bytes(self, precision: str) -> int:
-        """Return the bytes of all weights, in use and on disk."""
+        """Return the bytes of all weights. The number is the same in memory and on disk."""
         return (self.parameters - self.quantized) * ELEMENT_BYTES[precision] + self.quantized_bytes
 
     def checkpoint_bytes(self, precision: str) -> int:
@@ -159,7 +159,7 @@ BUCKET_LIMIT = 50_000_000  # elements: enough for a link's full bandwidth, 100 M
 
 
 def bucket_elements(parameters: int) -> int:
-    """Return a bucket's elements: the model's number, at most BUCKET_LIMIT, rounded up to even.
+    """Return a bucket's size in elements: `parameters`, but at most BUCKET_LIMIT, rounded up to an even number.
 
     DeepSpeed allocates the bucket in full, reduces larger parameters separately, and needs an even size
     (runtime/zero/stage_1_and_2.py:3266, :1409, :390).

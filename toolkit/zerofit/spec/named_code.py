@@ -63,10 +63,10 @@ def refuse_foreign_code(
 
 
 def unrelated_modules(config: Mapping[str, Any], model: str) -> list[Problem]:
-    """Return a problem for each class in a DeepSpeed JSON from a package without layers of the model.
+    """Return a problem for each class that DeepSpeed would import from an unrelated package.
 
     DeepSpeed imports the classes in `lower_precision_safe_modules` (runtime/torch_autocast.py,
-    init_autocast_params).
+    init_autocast_params). Related packages are LAYER_PACKAGES and the package of `model`.
     """
     autocast = config.get("torch_autocast")
     names = autocast.get("lower_precision_safe_modules") if isinstance(autocast, Mapping) else None

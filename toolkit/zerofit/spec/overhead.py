@@ -87,7 +87,7 @@ _BLACKWELL = ByteRange(
 _HOPPER = ByteRange(
     low_bytes=_ADA.low_bytes,
     high_bytes=_BLACKWELL.high_bytes,
-    source="no figure for Hopper found: from Ada's lower end to Blackwell's upper end",
+    source="from Ada's low figure to Blackwell's high figure, since no figure for Hopper was found",
 )
 _OLDER = ByteRange(
     low_bytes=287_047_680 - 20 * MIB,

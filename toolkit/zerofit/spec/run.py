@@ -162,7 +162,7 @@ class Run(BaseModel):
         "bytes", "bytes, a local tokenizer folder, or a hub name (default for a model folder: its tokenizer)"
     )
     stream: bool = _option(
-        False, "read the data set of --data hf: over the network during training, for data larger than the disk"
+        False, "with --data hf:NAME: read the data set over the network while training, for data larger than the disk"
     )
     chat_template: Path | None = _option(
         None,

@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def combined(self) -> bool:
-        """Whether zerofit creates groups and slices itself, not DeepSpeed.
+        """Whether zerofit, instead of DeepSpeed, creates the process groups and slices the weights.
 
         This is the case with expert parallelism, or if two of tp, pp and sp exceed 1.
         """

@@ -89,9 +89,9 @@ def balanced(weights: tuple[float, ...], parts: int) -> Bounds:
 
 
 def _best_cut(best: Sequence[tuple[float, float]], sums: Sequence[float], end: int) -> tuple[int, tuple[float, float]]:
-    """Return the best start of the last part of the first `end` layers, and the (heaviest, lightest) weight.
+    """Find the best split of the first `end` layers. Return where its last part starts, and two weights.
 
-    `best`: for each start, the same two weights of the parts before it.
+    The two weights are of its heaviest and its lightest part. `best[n]`: the two weights for the first n layers.
     """
     cost, found = math.inf, (0, (math.inf, math.inf))
     for cut in range(end):

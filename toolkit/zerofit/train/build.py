@@ -96,7 +96,7 @@ def stored_by_engine(job: Job) -> Stored:
 def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any], inputs: Inputs | None) -> Iterator[bool]:
     """Make transformers build the model under zero.Init, if that is possible.
 
-    transformers enters zero.Init while an HfDeepSpeedConfig of stage 3 is alive. Yields whether it will enter it.
+    While an HfDeepSpeedConfig of stage 3 is alive, transformers enters zero.Init. Yields True if it is alive.
     """
     zero = ds_config.get("zero_optimization", {})
     if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None:
@@ -135,9 +135,9 @@ def _divider(ds_config: dict[str, Any]) -> Callable[[nn.Parameter], None]:
 
 
 def _store_others(model: nn.Module, stored: Stored) -> None:
-    """Cast and move parameters that are not partitioned. The engine skips them if any is partitioned.
+    """Cast and move parameters that are not partitioned. Also move the buffers.
 
-    (runtime/engine.py, _configure_distributed_model)
+    If a model has any partitioned parameter, the engine does neither (runtime/engine.py, _configure_distributed_model).
     """
     for parameter in model.parameters():
         if not is_zero_param(parameter):

@@ -35,7 +35,7 @@ class LossCheck:
         self._pending.append((flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)))
 
     def after_step(self) -> None:
-        """Raise RunFailed for a bad loss, or if DeepSpeed skipped the update without a dynamic loss scale."""
+        """Raise RunFailed for a bad loss. Without a dynamic loss scale, also raise it for a skipped update."""
         self._stop_at_loss(self._engines[0].global_steps)
         for engine in self._engines:
             if getattr(engine.optimizer, "overflow", False) and loss_scaler(engine) is None:

@@ -65,7 +65,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
         """Read a file without executing code in it. Raises UserError for a file that needs code.
 
         Tensors that DeepSpeed copies into its parameters stay on disk until the copy. Other tensors are read fully.
-        Otherwise optimizers on a CPU would continue to train in the mapped file itself.
+        Optimizers on a CPU use these other tensors as their states, so they must not stay mapped to the file.
         """
         return safe_load.load(path, mmap=self._copied and str(path).endswith(MODEL_FILES), for_engine=True)
 

@@ -185,7 +185,7 @@ def _scale_losses() -> None:
 
 
 def _unscale_norm(optimizer: Any) -> None:
-    """Remove the loss scale from the gradient norm that fp16 optimizers keep, without ZeRO and at stage 3.
+    """Remove the loss scale from an fp16 optimizer's gradient norm. Only ZeRO stages 0 and 3 need this.
 
     FP16_UnfusedOptimizer keeps the scaled norm (runtime/fp16/unfused_optimizer.py:224). The other optimizers divide
     by the scale of the next step, which may have risen (runtime/fp16/fused_optimizer.py:340,

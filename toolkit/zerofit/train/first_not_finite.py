@@ -246,7 +246,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _rows(tensor: Tensor, samples: int) -> tuple[int, ...]:
-    """Return the numbers of samples that are not finite; () if the first dimension does not count samples."""
+    """Return the indices of the samples that contain inf or nan; () if the first dimension does not count samples."""
     if not tensor.dim() or not samples or tensor.shape[0] % samples:
         return ()
     bad = torch.isfinite(tensor.detach()).logical_not().reshape(samples, -1).any(1)

@@ -92,7 +92,8 @@ class _Chunked(torch.autograd.Function):
     """Sum of cross entropies. Forward computes the gradient chunk by chunk, in the logits' precision.
 
     This keeps one extra tensor of the logits' size. Plain cross entropy keeps two (a float32 copy and
-    log-probabilities) and allocates two more in backward, but rounds the gradient to the logits' precision once less.
+    log-probabilities) and allocates two more in backward. Plain cross entropy rounds the gradient to the logits'
+    precision once; this class rounds it twice, in forward and in backward.
     """
 
     @staticmethod
@@ -160,7 +161,7 @@ def one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:
 # Instead of hidden -> head -> logits (targets, classes) -> loss, the head itself computes the loss chunk by chunk. The
 # head must stay the module that DeepSpeed hooks, because ZeRO-3 gathers a weight when its module's forward is called.
 class HeadLoss:
-    """Computes the loss directly from hidden states or, without gradients, the counts (see `counts`)."""
+    """Computes the loss directly from hidden states. If gradients are disabled, it computes `counts` instead."""
 
     def __init__(self, head: nn.Linear, chunk: int):
         self._head, self._chunk = head, chunk

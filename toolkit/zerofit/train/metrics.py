@@ -188,7 +188,7 @@ class MetricsRecorder:
         return self._memory.most(slots.tolist())
 
     def stop_at_evaluation(self, step: int, loss: float) -> None:
-        """Raise RunFailed for `loss`, a validation loss that is not finite and equal on all ranks."""
+        """Raise RunFailed because the validation loss is inf or nan. `loss` is the same on all ranks."""
         message = f"the validation loss after step {step + 1} is {loss}; {self._last_good()}"
         raise RunFailed(Problem(kind=NAN_LOSS, message=message, hint=NAN_HINT, where=f"step {step + 1}"))
 

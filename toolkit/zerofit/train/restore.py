@@ -124,7 +124,7 @@ def _refuse_other_model(shards: list[IndexedShard], saved: FullState) -> None:
     missing = sorted({p.name for p in shards} - known)
     reshaped = sorted({p.name for p in shards if p.name in known and saved.shape(p.name) != p.shape})
     if missing:
-        message = f"the checkpoint lacks {counted(len(missing), 'parameter')} of the model, {missing[0]} first"
+        message = f"the checkpoint lacks {counted(len(missing), 'parameter')} of the model, for example {missing[0]}"
         raise _error("other-model", message)
     if reshaped:
         shape = next(p.shape for p in shards if p.name == reshaped[0])

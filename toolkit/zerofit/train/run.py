@@ -303,7 +303,7 @@ def check_replicas(trainer: EngineTrainer) -> None:
     apart = replicas_apart(trainer)
     if apart:
         count = len(list(trainer.module.parameters()))
-        message = f"{len(apart)} of {count} parameters differ between ranks, {apart[0]} first"
+        message = f"{len(apart)} of {count} parameters differ between ranks, for example {apart[0]}"
         raise RunFailed(Problem(kind="ranks-apart", message=message, hint="check every rank's log and device"))
 
 

@@ -56,7 +56,7 @@ def build_index(trainer: EngineTrainer) -> dict[str, Any]:
 def indexed_shards(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[IndexedShard]:
     """Yield this rank's shards of an engine for a checkpoint. Raises Unsupported if they cannot be located.
 
-    Weights that the run freezes are left out. Weights that a user's model freezes itself are included.
+    If the run freezes weights, they are left out. If the user's model code freezes weights, they are included.
     """
     shards = local_shards(engine, tag, frozen=trainer.job.run.partial is None)
     yield from _named(trainer, engine, (shard for shard in shards if shard.numel))  # without shards of padding only

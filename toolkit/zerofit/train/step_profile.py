@@ -92,7 +92,7 @@ class StepProfile:
 
 @contextmanager
 def _marked_phases(engine: Any, modules: Mapping[str, str]) -> Iterator[None]:
-    """Mark the start of each phase with its first module. In a pipeline, a phase starts with its instruction."""
+    """At the start of each phase, mark the phase and its first module. In a pipeline, instructions start phases."""
     if hasattr(engine, "_INSTRUCTION_MAP"):
         instructions = engine._INSTRUCTION_MAP
         own = {kind: _marking(phase, modules[phase], instructions[kind]) for kind, phase in _INSTRUCTIONS.items()}

@@ -1,1 +1,1 @@
-"""Find the fastest configuration that fits with few measurements: each trial helps to choose the next trial."""
+"""Search for the fastest configuration that fits. Each trial helps to choose the next, so few trials are needed."""

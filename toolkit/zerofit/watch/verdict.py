@@ -98,7 +98,7 @@ def _killed(states: Sequence[RankState], now: float) -> FailureVerdict | None:
         return _verdict("killed", message, hint + "or check the kernel log (dmesg)", killed, now)
     name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
     message = f"{first.name} was killed by {name} in {first.where}"
-    hint = "SIGSEGV, SIGBUS and SIGABRT come from C++ code: see its log"
+    hint = "SIGSEGV, SIGBUS and SIGABRT come from C++ code: see the rank's log"
     return _verdict("rank-ended", message, hint, killed, now)
 
 
@@ -161,7 +161,7 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
             )
         if seconds > limit:
             message = f"{state.name} has sent no heartbeat for {seconds:.0f} s, in {state.where}"
-            hint = "C++ code holds Python's interpreter lock, or waits for a disk: see its stack traces"
+            hint = "C++ code holds Python's interpreter lock, or waits for a disk: see the rank's stack traces"
             return _verdict("hang", message, hint, [state], now)
     return None
 
@@ -202,15 +202,15 @@ def _lossy(
     if seconds <= timeout_s * PATIENT:
         return None
     message = f"no rank has made progress for {seconds:.0f} s; {lossy[0].name} retransmits without an answer"
-    hint = f"the network of {lossy[0].host} loses packets: check its link and its errors (ip -s link)"
+    hint = f"the network of {lossy[0].host} loses packets: check the link and the error counters (ip -s link)"
     return _verdict("network", message, hint, lossy, now)
 
 
 def _behind(alive: Sequence[RankState]) -> list[RankState]:
     """Find the ranks that block the others.
 
-    These are the ranks outside a collective, else the ranks in the earliest step, else the ranks whose call is the
-    rarest.
+    If only some ranks are outside a collective, return these. Otherwise, if the steps differ, return the ranks in the
+    earliest step. Otherwise, return the ranks whose current call is shared by the fewest ranks.
     """
     outside = [s for s in alive if not s.beat.get("collective")]
     if outside and len(outside) < len(alive):

@@ -93,7 +93,7 @@ class HostRequest:
 
 
 def find_hosts(options: HostRequest) -> tuple[Host, ...]:
-    """Return the hosts of the hostfile, the Slurm allocation or --nodes that --include and --exclude select.
+    """Return the hosts of the hostfile, the Slurm allocation or --nodes, filtered by --include and --exclude.
 
     Raises UserError.
     """

@@ -86,7 +86,7 @@ def experiments(job: CompareJob, samples: int, epochs: int, seeds: int, target: 
     larger = [size for size in sizes if size > LAST_SIZE]
     last = max(1, epochs // LAST_SHARE)
     if larger and epochs > last:
-        question = "Does it help to end a run with small batches?"
+        question = "Does it help to use small batches at the end of a run?"
         options = {"sizes": larger, "finish": (LAST_SIZE, last), "lr": job.lr, **study}
         yield Experiment(name="batch-size-finish", question=question, kind="batch-size", options=options)
     question = "Does a model learn as well on more ranks, if batch and learning rate grow with them?"

@@ -95,7 +95,7 @@ def one_server() -> Iterator[None]:
 
 
 def start_rank(folder: Path, env: Mapping[str, str], log: Path) -> Rank:
-    """Start a rank of the job in a folder with this environment, inside a `one_server` block."""
+    """Start a rank of the job in `folder` with the environment `env`. Call this inside a `one_server` block."""
     server = _SERVER.get()
     assert server
     return server.start(str(folder), dict(env), str(log))

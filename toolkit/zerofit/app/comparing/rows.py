@@ -252,7 +252,7 @@ def size_row(job: CompareJob, reports: Sequence[RankReport]) -> SizeRow:
 def curve_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:
     """Return the figures of a curve of accuracy over epochs.
 
-    If the target was not reached, the figures to the target are None.
+    If the curve does not reach the accuracy `target`, all `..._to_target` figures are None.
     """
     reached = next((point for point in curve if point["accuracy"] >= target), None)
     best, last = max(curve, key=lambda point: point["accuracy"]), curve[-1]
@@ -320,7 +320,7 @@ def _shown_spread(figures: Sequence[float] | None, form: str) -> str:
 def status_of(reports: Sequence[RankReport]) -> tuple[Status, str | None]:
     """Return the status of a row, and the reason if the row has no figures.
 
-    A process that reports a cause counts before processes that failed only because of it.
+    If several processes failed, the one that reports a cause decides: the others may have failed only because of it.
     """
     # One rank's failure makes all others fail in their next collective, so the cause is the report that names a
     # reason.

@@ -97,7 +97,7 @@ def options_of(
 
 
 def _choices(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savings]:
-    """Return the memory savings to try: the given ones, then also with a chunked loss if the user left it open."""
+    """Return the memory savings to try: the given ones and, unless `loss_chunk` is given, these with a chunked loss."""
     given_savings, chunk = savings_of(given, given.get("ds_config", {})), _able(resolved).loss_chunk
     return (
         [given_savings]

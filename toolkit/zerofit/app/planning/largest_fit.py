@@ -169,7 +169,7 @@ def remedies_of(setup: SearchSetup, cluster: Cluster) -> list[str]:
 def _longest(setup: SearchSetup, cluster: Cluster, report: Reporter) -> tuple[SearchSetup, LargestFit]:
     traced, request = setup.traced, setup.request
     if traced is None or setup.profile.seq_len is None:
-        message = "--max seq-len needs a text model by name, because other lengths have to be traced"
+        message = "--max seq-len needs the name of a text model: a stored profile has only one sequence length"
         hint = "use MODEL instead of --profile" if traced is None else "use --max micro-batch"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--max"))
     limit, model = longest_sequence(traced), traced.model

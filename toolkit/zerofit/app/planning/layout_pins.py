@@ -131,7 +131,7 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def savings_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Savings:
-    """Return the memory savings, without checkpointing, that the fields of a run and a DeepSpeed JSON request."""
+    """Return the memory savings that are set in a run's fields and a DeepSpeed JSON, without checkpointing."""
     found = {name: given[name] for name in Savings._fields if given.get(name)}
     if get(config, "activation_checkpointing.cpu_checkpointing") is True:
         found["activation_offload"] = True
@@ -150,8 +150,8 @@ def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
 def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs that pins and a DeepSpeed JSON fix. If both fix a knob, the pin wins.
 
-    If the JSON has `zero_optimization`, states that it does not offload stay on the device. Sizes are as in
-    training: zerofit fills in "auto", and missing keys get DeepSpeed's defaults.
+    If the JSON has `zero_optimization`, optimizer states and parameters that it does not offload stay on the device.
+    Sizes are as in training: zerofit fills in "auto", and missing keys get DeepSpeed's defaults.
     """
     given = {name: value for name, value in pins.items() if value is not None}
     stays = {name: "none" for name in ("offload_optimizer", "offload_param") if "zero_optimization" in config}
@@ -165,7 +165,7 @@ def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 
 
 def batch_and_precision(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the global batch and the precision that the pins set or, without a pin, the DeepSpeed JSON."""
+    """Return the global batch and the precision. If a value is not pinned, it comes from the DeepSpeed JSON."""
     found = {"global_batch": get(config, "train_batch_size", "auto"), "precision": precision_of(None, config)[0]}
     found = {name: value for name, value in found.items() if value != "auto"}
     return found | {name: pins[name] for name in ("global_batch", "precision") if pins.get(name) is not None}

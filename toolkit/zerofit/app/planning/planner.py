@@ -63,7 +63,7 @@ def plan(
         minimum: "gpus": plan for the fewest devices that suffice (`Plan.answer`).
         tuned: folder of `zerofit tune`; its trials correct step times.
         measured: "5.33samples/s", "21000tokens/s" or "0.52s" (per step): the measured speed of the layout that
-            `options` describe. It corrects the step times of all layouts. `options` then fix no layout.
+            `options` describe. It corrects the step times of all layouts. The search covers all layouts of this batch.
         from_trace: a trace of `zerofit train --profile`, whose kernel times replace the catalog's.
         top: number of layouts to return.
         nvme_path: folder for layouts that offload to disk.
@@ -72,14 +72,15 @@ def plan(
             `from_trace` names.
         engines: the engines whose layouts are searched: "deepspeed", "fsdp2".
         on_event: gets progress.
-        **options: two kinds. The `outlook` of each layout uses the length of the training (`epochs`, `tokens` such as
-            "15T", `samples`), the price of a GPU hour (`price`), how often machines fail (`mtbf`, such as "6000/node"),
-            and the time of a save (`storage` or `timed_by`). All other options fix a value of the layouts:
-            `global_batch`, `micro_batch`, `micro_batch_by_rank`, `gradient_accumulation_steps`, `seq_len`, `precision`,
-            `activation_checkpointing`, `activation_offload`, `loss_chunk`, `mlp_chunk`, `tensor_parallel`, `pipeline`,
-            `pipeline_schedule`, `sequence_parallel`, `expert_parallel`, `zero_stage`, `offload` (of the optimizer),
-            `offload_param`, `overlap_comm`, `model_args`, the trained part (`lora` and its options, `train`, `freeze`),
-            and `ds_config`, a DeepSpeed JSON whose values other than "auto" are kept.
+        **options: facts for the `outlook` of each layout, and values to fix. Facts are the length of the training
+            (`epochs`, `tokens` such as "15T", `samples`), the price of a GPU hour (`price`), the time between failures
+            (`mtbf`, such as "6000/node"), and the time of a save (`storage` or `timed_by`). All other options fix a
+            value (with `measured`: only of the measured layout): `global_batch`, `micro_batch`, `micro_batch_by_rank`,
+            `gradient_accumulation_steps`, `seq_len`, `precision`, `activation_checkpointing`, `activation_offload`,
+            `loss_chunk`, `mlp_chunk`, `tensor_parallel`, `pipeline`, `pipeline_schedule`, `sequence_parallel`,
+            `expert_parallel`, `zero_stage`, `offload` (of the optimizer), `offload_param`, `overlap_comm`,
+            `model_args`, the trained part (`lora` and its options, `train`, `freeze`), and `ds_config`, a DeepSpeed
+            JSON whose values other than "auto" are kept.
 
     Raises UserError with all problems.
 

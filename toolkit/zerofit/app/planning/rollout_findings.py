@@ -29,7 +29,10 @@ def findings(memory: RolloutMemory) -> Iterator[tuple[str, str]]:
         )
     if engine and not memory.settings.vllm_enable_sleep_mode:
         size = shown_bytes(engine.requested)
-        yield "cache-awake", f"weights and KV cache of vLLM stay on the GPU during training: sleep mode frees {size}"
+        yield (
+            "cache-awake",
+            f"weights and KV cache of vLLM stay on the GPU during training; sleep mode would free {size}",
+        )
     if engine and engine.requested > total - sum(memory.resident.values()):
         yield (
             "budget-of-total",

@@ -1,4 +1,4 @@
-"""`zerofit plan --method grpo`: whether trainer and rollout fit, which phase needs most memory, and how fast."""
+"""`zerofit plan --method grpo`: whether trainer and rollout fit, their step time, and which phase needs most memory."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class RolloutPlan:
 
     @property
     def best(self) -> Arrangement:
-        """The fastest arrangement that fits. If none fits, the arrangement that lacks the least memory."""
+        """The fastest arrangement that fits. If none fits, the arrangement with the smallest memory shortfall."""
         return self.arrangements[0]
 
     @cached_property
@@ -466,5 +466,5 @@ def _copies_model(name: str, adapts: bool) -> bool:
 
 
 def _order(row: Arrangement) -> tuple[bool, float]:
-    """Return a sort key: arrangements that fit by time, then the others by missing memory."""
+    """Return a sort key. Arrangements that fit come first, by time; the others follow, by missing memory."""
     return not row.fits, row.time.step_s if row.fits else -row.memory.room

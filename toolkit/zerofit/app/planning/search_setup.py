@@ -102,7 +102,7 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
 
 
 def _scaled(setup: SearchSetup, cluster: Cluster, speed: MeasuredSpeed | None) -> SearchSetup:
-    """Return the setup with step times scaled by `speed` and no fixed value but the measured global batch."""
+    """Return the setup with step times scaled by `speed`. Its search fixes only the precision and the global batch."""
     if speed is None:
         return setup
     profile, wanted = setup.profile, setup.request
@@ -149,7 +149,7 @@ def _by_rank(
         message = f"{place} {asked} with --max, --min or --measured, which search other batches or devices"
         problems.add("usage", message, f"remove {place}", place)
     if not micros:
-        message = f"{place} auto is measured on real ranks, but the devices of a plan are equal"
+        message = f"{place} auto measures the speed of real ranks, but a plan has no ranks to measure"
         problems.add("batch-size", message, "remove it, or list the micro batches, like 4,2", place)
         problems.raise_if_any()
     degrees = {name: own[name] for name in ("tp", "pp", "sp") if (own[name] or 1) > 1}

@@ -339,7 +339,10 @@ def _check_task(request: RunRequest, task: Task, problems: Problems) -> None:
         problems.add("layout", message, "use --pipeline-balance parameters", "--pipeline-balance")
     if not is_text(task) and task != "gan":
         samples = "rows of a table" if task == "table" else "images"
-        reasons = {"seq_len": f"{samples} have no tokens", "loss_chunk": f"{samples} have too few targets for chunks"}
+        reasons = {
+            "seq_len": f"{samples} have no tokens",
+            "loss_chunk": f"{samples} have too few logits to compute them in chunks",
+        }
         for field, reason in reasons.items():
             if field in request.places and getattr(request.run, field):
                 problems.add("conflict", f"{request.place(field)}: {reason}", "remove it", request.place(field))

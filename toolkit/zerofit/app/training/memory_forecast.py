@@ -186,7 +186,7 @@ def _saved_bytes(job: Job, on_cpu: bool) -> list[int]:
 
 
 def _with_save(rank: SimulatedRank, saved_bytes: int, on_cpu: bool) -> SimulatedRank:
-    """Add saving the model to a rank: copies of `saved_bytes` on top of the training state."""
+    """Return the rank with a phase that saves the model: copies of `saved_bytes` on top of the training state."""
     record = rank.record
     if not on_cpu:
         host = {**record.host_phases, SAVE: record.host_phases["step"] + saved_bytes}

@@ -32,8 +32,8 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
             code="batch-tensor-parallel",
             path=TOTAL,
             message=f"{TOTAL} {total} with tensor_parallel.autotp_size {degree}",
-            why=f"DeepSpeed counts all ranks as data parallel: a step has {total}/{degree} samples, or "
-            "DeepSpeed refuses the correct size",
+            why=f"DeepSpeed counts all ranks as data parallel: it refuses the correct size, and with this size a step "
+            f"has {total}/{degree} samples",
             fix=f"remove it, and set {MICRO} and {STEPS}",
         )
     elif total and c.ranks:

@@ -55,7 +55,7 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
 
 
 def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
-    """Check that the numbers of DeepSpeed's schedulers are numbers, not strings, and not too low."""
+    """Check that numeric parameters of DeepSpeed's schedulers are not strings and not too low."""
     if not scheduler_is_deepspeeds(c):
         return
     for key, value in c.section(PARAMS).items():

@@ -1,4 +1,4 @@
-"""Train naive model parallel with an Accelerate device map: hooks move activations from device to device."""
+"""Train with an Accelerate device map (naive model parallelism): hooks move activations from device to device."""
 
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory

@@ -37,7 +37,7 @@ def of_json(json_type: Any) -> OptimizerEntry | None:
 def run_name(json_type: str) -> str:
     """Return the run's name for an optimizer type of a DeepSpeed JSON (case does not matter).
 
-    Types without a name in runs are returned unchanged.
+    If runs have no name for a type, the type is returned unchanged.
     """
     entry = of_json(json_type)
     return entry.name if entry and json_type.lower() not in entry.same_states else json_type

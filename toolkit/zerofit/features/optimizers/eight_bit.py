@@ -80,7 +80,7 @@ def _refusing(name: str) -> Callable[[TrainingSetting], Iterator[Refusal]]:
     return refuses
 
 
-_WHY = "another layout would split the blocks of 8-bit moments elsewhere and round them again"
+_WHY = "in another layout, the blocks of 8-bit moments would begin at other elements, which rounds all moments again"
 ADAMW8BIT = OptimizerEntry(
     name="adamw8bit",
     json_type="AdamW8bit",

@@ -42,7 +42,7 @@ def _refuses(setting: TrainingSetting) -> Iterator[Refusal]:
     if setting.zero_stage and setting.clipping:
         yield Refusal(
             f"gradient clipping {setting.clipping} with muon at ZeRO stage {setting.zero_stage}: DeepSpeed clips "
-            "the orthogonalized update, whose norm is always large, and shrinks every step",
+            "the orthogonalized update. Its norm is always large, so clipping makes every step smaller",
             "use --gradient-clipping 0",
             where="--gradient-clipping",
         )

@@ -39,7 +39,7 @@ Key = tuple[str, int]  # ("forward" or "backward", unit)
 
 @dataclass
 class GradientSegment:
-    """A part of a section that ends when a parameter's gradient is complete."""
+    """A part of a section. The part ends when the gradient of a parameter is complete."""
 
     key: Key
     live: list[int] = field(default_factory=list)  # bytes alive after each op that allocates

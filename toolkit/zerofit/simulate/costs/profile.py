@@ -250,8 +250,8 @@ def _run(
 def _stand_ins(recorder: ProfileRecorder, device: str, one: TraceSetting) -> Iterator[None]:
     """Within this context, replace what a trace cannot run.
 
-    A chunked loss runs only two chunks. Offloaded activations count as on the host. AutoEP's layers run without
-    other ranks. Liger's loss replaces torch's if the traced setting `one` has Liger's kernels.
+    A chunked loss runs only two chunks. Offloaded activations count as host memory. AutoEP's layers run without other
+    ranks. Liger's loss replaces torch's if the traced setting `one` has Liger's kernels.
     """
     to_host = recorder.keeping_on_host if device == "cuda" else lambda pin_memory: nullcontext()
     in_chunks = patch.object(train_loss, "chunk_starts", recorder.few_chunks)

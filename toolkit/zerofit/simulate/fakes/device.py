@@ -51,11 +51,11 @@ def install(gpu: bool, meter: AllocationTracker, device_bytes: int) -> None:
 
 
 def register(meter: AllocationTracker) -> None:
-    """Register the simulated device, and raise errors of backward hooks in the script's thread.
+    """Register the simulated device. If a backward hook fails, raise its error in the script's thread.
 
-    While a hook's error leaves autograd's thread, torch asks the device's guard for its type. Python code that
-    returns a value while an error is set ends the process (torch/csrc/acc/Module.cpp, PythonDeviceGuard).
-    (torch.autograd._engine_run_backward)
+    Autograd's own thread passes the error on. Meanwhile, torch calls the method `type_` of the device's guard. If a
+    Python method returns a value while an error is set, the process ends (torch/csrc/acc/Module.cpp,
+    PythonDeviceGuard). So the guard keeps the error until the backward has ended. (torch.autograd._engine_run_backward)
     """
     guard, run = _SimulatedGuard(), _autograd._engine_run_backward
 
@@ -180,10 +180,7 @@ class SimulatedGpu(SimulatedHost):
         self._meter.streams.synchronize()
 
     def pin_memory(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return a copy in pinned memory. The CPU accelerator's own method does nothing.
-
-        (The CPU accelerator's own method does nothing.)
-        """
+        """Return a copy in pinned memory. The CPU accelerator's own method does nothing."""
         if _TORCH_PINS:
             return DeepSpeedAccelerator.pin_memory(self, tensor, *args, **kwargs)
         return self._torch_pin_memory(tensor)

@@ -62,9 +62,9 @@ def list_indices() -> None:
 
 
 def constants() -> None:
-    """Let a copy to the device have no known value.
+    """Copy fake tensors to the device without their known values.
 
-    The device has no kernel to compute with it.
+    The device has no kernels, so torch cannot compute with values there.
 
     (FakeTensorMode._dispatch_impl, which computes with the known values of fake tensors)
     """
@@ -222,7 +222,7 @@ class HostSteps:
         self._done.append({TaskKeys.SUB_GROUP_ID: sub_group_id, ResultKeys.UPDATED_PARAM: fp32_param})
 
     def get_result(self, **_: object) -> dict[str, object] | None:
-        """Return the result for the next group that was stepped; None if there is none."""
+        """Return the oldest result that was not returned yet; None if there is none."""
         return self._done.popleft() if self._done else None
 
 

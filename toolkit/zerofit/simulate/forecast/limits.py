@@ -1,6 +1,6 @@
-"""Find the number of layers from which on DeepSpeed's limits for large models are reached.
+"""Find the number of layers at which a model reaches DeepSpeed's limits for large models.
 
-Beyond it, all memory grows linearly with the layers. The exception is stage 3's sub-groups of parameters.
+Beyond this number, all memory grows linearly with the layers. The exception is stage 3's sub-groups of parameters.
 `sub_groups` computes them for any number of layers.
 """
 
@@ -105,10 +105,10 @@ def _groups(target: SimulationTarget) -> dict[str, list[int]]:
 
 
 def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int) -> int:
-    """Return the most layers for which the largest gradient bucket is not yet as in the full model.
+    """Return the highest number of layers at which the largest gradient bucket differs from the full model's.
 
-    `one`, `two`: elements of each gradient in a model with one and with two layers. `count`: number of layers of
-    the full model. If both an encoder and a decoder have a second layer, the result is unknown, and `count` - 1 is
+    `one`, `two`: elements of each gradient in a model with one and with two layers. `count`: number of layers of the
+    full model. If both an encoder and a decoder have a second layer, the result is unknown. Then `count` - 1 is
     returned.
     """
     if _grown(one, two, count) is None:

@@ -83,7 +83,7 @@ class WorstCase:
 
 @dataclass(frozen=True, kw_only=True)
 class LongestBatch(WorstCase):
-    """The memory of the script if every batch is as large and as long as it allows."""
+    """The script's memory if every batch has the longest and largest samples that the script allows."""
 
     tokens: int  # 0 if batches have no tokens
     shape: tuple[int, ...]  # of the largest input of the model

@@ -78,7 +78,7 @@ class ScriptKnob:
         return ScriptKnob(change=change, command=command, file=self.file or other.file, **merged)
 
     def halved(self) -> ScriptKnob | None:
-        """Return this change with half the micro batch; None if that is odd or not set by it."""
+        """Return this change with half its micro batch; None if the change sets no micro batch, or an odd one."""
         micro = self.arguments.get(_MICRO, 1)
         if micro % 2:
             return None

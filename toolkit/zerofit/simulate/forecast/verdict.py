@@ -97,7 +97,7 @@ def unseen_on_cpu(peak_bytes: int, largest_bytes: int, experts: bool) -> list[Ov
 def _buffers(device: Device, group: Communicator) -> Overhead:
     """Return the buffers of one communicator.
 
-    They are for rings and trees to two neighbors, and for each direct connection in use.
+    In rings and trees, a rank has buffers for two neighbors. It also has buffers for each direct connection in use.
     """
     over_pcie = "PCIe" in device.link_name
     fewest, most = NCCL_PCIE_CHANNELS if over_pcie else NCCL_NVLINK_CHANNELS

@@ -81,13 +81,12 @@ def highest(moments: dict[str, HostMoment]) -> dict[str, int]:
 
 
 def extended(few: HostMoment, more: HostMoment, line: Line, sub_groups: Sequence[list[int]]) -> HostMoment | None:
-    """Return the moment with the most host memory for the full model.
+    """Return the full model's moment with the most host memory. `few` and `more` are from models of fewer layers.
 
-    Requested sizes are extrapolated linearly, then rounded. If a line of code allocates equally many blocks with
-    few and with more layers, the sizes of the blocks grow. Otherwise the number of blocks grows. If the line
-    allocates one block per sub-group of stage 3, the sizes come from `sub_groups`: the sub-groups' elements with
-    few, with more and with all layers. The result is None in other cases, e.g. if some requests reused a released
-    block.
+    Requested sizes are extrapolated linearly, then rounded. If a line of code allocates equally many blocks in `few`
+    and in `more`, the sizes of the blocks grow. Otherwise the number of blocks grows. If the line allocates one block
+    per sub-group of stage 3, the sizes come from `sub_groups`. It has the elements of each sub-group for `few`, for
+    `more` and for the full model. The result is None in other cases, e.g. if some requests reused a released block.
     """
 
     def sizes(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:

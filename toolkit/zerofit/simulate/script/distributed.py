@@ -145,10 +145,10 @@ def fetched_parameters(meter: ScriptTracker) -> None:
 
 
 def data_parallel(meter: ScriptTracker) -> None:
-    """Reduce gradient buckets in a hook.
+    """Reduce gradient buckets in a hook of zerofit.
 
     The C++ reducer waits for results that do not exist here. If the script registers a hook (its own or a built-in
-    one), it runs inside this hook. The check of the other ranks' shapes is skipped.
+    one), zerofit's hook calls the script's hook. The check of the other ranks' shapes is skipped.
     (torch.nn.parallel.DistributedDataParallel, torch/csrc/distributed/c10d/comm.cpp)
     """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -264,9 +264,7 @@ def flat_sharding() -> None:
 
 
 def sharded_shapes() -> None:
-    """Compute the shape of a DTensor op's result on fakes. Host tensors are real here.
-
-    (The script's host tensors are real.)
+    """Compute the shape of a DTensor op's result on fakes. The script's host tensors are real.
 
     (torch.distributed.tensor, ShardingPropagator._propagate_tensor_meta_non_cached)
     """

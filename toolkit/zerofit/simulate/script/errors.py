@@ -20,7 +20,7 @@ class NotSimulated(BaseException):
 
 
 def not_simulated(what: str, hint: str) -> NotSimulated:
-    """Return the error that `what` cannot be simulated. The script's running line needs it."""
+    """Return the error that `what` cannot be simulated. The error names the script's line that needs `what`."""
     message = f"{what} cannot be simulated"
     return NotSimulated(Problem(kind="not-simulated", message=message, hint=hint, where=own_line()))
 

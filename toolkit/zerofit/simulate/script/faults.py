@@ -117,7 +117,7 @@ def _whole_model(script: Script) -> Iterator[Found]:
 
 
 def _wide_logits(script: Script) -> Iterator[Found]:
-    """Find float32 copies of logits by a line of the script, if they live until the loss's backward."""
+    """Find float32 copies of logits that a line of the script makes, if they live until the loss's backward."""
     lives, meter, largest = script.lives, script.log.meter, dict[str, int]()
     begins = [mark.event for mark in meter.ledger.marks if mark.name == "backward"]
     for index, width in meter.widened:

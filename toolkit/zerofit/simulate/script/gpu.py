@@ -1,4 +1,4 @@
-"""Simulate a GPU for scripts: Python code gets cuda:N, torch's C++ code another device.
+"""Simulate a GPU for scripts. Python code uses cuda:N. torch's C++ code uses another device.
 
 Without a GPU, a fake tensor on a CUDA device crashes in autograd (torch/csrc/autograd/engine.cpp,
 hasPrimaryContext). So C++ code gets the device of `simulate.fakes.device`. Where Python code reads or names a

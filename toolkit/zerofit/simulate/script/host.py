@@ -83,7 +83,7 @@ def parameter_data(meter: ScriptTracker) -> None:
 
 
 def gradients(meter: ScriptTracker, parameter: Tensor) -> None:
-    """Replace a parameter's gradient by a fake if it is real. For small host tensors, it is.
+    """Replace a parameter's real gradient by a fake one. Small parameters on the host get real gradients.
 
     DeepSpeed sets `grad.data` to a part of its buffers. The data of a real tensor cannot be part of a fake. (Tensor
     hooks)
@@ -157,9 +157,9 @@ def addresses() -> None:
 
 
 def nested_lengths() -> None:
-    """Give the ragged dimension of a jagged tensor of fakes a number.
+    """Make the ragged dimension of a fake jagged tensor a number, as in eager torch.
 
-    Outside of the compiler, torch does this. A copy to the device has the number of the real tensor.
+    FakeTensorMode would make this dimension a symbol. A copy on the device has the same number as the real tensor.
     (FakeTensorMode.create_symbolic_nested_int, torch.Tensor.nested_int_memo)
     """
     from torch.nested._internal.nested_int import NestedIntNode
@@ -284,10 +284,10 @@ def triton_kernels(meter: ScriptTracker) -> None:
 def higher_order_ops(meter: ScriptTracker) -> None:
     """Run the bodies of higher-order ops op by op.
 
-    torch.cond keeps the activations of its branch, not the operands.
+    The simulated torch.cond keeps the activations of its branch; the real one keeps only the operands.
 
-    Their eager kernels assert that no mode is active, and torch.cond needs a compiler for gradients. (torch.cond;
-    torch._higher_order_ops: `_get_current_dispatch_mode` in cond_op_dense and others)
+    The eager kernels of higher-order ops assert that no mode is active. For gradients, torch.cond needs a compiler.
+    (torch.cond; torch._higher_order_ops: `_get_current_dispatch_mode` in cond_op_dense and others)
     """
     from torch._higher_order_ops import cond as conditions
 

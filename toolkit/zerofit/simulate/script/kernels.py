@@ -169,7 +169,7 @@ def flash_attention_package(meter: ScriptTracker) -> None:
             given = [*args[:tensors], *(kwargs[name] for name in names[len(args[:tensors]) :])]
             rest = args[tensors:]
             lengths: Any = rest[0] if rest else kwargs.get("cu_seqlens", kwargs.get("cu_seqlens_q"))
-            meter.note("flash_attn: memory of its kernels by their shapes")
+            meter.note("flash_attn: the memory of its kernels is computed from shapes")
             given = [t if t.stride(-1) == 1 else t.contiguous() for t in given]
             out = _FlashAttention.apply(packed, lengths.shape[0] - 1 if varlen else 0, *given)
             return (out, None, None) if return_attn_probs else out

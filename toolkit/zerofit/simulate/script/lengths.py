@@ -145,7 +145,8 @@ def replaced_arguments(values: Mapping[str, object]) -> None:
 def largest_samples(meter: ValueTracker) -> None:
     """Replace each batch's samples with the largest samples of the data set.
 
-    Images are compared by pixels, other samples by floats. If all have the same size, the batches stay unchanged.
+    An image's size is its number of pixels. Any other sample's size is its number of floats. If all samples have the
+    same size, the batches stay unchanged.
     (torch.utils.data: _MapDatasetFetcher.fetch)
     """
     from torch.utils.data._utils.fetch import _MapDatasetFetcher

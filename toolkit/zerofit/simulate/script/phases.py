@@ -166,7 +166,7 @@ class ScriptPhases:
     def _stepped(self, one: object, of: list[object]) -> None:
         """Count an optimizer step of `one`. `of`: all engines or optimizers that train.
 
-        Raises ScriptStop when each has made enough steps, or one of them WAITED times as many.
+        Raises ScriptStop when all of them have made `wanted` steps, or when one has made WAITED * `wanted` steps.
         """
         self.steps[id(one)] += 1
         made = [self.steps[id(other)] for other in of]

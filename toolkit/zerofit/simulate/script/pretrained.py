@@ -123,7 +123,7 @@ def _dtype(asked: Any, config: Any) -> torch.dtype:
 
 
 def quantizer_of(config: Any, asked: Any, device_map: Any) -> Any:
-    """Return a model's quantizer. Raises NotSimulated for any quantizer except 4-bit bitsandbytes, and under ZeRO-3."""
+    """Return a model's 4-bit bitsandbytes quantizer. Raises NotSimulated for other quantizers, and if ZeRO-3 is on."""
     chosen = getattr(config, "quantization_config", None) or asked
     said = chosen if isinstance(chosen, dict) else vars(chosen)
     if not (said.get("load_in_4bit") or said.get("_load_in_4bit")):

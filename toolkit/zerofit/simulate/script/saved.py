@@ -160,7 +160,7 @@ def _opened(file: Any, mode: str) -> Iterator[Any]:
 def saved_by_torch(meter: ScriptTracker, files: ScratchFiles) -> None:
     """Save and load objects with fake tensors in zerofit's own format. (torch.save, torch.load)
 
-    Other files are loaded with their values. torch itself would load none of them, since a fake mode is active.
+    Files in other formats are loaded with their values. While a fake mode is active, torch itself loads no values.
     (torch/serialization.py: `detect_fake_mode` in _load)
     """
 

@@ -142,7 +142,8 @@ class ScriptTracker(ValueTracker):
     def _higher_order(self, op: HigherOrderOperator, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
         """Run a higher-order op's body op by op, like eager torch. Without an eager kernel, use the shape rule.
 
-        If the script compiles, attention is one kernel that stores no scores (torch/_inductor/kernel/flex).
+        If the script uses torch.compile, flex_attention is one kernel that stores no scores
+        (torch/_inductor/kernel/flex).
         """
         rules: Any = registered_hop_fake_fns  # its type names another kind of key
         run, shapes = op.py_kernels.get(DispatchKey.CompositeExplicitAutograd), rules.get(op)

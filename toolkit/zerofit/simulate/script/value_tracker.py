@@ -53,7 +53,7 @@ _UNDEFINED = ("aten::empty", "aten::new_empty")
 class ValueTracker(IssuingTracker):
     """Stores known values with fakes (`keep`), so that masks, lengths and counters control the script.
 
-    If an op overwrites a tensor with unknown values, its known values are deleted (`forget`). Each assumption about an
+    When an op writes unknown values to a tensor, `forget` deletes the tensor's known values. Each assumption about an
     unknown value adds a note.
     """
 
@@ -98,7 +98,9 @@ class ValueTracker(IssuingTracker):
         number = vars(tensor).get("_elements")
         if number is None or not self._running:
             return None
-        self.note("a mask of unknown values is counted: assumed to be all True", bound=True, here=True)
+        self.note(
+            "a mask with unknown values is summed: all its elements are assumed to be True", bound=True, here=True
+        )
         with on_host():
             return torch.full(tensor.shape, number, dtype=tensor.dtype)
 
@@ -172,7 +174,7 @@ class ValueTracker(IssuingTracker):
     ) -> None:
         """Compute the values of small outputs from known inputs, and store them.
 
-        Values that an op overwrites with unknown values are forgotten.
+        When an op writes unknown values to a tensor, `forget` deletes the tensor's known values.
         """
         outs = [t for t in leaves_of(out) if isinstance(t, FakeTensor)]
         if name in _FILLED and isinstance(args[0], FakeTensor) and known_value(args[1]) is not None:
