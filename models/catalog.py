@@ -137,10 +137,10 @@ def find(name: str) -> ModelSource:
 
 
 def shape_named(name: str) -> Match:
-    """Return the preset or the cached config.json that has the shape of a hub repository.
+    """Return a preset or a cached config.json with the same shape as the model of a hub repository.
 
-    `name` may also be another spelling of a preset's name. All other names are returned unchanged. The result is
-    only for forecasts of memory and time: training "Qwen/Qwen3-8B" needs its weights.
+    `name` may also be another spelling of a preset's name. All other names are returned unchanged. The result is only
+    for forecasts of memory and time: training "Qwen/Qwen3-8B" needs its weights.
     """
     name = name.removeprefix("hub:")
     itself = Match(name=name, note="")
@@ -213,7 +213,7 @@ def _refuse_half(config: Config, where: str, task: Task | None) -> None:
     named, decoder = (config.get("architectures") or [""])[0], DECODERS.get(config.get("model_type"))
     if task != "causal-lm" or not named.endswith("ForConditionalGeneration") or decoder in (None, named):
         return
-    message = f"{where}: {named} has an encoder, but a causal language model would only have its decoder ({decoder})"
+    message = f"{where}: as a causal language model, {named} would lose its encoder: only {decoder} is built"
     hint = f'simulate your training script (zerofit simulate -- COMMAND), or set "architectures" to ["{decoder}"]'
     raise ModelError("model-config", message, hint)
 

@@ -139,10 +139,10 @@ def _both(*contexts: AbstractContextManager) -> Iterator[None]:
 # statistics.
 @contextmanager
 def _statistics_untouched(module: nn.Module) -> Iterator[None]:
-    """Inside this context, forwards update copies of the running statistics. The copies are dropped.
+    """Keep the running statistics unchanged by forwards in this context.
 
-    The copies replace the originals during the forwards. Restoring the originals' values instead would be an in-place
-    change of tensors that autograd has saved, which is an error.
+    Forwards update copies of the statistics. Afterwards each module gets its originals back. Resetting changed
+    originals in place would be an error, because autograd has saved these tensors.
     """
     norms = batch_norms(module)
     originals = [dict(norm._buffers) for norm in norms]

@@ -232,7 +232,7 @@ def _recording(log: _Log) -> Iterator[None]:
 
 
 class _Mode(FakeTensorMode):
-    """A fake mode that deepcopy of a fake tensor does not copy."""
+    """A fake mode whose deepcopy is itself, so a copied fake tensor keeps its mode."""
 
     def __deepcopy__(self, memo: Any) -> _Mode:
         return self

@@ -45,8 +45,9 @@ def denoiser_inputs(source: ModelSource, args: Mapping[str, Any], fed: Fed) -> N
     parts = PIXELS * (PACKED if flux else config.get("patch_size") or 2 ** (len(config["block_out_channels"]) - 1))
     if channels != 3 or pixels % parts:
         near = max(1, round(pixels / parts)) * parts
-        message = f"{source.name} needs 3 channels and a multiple of {parts} pixels; got {channels} channels"
-        raise ModelError("model-inputs", f"{message} and {pixels}", f"use --input image:3x{near}x{near}")
+        message = f"{source.name} needs 3 channels and a side that is a multiple of {parts} pixels"
+        message += f"; got {channels} channels and {pixels} pixels"
+        raise ModelError("model-inputs", message, f"use --input image:3x{near}x{near}")
     side = pixels // PIXELS
     shape = ((side // PACKED) ** 2, config["in_channels"]) if flux else (config["in_channels"], side, side)
     first = "sample" if cls.__name__ == "UNet2DConditionModel" else "hidden_states"

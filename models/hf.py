@@ -1,8 +1,8 @@
 """Build transformers models from a config or from a pretrained folder.
 
 The same seed gives the same initial weights, whichever part of the model is kept. A model is built on the meta device
-and initialized module by module in transformers' order. Numbers for tensors that stay on meta are also drawn, and
-dropped.
+and initialized module by module in transformers' order. Random numbers are drawn for every tensor. If a tensor stays on
+meta, its numbers are discarded.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def transformers_model(
 
 
 def _with_kernel(model: Any, source: ModelSource, args: ModelArgs) -> Any:
-    """If `args` name an attention kernel of another package, set it. Raises ModelError.
+    """If `args` name an attention kernel of another package, switch the model to it. Raises ModelError.
 
-    `make_config` has replaced this kernel with a kernel of torch.
+    Until then the model has torch's kernel, which `make_config` has set instead.
     """
     kernel = args.get(ATTENTION)
     if kernel not in PLAIN_KERNELS:
@@ -259,7 +259,7 @@ def _initialize(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
 # transformers initializes before it ties: the numbers of both parameters are drawn, and one is dropped. If both shared
 # a tensor, the second draw would overwrite the first.
 def _untie(model: nn.Module, tied: dict[str, str]) -> None:
-    """Give each tied parameter its own tensor, since transformers draws all of them before tying them."""
+    """Give each tied parameter its own tensor. transformers initializes every parameter before it ties any."""
     for name in tied:
         parent, _, attribute = name.rpartition(".")
         owner = model.get_submodule(parent)
@@ -267,7 +267,7 @@ def _untie(model: nn.Module, tied: dict[str, str]) -> None:
 
 
 # transformers' `initialize_weights` visits modules in this order, and each draw depends on earlier draws. So every
-# module is initialized, also those whose parameters stay on meta: their numbers are drawn and dropped.
+# module is initialized, also those whose parameters stay on meta: their numbers are drawn and discarded.
 def _apply(module: nn.Module, initialize_one: Any, real: dict[int, str], stored: Stored) -> None:
     """Initialize a module like transformers' `initialize_weights`: children first, then the module.
 

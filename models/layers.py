@@ -291,7 +291,7 @@ class GPT2Positions(nn.Module):
         self.wpe, self.drop = wpe, drop
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the embeddings of positions from 0."""
+        """Add the position embeddings. The first token has position 0."""
         return self.drop(x + self.wpe(torch.arange(x.shape[1], device=x.device).unsqueeze(0)))
 
 
@@ -310,7 +310,7 @@ class GPT2Block(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """A block of BERT or ViT, in both directions. Hidden states (batch, length, hidden_size) in and out."""
+    """A block of BERT or ViT with bidirectional attention. Hidden states (batch, length, hidden_size) in and out."""
 
     def __init__(self, block: nn.Module, config: Any):
         super().__init__()

@@ -84,8 +84,8 @@ def _patches_text(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[Named
     side = vision.patch_size * vision.spatial_merge_size
     if pixels % side or channels != vision.in_channels:
         near = max(1, round(pixels / side)) * side
-        message = f"{name} needs images of {vision.in_channels} channels and a multiple of {side} pixels"
-        message += f", not {channels} and {pixels}"
+        message = f"{name} needs {vision.in_channels} channels and a side that is a multiple of {side} pixels"
+        message += f"; got {channels} channels and {pixels} pixels"
         raise ModelError("model-inputs", message, f"use --input image:{vision.in_channels}x{near}x{near}")
     patches, numbers = (pixels // vision.patch_size) ** 2, channels * vision.temporal_patch_size * vision.patch_size**2
     tokens = _tokens_of_image(name, config, seq_len, patches // vision.spatial_merge_size**2)

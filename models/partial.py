@@ -139,9 +139,10 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
 
 
 def _linear_layers(model: nn.Module) -> str | list[str]:
-    """Return peft's keyword for all linear layers. Return their names if peft's own search is not usable.
+    """Return the adapter targets for all linear layers: peft's keyword, or a list of the layers' names.
 
-    peft's search works only in transformers models, and would include the fused experts and the router of a mixture.
+    The list is for models in which peft's own search is not usable. The search supports only transformers models. In a
+    mixture it would include the fused experts and the router.
     """
     head = head_modules(model)
     if head:

@@ -157,7 +157,7 @@ def notes_on(model: nn.Module, source: ModelSource, inputs: Inputs | None) -> li
 
 def drawn_anew(head: str, classes: int, where: str, inputs: ImageInputs) -> str:
     """Return the note that a head is initialized at random."""
-    return f"the head ({head}) is initialized at random: {where} has {classes} classes, the data {inputs.classes}"
+    return f"the head ({head}) is initialized at random: {where} has {classes} classes, the data has {inputs.classes}"
 
 
 def _renamed(name: str, shapes: dict[str, Any]) -> str:

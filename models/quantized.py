@@ -162,9 +162,9 @@ def _state_bytes(state: Any) -> int:
 def _linear_4bit() -> type[nn.Module]:
     """Return a variant of bitsandbytes' 4-bit layer that does not keep the gathered weight for backward.
 
-    bitsandbytes 0.50.2 keeps the weight's data of the forward in the graph (autograd/_functions.py, MatMul4Bit). ZeRO-3
-    gathers weights for forward and again for backward, so all full weights would be in memory after forward. In this
-    layer, backward uses the data that the parameter has during backward.
+    In forward, bitsandbytes 0.50.2 saves the weight's data for backward (autograd/_functions.py, MatMul4Bit). ZeRO-3
+    gathers each weight for forward, and again for backward. With the saved data, all full weights would be in memory
+    after forward. This layer saves only the parameter, and its backward reads the data that ZeRO-3 has gathered again.
     """
     base: Any = library().Linear4bit
     product: Any = importlib.import_module(f"{PACKAGE}.autograd._functions").MatMul4Bit

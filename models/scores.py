@@ -78,7 +78,7 @@ def rouge_scores(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
 def takes_cache(config: Any) -> bool:
     """Return whether transformers' cache has enough layers for the decoder.
 
-    The cache has as many layers as the config names. For T5 these are the encoder's layers.
+    The cache has `num_hidden_layers` layers. In T5's config, this key counts the layers of the encoder.
     """
     return (getattr(config, "num_decoder_layers", None) or 0) <= config.get_text_config(decoder=True).num_hidden_layers
 

@@ -147,7 +147,7 @@ def resnet18_bias(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
 def fcn_tiny(inputs: SegmentationInputs, width: int = 16) -> nn.Sequential:
     """Build a small fully convolutional network, which halves the size twice, classifies pixels, and upsamples."""
     if inputs.size % 4:
-        message = f"fcn-tiny needs images of a multiple of 4 pixels, not {inputs.size}"
+        message = f"the image size of fcn-tiny must be a multiple of 4 pixels, not {inputs.size}"
         raise ModelError("model-shape", message, f"set --image-size {max(4, inputs.size // 4 * 4)}")
 
     def conv(channels_in: int, channels: int, stride: int) -> list[nn.Module]:

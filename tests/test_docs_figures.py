@@ -189,7 +189,7 @@ CLAIMS: list[tuple[Callable[[], list[str]], dict[str, str]]] = [
     (lambda: kills("kills.json"), {"docs/reliability.md": "results/kills.json"}),
     (lambda: kills("kills_lora.json")[:1], {"docs/reliability.md": "results/kills_lora.json"}),
     (lambda: [str(result("damage.json")["cases"])], {"docs/reliability.md": "results/damage.json"}),
-    (bandwidth, {"docs/reliability.md": "plus a sync of the same bytes"}),
+    (bandwidth, {"docs/reliability.md": "followed by a sync"}),
     (export, {"docs/export.md": "a checkpoint of 81 GB"}),
     (export_times, {"docs/export.md": "For a 7B on 8 ranks"}),
     (same_weights, {"docs/laboratory.md": "the mean of the shares", "docs/zh/laboratory.md": "各份梯度的平均"}),

@@ -223,7 +223,7 @@ TENSOR_AND_SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": 2, "ranks": 4}
         (
             {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
             {"optimizer": "adamw8bit"},
-            "split the blocks of 8-bit states",
+            "split 8-bit states in the middle of their blocks",
         ),
         ("zero2", {"loss": "mse"}, "leave --loss out"),
         ("zero2", {"mlp_chunk": 64, "compile": True}, "leave one of them out"),

@@ -70,7 +70,7 @@ def test_a_head_of_other_classes_is_drawn_anew_and_all_else_is_refused_by_name(t
     adapted = replace(source(path), partial=Run(lora=2).partial)
     (note,) = notes_of_pretrained(adapted, three, {})
     assert torch.equal(build(adapted, three, {}).state_dict()["conv1.weight"], theirs.conv1.weight)
-    assert note == f"the head (fc) is initialized at random: {path} has 10 classes, the data 3"
+    assert note == f"the head (fc) is initialized at random: {path} has 10 classes, the data has 3"
     grey = ImageInputs(channels=1, size=32, classes=10)
     with pytest.raises(ModelError, match=r"different shapes: conv1\.weight \(64, 3, 7, 7\) instead of \(64, 1, 7, 7\)"):
         build(source(path), grey, {})

@@ -99,8 +99,8 @@ def test_kinds_of_names(name, kind):
         ("[]", "expected an object, got a list"),
         ('{"traceEvents": []}', "no steps"),
         ('{"other": 1}', "no list `traceEvents`"),
-        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": "1", "dur": 1}]}', "complete event 1 lacks a name, times"),
-        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": NaN}]}', "complete event 1 lacks a name, times"),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": "1", "dur": 1}]}', 'event 1 of phase "X" lacks a name'),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": NaN}]}', 'event 1 of phase "X" lacks a name'),
         ('{"traceEvents": [], "otherData": {"made_by": "zerofit"}}', "lacks step_s"),
     ],
 )

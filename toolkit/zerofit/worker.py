@@ -172,7 +172,7 @@ def translate(error: BaseException, log: Path) -> Problem:
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or no_memory:
         return out_of_memory(first, log)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "free space on it, then run the same command again to resume from the newest checkpoint"
+        hint = "free some disk space, then run the same command again to resume from the newest checkpoint"
         message = f"no space left on the disk: {first}"
         return Problem(kind="disk-full", message=message, hint=hint, where=str(log.parent.parent))
     if "EADDRINUSE" in text:

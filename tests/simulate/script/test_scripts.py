@@ -309,7 +309,7 @@ parser.parse_args(["--bf16"])
             "mine::twice in code outside of the model has no shape rule",
             "register_fake",
         ),
-        (ENGINE + "torch._C._cuda_getCurrentRawStream(0)\n", "train.py:7 calls the GPU's driver", "turn this one off"),
+        (ENGINE + "torch._C._cuda_getCurrentRawStream(0)\n", "train.py:7 calls the GPU's driver", "this kernel off"),
         (ENGINE + "torch.ones(3, device='cuda') @ torch.ones(4, device='cuda')\n", "train.py fails at", "own error"),
         (ENGINE + "torch.bincount(torch.rand(9, device=0).long())\n", "depends on values that only a GPU", "masks"),
     ],

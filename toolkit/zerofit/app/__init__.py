@@ -1,1 +1,1 @@
-"""The commands without a terminal: functions accept typed requests, return results and report events."""
+"""The commands as Python functions. They accept request objects, return results and report events."""

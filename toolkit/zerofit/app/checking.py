@@ -170,7 +170,7 @@ class CheckResult:
         left = list(autos(effective.subject.config))
         if left and not problems:
             message = f"no value given for {', '.join(left)}"
-            hint = "set them by flags or --training-args; --ranks determines the batch size, --model the bucket sizes"
+            hint = "set them by flags or --training-args; --ranks sets the batch size, --model sets the bucket sizes"
             problems = [Problem(kind="auto-unfilled", message=message, hint=hint, where=self.file)]
         if problems:
             raise UserError(*problems)

@@ -39,8 +39,8 @@ LEAST_BYTES = 64 << 20  # smaller differences are no cause
 # kind of memory -> why a run may need more of it than its forecast
 _MORE_OF = {
     "parameters": "each rank has the full model, or there is a second model",
-    "optimizer state": "the states have a wider type than in the forecast, or every rank has all of them",
-    "gradients": "gradients of earlier batches are kept, or every rank has all of them",
+    "optimizer state": "the states have a wider type than in the forecast, or every rank has all states",
+    "gradients": "gradients of earlier batches are kept, or every rank has all gradients",
     "activations": "the batch was longer or larger, or outputs are kept",
     "logits and loss": "the batch was longer, or logits are kept",
     "communication buckets": "buckets are larger",

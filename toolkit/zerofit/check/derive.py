@@ -85,7 +85,7 @@ class RecordingDict(dict):
     def keys(self) -> Any:
         """Return the keys as an object that supports `in`.
 
-        DeepSpeed unpacks a section with `**` to pass all its keys to a pydantic class. The object records this.
+        If DeepSpeed passes all keys of a section by `**` to a pydantic class, the object records the section.
         """
         return _Keys(self)
 

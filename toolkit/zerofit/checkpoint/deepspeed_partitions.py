@@ -202,7 +202,7 @@ def _weights_copy(
             if tuple(value.shape) == shapes.get(name):
                 copies.setdefault(name, Location(file=file.relative_to(files.root).as_posix(), keys=[key]))
     if absent := [name for name in shapes if name not in copies]:
-        reason = f"an optimizer file is missing, and no file has its weights ({absent[0]})"
+        reason = f"an optimizer file is missing, and no other file contains the weights of {absent[0]}"
         raise incomplete(files.folder, reason, MISSING)
     return copies
 

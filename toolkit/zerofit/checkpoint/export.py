@@ -93,7 +93,7 @@ def export(
     one `model.safetensors` for `load_state_dict`. Adapters become a folder for peft or, with `merge`, the full
     model. `dtype` is the type of the parameters (default: the run's precision); buffers keep their type. A model of
     the form package.module:callable is refused unless `trust_model_code`. Raises UserError if the checkpoint does
-    not match the model. If the disk is too small, it is raised before anything is written.
+    not match the model. If the disk is too small, raises UserError before it writes anything.
     """
     report = report or Reporter()
     refuse_existing(out)
@@ -113,7 +113,7 @@ def export(
         raise UserError(Problem(kind="usage", message=message, hint="leave --merge out", where="--merge"))
     reads_tokens = are_tokenized(manifest.inputs)
     if reads_tokens and run.tokenizer == "bytes":
-        report.note("--tokenizer bytes has no files: `zerofit generate` reads the export, but AutoTokenizer cannot")
+        report.note("the export has no tokenizer files (--tokenizer bytes): use `zerofit generate`, not AutoTokenizer")
     exported = ExportedModel(
         published=PublishedModel(model, source.family == "transformers"),
         tensors=lambda: ((name, state.source(state.ties.get(name, name))) for name in model.state_dict()),
@@ -155,9 +155,8 @@ def export_foreign(
     if adapters is not None:
         return _write_foreign_adapters(state, adapters, out, wanted)
     if folder is None:
-        report.note(
-            f"{found.path} has no config.json, so parameters keep the checkpoint's names; --model FOLDER adds one"
-        )
+        message = f"{found.path} has no config.json (--model FOLDER adds it), so parameters keep the checkpoint's names"
+        report.note(message)
     try:
         model = _named_model(folder) if folder else _shape_model(state)
     except ModelError as error:

@@ -403,7 +403,7 @@ def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
                     continue
                 if _differ(state, share, shard, saved):
                     other = files.model(mp)[0]
-                    message = f"{name} differs from its weights in {other}: the files are from different steps or runs"
+                    message = f"master weights of {name} differ from {other}; the files are of different steps or runs"
                     damage[file] = Damage(file=file, kind="mixed", message=message)
     return list(damage.values())
 

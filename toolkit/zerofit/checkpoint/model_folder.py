@@ -281,7 +281,7 @@ def _header(entries: list[TensorEntry]) -> bytes:
 
 
 def _spans(place: int, entry: TensorEntry) -> list[tuple[int, int]]:
-    """Split a tensor at byte `place` of a file at multiples of PIECE in the file. Return (start, end) in elements."""
+    """Split a tensor at file offsets divisible by PIECE; `place` is its first byte. Return (start, end) in elements."""
     size, total = entry.dtype.itemsize, math.prod(entry.shape)
     first = (PIECE - place % PIECE) // size
     cuts = [0, *range(first, total, PIECE // size), total]

@@ -1,4 +1,4 @@
-"""Parameter names for the indices in torch's optimizer state dicts, which follow the order of groups."""
+"""Find parameter names for the indices in torch's optimizer state dicts. The indices follow the order of groups."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def _map(path: str, shared: bool, size: int) -> torch.UntypedStorage:
 def copy_numbers(out: torch.Tensor, stored: torch.Tensor) -> None:
     """Copy flat numbers of a mapped file into `out`, which may have another type.
 
-    FEW numbers or more are read from the file instead of the map. This takes a tenth of the CPU time.
+    Arrays of `FEW` or more elements are read from the file instead of the map. This takes a tenth of the CPU time.
     """
     address, count, size = stored.data_ptr(), len(stored), stored.dtype.itemsize
     place = next(((p, address - a) for a, (p, total) in list(_MAPPED.items()) if a <= address < a + total), None)

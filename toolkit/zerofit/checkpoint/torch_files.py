@@ -1,4 +1,4 @@
-"""The index of checkpoints by torch's own tools (distributed, state dicts), and of DeepSpeed's universal ones."""
+"""Index checkpoints of torch's own tools (distributed, state dicts) and DeepSpeed's universal checkpoints."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def distributed_index(found: Foreign) -> RankIndex:
 def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dict[str, Location]) -> None:
     """Add a folder's tensors to `tensors`, by key as (description, chunk, place), and its scalars to `scalars`."""
     if not (folder / METADATA).is_file():
-        raise incomplete(folder, f"{METADATA} is missing, which rank 0 writes last", "use an older checkpoint")
+        raise incomplete(folder, f"{METADATA} is missing (rank 0 writes it last)", "use an older checkpoint")
     metadata = safe_load.load_metadata(folder / METADATA)
     order = {key: number for number, key in enumerate(metadata.state_dict_metadata)}  # order in the state dict
     for place, stored in sorted(metadata.storage_data.items(), key=lambda item: order[item[0].fqn]):
@@ -171,7 +171,7 @@ def _distributed_groups(found: Foreign, scalars: dict[str, Location]) -> list[Pa
 
 
 def _prefix(weights: list[str], states: list[str]) -> str:
-    """Return the prefix of the weights' keys before the model's names, found by comparing them with `states`."""
+    """Return the prefix that turns each parameter name in `states` into a key in `weights`."""
     firsts = {key.split(".")[0] + "." for key in weights}
     for prefix in ("", *sorted(firsts)):
         if states and all(prefix + name in weights for name in states):

@@ -99,7 +99,7 @@ def fail_internally(error: Exception, as_json: bool) -> NoReturn:
     if missing := missing_extra(error):
         fail([missing], BAD_INPUT, as_json)
     if why := _of_path(error):
-        hint = "use another path, or check its permissions and the free disk space"
+        hint = "check the permissions of this path and the free disk space, or use another path"
         fail([Problem(kind="path", message=why, hint=hint)], BAD_INPUT, as_json)
     message = f"zerofit failed: {type(error).__name__}: {error}"
     hint = "this is a bug in zerofit; please report it with the traceback in that file"

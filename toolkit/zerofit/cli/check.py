@@ -33,7 +33,7 @@ RUN_FIELDS = (
     *("ranks", "tensor_parallel", "pipeline", "pipeline_schedule", "sequence_parallel", "expert_parallel"),
     *PART_FIELDS,
 )
-MIGRATE_HELP = "convert an old file for the installed DeepSpeed, as FILE.migrated.json"
+MIGRATE_HELP = "convert FILES of an older DeepSpeed to the installed release, and write FILE.migrated.json"
 ARGS_HELP = "compare with the Trainer's arguments in a JSON, a YAML (also of axolotl or LLaMA-Factory) or a run_*.sh"
 ACCELERATE_HELP = "compare with Accelerate's YAML; without FILES, check the JSON that the YAML names or implies"
 CLEAN, WARNINGS, ERRORS = 0, 1, 2

@@ -135,7 +135,7 @@ def convert(path: Path, out: Path, as_json: bool, **options: Any) -> None:
 )
 @click.option("--merge", is_flag=True, help="merge the adapters of --lora into the model")
 @REPAIR
-@click.option("--model", type=PATH, help="folder with config.json, for another program's checkpoint without one")
+@click.option("--model", type=PATH, help="folder with a config.json, if another program's checkpoint has none")
 @TRUST_MODEL_CODE
 @TRUST_PICKLE
 @AS_JSON

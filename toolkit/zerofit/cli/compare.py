@@ -66,7 +66,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of integers such as 16,32,64") from None
     if min(numbers) < 1 or len(set(numbers)) < len(numbers):
-        raise click.BadParameter(f"{value!r}: numbers of 1 or more, each once")
+        raise click.BadParameter(f"{value!r} is not a list of different integers of at least 1")
     return numbers
 
 
@@ -128,7 +128,7 @@ def strategies(model: str, as_json: bool, **options: Any) -> None:
 @click.option(
     "--scale-lr", type=click.Choice(SCALES), default="none", show_default=True, help="how --lr grows with the size"
 )
-@click.option("--per-rank", type=POSITIVE, help="samples per step on each DDP rank [train on one device]")
+@click.option("--per-rank", type=POSITIVE, help="train on DDP ranks with this many samples per step each [one device]")
 @click.option(
     "--finish",
     callback=_finish,

@@ -67,7 +67,7 @@ def _cluster(ctx: click.Context, what: str, hardware: dict[str, Any]) -> Cluster
     if not any(hardware.values()):
         return None
     if not Path(what).is_dir():
-        hint = "put the command that started the run after --"
+        hint = "add -- and the command that started the run"
         raise UserError(Problem(kind="usage", message="hardware without a command", hint=hint, where="--gpu"))
     return single_cluster(hardware)
 

@@ -78,7 +78,7 @@ file_options = add_options(
 @click.option("--slots", type=click.IntRange(min=1), help="ranks per node, with --nodes")
 @click.option("--master-addr", help="address of rank 0 [the first host's]")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="restarts after a failure [0]")
-@click.option("--min-nodes", type=click.IntRange(min=1), help="continue without lost nodes while this many are left")
+@click.option("--min-nodes", type=click.IntRange(min=1), help="fewest nodes to continue with if nodes are lost")
 @click.option("--dry-run", is_flag=True, help="only print the launcher's command")
 @file_options
 @run_options()

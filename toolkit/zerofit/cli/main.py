@@ -32,7 +32,7 @@ COMMANDS = {
     "explain": ("explain", "Explain an out-of-memory error from a log, a memory snapshot or a run folder."),
     "generate": ("inference", "Generate text with a run, a checkpoint or a causal language model."),
     "launch": ("launch", "Train on many hosts with the deepspeed launcher."),
-    "mcp": ("mcp", "Serve simulate, plan, check and explain to a coding agent (Model Context Protocol)."),
+    "mcp": ("mcp", "Start an MCP server: a coding agent can call simulate, plan, check and explain."),
     "models": ("train", "List the named models with their parameter counts."),
     "plan": ("plan", "List the layouts of a model that fit a cluster, fastest first."),
     "plot": ("train", "Plot loss, throughput and memory of run folders."),

@@ -48,7 +48,7 @@ app = MCPServer("zerofit", version=version("zerofit"), instructions=INSTRUCTIONS
 
 @click.command()
 def mcp() -> None:
-    """Serve simulate, plan, check, explain and models to a coding agent (MCP, on standard input and output).
+    """Start an MCP server on standard input and output: agents can call simulate, plan, check, explain and models.
 
     The agent starts it: add the command `zerofit mcp` to the agent's MCP servers.
     """

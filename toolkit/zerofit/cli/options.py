@@ -33,7 +33,7 @@ ANYWAY = click.option("--anyway", is_flag=True, help="start even if the forecast
 TRUST_MODEL_CODE = click.option(
     "--trust-model-code",
     is_flag=True,
-    help="run the Python code (package.module:callable) that the folder names as its model or callback",
+    help="import and run the code (package.module:callable) of a model or callback that is named in the folder",
 )
 RUNNERS = ["pdsh", "slurm", "openmpi", "mpich"]
 RUNNER_HELP = "how DeepSpeed's runner starts ranks; slurm without --hostfile uses the hosts of the allocation"

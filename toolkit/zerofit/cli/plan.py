@@ -68,13 +68,13 @@ OWN_PINS = (
     *("zero_stage", "offload", "offload_param", "pin_memory", "overlap_comm"),
     *("liger_kernel", "tensor_sequence_parallel", "cpu_threads"),
 )
-FROM_HELP = "correct step times by the trials in this folder of `zerofit tune`"
+FROM_HELP = "use the trials in this folder (from `zerofit tune`) to correct step times"
 SERVE_HELP = "plan inference instead: whether the model fits in vLLM, and how many sequences run at once"
 METHOD_HELP = "plan reinforcement learning, preferences or distillation: memory of trainer and rollout by phase"
 ROLLOUT_HELP = "settings of vLLM for --serve (max_model_len=8192), or of TRL for --method, by their own names"
 FROM_TRACE_HELP = "use measured kernel times from RUN_FOLDER/traces/rank-0-step-3.json (`train --profile`)"
 COLUMNS_HELP = f"columns of the table after the layout: {', '.join(COLUMNS)} [as many as fit the terminal]"
-MEASURED_HELP = "scale all times to the speed of the layout given by flags: 5.33samples/s, 21000tokens/s or 0.52s"
+MEASURED_HELP = "measured speed of the layout given by flags, to scale all times: 5.33samples/s, 21000tokens/s or 0.52s"
 WRITE_HELP = (
     "write run.yaml, accelerate.yaml or torchtitan.sh for the simplest layout that is about as fast as the best"
 )

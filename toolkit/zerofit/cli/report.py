@@ -41,7 +41,7 @@ def report(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
 def check_page(path: Path, option: str, problems: Problems) -> None:
     """Add a problem if no page can be written to `path`, which `option` names."""
     if path.suffix.lower() not in ENDINGS:
-        problems.add("bad-value", f"{path} is not a page", "use a name that ends in .html", option)
+        problems.add("bad-value", f"{path} is not the name of an HTML file", "use a name that ends in .html", option)
     if path.is_dir() or not path.absolute().parent.is_dir():
         problems.add("bad-value", f"{path} cannot be written", "use a file in an existing folder", option)
 

@@ -101,9 +101,7 @@ def _share(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--html", type=PATH, metavar="FILE", help=HTML_HELP)
 @click.option("--trace", type=PATH, help=TRACE_HELP)
 @click.option("--snapshot", type=PATH, help=SNAPSHOT_HELP)
-@click.option(
-    "--baseline", type=PATH, help="earlier output of --json: print how much memory a change has added since then"
-)
+@click.option("--baseline", type=PATH, help="print how much memory was added since this earlier output of --json")
 @click.option("--fail-above", callback=_share, metavar="PERCENT", help=FAIL_HELP)
 @run_options(RUN_FIELDS)
 @TRUST_MODEL_CODE
@@ -183,7 +181,7 @@ def _write_config(result: Simulation, path: Path) -> None:
     fitting = [row for row in result.tried if row.fits and (row.config or row.file)]
     best = min(fitting, key=lambda row: (row.config is None, row.cost_rank), default=None)
     if best is None:
-        click.echo("note: no file was written, because no change that fits needs a file", err=True)
+        click.echo("note: no file was written, because there is no change that both fits and needs a file", err=True)
         return
     if best.config:
         write_for_trainer(best.config, path)
@@ -286,7 +284,7 @@ def _with_knobs(result: Simulation, options: dict[str, Any]) -> Simulation:
 
 
 def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simulation:
-    """Show the result. Return it with the path of the picture and the comparison with --baseline added."""
+    """Add the comparison with the --baseline file and the picture's path to the result. Show and return it."""
     if options["base"] is not None:
         from zerofit.simulate.forecast.baseline import compare_with
 

@@ -87,7 +87,7 @@ def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
     if result.peak_at.own and not result.peak_at.line.endswith(result.peak_at.own):
         yield "your line", result.peak_at.own
     if result.device != "cpu" and result.smi_bytes - result.peak_bytes > WORTH_SAYING * result.device_total_bytes:
-        kept = f"{shown_bytes(result.reserved_bytes - result.peak_bytes)} freed memory that torch keeps"
+        kept = f"{shown_bytes(result.reserved_bytes - result.peak_bytes)} freed but kept by torch"
         yield "not tensors", f"{kept}, {shown_bytes(result.smi_bytes - result.reserved_bytes)} outside of torch"
     largest = sorted(result.breakdown.items(), key=lambda pair: -pair[1])[:KINDS]
     yield "largest", ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in largest if size)

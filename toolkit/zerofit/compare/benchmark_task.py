@@ -1,6 +1,6 @@
 """Define the task of every strategy: the same weights, samples, order of samples, optimizer and loss.
 
-The task also measures time, memory and traffic. When a strategy requests the next batch, its step is done.
+The task also measures time, memory and traffic. A step ends when its strategy requests the next batch.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class BenchmarkTask:
         return self._optimizer
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        """Return the mean loss over a batch: the average of the mean losses of the batch's equal parts."""
+        """Return the mean loss over a batch. The losses of equal parts of a batch average to this value."""
         if self.task == "gan":
             return output.mean()
         logits = getattr(output, "logits", output)

@@ -45,7 +45,7 @@ def check_images(run: Run, layout: Layout, facts: ModelFacts, problems: Problems
         message = message
         problems.add("conflict", message, "leave --image-size out: evaluation uses the last size", "--image-size")
     for name, why in {
-        "image_sizes": "stages fix the shape of their messages at the first step",
+        "image_sizes": "the first step sets the shape of all later messages between stages",
         "sync_batch_norm": "each stage would have to synchronize batch norm among its own replicas",
     }.items():
         if layout.pp > 1 and getattr(run, name):

@@ -35,7 +35,7 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
         message = "--lora freezes the model, so --train and --freeze cannot be combined with it"
         problems.add("conflict", message, "give --lora, or patterns", "--train" if partial.train else "--freeze")
     if layout.tp > 1:
-        why = "DeepSpeed's AutoTP replaces layers with adapters and silently drops the adapters"
+        why = "DeepSpeed's AutoTP replaces the layers that have adapters, and silently drops the adapters"
         if not partial.lora:
             why = "DeepSpeed's AutoTP rebuilds the layers that it splits, and trains all of them"
         hint = "leave --tensor-parallel at 1; ZeRO-3 partitions frozen weights over all ranks"

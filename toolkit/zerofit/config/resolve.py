@@ -63,7 +63,7 @@ REASONS = {
     "optimizer.params.momentum": "--momentum, else the optimizer's usual value",
     "optimizer.params.betas": "{params_why}",
     "optimizer.params.eps": "{params_why}",
-    "optimizer.params.torch_adam": "on the CPU torch's Adam is as fast as DeepSpeed's Adam, which takes minutes to "
+    "optimizer.params.torch_adam": "on the CPU, torch's Adam is as fast as DeepSpeed's Adam, which takes minutes to "
     "compile",
     "zero_force_ds_cpu_optimizer": "allows torch's Adam in host memory",
     "zero_allow_untested_optimizer": "DeepSpeed's list of tested optimizers is short; zerofit tests this one",

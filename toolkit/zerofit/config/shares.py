@@ -69,7 +69,7 @@ def check_shares(run: Run, layout: Layout, problems: Problems) -> None:
             message = f"{place} {run.micro_batch_by_rank} with {name} {degree}: {why}"
             problems.add("layout", message, f"leave {name} at 1, or leave out --micro-batch-by-rank", place)
     if run.micro_batch_by_rank == "auto" and layout.zero_stage == 3:
-        message = "at ZeRO stage 3 ranks wait for each other in every layer, so their speed cannot be measured"
+        message = "at ZeRO stage 3, ranks wait for each other in every layer, so their speed cannot be measured"
         hint = f"use --ds-config zero2, or give the micro batches, like {place} 4,2"
         problems.add("layout", f"{place} auto: {message}", hint, place)
 

@@ -126,8 +126,8 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
         hint = "leave it out" + (", or give --loss cross-entropy" if facts.own and run.loss is None else "")
         problems.add("loss", message, hint, "--loss-chunk")
     if run.mlp_chunk and (facts.own or facts.model_type not in TILED_MLP_TYPES):
-        message = f"--mlp-chunk {run.mlp_chunk} needs MLPs that map each token by itself, without dropout; {run.model} "
-        message += f"({facts.model_type or facts.task}) has none that zerofit supports"
+        message = f"--mlp-chunk {run.mlp_chunk} needs MLPs that map each token separately, without dropout; "
+        message += f"{run.model} ({facts.model_type or facts.task}) has none that zerofit supports"
         hint = f"leave it out; supported model types: {', '.join(TILED_MLP_TYPES)}"
         problems.add("layout", message, hint, "--mlp-chunk")
     if run.mlp_chunk and run.compile:
@@ -178,7 +178,7 @@ def _check_packing(run: Run, layout: Layout, facts: ModelFacts, problems: Proble
     if layout.sp > 1:
         name, why = f"--sequence-parallel {layout.sp}", "Ulysses attention uses one causal mask for the full sample"
     elif layout.pp > 1:
-        name, why = f"--pipeline {layout.pp}", "stages pass on hidden states only, not where conversations begin"
+        name, why = f"--pipeline {layout.pp}", "stages send hidden states, but not the beginnings of conversations"
     elif facts.own:
         name, why = run.model, "your own model gets only tokens"
     if name:

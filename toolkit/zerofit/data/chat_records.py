@@ -104,7 +104,7 @@ def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
     command = f"jq -c '{keep}' FILE > good.jsonl"
     if "chosen" in has and isinstance(row["chosen"], str) and "prompt" not in has:
         command = "--text-field chosen"
-    message = f"{where}: a {judged.title}; zerofit trains on conversations and text, and would learn all answers"
+    message = f"{where}: a {judged.title}; zerofit trains on all text, so it would also learn bad answers"
     hint = f"TRL's {judged.trainer} trains on these records; to learn the good answers alone: {command}"
     return Problem(kind="judged-answers", message=message, hint=hint, where=where)
 
@@ -271,10 +271,10 @@ def _system(row: Record) -> list[Message]:
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a tool call, for templates that format the object and for templates that print it as JSON.
+    """Arguments of a tool call: a dict for some templates, and its JSON text for other templates.
 
-    Records have an object or a string. OpenAI's arguments are JSON in a string, which `| tojson` would encode a second
-    time. An object in `{{ arguments }}` would be printed in Python's notation.
+    Templates with `| tojson` need the dict: they would encode a string, such as OpenAI's JSON, a second time. Templates
+    with `{{ arguments }}` need the text: they would print a dict in Python's notation. Records have either form.
     """
 
     def __init__(self, values: Mapping[str, Any], text: str):

@@ -134,7 +134,7 @@ class Renderer:
     def _why(self, chat: ChatMessages, error: Exception) -> str:
         calls = [n for n, turn in enumerate(chat.messages, 1) if turn.get("content") is None and turn.get("tool_calls")]
         if calls and "tool_calls" not in self.template:
-            return f"writes no tool_calls, and message {calls[0]} has no other text; the template qwen writes them"
+            return f"writes no tool_calls, and message {calls[0]} has no other text; --chat-template qwen writes them"
         return f"rejects this conversation: {reason_of(error)}"
 
 

@@ -40,8 +40,8 @@ NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
 SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 CHAT_TEMPLATE = "chat_template.jinja"  # in a model's folder, as in transformers
 COPY_IT = (
-    "use --chat-template FILE with a copy that writes all messages and tool_calls, and has "
-    "{% generation %} ... {% endgeneration %} around the assistant's text"
+    "use --chat-template FILE with a changed copy of the template; the copy must write all messages and tool_calls, "
+    "with {% generation %} ... {% endgeneration %} around the assistant's text"
 )
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # file names of a tokenizer and a config
 _PROBE = "zerofit-probe"  # an answer, to find the text after it

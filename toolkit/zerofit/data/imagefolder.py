@@ -181,7 +181,7 @@ def _refuse_other_folders(folder: Path, without: list[str]) -> None:
     others = [name for name in without if any(files for _, _, files in os.walk(folder / name))]
     if others:
         message = f"{folder} has folders without images: {', '.join(others[:NAMED])}; each would become a class"
-        hint = "use one folder per class, PATH/CLASS/*.jpg; move files that are not images elsewhere"
+        hint = "use one folder per class, PATH/CLASS/*.jpg; move all other files out of PATH"
         raise UserError(Problem(kind="no-classes", message=message, hint=hint, where="--data"))
 
 

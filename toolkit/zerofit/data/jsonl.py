@@ -108,7 +108,7 @@ class JsonlSet(FileSet):
         return ((line, line.read(), name_hash(line.key) <= limit) for line in self.lines())
 
     def held_out_up_to(self, documents: int, whole_documents: bool = False) -> int:
-        """Return the name hash up to which lines are held out (see `held_out_hash`)."""
+        """Return the hash limit: a line is held out if its key's hash is at most this limit (see `held_out_hash`)."""
         return held_out_hash((line.key for line in self.lines()), documents, whole_documents)
 
 

@@ -122,7 +122,7 @@ def skip(file: IO[bytes], count: int) -> None:
 
 
 def refuse_others(files: Iterable[Path], most: int) -> None:
-    """Raise UserError if files are not text by their content. It names up to `most` files, and how to read them."""
+    """Raise UserError if the content of files is not text. The error names up to `most` files, and how to read them."""
     problems: list[Problem] = []
     for path in files:
         if len(problems) < most and (problem := _other(path)):

@@ -55,7 +55,7 @@ class _Reader:
 
     @property
     def place(self) -> dict[str, Any]:
-        """The position as JSON: the set's state before the rows read last, and the number of tokens used from them."""
+        """The position as JSON: the set's state before the last read, and the number of tokens used from that read."""
         return {"rows": self._state, "tokens": self._at}
 
     def take(self, tokens: int) -> np.ndarray:
@@ -215,7 +215,8 @@ def open_stream(run: Run, argument: str, tokenizer: Tokenizer, seq_len: int) -> 
     splits = load_splits(argument, streaming=True)
     columns = splits["train"].column_names if "train" in splits else None
     if not columns or run.text_field not in columns:
-        what = f"no column {run.text_field!r} in a split 'train'; there are {', '.join(columns or splits)}"
+        what = f"no column {run.text_field!r} in split 'train' (columns: {', '.join(columns or []) or 'unknown'})"
+        what = what if "train" in splits else f"no split 'train' (splits: {', '.join(splits)})"
         hint = f"set --text-field: {nearest(run.text_field, columns or [])}"
         message = f"--data hf:{argument} has {what}"
         raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))

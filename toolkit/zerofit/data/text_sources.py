@@ -92,10 +92,10 @@ class ChatSource(Source):
 
 
 def held_out_hash(names: Iterable[str], documents: int, whole_documents: bool = False) -> int:
-    """Return the name hash up to which documents are held out: 5 % of all documents, but at least one.
+    """Return the hash limit: a document is held out if the hash of its name is at most this limit.
 
-    For fewer than 20 documents return -1: the end of each document is held out instead. `whole_documents`: hold out
-    full documents even then.
+    The limit holds out 5 % of all documents, but at least one. For fewer than 20 documents return -1: the end of each
+    document is held out instead. `whole_documents`: hold out full documents even then.
     """
     if documents < WHOLE_DOCUMENTS_FROM and not whole_documents:
         return -1
@@ -180,7 +180,7 @@ class FileSource(FileSet, TextSource):
 
 
 def _cut_at_line(path: Path, wanted: int, size: int) -> int:
-    """Return where the first line at or after `wanted` starts. Without one, return where a character starts."""
+    """Return the byte offset of the first line that starts after `wanted`; without one, of the next character."""
     with open_plain(path) as file:
         skip(file, wanted)
         tail = file.read(CHUNK_BYTES)
@@ -213,7 +213,7 @@ def _not_utf8(path: Path) -> Problem:
                 where = f"{path}:{number}:{error.start + 1}"
                 message = f"{where}: byte 0x{line[error.start]:02x} is not UTF-8"
                 return Problem(kind="not-utf8", message=message, hint=not_utf8_hint(path), where=where)
-    raise AssertionError(f"{path} has just been read and is not UTF-8")
+    raise AssertionError(f"{path}: decoding failed, but every line is UTF-8")
 
 
 def not_utf8_hint(path: Path) -> str:

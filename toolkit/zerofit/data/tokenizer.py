@@ -19,7 +19,7 @@ from zerofit.spec.foreign import Unreadable, read_json
 
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
 _MASK_TOKENS = ("[MASK]", "<mask>")
-_KNOWN = "use bytes, a folder with tokenizer.json, a tokenizer.json, or a hub name (needs a network)"
+_KNOWN = "use bytes, a tokenizer.json, a folder that contains one, or a hub name (needs a network)"
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # transformers' and convertible files
 
 
@@ -126,7 +126,7 @@ def load_transformers(name: str) -> Any:  # Any: transformers' types of special 
     path = Path(name).expanduser()
     if path.is_dir() and not has_tokenizer(path):
         message = f"{name} has no tokenizer files, and its weights were not trained on bytes"
-        hint = "use --tokenizer FOLDER with its training tokenizer; --tokenizer bytes trains on raw bytes"
+        hint = "use --tokenizer FOLDER with the model's own tokenizer; --tokenizer bytes trains on raw bytes"
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
     if path.is_dir() and not (path / "tokenizer_config.json").is_file() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"

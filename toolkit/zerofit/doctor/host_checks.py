@@ -82,7 +82,7 @@ def _gpus(host: str, facts: Facts) -> Iterator[Check]:
 def _nccl(host: str, facts: Facts) -> Iterator[Check]:
     if facts["gpus"] and not facts["versions"]["hip"]:
         found = facts["versions"]["nccl"]
-        problem = "" if found else "no nvidia-nccl package, so its version is not known"
+        problem = "" if found else "the nvidia-nccl package is not installed, so NCCL's version is unknown"
         yield check(
             "nccl",
             host,

@@ -207,7 +207,7 @@ def _master_port(host: str, port: int, error: str | None) -> Check:
 def _to_master(host: str, address: str, port: int, row: dict[str, Any]) -> Check:
     problem = f"{address} port {port}: {row['error']}" if row["error"] else ""
     good = "" if problem else f"{address} in {row['seconds'] * 1e3:.1f} ms"
-    hint = "open all TCP ports between the hosts (NCCL and gloo use any), or use --master-addr with an address "
+    hint = "open all TCP ports between the hosts (NCCL and gloo use any port), or use --master-addr with an address "
     hint += "that all hosts can reach"
     expected = "every host can connect to the first host"
     return check("master-reachable", host, problem, good, expected=expected, hint=hint)
@@ -228,5 +228,5 @@ def interface_check(host: str, interface: str, facts: dict[str, Any], hosts: int
     slow = hosts > 1 and speed is not None and speed < SLOW_MBIT
     shown = f"{interface} ({f'{speed / 1000:g} Gbit/s' if speed else 'speed unknown'}, MTU {mtu})"
     expected = f"{SLOW_MBIT / 1000:g} Gbit/s or more between hosts"
-    hint = "use an address in a faster network with --master-addr; every step sends the gradients over it"
+    hint = "set --master-addr to an address in a faster network: in every step, this network carries the gradients"
     return check("interface", host, shown if slow else "", shown, WARN, expected, hint)

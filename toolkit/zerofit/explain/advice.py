@@ -18,7 +18,7 @@ SNAPSHOT_LINE = (
     "torch._C._cuda_attach_out_of_memory_observer("
     "lambda gpu, *_: torch.cuda.memory._dump_snapshot(f'oom-gpu{gpu}.pickle'))"
 )
-RECORD = f"put this line first in the script, and explain the file that it writes: {SNAPSHOT_LINE}"
+RECORD = f"put this line first in the script, then run `zerofit explain` on the file it writes: {SNAPSHOT_LINE}"
 
 _OWN_DEVICE = "call torch.cuda.set_device(local_rank) before the first CUDA call of each rank"
 _SMALLER_BATCH = "halve the micro batch and double gradient_accumulation_steps"
@@ -93,7 +93,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "if the shapes are as expected, use a smaller micro batch, or shorter or smaller inputs",
     ),
     "another-process": (
-        f"stop the other process, or use another GPU (CUDA_VISIBLE_DEVICES); {NVIDIA_SMI} lists them",
+        f"stop the other process, or use another GPU (CUDA_VISIBLE_DEVICES); {NVIDIA_SMI} lists the processes",
         "stop ranks of an earlier run",
         f"if they are ranks of this run, {_OWN_DEVICE}",
     ),
@@ -223,7 +223,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "avoid Python lists with millions of items in the Dataset",
     ),
     "shared-memory": (
-        "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir of medium Memory at /dev/shm",
+        "docker run --shm-size=16g (or --ipc=host); in Kubernetes, mount an emptyDir with `medium: Memory` at /dev/shm",
         "lower num_workers",
     ),
     "saving-in-host-memory": ("save shards instead of the full model", "request more memory for the job (--mem)"),

@@ -125,7 +125,7 @@ def _cause(
     if kinds[LOGITS] > MOST_LOGITS * allocated:
         return "logits", "Logits and loss fill much of the GPU.", _shares(kinds)
     if frames and gathers(frames) and kinds[GATHERED] > MOST_LOGITS * allocated:
-        return "gathered-parameters", "Parameters that ZeRO-3 gathered fill much of the GPU.", _shares(kinds)
+        return "gathered-parameters", "ZeRO-3's gathered parameters fill much of the GPU.", _shares(kinds)
     if sum(kinds[kind] for kind in _STATES) > MOST_STATE * allocated:
         return "states", "Parameters, gradients and optimizer states fill most of the GPU.", _shares(kinds)
     if kinds[ACTIVATIONS] + kinds[TEMPORARIES] + kinds[LOGITS] > 0.4 * allocated:

@@ -32,7 +32,7 @@ _ADVICE = {
     LEARNING_RATE: "lower --lr, lengthen --warmup-steps, or set --gradient-clipping 1",
     LOSS_SCALE: "use a dynamic or a smaller loss scale (fp16.loss_scale 0 is dynamic), or --precision bf16",
     FP16_OVERFLOW: "use --precision bf16, or compute this layer in float32",
-    OPERATION: "keep the input in the range of the operation, such as log(x.clamp_min(1e-6))",
+    OPERATION: "keep the input in the operation's range: for example, replace log(x) by log(x.clamp_min(1e-6))",
     UNKNOWN: "",
 }
 
@@ -227,7 +227,7 @@ def _of_reduction(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -
     scale = stopped.get("loss_scale", 1.0)
     if scale > 1:
         summary = (
-            f"{stopped['stopped']}. Every rank's own gradients are finite: their sum overflows at scale {scale:g}."
+            f"{stopped['stopped']}. Every rank's own gradients are finite, but their sum overflows at scale {scale:g}."
         )
         return Replay(cause=LOSS_SCALE, summary=summary, step=stopped["step"], phase="step")
     summary = f"{stopped['stopped']}. Every rank's own gradients are finite, so the exchange between ranks failed."

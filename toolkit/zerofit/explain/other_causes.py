@@ -115,7 +115,7 @@ def host(evidence: LogEvidence) -> Cause | None:
         shown.append(f"it requested {shown_bytes(figures.asked_bytes)}")
     if progress.readings and progress.readings[-1].host_share:
         last = progress.readings[-1]
-        shown.append(f"{last.host_share:.0%} of the host's memory was used before ({shown_bytes(last.host_bytes)})")
+        shown.append(f"last log reading: {last.host_share:.0%} of host memory used ({shown_bytes(last.host_bytes)})")
     work = _HOST_PHASES.get(evidence.phase) or progress.activity
     name, when = _HOST_WORK.get(work, ("host-memory", f"in {evidence.phase}" if evidence.phase else ""))
     limited = figures.limit_bytes or _JOB_LIMIT.search(evidence.shortage.message)

@@ -2,7 +2,7 @@
 
 All folders of the package read the entries. `config` refuses combinations. `check` reports stages at which a feature
 has no effect. `simulate` and `plan` refuse features that they cannot forecast, and `tune` refuses features that its
-trials cannot use. `checkpoint` names the states that a resume loses. `launch` compiles the op.
+trials cannot use. `checkpoint` names the states that a resume loses. `launch` compiles a feature's C++ op.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ DEEPCOMPILE = ZeroFeature(
 )
 MICS = ZeroFeature(
     path=f"{ZERO}.mics_shard_size",
-    docs="MiCS: parameters and states are divided among this number of ranks, and replicated across these groups.",
+    docs="MiCS: groups of this many ranks each keep all parameters and states, divided among the ranks of the group.",
     off=(None, 0, -1),
     counted=False,
 )

@@ -83,7 +83,7 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
     """
     problems = Problems()
     if saved.task == "gan":
-        hint = "the generated images are in the run's drawings.png, those of each epoch in drawings/"
+        hint = "look at the generated images: drawings.png in the run folder, and drawings/ with a file per epoch"
         problems.add("model-task", "a GAN cannot be evaluated: it predicts no labels", hint, "CKPT")
     if saved.info is None and "data" not in fields:
         message = f"{saved.folder} does not name its training data"

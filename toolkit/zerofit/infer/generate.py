@@ -190,7 +190,7 @@ def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) 
 
 
 def _cached(fake: nn.Module, length: int, device: torch.device, written: int = 0) -> Iterable[Tensor]:
-    """Return the cache's tensors after a forward of `length` tokens. `written`: tokens of a decoder with an encoder."""
+    """Return the cache's tensors after a forward of `length` tokens. `written`: decoder tokens (0: no encoder)."""
     last: dict[str, Any] = (
         {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(fake).forward).parameters else {}
     )

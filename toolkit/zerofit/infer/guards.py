@@ -48,7 +48,7 @@ class _Guard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         devices = {t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if "meta" in devices and len(devices) > 1:
-            message = "a module uses another module's weights, which are offloaded while that module does not run"
+            message = "a module uses another module's weights, but offloaded weights are loaded only for their module"
             hint = "keep the model on one device: raise --max-memory, or use --dtype bf16"
             raise RunFailed(Problem(kind="offloaded-weights", message=message, hint=hint, where="CKPT"))
         return func(*args, **(kwargs or {}))

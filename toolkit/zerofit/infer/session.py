@@ -159,8 +159,8 @@ def open_model(
     A checkpoint is exported first, and adapters are merged into their model. Without `dtype` the weights keep their
     saved type.
 
-    Call this function before large tensors are created. Otherwise later allocations would fill the gaps in the heap
-    that freed tensors leave.
+    Call this function before large tensors are created. Otherwise freed tensors leave gaps in the heap, and glibc does
+    not return these gaps to the system.
     """
     return_freed_memory_at_once()
     if is_checkpoint(folder) or is_adapters(folder):

@@ -1,4 +1,4 @@
-"""Facts about this host: devices, the environment for ranks, routes to other hosts, processes left from a start."""
+"""Facts about this host: devices, the environment for ranks, routes to other hosts, leftover processes of a launch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerofit.spec.files import cache_root
 from zerofit.spec.local_machine import cpu_ranks, usable_cores
 from zerofit.spec.model_facts import Machine
 
-RUN_ID = "ZEROFIT_RUN"  # variable in the environment of every process of a start
+RUN_ID = "ZEROFIT_RUN"  # variable in the environment of every process of a launch
 WAIT_S = 5.0
 ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
 # the format that DeepSpeed's builder parses (op_builder/builder.py, compute_capability_args): "8.0;9.0+PTX", not

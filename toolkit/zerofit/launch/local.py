@@ -30,7 +30,7 @@ GUARD = Path(__file__).parents[1] / "watch" / "rank_guard.py"
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSite:
-    """The hosts and devices of a start's ranks, and the command that launches the ranks there."""
+    """The hosts and devices for the ranks of one launch, and the command that starts these ranks."""
 
     hosts: tuple[str, ...]  # one per rank
     addresses: Mapping[str, str]  # by host: this command's address as seen from that host
@@ -73,8 +73,8 @@ def local_site(job: Job, machine: Machine) -> LaunchSite:
 def free_port() -> int:
     """Return a free TCP port in a range from which no system assigns ports.
 
-    Rank 0 listens seconds later, after importing torch. Meanwhile the system could assign another port to another
-    process.
+    Rank 0 listens seconds later, after importing torch. Until then, the system could assign a port outside this range
+    to another process.
     """
     for port in random.SystemRandom().sample(NEVER_GIVEN, len(NEVER_GIVEN)):
         with socket.socket() as probe, suppress(OSError):

@@ -81,7 +81,7 @@ class Runner:
             problems.add("launcher", message, "close the quotes", "--launcher-args")
         for path, what in ((sys.executable, "Python"), (str(GUARD), "zerofit")):
             if not PLAIN.fullmatch(path):
-                message = f"{what} is in {path}, but DeepSpeed's runners pass that path to shells without quotes"
+                message = f"the path of {what} needs quotes in a shell, but DeepSpeed's runners do not quote it: {path}"
                 problems.add("launcher", message, "install it in a path with only letters, digits and . _ - /", what)
 
 
@@ -142,5 +142,5 @@ def allocated(env: Mapping[str, str], hosts: Sequence[str]) -> tuple[Host, ...]:
     if tasks.isdigit() and hosts and int(tasks) % len(hosts) == 0:
         return tuple(Host(host, int(tasks) // len(hosts)) for host in hosts)
     message = "the Slurm allocation does not set the number of ranks per node"
-    hint = "use sbatch --ntasks-per-node (`zerofit launch --slurm` writes such a file)"
+    hint = "use sbatch --ntasks-per-node (`zerofit launch --slurm` writes a job file that sets it)"
     raise UserError(Problem(kind="launcher", message=message, hint=hint))

@@ -15,8 +15,8 @@ TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 LONGEST_LEAD_S = 65535  # sbatch(1), --signal
 
 HEAD = """\
-# Slurm sends USR1 to this shell only. The shell passes USR1 on, which asks the run to save and stop. It does so once,
-# since a second request would stop the run without saving. Slurm sends TERM to every process of the job by itself.
+# Slurm sends USR1 to this shell only. The shell passes the first USR1 on, which asks the run to save and stop. A second
+# request would stop the run without saving. Slurm sends TERM to every process of the job by itself.
 asked=0 told=0 interrupted=0 child=
 tell() {
   if [[ $told == 0 && -n $child ]]; then

@@ -43,7 +43,7 @@ class Degrees(NamedTuple):
         return setting(precision, checkpointing, self.tp, self.sp, self.ep)
 
     def beside_plain(self) -> tuple[Degrees, ...]:
-        """Return the degrees to trace for a profile: no parallelism, and these degrees without the pipeline."""
+        """Return up to two `Degrees` to trace for a profile: one without parallelism, and this one with pp=1."""
         return tuple(dict.fromkeys((Degrees(), self._replace(pp=1))))
 
     def alone(self) -> Iterator[Degrees]:

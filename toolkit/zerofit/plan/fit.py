@@ -109,12 +109,12 @@ def margin_bytes(
 ) -> float:
     """Return the bytes that a GPU needs besides the allocated peak: fragmentation, context and communicators.
 
-    Fragmentation is usually a share of the peak. In a model of few layers, `large_bytes` and the last segments of small
-    blocks may exceed this share. Their sum then counts instead.
+    Fragmentation is the larger of two values. The first is a share of the peak. The second is `large_bytes` plus the
+    last segments of small blocks. In a model of few layers, the second may be larger.
 
-    `large_bytes`: summed bytes of the largest activation, gradient, bucket and temporary. A freed block that a small
-    tensor has moved into cannot be reused. So each of these four kinds needs one extra block. `more_communicators`:
-    number of communicators besides those for the layout's degrees.
+    `large_bytes`: summed bytes of the largest activation, gradient, bucket and temporary. If torch puts a small tensor
+    into a large freed block, the next large tensor needs an extra block. So one extra block of each of these four kinds
+    counts. `more_communicators`: number of communicators besides those for the layout's degrees.
     """
     share = FRAGMENTATION
     if layout.zero_stage == 3:

@@ -38,9 +38,9 @@ class FlowEnds(NamedTuple):
 def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
     """Return when the last fetch, layer and reduction end. Only one of each kind runs at a time.
 
-    The critical path through a run of equal layers follows fetches, then layers, then reductions. The length of the
-    path is linear in the layer (or group) where it leaves one kind for the next. So the longest path does this in the
-    first or the last layer (or group) of the run.
+    The critical path through a run of equal layers follows fetches, then layers, then reductions. It can change from
+    one kind to the next at any layer (or group). Its length is linear in the position of each change. So the longest
+    path changes at the first or the last layer (or group) of the run.
     """
     fetched = computed = 0.0
     reduced = sum(groups * layers * fetch for groups, layers, fetch, _, _ in runs)

@@ -11,7 +11,7 @@ LONG = 16_384  # tokens per sample
 
 
 class PublishedErrors(NamedTuple):
-    """The ratio of measured to forecast step time: the interval with the middle 80 % of one class of figures."""
+    """An interval with the middle 80 % of the ratios (measured / forecast step time) in one class of figures."""
 
     what: str
     figures: int

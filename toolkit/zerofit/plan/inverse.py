@@ -23,9 +23,10 @@ def largest(
     `pressure` must grow with the value. If `smallest` does not fit, the value is None. If the result is not the last
     candidate, the candidate after it was evaluated, too.
 
-    A bracket is a value that fits and a larger value that does not fit. `pressure` grows nearly linearly. So the next
-    guess is where a line through the bracket's ends reaches 1. If this guess does not halve the bracket, the next guess
-    is the bracket's middle. With `end_first` the last candidate is evaluated second.
+    `smallest` is evaluated first, then the next candidate (with `end_first`, the last candidate). A bracket is a value
+    that fits and a larger value that does not fit. `pressure` grows nearly linearly. So the next guess is where a line
+    through the bracket's ends reaches 1. If this guess does not halve the bracket, the guess after it is the bracket's
+    middle.
     """
     seen: dict[int, float] = {}
 

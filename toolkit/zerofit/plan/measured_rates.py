@@ -18,7 +18,7 @@ SAME = 1e-3  # difference of logarithms below which sizes are equal
 
 
 class _Point(NamedTuple):
-    """A measurement: the logarithms of its sizes and its rate."""
+    """A measurement: the logarithms of its sizes, and the logarithm of its rate."""
 
     sizes: tuple[float, ...]
     rate: float
@@ -117,7 +117,7 @@ class CollectiveLine(NamedTuple):
 class CollectiveTable:
     """Measured seconds of collectives within a node.
 
-    For each op and number of ranks, the seconds are a line in the number of bytes.
+    For each op and number of ranks, the seconds are a linear function of the number of bytes.
     """
 
     def __init__(self, measured: Iterable[MeasuredCollective]):

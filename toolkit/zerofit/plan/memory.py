@@ -305,7 +305,7 @@ def _cpu_process_bytes(profile: Profile) -> int:
 
 
 def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
-    """Yield the moments of a forward with the most live bytes. With accumulation, it is not the first forward."""
+    """Yield the moments of the forward with the most live bytes. With accumulation, this is a later forward."""
     line, gradients, buckets = kind.line, 0, 0
     if layout.zero_stage < 2:
         gradients = layout.element_bytes * kind.graded

@@ -77,7 +77,7 @@ class RankPass:
 
     @cached_property
     def trained_parameters(self) -> int:
-        """The number of trained elements on one rank, in the stage where they are most."""
+        """The number of trained elements on one rank, in the stage with the most trained elements."""
         return max(self.trained_of(stage) for stage in self.stages)
 
     @cached_property

@@ -144,9 +144,9 @@ def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
 
 @lru_cache(maxsize=1024)
 def heaviest_reached(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
-    """Return for each parameter the elements of the heaviest rank whose partition overlaps it.
+    """Return for each parameter the elements of the heaviest rank that stores a part of the parameter.
 
-    A rank's elements are those of all parameters that overlap its partitions.
+    A rank's elements are the full sizes, summed, of all parameters that overlap the rank's partitions.
     """
     totals, found = overlaps(line, ranks, int), dict[Parameter, int]()
     for rank, parameter, _ in _reaching(line, ranks):
@@ -342,7 +342,7 @@ def _divided_bits(line: StageTimeline, layout: PlannedLayout) -> int:
 
 
 class SubGroup(NamedTuple):
-    """Parameters that stage 3 steps together."""
+    """The parameters that ZeRO-3's optimizer updates together."""
 
     part: int  # elements of this rank
     numels: tuple[int, ...]  # elements of the full parameters
@@ -394,8 +394,8 @@ def parameters_offloaded(
 ) -> PersistentMemory:
     """Return the memory of offloaded parameters: a flat buffer per group (zero/stage3.py:884).
 
-    With NVMe, elements beyond PARAMETERS_IN_CPU are on disk, and host memory also has read buffers. `tied`:
-    elements of a tied matrix. Its own copy is written to disk before the shared matrix replaces it.
+    With NVMe, elements beyond PARAMETERS_IN_CPU are on disk, and host memory also has read buffers. `tied`: elements of
+    a tied matrix. Before two layers share the matrix, the second layer's copy is written to disk, too.
     """
     locked = _locking(device)
     totals = [sum(map(shard, group)) for group in filter(None, line.members)]

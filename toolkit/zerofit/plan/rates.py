@@ -166,9 +166,9 @@ def rates_of(
 
 
 def _by_trace(name: str, rate: SourcedRate, measured: Calibration) -> SourcedRate:
-    """Return a rate corrected by a trace.
+    """Return a value of `Rates` corrected by a trace.
 
-    The trace's factor multiplies a rate in seconds, and divides a rate per second.
+    The trace's factor multiplies values in seconds, and divides values per second.
     """
     if name in UNTOUCHED:
         return rate

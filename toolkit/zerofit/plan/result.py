@@ -131,8 +131,8 @@ class PlanResult:
         """The index of the simplest layout about as fast as the first one; None if none fits.
 
         Among equally simple layouts, the fastest is chosen. Two speeds count as equal if they differ by less than a
-        limit. Below the limit, forecasts cannot tell which speed is higher. It was measured on pairs of published
-        layouts of one model on one machine.
+        limit. Below the limit, forecasts cannot tell which speed is higher. The limit was measured on pairs of
+        published layouts of one model on one machine.
         """
         speeds = [ranked.samples_per_s for ranked in self.layouts]
         apart = PAIRS.high if self.layouts and self.layouts[0].errors else 1 + SAME_SPEED

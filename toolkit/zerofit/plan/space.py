@@ -226,7 +226,7 @@ def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, reques
         if found:
             message = f"{ENGINES[engine].title} layouts are not forecast {what}"
             hint = f"leave {engine} out of --engine, or simulate your script: zerofit simulate -- COMMAND"
-            hint = "plan TRL: leave out trainer=verl" if ENGINES[engine].only_methods else hint
+            hint = "remove trainer=verl to plan TRL instead" if ENGINES[engine].only_methods else hint
             return Problem(kind="engine", message=message, hint=hint, where="--engine")
     return None
 
@@ -261,7 +261,7 @@ def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Probl
         message = f"the profile of {profile.model} was traced in {', '.join(traced)}, not in {request.precision}"
         hint = f"use --precision {' or '.join(traced)}"
         return Problem(kind="not-profiled", message=message, hint=hint, where="--precision")
-    message = f"the profile of {profile.model} lacks {keys[0]}: it was not requested, or a layer cannot be divided"
+    message = f"the profile of {profile.model} lacks {keys[0]}: no flag requests this degree, or a layer is indivisible"
     return Problem(kind="not-profiled", message=message, hint="request the degree by its flag", where="--profile")
 
 
@@ -279,7 +279,7 @@ def _decided(request: PlanRequest) -> Problem:
     knobs = {"micro_batch": request.micro_batch, "accumulation": request.accumulation, **request.keep}
     words = ", ".join(f"{name} {value}" for name, value in knobs.items() if value is not None)
     message = f"no layout matches all fixed values: {words}, global batch {request.global_batch or 'free'}"
-    return Problem(kind="decided", message=message, hint="fix fewer values, or change the fixed values")
+    return Problem(kind="decided", message=message, hint="remove some of these values, or change them")
 
 
 def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Iterator[tuple[int, Offload, Offload]]:

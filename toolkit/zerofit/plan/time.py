@@ -284,7 +284,7 @@ class Timer:
     ) -> float:
         """Return the seconds of a collective of parameters.
 
-        The parameters of experts use the ranks with the same experts.
+        For the parameters of experts, the collective runs among the ranks with the same experts.
         """
         gpus, experts = self._cluster.gpus, rank_pass.expert_share
         shards = group_of(layout.shard_ranks, layout.tp, gpus)

@@ -52,11 +52,9 @@ def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]
 
 
 def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) -> list[int]:
-    """Return for each layer in `line.forward` the bytes of the second copy in an all-gather.
+    """Return for each layer in `line.forward` the bytes that a second copy adds to the peak of gathered parameters.
 
-    The all-gather is the largest one.
-
-    Several parameters arrive in one buffer, and each is copied out of it (partition_parameters.py:1343). gloo
+    DeepSpeed receives several parameters in one buffer, and copies each out of it (partition_parameters.py:1343). gloo
     copies even a single parameter (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
     """
     found = []
@@ -227,14 +225,14 @@ class _Gathering:
 class _Coordinator:
     """DeepSpeed's coordinator, which gathers and releases parameters as modules begin and end.
 
-    A module fetches its own parameters. Then it prefetches the parameters that the step needs next, up to the
-    prefetch size (:447) and the limit of live elements. Modules without parameters prefetch, too, so fetching gets
-    far ahead of releasing. A module's parameters stay gathered if they are used again within the reuse distance, or
-    if fetching has passed their next use (:649).
+    A module fetches its own parameters. Then it prefetches the parameters that the step needs next, up to the prefetch
+    size (:447) and the limit of live elements. Modules without parameters prefetch, too, so fetching gets far ahead of
+    releasing. A module's parameters stay gathered if they are used again within the reuse distance, or if fetching has
+    passed their next use (:649).
 
-    DeepSpeed caches the releases of each step of the trace (:638). If a forward without gradients ran first, it
-    released every parameter, since it used none again. The first `forgetful` steps repeat these releases. Parameters in
-    `held` are not released.
+    DeepSpeed caches the releases of each step of the trace (:638). A forward without gradients uses no parameter again,
+    so it releases every parameter. If such a forward runs first, the cache makes the first `forgetful` steps of the
+    training trace release every parameter, too. Parameters in `held` are not released.
     """
 
     def __init__(self, calls: Sequence[ModuleCall], numels: Sequence[int], sizes: _Sizes, forgetful: int):

@@ -449,7 +449,7 @@ def results_of(value: Mapping[str, object]) -> list[Result]:
     if isinstance(error := value.get("error"), dict):
         message = str(error.get("message"))
         if "file" not in value:
-            raise Unreadable(f"it is the error of a command: {message}")
+            raise Unreadable(f"it contains the error of a command, not a result: {message}")
         value = {"file": value["file"], "problems": [{"severity": "error", "message": message}]}
     for keys, form in FORMS:
         if keys <= value.keys():

@@ -302,7 +302,7 @@ def plan_sections(found: Plans) -> Iterator[Section]:
     ]
     yield Section(title="Machines", blocks=table_of(boxes, words=("fastest layout", "instead")))
     drawn = {name: plan for name, plan in found.items() if plan.layouts or plan.misfits}
-    note = "Layouts further left need less memory. Layouts further up are faster. None beats the dashed line in both."
+    note = "Memory grows to the right, speed upwards. No layout beats the dashed line in both memory and speed."
     yield Section(title="Map of layouts", blocks=[_map(*item) for item in drawn.items()], note=note)
     note = "The line with end marks is the interval around the forecast that contains 8 of 10 published figures."
     yield Section(title="Step time by part", blocks=[_times(plan) for plan in drawn.values()], note=note)

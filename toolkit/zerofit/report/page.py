@@ -134,7 +134,7 @@ class Bars:
 
 @dataclass(frozen=True, kw_only=True)
 class ChartLine:
-    """A series of a chart. None means that the series has no value there."""
+    """A series of a chart. At a point without a value, `values` contains None."""
 
     label: str
     values: Sequence[float | None]

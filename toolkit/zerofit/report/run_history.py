@@ -249,7 +249,7 @@ def _figure(key: str, value: float) -> str:
 
 
 def _measured(run: RunHistory) -> Record:
-    """Return measured and forecast figures from a run's steps. For a run that has no result yet."""
+    """For a run without a result, return measured and forecast figures from the run's steps."""
     found, curves = Record(), _curves(run, len(run.steps) or 1)
     for key, title, middle in (("memory_bytes", MEMORY, max), ("step_s", TIME, median)):
         if measured := curves[title][""]:

@@ -93,7 +93,7 @@ def read_events(path: Path) -> tuple[list[Event], dict[str, Any]]:
     for number, event in enumerate(events, 1):
         timed = all(isinstance(event.get(key), int | float) and abs(event[key]) < MAX_TIME for key in ("ts", "dur"))
         if not timed or not isinstance(event.get("name"), str) or not isinstance(event.get("args", {}), dict):
-            raise Unreadable(f"complete event {number} lacks a name, times (ts and dur) or arguments")
+            raise Unreadable(f'event {number} of phase "X" lacks a name, times (ts and dur) or arguments')
     return events, about
 
 

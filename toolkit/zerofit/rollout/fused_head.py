@@ -71,7 +71,7 @@ def with_head(
 ) -> Profile:
     """Return the profile with the head's costs changed by `changed`.
 
-    `read` changes which modules read the head's weight.
+    `read`: function that gets the costs of all layers, and can change which modules use the head's weight.
     """
 
     def of(settings: dict[str, tuple[LayerCost, ...]]) -> dict[str, tuple[LayerCost, ...]]:

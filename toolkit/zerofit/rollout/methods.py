@@ -109,7 +109,7 @@ class RolloutSettings:
 
     @classmethod
     def read(cls, values: dict[str, Any], where: str) -> RolloutSettings:
-        """Return the settings from `values`. A name may be the trainer's own. Raises UserError with all problems."""
+        """Read settings from `values`, by zerofit's or the trainer's names. Raises UserError with all problems."""
         trainer = str(values.get("trainer", "trl"))
         problems, own = Problems(), OWN_NAMES.get(trainer, {})
         known = [field.name for field in fields(cls) if trainer in ONLY.get(field.name, (trainer,))]

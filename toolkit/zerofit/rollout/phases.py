@@ -224,7 +224,7 @@ class RolloutMemory:
     def _gathered(self) -> dict[str, int]:
         """Return the memory for copying weights to vLLM. At stage 3 this is one gathered parameter.
 
-        With adapters, stage 3 gathers all parameters. The largest product of an adapter is added at every stage.
+        Adapters add the largest product of an adapter's two matrices. With adapters, stage 3 gathers all parameters.
         """
         found = {MERGED: self._merged} if self._adapts else {}
         if self.layout.zero_stage == 3:

@@ -115,7 +115,7 @@ class VerlMemory(ProcessMemory):
     def _sent_bucket(self) -> dict[str, int]:
         """The weight bucket that both processes share, and the gathered parameter (`get_per_tensor_param`).
 
-        An offloaded actor is on the GPU during the transfer, before verl 0.9 and with adapters.
+        With adapters, or with a verl release before 0.9, an offloaded actor is on the GPU during the transfer.
         """
         layout, bucket = self.layout, {"weight bucket": BUCKET_BYTES}
         if self._adapts:

@@ -1,4 +1,4 @@
-"""Compute the memory of a head that computes all log-probs at once, or by verl's kernels.
+"""Compute the memory of a head that computes all log-probs at once, or in chunks with verl's fused kernels.
 
 verl's rules are those of verl/workers/engine/fsdp/transformer_impl.py (`prepare_model_outputs`) and
 verl/utils/experimental/torch_functional.py (FusedLinearForPPO). OpenRLHF's are those of openrlhf/models/actor.py

@@ -23,7 +23,7 @@ _FAILED = (OUT_OF_MEMORY, KILLED, CRASHED)  # not the fault of the simulated mod
 LINES = 6  # of output that are shown
 ERROR_LINES = 3  # of an exception's message
 MAY_FIT = "changes that may fit"  # the simulations of knobs, as progress and notes name them
-HINT = "free memory here, simulate fewer layers or one rank (--rank), or use a larger machine"
+HINT = "free some memory on this machine, simulate fewer layers or one rank (--rank), or use a larger machine"
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
 _SAID = re.compile(
     r"\bMemoryError\b|[Cc]annot allocate memory|can't allocate memory|failed to map segment|std::bad_alloc"

@@ -35,7 +35,7 @@ GPU_FIGURES = {
 # Sources in the catalog: docs.nvidia.com/cuda (CUDA GPUs), NVIDIA's architecture whitepapers, AMD's data sheets
 # (gfx942, gfx950, gfx90a, compute units of a device)
 GPU_MODEL = {
-    "architecture": "architecture of the GPU: hopper; zerofit derives the memory outside of tensors from it",
+    "architecture": "architecture of the GPU: hopper; zerofit uses it to forecast memory outside of tensors",
     "capability": "CUDA's compute capability: [9, 0]",
     "multiprocessors": "streaming multiprocessors of one device: 132",
 }

@@ -50,7 +50,7 @@ class UserError(Exception):
 
 
 class ModelError(ValueError):
-    """A model that cannot be built as requested: a stable slug, what is wrong, and what to do."""
+    """Raised if a model cannot be built as requested. Contains a stable slug, what is wrong, and what to do."""
 
     exit_code = 2
 

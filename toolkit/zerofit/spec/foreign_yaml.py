@@ -70,7 +70,7 @@ def read_own_values(path: Path, *, kind: str = "unreadable", hint: str = "", whe
 
 
 class _OwnLoader(yaml.SafeLoader):
-    """PyYAML's YAML 1.1 loader, but with the numbers of YAML 1.2 (and 1_000), and without dates."""
+    """PyYAML's YAML 1.1 loader, but numbers follow YAML 1.2 and may contain underscores (1_000). Dates are text."""
 
 
 _NUMBERS = {

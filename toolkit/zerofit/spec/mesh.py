@@ -80,8 +80,8 @@ def pipeline_parts(stages: int, schedule: PipelineSchedule) -> int:
 def parts_of_stage(stage: int, stages: int, schedule: PipelineSchedule) -> tuple[int, ...]:
     """Return the indices of a pipeline stage's parts.
 
-    In DualPipeV each stage has two parts. Activations pass the stages forth and back, so the first stage has the first
-    part and the last part (runtime/pipe/dualpipev.py).
+    In DualPipeV each stage has two parts. Activations go through the stages in order, and then back in reverse order.
+    So the first stage has the first part and the last part (runtime/pipe/dualpipev.py).
     """
     return (stage, 2 * stages - 1 - stage) if schedule == "dualpipev" else (stage,)
 

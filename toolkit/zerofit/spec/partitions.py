@@ -13,8 +13,8 @@ def reaching(numels: Sequence[int], partition: int, beside: int) -> Iterator[tup
     Args:
         numels: the elements of consecutive parameters in a flat buffer.
         partition: elements of a partition, with padding.
-        beside: number of ranks whose partitions start at the same element. For experts, it is the expert parallel
-            degree, because each of these ranks has other experts. For other parameters, it is 1.
+        beside: number of ranks whose partitions start at the same element of their buffers. For experts, it is the
+            expert parallel degree: the ranks have different experts of the same sizes. For other parameters, it is 1.
 
     >>> list(reaching([6, 2], 4, 1))
     [(0, 0, 4), (1, 0, 2), (1, 1, 2)]

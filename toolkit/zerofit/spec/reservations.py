@@ -100,7 +100,7 @@ def free_for(run: Path | None = None) -> int:
 
 
 def reserved_on_gpus(except_run: Path | None = None) -> Counter[str]:
-    """Return the bytes that runs except `except_run` have reserved on each GPU (by UUID), used or not."""
+    """Return the reserved bytes on each GPU (by UUID), used or not. Reservations of `except_run` do not count."""
     found = Counter[str]()
     for reservation in _living():
         if reservation.run != str(except_run):

@@ -157,7 +157,7 @@ class Run(BaseModel):
     pair_field: str | None = _option(None, "field of a second text (default: text_pair if rows have it)")
     label_field: str | None = _option(None, "field of the target (default: label, tags or target, depending on --task)")
     target_len: PositiveInt | None = _option(None, "tokens per target text of seq2seq (default: --seq-len)")
-    generate_samples: NonNegativeInt = _option(32, "validation samples of seq2seq to generate and score (ROUGE)")
+    generate_samples: NonNegativeInt = _option(32, "with seq2seq: texts to generate and score at validation (ROUGE)")
     tokenizer: str = _option(
         "bytes", "bytes, a local tokenizer folder, or a hub name (default for a model folder: its tokenizer)"
     )
@@ -176,7 +176,7 @@ class Run(BaseModel):
 
     # the trained part of the model
     lora: PositiveInt | None = _option(None, "freeze the model and train adapters of this LoRA rank (peft)")
-    lora_alpha: PositiveInt | None = _option(None, "scale adapters by alpha / rank (default: twice the rank)")
+    lora_alpha: PositiveInt | None = _option(None, "scale adapters by alpha / rank (default alpha: twice the rank)")
     lora_dropout: float = _option(0.0, "dropout of the adapters' input", ge=0, lt=1)
     lora_targets: str = _option(
         "all-linear", "layers with adapters: comma-separated names, or all-linear (without the head)"
@@ -231,7 +231,7 @@ class Run(BaseModel):
     )
     schedule: Literal["cosine", "linear", "constant"] = _option("cosine", "learning rate schedule after the warm-up")
     warmup_steps: NonNegativeInt | None = _option(None, "steps of linear warm-up (default: 5 % of the steps)")
-    min_lr: NonNegativeFloat = _option(0.0, "final learning rate of cosine and linear")
+    min_lr: NonNegativeFloat = _option(0.0, "final learning rate of the cosine and linear schedules")
     weight_decay: NonNegativeFloat | None = _option(
         None, "weight decay of matrices (default 0.01; see docs/defaults.md)"
     )
@@ -262,7 +262,7 @@ class Run(BaseModel):
 
     # layout
     ds_config: str | dict[str, Any] | None = _option(
-        None, "DeepSpeed JSON: a file, or a name from ds_configs/ (default zero2; pipeline with --pipeline)"
+        None, "DeepSpeed JSON: a file, or a name from ds_configs/ (default: zero2, or pipeline if --pipeline is set)"
     )
     fit: bool = _option(
         False,
@@ -271,7 +271,7 @@ class Run(BaseModel):
     ranks: PositiveInt | None = _option(None, "ranks to start (default: all local devices)", le=MOST_RANKS)
     tensor_parallel: PositiveInt = _option(1, "tensor parallel degree")
     pipeline: Stages = _option(
-        1, "pipeline parallel degree; auto: all ranks that other degrees do not use, or with --fit the fastest degree"
+        1, "pipeline parallel degree; auto: the ranks divided by the other degrees, or the fastest degree with --fit"
     )
     pipeline_balance: Literal["parameters", "time"] = _option("parameters", "quantity that is balanced between stages")
     pipeline_schedule: PipelineSchedule = _option(
@@ -308,7 +308,7 @@ class Run(BaseModel):
         (), "callback as package.module:Class (a zerofit.train.callbacks.Callback); may be repeated"
     )
     profile: Chosen | None = _option(
-        None, "trace these steps with torch.profiler into the run folder, like 3-5 (the first steps are slower)"
+        None, "steps to trace with torch.profiler, like 3-5 (the first steps are slower); traces go to the run folder"
     )
     profile_ranks: Chosen = _option("0", "ranks to trace with --profile, like 0,8 or 0-3")
     tensorboard: bool = _option(False, "write TensorBoard events into the run folder")

@@ -89,9 +89,9 @@ def balanced(weights: tuple[float, ...], parts: int) -> Bounds:
 
 
 def _best_cut(best: Sequence[tuple[float, float]], sums: Sequence[float], end: int) -> tuple[int, tuple[float, float]]:
-    """Find the best split of the first `end` layers. Return where its last part starts, and two weights.
+    """Find the best split of the first `end` layers. Return the first layer of the last part, and two weights.
 
-    The two weights are of its heaviest and its lightest part. `best[n]`: the two weights for the first n layers.
+    These are the weights of the split's heaviest and lightest parts. `best[n]`: the two weights for the first n layers.
     """
     cost, found = math.inf, (0, (math.inf, math.inf))
     for cut in range(end):

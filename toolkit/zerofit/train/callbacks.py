@@ -150,8 +150,8 @@ class EventLog(Callback):
     def training(self, **steps: int) -> None:
         """Record that training begins or continues.
 
-        `steps`: numbers for the entry. They are the total `steps` and, when a run starts, the steps that were
-        `done` before.
+        Keyword arguments go into the entry. `steps`: the total number of steps. `done`: the number of earlier steps,
+        only when a run starts.
         """
         self._progress.begin(TRAINING)
         self._write("training", **steps)

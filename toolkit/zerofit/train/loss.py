@@ -19,12 +19,13 @@ def weighted_cross_entropy(
 ) -> Tensor:
     """Return weight x the sum of cross entropies in float32, for logits (..., classes) and labels (...).
 
-    If each pixel has a class, the targets are images (see `mean_of_images`). Float labels are probabilities (...,
-    classes), as for mixed images. `smoothing`: torch's label_smoothing.
+    Float labels are probabilities (..., classes), as for mixed images. If each pixel has a class, each image counts as
+    one target (see `mean_of_images`). `smoothing`: torch's label_smoothing. With `chunk`, the logits of only that many
+    targets are in float32 at a time.
 
-    With weight = accumulation steps x (data x sequence parallel degree) / targets in the global batch, the engine's
-    mean over micro batches and ranks is exactly the mean over all targets, however they are distributed. With `chunk`,
-    the logits of only that many targets are in float32 at a time.
+    Let weight = accumulation steps x (data x sequence parallel degree) / targets in the global batch. Then the engine's
+    mean over micro batches and ranks is exactly the mean over all targets. It does not matter which rank has which
+    targets.
     """
     if chunk is not None:
         return _Chunked.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), chunk) * weight

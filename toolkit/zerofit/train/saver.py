@@ -246,6 +246,6 @@ def _problem(reason: str, folder: Path) -> Problem:
     return Problem(
         kind="save-failed",
         message=f"cannot save the checkpoint: {reason}",
-        hint="free space on the disk, lower --keep-last, or use another --output; older checkpoints are unchanged",
+        hint="free some disk space, lower --keep-last, or use another --output; older checkpoints are unchanged",
         where=str(folder),
     )

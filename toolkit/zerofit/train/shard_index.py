@@ -132,7 +132,8 @@ def _whole_shape(p: nn.Parameter, coords: RankCoords, layout: Layout) -> tuple[t
         return local, None
     shape = tuple(getattr(p, DS_AUTOTP_UC_META)["logical_shape"])
     if prod(cut.shape(shape)) != prod(local):
-        raise Unsupported(f"tensor parallelism cut a weight of shape {shape} into {local}, but recorded {cut}")
+        reason = f"this rank's part of a weight of shape {shape} has shape {local}, but DeepSpeed recorded {cut}"
+        raise Unsupported(f"tensor parallelism: {reason}")
     return shape, cut
 
 

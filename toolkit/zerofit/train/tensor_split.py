@@ -61,7 +61,7 @@ def slice_of(p: nn.Parameter, rank: int) -> TensorSlice | None:
 def _split(model: nn.Module, degree: int, group: Any) -> AutoTP:
     """Replace the model's linear layers in place, like `DeepSpeedEngine._apply_autotp_partitioning`.
 
-    DeepSpeed's method uses its single tensor group of the world (module_inject/auto_tp.py:397).
+    DeepSpeed's method uses a global tensor parallel group (module_inject/auto_tp.py:397). This function uses `group`.
     """
     set_autotp_mode(training=True)  # otherwise the layers' weights are frozen (module_inject/layers.py:495)
     plan: Any = _get_hf_tp_plan(model)  # every type in TENSOR_PLAN_TYPES has a plan

@@ -361,7 +361,7 @@ def _module_addresses(engine: Any, tag: str) -> dict[int, Address]:
 
 
 def _parts_exposed(module: Any) -> Iterator[None]:
-    """Yield once for each part of a pipeline module, while the module gives access to that part."""
+    """Activate each part of a pipeline module in turn. Yield once while that part is active."""
     if not isinstance(module, DualPipeVModule):
         yield
         return

@@ -1,4 +1,4 @@
-"""The program of a launcher's processes except the first: wait, then become the guard of a rank."""
+"""Make each process of a launcher, except the first, wait and then become the guard of a rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def follow(world: World) -> int:
             rendezvous.leave()
             time.sleep(LAST_S)
             return order["exit"]
-    raise AssertionError("orders end with the first process")
+    raise AssertionError("the iterator of orders never ends")
 
 
 def _why_not_visible(folder: Path) -> str:

@@ -167,7 +167,7 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
 
 
 def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
-    """Find a hang: all ranks are alive, but no rank makes progress. Ranks outside the others' collective cause it."""
+    """Find a hang: all ranks are alive, but no rank makes progress. Name the ranks that block the others."""
     alive = [s for s in states if s.ended is None]
     if not alive or any("still_s" not in s.beat for s in alive):
         return None

@@ -129,7 +129,7 @@ def _check_conflicts(options: HostRequest, problems: Problems) -> None:
     if bool(options.nodes) != bool(options.slots):
         problems.add("conflict", "only one of --nodes and --slots is given", "set both", "--nodes and --slots")
     if options.nodes and not options.no_ssh:
-        problems.add("conflict", "--nodes without --no-ssh gives no host names", "use --hostfile", "--nodes")
+        problems.add("conflict", "ssh needs host names, but --nodes is only a number", "use --hostfile", "--nodes")
     if options.no_ssh != (options.node_rank is not None):
         problems.add("conflict", "only one of --no-ssh and --node-rank is given", "set both", "--no-ssh")
     if options.min_nodes and (options.no_ssh or options.runner == "slurm"):
@@ -155,7 +155,7 @@ def launcher_command(run: Run, hosts: Sequence[Host], options: HostRequest) -> l
 def examine_hosts(
     hosts: Sequence[Host], options: HostRequest, folder: Path, model: str, run_file: Path | None, port: int | None
 ) -> Preflight:
-    """Ask all hosts for the facts that a start needs.
+    """Ask all hosts for the facts that zerofit needs to start ranks.
 
     `port`: each host tests a connection to this command on this port; None for no test.
     """
@@ -244,7 +244,7 @@ def filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
 
 
 def sweep(hosts: Sequence[str], mark: str, ssh_port: int | None) -> list[str]:
-    """Kill the processes of the start with this `mark` on all reachable hosts.
+    """On all reachable hosts, kill the processes that were launched with the run id `mark`.
 
     Return a line for each host that had processes left or could not be reached.
     """
@@ -333,7 +333,7 @@ def slurm_hosts() -> tuple[Host, ...]:
     """Return the hosts of the current Slurm allocation. Raises UserError if there is no allocation."""
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
-        message = "--launcher slurm without --hostfile, outside a Slurm job"
+        message = "outside a Slurm job, --launcher slurm needs --hostfile"
         hint = "`zerofit launch RUN --slurm FILE` writes a job for sbatch; elsewhere use --hostfile"
         raise UserError(Problem(kind="launcher", message=message, hint=hint))
     try:

@@ -83,10 +83,10 @@ def _start(
     report: Reporter,
     handle_signals: bool,
 ) -> None:
-    """Run this node's ranks until they end. If this start needs no ranks here, do nothing."""
+    """Run this node's ranks until they end. If the run needs no ranks on this node, do nothing."""
     used, node = filled(hosts, spec.world_size), options.node_rank
     if node is None or node >= len(used):
-        report.note(f"node {node}: this start needs no ranks here")
+        report.note(f"node {node}: the run needs no ranks on this node")
         return
     report.phase(f"node {node}: starting ranks (start {spec.attempt})")
     logs = folder.logs / f"node-{node}"

@@ -94,7 +94,7 @@ class RestartingRun:
                     message = f"{failure.problem.message}; restarting from the newest checkpoint"
                     self.report.warning(f"{message} (restart {attempt} of {self.max_restarts})")
                     self._prepare_restart(failure, failed)
-        raise AssertionError("the last start returns or raises")
+        raise AssertionError("the last attempt must return or raise")
 
     def _start(self, attempt: int, stack: ExitStack) -> TrainingResult:
         with closing(Watch(listening_address(self.hosts, self.options))) as watch:

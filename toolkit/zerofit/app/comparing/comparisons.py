@@ -111,7 +111,7 @@ def compare_sizes(
         scale_lr: how the learning rate grows with the batch size.
         per_rank: samples per rank and step, so larger sizes use more ranks with DistributedDataParallel; all
             sizes train on one device if None.
-        finish: (size, epochs): every run ends with this number of epochs at this batch size and its learning rate.
+        finish: (size, epochs): every run trains its last `epochs` with this batch size and this size's learning rate.
         seeds: runs per size, with seeds counted up from `run.seed`.
         hostfile: hosts to run on over ssh, lines `node1 slots=2`; this machine if None.
         anyway: start even what cannot fit into the free memory.

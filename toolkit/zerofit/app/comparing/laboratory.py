@@ -147,7 +147,7 @@ def compare_all(
 def _section(done: Done, folder: Path) -> Evidence:
     columns, rows = done.compared.page_table()
     missing = ", ".join(f"`{name}`" for name, _ in done.compared.missing())
-    notes = [f"Without results: {missing}. The figures below include the reasons."] if missing else []
+    notes = [f"Without results: {missing}. The file results.json lists the reasons."] if missing else []
     home = f"rows/{folder.name}"
     notes.append(f"[page]({home}/comparison.html), [figures]({home}/results.json)")
     content = {"columns": columns, "rows": rows, "picture": folder / "comparison.png", "notes": notes}
@@ -184,7 +184,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the texts of an option's value: several for an option that is repeated."""
+    """Return the command-line texts of an option's value. A repeated option has several texts."""
     match value:
         case dict() if all(isinstance(key, int) for key in value):
             return [f"{key}={part:g}" for key, part in value.items()]

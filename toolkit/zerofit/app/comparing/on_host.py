@@ -32,7 +32,7 @@ def order(folder: Path, accelerator: str, slots: int, variables: Mapping[str, st
 
 
 def main() -> NoReturn:
-    """Read the first input line, set its environment, and measure this process's part of the row."""
+    """Read the first input line, and set the environment from it. Then measure the row as one of its ranks."""
     instructions = json.loads(sys.stdin.readline())
     folder, forwarded = Path(instructions["folder"]), instructions["env"]
     if not (folder / "job.json").is_file():

@@ -1,8 +1,8 @@
 """The process from which a comparison's ranks on this machine are forked (`spec.server_process`).
 
-It imports only what every rank needs before it first measures its memory. Each rank then imports what its strategy
-needs. Requests and answers are lines of JSON. {"start": [folder, environment, log]} returns a process id. {"poll":
-id} returns the exit code, or null while the rank runs. {"end": id} kills the rank and returns its exit code.
+This server imports only what every rank needs before the rank first measures its memory. Each rank then imports what
+its strategy needs. Requests and answers are lines of JSON. {"start": [folder, environment, log]} returns a process id.
+{"poll": id} returns the exit code, or null while the rank runs. {"end": id} kills the rank and returns its exit code.
 """
 
 from __future__ import annotations

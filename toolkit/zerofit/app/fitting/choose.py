@@ -69,7 +69,7 @@ class FitSearch:
 
     @property
     def leanest(self) -> LayoutOption | None:
-        """The option that fills the memory least, by plan's forecast. The fullest of device, host and disk decides."""
+        """The option with the lowest utilization of its fullest memory (device, host or disk), by plan's forecast."""
         remaining = [option for option in self.options if _kind(option) not in self._refused]
         return min(
             remaining, key=lambda option: check_fit(option.memory, option.layout, self.free).utilization, default=None

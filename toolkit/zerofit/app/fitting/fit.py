@@ -71,7 +71,7 @@ def fitted(
         places = {name: place for name, place in request.places.items() if name != "pipeline"}
         request = replace(request, run=request.run.model_copy(update={"pipeline": 1}), places=places)
     if request.run.micro_batch_by_rank:
-        message = f"{request.place('micro_batch_by_rank')} with --fit, which gives every rank the same micro batch"
+        message = f"{request.place('micro_batch_by_rank')} with --fit: --fit gives every rank the same micro batch"
         hint = "remove --fit (`zerofit plan --micro-batch-by-rank 4,2` shows what fits), or use equal micro batches"
         raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--fit"))
     given = given_fields(request)
@@ -209,9 +209,9 @@ class _Fit:
 
     def _as_asked(self) -> str:
         if not self.given:
-            return "zerofit chose every setting of the layout; the run folder records it, and a resume uses it again"
+            return "zerofit chose every setting; a resume uses the same layout (recorded in the run folder)"
         names = ", ".join(self.request.place(name) for name in self.given)
-        return f"given: {names}; zerofit chose the rest; the run folder records it, and a resume uses it again"
+        return f"given: {names}; zerofit chose the rest; a resume uses the same layout (recorded in the run folder)"
 
 
 def _reasons(option: LayoutOption, search: FitSearch) -> list[str]:
@@ -234,7 +234,7 @@ def _reasons(option: LayoutOption, search: FitSearch) -> list[str]:
 def _faster(option: LayoutOption, search: FitSearch) -> str:
     faster = search.faster_than(option)
     if not faster:
-        return "no faster layout was ruled out by memory"
+        return "memory did not rule out any faster layout"
     first = faster[0]
     tried = search.seen.get(first)
     size = needed_bytes(tried) if tried else check_fit(first.memory, first.layout, search.free).device_bytes

@@ -97,7 +97,7 @@ def options_of(
 
 
 def _choices(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savings]:
-    """Return the memory savings to try: the given ones and, unless `loss_chunk` is given, these with a chunked loss."""
+    """Return the given memory savings. If `loss_chunk` is not given, also return them with a chunked loss."""
     given_savings, chunk = savings_of(given, given.get("ds_config", {})), _able(resolved).loss_chunk
     return (
         [given_savings]

@@ -1,4 +1,4 @@
-"""Facts about a model that a start needs. They are read once and stored, so later starts need no transformers."""
+"""Read the facts about a model once, before its first run, and store them. Later runs do not need transformers."""
 
 from __future__ import annotations
 

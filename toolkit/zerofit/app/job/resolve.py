@@ -232,7 +232,7 @@ def open_model(
             report.note(note)
         if task == "image" and isinstance(fed, ImageInputs) and fed.classes < 2:
             message = f"{data.name} has only one class, so there is nothing to learn"
-            hint = "put the images of each class into a folder"
+            hint = "put the images of each class into a separate folder"
             raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--data"))
     elif kind == "assumed" or (kind == "unopened" and is_text(task)):
         fed = assumed_inputs(source, task, seq_len, inputs.image, dict(run.model_args))

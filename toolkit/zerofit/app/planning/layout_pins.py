@@ -200,7 +200,8 @@ def refuse_impossible(
         message = f"--pipeline with ZeRO stage {stage}: DeepSpeed's pipeline supports stages 0 and 1"
         problems.add("combination", message, "remove one of them", "--pipeline, --zero-stage")
     if stage == 0 and knobs.get("ep", 1) > 1:
-        message = "--expert-parallel at ZeRO stage 0: DeepSpeed averages the norm over ranks with different experts"
+        message = "--expert-parallel at ZeRO stage 0: DeepSpeed averages the gradient norm over different experts, "
+        message += "so the norm is too small and clipping starts too late"
         problems.add("combination", message, "use --zero-stage 1, 2 or 3", "--expert-parallel, --zero-stage")
     if stage in (0, 1, 2) and (params != "none" or optimizer == "nvme"):
         message = f"offloading parameters or offloading to disk needs ZeRO stage 3, but this is stage {stage}"

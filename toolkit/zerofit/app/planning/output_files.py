@@ -40,7 +40,7 @@ def refuse_existing(folder: Path) -> None:
         problems.add("output-exists", f"{folder} is a file", "use a folder", "--write")
     for path in (folder / name for name in NAMES):
         if path.exists():
-            problems.add("output-exists", f"{path} exists", "use another folder, or remove it", "--write")
+            problems.add("output-exists", f"{path} exists", "remove this file, or use another folder", "--write")
     problems.raise_if_any()
 
 

@@ -118,7 +118,7 @@ class PlannedRun:
     def to_run(self) -> Run:
         """Return the run without its data (`run.model_copy(update={"data": ...})`). Raises UserError for FSDP2."""
         if self.layout.by_layer:
-            message = "zerofit trains with DeepSpeed alone, and simulates FSDP2 through your script"
+            message = "zerofit trains only with DeepSpeed; for FSDP2, zerofit can simulate your training script"
             started = {
                 "fsdp2": "accelerate launch --config_file FOLDER/accelerate.yaml SCRIPT",
                 "torchtitan": "torchrun ..., the command in FOLDER/torchtitan.sh",
@@ -226,7 +226,7 @@ class Plan:
         """
         planned = self.layouts[self.shown] if self.layouts else next(iter(self.misfits), None)
         if planned is None:
-            message, hint = "no layout has a step time to trace", "ask for a layout that DeepSpeed supports"
+            message, hint = "there is no layout to trace", "ask for a layout that DeepSpeed supports"
             raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where="--trace"))
         ranked = planned.ranked
         trace = trace_of_layout(self.profile, self.cluster, self.result.rates, ranked.layout, ranked.step_s)

@@ -110,8 +110,8 @@ def _as_split(profile: Profile, wanted: ProfileRequest) -> Profile:
 def _with_own_models(profile: Profile, wanted: ProfileRequest, report: Reporter) -> Profile:
     """Add the profiles of the engines that train this model with their own code.
 
-    An engine may lack a variant of the model that transformers has. Variants have different numbers of parameters, so
-    these are compared.
+    An engine's own code may lack this variant of the model. Then the numbers of parameters differ, and the engine's
+    profile is not added.
     """
     found: dict[Engine, Profile] = {}
     for engine in wanted.engines:
@@ -154,9 +154,9 @@ def _traced(wanted: ProfileRequest, report: Reporter) -> Profile:
 
 
 def _with_liger(profile: Profile, wanted: ProfileRequest, report: Reporter) -> Profile:
-    """Return the profile with the kernels of a plain trace.
+    """If Liger's kernels are on, replace the profile's kernels with those of a trace without Liger.
 
-    A trace with Liger's kernels has their memory but not their times. The rates of a plan contain Liger's speed-up.
+    A trace with Liger shows the right memory but not the right kernel times. The plan's rates contain Liger's speed-up.
     """
     if not wanted.liger_kernel:
         return profile

@@ -95,13 +95,13 @@ class PlanningRequest:
         if self.tuned and self.measured:
             problems.add(
                 "usage",
-                "--from and --measured cannot be combined: both correct step times",
+                "--from and --measured cannot be combined: each option corrects the step times",
                 "use one of them",
                 "--from, --measured",
             )
         if self.from_trace and (self.tuned or self.measured):
             beside = "--from" if self.tuned else "--measured"
-            message = f"--from-trace and {beside} cannot be combined: both correct step times"
+            message = f"--from-trace and {beside} cannot be combined: each option corrects the step times"
             problems.add("usage", message, "use one", f"--from-trace, {beside}")
         if self.engines != ("deepspeed",):
             self._check_engines(problems)

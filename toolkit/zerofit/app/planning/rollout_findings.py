@@ -43,7 +43,7 @@ def findings(memory: RolloutMemory) -> Iterator[tuple[str, str]]:
         size = shown_bytes(logits)
         change = "set use_fused_kernels=true, which avoids them, or " if trainer == "verl" else ""
         twice = " (twice that in float32)" if trainer == "trl" else ""
-        yield "logits", f"logits of the log-probs need {size}{twice}: {change}lower the micro batch"
+        yield "logits", f"computing log-probs needs {size} for logits{twice}: {change}lower the micro batch"
     if trainer == "verl" and memory.layout.keeps_full_gradients:
         size = shown_bytes(memory.layout.reduced_bytes * memory.profile.trained)
         yield (
@@ -55,8 +55,8 @@ def findings(memory: RolloutMemory) -> Iterator[tuple[str, str]]:
     if memory.method.pairs and adapts and memory.layout.zero_stage == 3:
         yield (
             "reference-in-engine",
-            "the base model is the reference, and runs between forward and backward: at ZeRO-3, the forecast of train "
-            "was 10% too low; use ZeRO-2",
+            "at ZeRO-3, the forecast of the train phase was 10% too low, because the base model runs as the reference "
+            "between forward and backward; use ZeRO-2",
         )
     if frozen := memory.resident.get("reference", 0):
         size = shown_bytes(frozen)

@@ -172,10 +172,11 @@ def plan_rollouts(
     settings = problems.attempt(lambda: RolloutSettings.read(dict(values), SETTINGS))
     for given, flag in ((request.profile, "--profile"), (request.maximum, "--max"), (request.minimum, "--min")):
         if given:
-            problems.add("usage", f"--method with {flag}", "use one of them", f"--method, {flag}")
+            problems.add("usage", f"--method and {flag} cannot be combined", "use one of them", f"--method, {flag}")
     if (kind := request.pins.get("activation_checkpointing")) == "selective":
         flag = switch("activation_checkpointing", kind)
-        problems.add("usage", f"--method with {flag}, which these trainers lack", f"remove {flag}", f"--method, {flag}")
+        message = "TRL, verl and OpenRLHF (--method) do not support selective checkpointing"
+        problems.add("usage", message, f"remove {flag}", f"--method, {flag}")
     if request.engines != ("deepspeed",):
         message = (
             f"--method cannot be combined with --engine {','.join(request.engines)}: the trainer decides the engine"
@@ -183,13 +184,13 @@ def plan_rollouts(
         hint = f"remove --engine; {SETTINGS} trainer=verl plans FSDP2"
         problems.add("usage", message, hint, "--method, --engine")
     if settings and settings.trainer != "trl" and name not in WITH_PROCESSES:
-        message = f"--method {name} with trainer={settings.trainer}, whose critic or other models are not forecast"
+        message = f"--method {name} with trainer={settings.trainer}: zerofit does not forecast a critic or other models"
         problems.add("usage", message, f"use {' or '.join(WITH_PROCESSES)}, or trainer=trl", f"--method, {SETTINGS}")
     if request.pins.get("zero_stage") == 3 and _copies_model(name, bool(request.pins.get("lora"))):
         message = f"--method {name} with --zero-stage 3: TRL copies the model, which ZeRO-3 forbids"
         problems.add("usage", message, "use --zero-stage 2 or --lora", "--method, --zero-stage")
     if settings and "num_generations" in values and not method.scores_first:
-        problems.add("usage", f"--method {name} with num_generations", "remove num_generations", SETTINGS)
+        problems.add("usage", f"--method {name} does not use num_generations", "remove num_generations", SETTINGS)
     if settings and settings.trainer == "openrlhf" and request.pins.get("lora"):
         problems.add(
             "usage", "--lora with trainer=openrlhf is not forecast", "remove one of them", f"--lora, {SETTINGS}"

@@ -146,7 +146,7 @@ def _by_rank(
         return {}
     problems, place, micros = Problems(), "--micro-batch-by-rank", micro_batches_of(asked)
     if request.maximum or request.minimum or request.measured:
-        message = f"{place} {asked} with --max, --min or --measured, which search other batches or devices"
+        message = f"{place} {asked} with --max, --min or --measured: these options search other batches or devices"
         problems.add("usage", message, f"remove {place}", place)
     if not micros:
         message = f"{place} auto measures the speed of real ranks, but a plan has no ranks to measure"
@@ -155,7 +155,7 @@ def _by_rank(
     degrees = {name: own[name] for name in ("tp", "pp", "sp") if (own[name] or 1) > 1}
     if degrees:
         words = ", ".join(f"{name} {degree}" for name, degree in degrees.items())
-        problems.add("layout", f"{place} {asked} with {words}: it supports only data parallelism", "remove it", place)
+        problems.add("layout", f"{place} supports only data parallelism, not {words}", "remove it", place)
     total, steps = decided.pop("global_batch", None), own["accumulation"]
     sizes = {"micro_batch": own["micro_batch"], "gradient_accumulation_steps": steps, "global_batch": total}
     batch = solve_by_rank(asked, sizes, cluster.ranks, place, place, problems)

@@ -55,7 +55,7 @@ def rerun_with(releases: Mapping[str, str], places: Mapping[str, str], report: R
             continue
         if own and not allowed[name].contains(version, prereleases=True):
             message = f"zerofit trains with {name}{allowed[name]}, not {version}"
-            hint = "use one of these; with other releases zerofit simulates your own script: -- COMMAND"
+            hint = "use one of these; only your own script (-- COMMAND) can be simulated with other releases"
             problems.add("release", message, hint, places[name])
         elif not _is(metadata.version(name), version):
             missing[name] = version

@@ -335,7 +335,7 @@ def _check_task(request: RunRequest, task: Task, problems: Problems) -> None:
         message = f"{request.run.model} trains two engines, which `zerofit simulate` does not support"
         problems.add("model-task", message, "use another model", "MODEL")
     if request.run.pipeline != 1 and request.run.pipeline_balance == "time":
-        message = "--pipeline-balance time measures the layers, but a simulation computes nothing"
+        message = "`--pipeline-balance time` measures the layers, but a simulation computes nothing"
         problems.add("layout", message, "use --pipeline-balance parameters", "--pipeline-balance")
     if not is_text(task) and task != "gan":
         samples = "rows of a table" if task == "table" else "images"

@@ -170,7 +170,7 @@ class _Clocks:
         return done[last - 1][1] if last else 0.0
 
     def _issue(self, work: IssuedWork, seconds: float) -> None:
-        """Advance the host's clock for issuing work. Uninterrupted work of one module becomes one span."""
+        """Advance the host's clock by the `seconds` that issuing takes. Consecutive work of a module is one span."""
         start_s, self.host_s = self.host_s, self.host_s + seconds
         if not seconds:
             return

@@ -288,7 +288,7 @@ def _with_longest(usual: Simulation, longest: Simulation) -> Simulation:
 def _with_worst_routing(usual: Simulation, target: ScriptTarget, cluster: Cluster, report: Reporter) -> Simulation:
     """Add a worst case to a simulation: the memory of a rank whose experts get all tokens.
 
-    The verdict stays the same. Rank 0 has these experts or, in a pipeline, the first rank of the stage.
+    The verdict stays the same. These experts are on rank 0 or, in a pipeline, on the first rank of the stage.
     """
     crowded = replace(target, crowded=True, rank=target.rank if target.received else 0, stacks=False)
     records = simulate_all([crowded], lambda text: report.status(f"worst routing: {text}"))

@@ -166,11 +166,11 @@ def _larger_peak(peak: KindPeak, by: int) -> KindPeak:
 
 
 def _saved_bytes(job: Job, on_cpu: bool) -> list[int]:
-    """Return the bytes copied to host memory to save the model: on rank 0, then on a rank of each stage.
+    """Return the bytes that ranks copy to host memory to save the model: a number for rank 0, and one for each stage.
 
     `EngineTrainer.weights` gathers partitioned modules one at a time, and copies one tensor at a time from a GPU. A
-    pipeline stage copies its part before it writes the part. Rank 0 keeps copies of all adapters, or of all weights
-    if the model is not from transformers (`train.run.save_model`).
+    pipeline stage copies its part before it writes the part. Rank 0 keeps copies of all adapters, or of all weights if
+    the model is not from transformers (`train.run.save_model`).
     """
     layout, facts, weights = job.layout, job.facts, job.facts.weight_bytes(job.precision)
     streamed = find(job.run.model).family == "transformers"

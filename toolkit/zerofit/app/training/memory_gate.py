@@ -346,6 +346,6 @@ def disk_problem(job: Job, output: Path, forecasts: RankForecasts | None) -> Pro
         if free < needed:
             what = "offloading to disk" if path != output else "the model with a checkpoint" if saved else "the model"
             message = f"{what} needs {shown_bytes(needed)}, and {folder} has {shown_bytes(free)} free"
-            hint = f"free space, or use another disk; {ANYWAY}"
+            hint = f"delete files, or use another disk; {ANYWAY}"
             return Problem(kind=DOES_NOT_FIT, message=message, hint=hint, where=str(path))
     return None

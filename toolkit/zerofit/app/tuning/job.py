@@ -109,7 +109,7 @@ class TrialHosts:
 def _refuse_untried(request: RunRequest) -> None:
     if request.run.micro_batch_by_rank:
         message = f"{request.place('micro_batch_by_rank')}: trials give every rank the same micro batch"
-        hint = "remove it for `zerofit tune`, and add it to `zerofit train` with the result"
+        hint = "remove it here, and add it when you run `zerofit train` with the result"
         raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--micro-batch-by-rank"))
     for feature in features_on(ds_document(request.run).config):
         if not feature.tuned:
@@ -217,7 +217,7 @@ class TuneJob:
         return {**layout_fields(candidate.layout), "compile": candidate.compiled}
 
     def trial_run(self, candidate: Candidate) -> dict[str, Any]:
-        """Return the run.yaml of a trial: the user's run without a last step, saves and evaluations."""
+        """Return a trial's run.yaml: the user's run without a limit on steps, without saves and without evaluations."""
         run = self.run.model_dump(mode="json")
         drop = {"output": None, "resume": "never", "steps": ENDLESS, "global_batch": None}
         degrees = {"tensor_parallel": 1, "pipeline": 1, "sequence_parallel": 1, "expert_parallel": 1}

@@ -172,8 +172,8 @@ class TrialStore:
     def keep(self, trial: Trial) -> None:
         """Add a trial to the file.
 
-        A trial that was stopped by the time limit or by other runs' memory is not added, since its configuration
-        may be good.
+        A trial is not added if the time limit stopped it, or if it did not fit into the memory that other runs left
+        free. Its configuration may be good.
         """
         if trial.status in ("stopped", "does-not-fit"):
             return

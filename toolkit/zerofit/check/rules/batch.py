@@ -32,8 +32,8 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
             code="batch-tensor-parallel",
             path=TOTAL,
             message=f"{TOTAL} {total} with tensor_parallel.autotp_size {degree}",
-            why=f"DeepSpeed counts all ranks as data parallel: it refuses the correct size, and with this size a step "
-            f"has {total}/{degree} samples",
+            why=f"DeepSpeed counts all ranks as data parallel: with {total}, a step has only {total}/{degree} samples. "
+            "If the file sets that number, DeepSpeed refuses it",
             fix=f"remove it, and set {MICRO} and {STEPS}",
         )
     elif total and c.ranks:

@@ -101,6 +101,7 @@ def _number(c: CheckSubject, key: str, value: Any) -> Iterator[Finding]:
             code="optimizer-value",
             path=path,
             message=f"{key} is {value!r}; allowed: a number {'above' if key == 'lr' else 'of at least'} 0",
-            why="DeepSpeed's optimizers do not check it, and then train nothing or diverge. torch's optimizers stop",
+            why="DeepSpeed's optimizers accept it, but then the weights do not change, or they diverge. torch's "
+            "optimizers raise an error",
             fix="correct it, or remove it for the default",
         )

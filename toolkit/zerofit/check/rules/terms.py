@@ -65,7 +65,7 @@ def uses_bf16_optimizer(c: CheckSubject) -> bool:
 
 
 def steps_in_one_copy(c: CheckSubject) -> bool:
-    """Return whether the optimizer, in 16 bits without ZeRO, has one flat float32 copy per parameter group."""
+    """Return whether the optimizer keeps one flat float32 copy per parameter group in 16-bit training without ZeRO."""
     entry = of_json(c.optimizer)
     return entry is not None and entry.step.fused
 

@@ -1,4 +1,4 @@
-"""Train with backup workers: a synchronous parameter server steps on enough gradients, and drops late gradients.
+"""Train with backup workers. A synchronous parameter server waits only for enough gradients, and drops late ones.
 
 Chen, Pan, Monga, Bengio and Jozefowicz (2016). No gradient is stale, but the work of the slowest workers is lost.
 """

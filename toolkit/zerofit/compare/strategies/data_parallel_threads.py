@@ -4,9 +4,9 @@ import torch
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, state_on_cpu
 
-NEEDS = """needs two CUDA devices in one process, but there are fewer. On a CPU torch's DataParallel only calls the
-model, and its parts fail (torch.nn.parallel.replicate: 'Expected a non cpu device'). The row `threads` does
-the same by hand"""
+NEEDS = """needs two CUDA devices in one process, but there are fewer. On a CPU, torch's DataParallel does not
+split the batch, and torch.nn.parallel.replicate fails ('Expected a non cpu device'). The row `threads` is data
+parallelism for CPU cores"""
 
 
 def train(work: BenchmarkTask):

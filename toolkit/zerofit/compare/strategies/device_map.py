@@ -5,8 +5,8 @@ from accelerate.utils import get_balanced_memory
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, state_on_cpu
 
-NEEDS = """needs two devices of one kind in one process, but there is one. On a CPU, Accelerate offloads the
-weights of the map's second device (cpu:1 or disk). Offloaded weights get no gradients, so they cannot be trained"""
+NEEDS = """needs two devices of the same kind, but this process has only one device. On a CPU, Accelerate offloads
+the weights of the map's second device (cpu:1 or disk). Offloaded weights get no gradients, so they cannot be trained"""
 
 
 def train(work: BenchmarkTask):

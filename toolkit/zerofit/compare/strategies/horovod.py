@@ -6,7 +6,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, state_on_cpu
 
-HOW = """horovod cannot be imported ({error}). Its last release, 0.28.1, does not build with torch 2.14.1 unchanged:
+HOW = """horovod cannot be imported ({error}). Its last release, 0.28.1, builds with torch 2.14.1 only after changes:
 horovod/torch/CMakeLists.txt:23 requires the CUDA toolkit if torch is built for CUDA, and CMakeLists.txt:19 sets
 C++14, but torch/all.h:5 requires C++20 or later. docs/compare.md lists the lines to change"""
 

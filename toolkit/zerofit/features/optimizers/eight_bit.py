@@ -60,7 +60,7 @@ def _refusing(name: str) -> Callable[[TrainingSetting], Iterator[Refusal]]:
         asked = f"--optimizer {name}"
         if setting.offload != "none":
             yield Refusal(
-                f"{asked} with offload_optimizer.device {setting.offload}: on the host bitsandbytes unpacks all "
+                f"{asked} with offload_optimizer.device {setting.offload}: on the host, bitsandbytes unpacks all "
                 "states to float32 in each step, which needs more memory than it saves",
                 "remove offload_optimizer, or use --optimizer adamw (DeepSpeed's CPU Adam)",
             )
@@ -72,7 +72,7 @@ def _refusing(name: str) -> Callable[[TrainingSetting], Iterator[Refusal]]:
             )
         if setting.elastic:
             yield Refusal(
-                f"{asked} with elastic_checkpoint: DeepSpeed would split the blocks of 8-bit states between weights",
+                f"{asked} with elastic_checkpoint: DeepSpeed would split 8-bit states in the middle of their blocks",
                 "remove the key: zerofit's checkpoints have their own index",
                 where="zero_optimization.elastic_checkpoint",
             )

@@ -30,8 +30,8 @@ LION = OptimizerEntry(
     name="lion",
     json_type="Lion",
     # the ops take the sign of 0 as +1 (cpu_lion_impl.cpp:51) or -1 (multi_tensor_lion.cu:84), not as 0
-    docs="4 bytes per parameter. On CPUs and if offloaded, DeepSpeed allocates 8 and uses 4. ZeRO 0 to 3. Weights "
-    "without a gradient, such as tokens that never occur, move by the learning rate in each step.",
+    docs="4 bytes per parameter. On CPUs and if offloaded, DeepSpeed allocates 8 and uses 4. ZeRO 0 to 3. Each "
+    "step moves a weight by the learning rate even if its gradient is 0, as for embeddings of unused tokens.",
     # DeepSpeed chooses FusedLion, which has no op for CPUs
     cpu_class="deepspeed.ops.lion:DeepSpeedCPULion",
     device_op="FusedLionBuilder",

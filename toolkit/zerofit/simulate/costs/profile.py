@@ -130,10 +130,10 @@ def _traced(
 
 
 def _differs_at_zero3(model: nn.Module, one: TraceSetting) -> bool:
-    """Return whether ZeRO-3 changes the memory of a step in more than the parameters.
+    """Return whether ZeRO-3 changes the memory of a step, apart from the memory of the parameters.
 
-    DeepSpeed's linear layer keeps its input even if the weight is frozen (runtime/zero/linear.py). torch's layer
-    does not keep it.
+    DeepSpeed's linear layer keeps its input even if the weight is frozen (runtime/zero/linear.py). torch's layer does
+    not keep it.
     """
     frozen = any(not module.weight.requires_grad for module in model.modules() if isinstance(module, nn.Linear))
     return frozen or (one.precision != "fp32" and bool(cast_by_zero3(model)))

@@ -95,7 +95,7 @@ def item(meter: AllocationTracker) -> None:
 def tracing() -> None:
     """Keep transformers from making causal masks that real runs omit.
 
-    transformers mistakes fake tensors for tracing. (transformers.masking_utils)
+    transformers treats fake tensors as a sign of tracing. (transformers.masking_utils)
     """
     from transformers import masking_utils
 

@@ -57,11 +57,11 @@ def eight_bits() -> None:
 def moments_of_eight_bits(gpu: bool) -> None:
     """On a GPU, allocate paged moments on the host. On a CPU, count the memory of a step.
 
-    The driver can move paged moments to the host. The step's shape rule and CUDA's kernel allocate nothing. The
-    CPU's kernel unpacks all 8-bit moments (backends/cpu/ops.py).
+    On a GPU, the driver can move paged moments to the host. CUDA's kernel allocates nothing, and the step's shape rule
+    allocates nothing either. On a CPU, the kernel unpacks all 8-bit moments (backends/cpu/ops.py). So the CPU's kernel
+    replaces the shape rule.
 
-    (bitsandbytes.functional.get_paged, fill, prefetch_tensor;
-    torch.ops.bitsandbytes.optimizer_update_8bit_blockwise)
+    (bitsandbytes.functional.get_paged, fill, prefetch_tensor; torch.ops.bitsandbytes.optimizer_update_8bit_blockwise)
     """
     functional: Any = importlib.import_module("bitsandbytes.functional")
 

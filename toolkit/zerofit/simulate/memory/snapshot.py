@@ -100,7 +100,7 @@ class _RecordingAllocator(CachingAllocator):
         super().release(storage, moment)
 
     def frames_of(self, storage: int) -> list[dict[str, object]]:
-        """Return a storage's frames: kind, Python calls, then module, phase and op (outermost)."""
+        """Return a storage's frames, innermost first: kind, Python calls, module, phase, op."""
         if storage == RESIZED:
             return []
         origin = self._origins[storage]

@@ -97,8 +97,8 @@ def _starting_line(words: Sequence[str]) -> str:
 def started_inside(words: Sequence[str]) -> ScriptCommand | None:
     """Return the launcher command that a program (such as llamafactory-cli or axolotl) starts.
 
-    On one GPU, an installed program can start Python with a file of its package instead, as swift does. Return None
-    if the command starts no ranks, e.g. a launcher with options only (--help).
+    On one GPU, an installed program (such as swift) can start Python with a file of its package, not a launcher. Then
+    return this Python command. Return None if the command starts no ranks, e.g. a launcher with options only (--help).
     """
     if _is_of_package(words):
         return read_command(words)
@@ -247,7 +247,8 @@ def _accelerate(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
     ranks = asked.num_processes or getattr(written, "num_processes", None)
     nodes = asked.num_machines or getattr(written, "num_machines", None)
     if ranks and nodes and ranks % nodes:
-        raise _refused(f"accelerate launch: {ranks} processes on {nodes} machines", "use a multiple of the machines")
+        hint = "set --num_processes to a multiple of --num_machines"
+        raise _refused(f"accelerate launch: {ranks} processes on {nodes} machines", hint)
     return _script(
         "accelerate launch",
         asked.training_script,

@@ -227,12 +227,12 @@ def resized_storages(meter: ScriptTracker) -> None:
 
 
 def flat_sharding() -> None:
-    """Let FSDP 1 use the GPU that scripts see: the one with the given number, or the current.
+    """Let FSDP 1 use the GPU that scripts see: the GPU with the number `device_id`, or the current GPU.
 
-    `torch.device(0)` has the name of the C++ accelerator, which differs from the name that scripts see. FSDP moves
-    buffers by assigning their `data`. An assignment cannot turn a real buffer into a fake buffer, so the module
-    gets new buffers. (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py,
-    _get_compute_device, _move_module_to_device)
+    Otherwise FSDP uses `torch.device(0)`, which has the name of the C++ accelerator. Scripts see another name. FSDP
+    moves buffers by assigning their `data`. An assignment cannot turn a real buffer into a fake buffer, so the module
+    gets new buffers. (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py, _get_compute_device,
+    _move_module_to_device)
     """
     from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 

@@ -57,7 +57,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """Return the path and the blocks of the list of equal blocks with the most parameters.
+    """Among the lists of equal blocks, find the list with the most parameters. Return the list's path and its blocks.
 
     Return ("", []) if there is no list.
     """

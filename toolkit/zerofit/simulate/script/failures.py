@@ -57,7 +57,7 @@ def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) ->
         return replace(out_of_memory(), where=where)
     if isinstance(error, torch.AcceleratorError):
         message = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno} calls the GPU's driver, which is missing"
-        hint = "kernels called outside of torch's ops have no shape rule: turn this one off in the script, if possible"
+        hint = "zerofit cannot simulate kernels outside of torch's ops: if possible, turn this kernel off in the script"
         return Problem(kind="not-simulated", message=message, hint=hint, where=where)
     if meter.unknown_objects and isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error):
         message = f"{meter.unknown_objects}, but only one rank is simulated"

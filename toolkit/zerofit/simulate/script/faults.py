@@ -353,20 +353,20 @@ FAULTS = (
     ),
     Fault(
         code="half-weights",
-        problem="{detail} ({bytes}) for 16-bit weights, and no float32 copy of them: small updates are lost",
+        problem="{detail} ({bytes}) for 16-bit weights; without a float32 copy of the weights, small updates are lost",
         mend="keep float32 weights and use autocast, or DeepSpeed with bf16, which has float32 master weights",
         find=_half_weights,
     ),
     Fault(
         code="expert-leaves",
-        problem="{detail} chooses experts by token: under ZeRO-3 ranks gather different experts and wait forever",
+        problem="{detail} chooses experts by token; with ZeRO-3, ranks gather different experts and wait forever",
         mend="call deepspeed.utils.set_z3_leaf_modules(model, [{detail}]) before deepspeed.initialize",
         find=_experts,
     ),
     LOST_GRADIENTS,
     Fault(
         code="unused-search",
-        problem="find_unused_parameters=True searches the graph in each step, and all parameters are used",
+        problem="find_unused_parameters=True needlessly searches the graph in each step: all parameters are used",
         mend="remove find_unused_parameters",
         find=_unused_search,
     ),

@@ -135,7 +135,7 @@ def _lengthen(kwargs: dict[str, Any], tokens: int) -> None:
 
 
 def _up_to(tokens: Tensor, limit: int) -> Tensor:
-    """Return sequences of length `limit`. Beam search may have cut them to a length from fake values."""
+    """Return sequences of length `limit`. Beam search may have computed a shorter length from fake values."""
     return tokens if tokens.shape[1] >= limit else tokens.new_empty((tokens.shape[0], limit))
 
 

@@ -57,8 +57,8 @@ from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.errors import Problem, UserError
 
 LEAF_HINT = (
-    "DeepSpeed also fails on real ranks if the inputs of a leaf module need no gradient: "
-    "call x.requires_grad_() on these inputs, or pass modules after the first layer to set_z3_leaf_modules"
+    "if the inputs of a leaf module need no gradient, DeepSpeed also fails on real ranks: "
+    "call x.requires_grad_() on these inputs, or call set_z3_leaf_modules only with modules after the first layer"
 )
 
 

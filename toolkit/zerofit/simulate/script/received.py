@@ -11,7 +11,7 @@ from zerofit.simulate.ops.tracker import collective_of
 
 
 def alike(name: str, args: OpArguments) -> Tensor:
-    """Return the result of a functional collective on real tensors, if all ranks had this rank's values."""
+    """Return the result of a functional collective on real tensors, as if all ranks had this rank's values."""
     (op, group), value = collective_of(name, args), args[0]
     assert group is not None
     ranks = group.size()

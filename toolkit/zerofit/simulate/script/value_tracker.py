@@ -246,5 +246,5 @@ class ValueTracker(IssuingTracker):
         return True
 
     def in_own_code(self) -> bool:
-        """Return False, so that a script's own modules also get assumed values, with a note."""
+        """Return False: if a script's own module reads an unknown value, zerofit assumes a value and adds a note."""
         return False
