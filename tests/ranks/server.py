@@ -40,6 +40,8 @@ from zerofit.train.replay import replay
 from zerofit.train.run import train
 
 MODULES = (groups, parallel_state_sp)
+CACHES: list[functools._lru_cache_wrapper] = []  # DeepSpeed's
+freeze = gc.freeze
 
 
 def serve() -> None:
@@ -48,7 +50,8 @@ def serve() -> None:
     faulthandler.register(signal.SIGUSR1)  # the pool asks hanging ranks where they are
     if "RANK" in os.environ:
         _serve(Path(sys.argv[-1]))
-    gc.freeze()  # what is imported, half a million objects, is not walked through by collections, and stays shared
+    _keep_caches()
+    freeze()  # what is imported, half a million objects, is not walked through by collections, and stays shared
     ranks = list[int]()
     for rank in range(int(os.environ["WORLD_SIZE"])):
         child = os.fork()
@@ -79,12 +82,12 @@ def _serve(inbox: Path) -> None:
     fresh = [{k: copy.copy(v) for k, v in vars(m).items() if k.startswith("_") or k == "mpu"} for m in MODULES]
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     mine, number = set(c10d._world.pg_map), 0
+    gc.freeze = gc.unfreeze = lambda: None  # a training lets go of all at its end, and the next collection takes 1 s
     while not (inbox / "stop").exists():
         job = inbox / f"{number:04}.job"
         if not job.exists():
             time.sleep(0.05)
             continue
-        gc.freeze()  # what has been imported since
         word = _do(RunFolder(Path(job.read_text())), rank)
         aside = inbox / f".{number:04}.rank{rank}"
         aside.write_text(word)
@@ -97,19 +100,26 @@ def _serve(inbox: Path) -> None:
             dist.destroy_process_group(group)
         ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
         gc.collect()
+        freeze()  # what has been imported since
     os._exit(0)  # as zerofit.worker ends: quickly
 
 
 def _end_engines() -> None:
     """Let go of the job's engines: DeepSpeed's hooks and caches would keep their models and process groups."""
-    gc.unfreeze()
     for one in gc.get_objects():
         if issubclass(type(one), DeepSpeedEngine):  # `isinstance` would ask weak proxies, whose object may be gone
             with suppress(AttributeError):  # the making of an engine failed half way
                 one.destroy()
-        elif type(one) is functools._lru_cache_wrapper and one.__module__.startswith("deepspeed.runtime.zero"):
-            one.cache_clear()
+    _keep_caches()
+    for cache in CACHES:
+        cache.cache_clear()
     parameter_offload.FWD_MODULE_STACK.clear()
+
+
+def _keep_caches() -> None:
+    """Add DeepSpeed's caches among the objects that are not frozen to `CACHES`."""
+    wrappers = [one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper]
+    CACHES.extend(one for one in wrappers if one.__module__.startswith("deepspeed.runtime.zero"))
 
 
 def _do(folder: RunFolder, rank: int) -> str:
