@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,22 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / name).symlink_to(shared)
     os.environ["ZEROFIT_CACHE"] = str(path)
     return path
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collections of garbage do not walk through what test modules import, a million objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Let go of what was frozen: nanobind, in Triton, would report leaks."""
+    gc.unfreeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
