@@ -65,12 +65,6 @@ def host(free_bytes: int, gpus: int = 0, reserved_bytes: int = 0) -> dict:
     return {"memory": memory, "gpus": devices}
 
 
-@pytest.fixture(autouse=True)
-def server_stays(monkeypatch):
-    """The process that simulations start from, which imports for seconds, serves all tests of this file."""
-    monkeypatch.setattr(memory_gate, "end_server", lambda: None)
-
-
 @pytest.fixture
 def unhinted(monkeypatch):
     """Refusals that simulate no changes, which takes seconds for each."""
