@@ -59,11 +59,14 @@ NEW_IN_DEEPSPEED = (
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # 3 s: torch.compile's decorator imports all of Inductor
 )
+# imported by the patches of every script: half of a short simulation's time
+PATCHED_FOR_SCRIPTS = ("datasets", "transformers.trainer", "torch.utils.tensorboard")
 # torchvision may be built for another torch: models that need it then raise torchvision's own error
-MAY_BE_MISSING = ("torchvision", *NEW_IN_DEEPSPEED)
+MAY_BE_MISSING = ("torchvision", *NEW_IN_DEEPSPEED, *PATCHED_FOR_SCRIPTS)
 IMPORTED_FOR_SCRIPTS = (
     *(module for modules in IMPORTED_FOR.values() for module in modules),
     *NEW_IN_DEEPSPEED,
+    *PATCHED_FOR_SCRIPTS,
     "zerofit.simulate.script.rank",
 )
 Target = SimulationTarget | ScriptTarget

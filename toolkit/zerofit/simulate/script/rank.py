@@ -177,11 +177,10 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     writes.tracking()
     files = scratch_files(meter)
     processes()
-    saved.saved_by_torch(meter, files)
-    saved.saved_by_safetensors(meter, files)
+    pairs = saved.saved_by_torch(meter, files) + saved.saved_by_safetensors(meter, files) + saved.saved_checkpoints()
+    saved.replace_everywhere(pairs)
     saved.saved_models()
     saved.saved_tokenizers(files)
-    saved.saved_checkpoints()
 
 
 def _learner(

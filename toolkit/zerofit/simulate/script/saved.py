@@ -28,6 +28,7 @@ from zerofit.simulate.script.values import keep, known_value
 
 _MARK = b"zerofit: tensors without values\n"  # a file begins with it
 _torch_save, _torch_load = torch.save, torch.load
+Replaced = list[tuple[object, object]]  # functions, and the functions that replace them
 # of the files that are being loaded: the tracker, and the device for a saved device
 _loading: list[tuple[ScriptTracker, Callable[[torch.device], torch.device]]] = []
 
@@ -157,7 +158,7 @@ def _opened(file: Any, mode: str) -> Iterator[Any]:
         yield file
 
 
-def saved_by_torch(meter: ScriptTracker, files: ScratchFiles) -> None:
+def saved_by_torch(meter: ScriptTracker, files: ScratchFiles) -> Replaced:
     """Save and load objects with fake tensors in zerofit's own format. (torch.save, torch.load)
 
     Files in other formats are loaded with their values. While a fake mode is active, torch itself loads no values.
@@ -202,16 +203,19 @@ def saved_by_torch(meter: ScriptTracker, files: ScratchFiles) -> None:
 
         return tree_map(placed, value)
 
-    for original, function in ((_torch_save, save), (_torch_load, load)):
-        _replace_everywhere(original, function)
+    return [(_torch_save, save), (_torch_load, load)]
 
 
-def _replace_everywhere(original: object, function: object) -> None:
-    """Replace a function in all loaded modules that have it as an attribute, except zerofit's."""
+def replace_everywhere(pairs: Replaced) -> None:
+    """Replace functions in every loaded module that has them as attributes, except zerofit's.
+
+    One pass for all pairs: it touches every attribute, so the kernel copies the memory that a fork shares.
+    """
+    functions = {id(original): function for original, function in pairs}
     for module in list(sys.modules.values()):
-        for name in [name for name, value in list(vars(module).items()) if value is original]:
+        for name in [name for name, value in list(vars(module).items()) if id(value) in functions]:
             if not module.__name__.startswith("zerofit."):
-                replace_in(module, name, function)
+                replace_in(module, name, functions[id(vars(module)[name])])
 
 
 class _Safetensors:
@@ -242,7 +246,7 @@ class _Safetensors:
     get_slice = get_tensor
 
 
-def saved_by_safetensors(meter: ScriptTracker, files: ScratchFiles) -> None:
+def saved_by_safetensors(meter: ScriptTracker, files: ScratchFiles) -> Replaced:
     """Save and load fake tensors as `saved_by_torch` does.
 
     (safetensors.safe_open; safetensors.torch.save_file, load_file)
@@ -265,8 +269,7 @@ def saved_by_safetensors(meter: ScriptTracker, files: ScratchFiles) -> None:
             return _Safetensors(filename, meter, device)._tensors
         return load(files.to_read(filename), device, **kwargs)
 
-    for original, function in ((opened, safe_open), (save, save_file), (load, load_file)):
-        _replace_everywhere(original, function)
+    return [(opened, safe_open), (save, save_file), (load, load_file)]
 
 
 def saved_models() -> None:
@@ -301,7 +304,7 @@ def saved_tokenizers(files: ScratchFiles) -> None:
     replace_in(Tokenizer, "save", save)
 
 
-def saved_checkpoints() -> None:
+def saved_checkpoints() -> Replaced:
     """Let a script load the checkpoint that it saved. Loading changes nothing, since fake tensors have no values.
 
     (deepspeed.DeepSpeedEngine.save_checkpoint, load_checkpoint; torch.distributed.checkpoint.save, async_save, load)
@@ -340,5 +343,4 @@ def saved_checkpoints() -> None:
 
     replace_in(DeepSpeedEngine, "save_checkpoint", save_engine)
     replace_in(DeepSpeedEngine, "load_checkpoint", load)
-    _replace_everywhere(state_dict_saver.save, save_shards)
-    _replace_everywhere(load_shards, load_sharded)
+    return [(state_dict_saver.save, save_shards), (load_shards, load_sharded)]
