@@ -516,9 +516,9 @@ class Detector(torch.nn.Module):
 
 detector, ready = Detector(), tensorboard_trace_handler("traces")
 torch.cuda.profiler.start()
-with profile(
-    activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], on_trace_ready=ready, profile_memory=True, with_stack=True
-) as observed:
+second = schedule(wait=1, warmup=0, active=1)
+recorded = dict(on_trace_ready=ready, profile_memory=True, with_stack=True)
+with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], schedule=second, **recorded) as observed:
     for i in range(50):
         detector(images, [{}, {}])["loss"].backward()
         optimizer.step()
