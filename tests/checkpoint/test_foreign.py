@@ -137,6 +137,43 @@ def test_state_dicts_in_a_file(tmp_path):
     assert state.notes == [] and state.counters["step"] == 3
 
 
+def save_numbered(folder: Path, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Train a step, and save as Accelerate does: safetensors, and an optimizer whose states have numbers."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    folder.mkdir()
+    save_file({name: parameter.detach() for name, parameter in model.named_parameters()}, folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    return optimizer
+
+
+def test_numbered_states_of_safetensors_need_the_models_order(tmp_path):
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
+    config = transformers.LlamaConfig(hidden_size=8, intermediate_size=8, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    optimizer = save_numbered(tmp_path / "saved", model)
+    checkpoint = Checkpoint(tmp_path / "saved")
+    with pytest.raises(UserError, match="--model FOLDER"):
+        checkpoint.convert(tmp_path / "out", to="dcp")
+    config.save_pretrained(tmp_path / "config")
+    checkpoint.convert(tmp_path / "out", to="dcp", model=tmp_path / "config")
+    state = FullState(tmp_path / "out")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(state.read(name, "exp_avg"), optimizer.state[parameter]["exp_avg"]), name
+    (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
+    assert not checkpoint.verify().problems
+    with pytest.raises(UserError, match="unknown"):
+        checkpoint.convert(tmp_path / "out2", to="universal", model=tmp_path)
+    config.save_pretrained(tmp_path)  # the parent's config.json
+    checkpoint.convert(tmp_path / "out2", to="universal")
+
+
+def test_equal_shapes_are_not_matched_by_the_order_of_safetensors(tmp_path):
+    save_numbered(tmp_path / "saved", torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(11))))
+    assert "cannot be matched" in FullState(tmp_path / "saved").notes[0]  # sorted, 10.weight comes before 2.weight
+
+
 def test_no_pickle_runs(distributed, tmp_path):
     for value in (Touch(tmp_path / "ran"), {"storage_data": Touch(tmp_path / "ran")}):
         (distributed / ".metadata").write_bytes(pickle.dumps(value))

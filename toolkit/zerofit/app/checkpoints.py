@@ -237,6 +237,7 @@ class Checkpoint:
         ranks: int | None = None,
         stage: int | None = None,
         dtype: Precision | None = None,
+        model: str | Path | None = None,
         repair: bool = False,
         on_event: OnEvent | None = None,
     ) -> ConvertResult:
@@ -245,7 +246,7 @@ class Checkpoint:
         `to` is the format: "universal" (a DeepSpeed engine on any number of ranks), "deepspeed" (an engine on `ranks`
         at ZeRO `stage`, without further settings), "dcp" (FSDP2 and other programs with PyTorch's distributed
         checkpoints) or "hf" (weights only, like `export`). `dtype`: type of the weights (default: as in training).
-        `repair`: as in `export`; the optimizer states of the lost rank become zero.
+        `model`, `repair`: as in `export`; the optimizer states of the lost rank become zero.
         """
         report = Reporter(on_event)
         if to == "deepspeed" and (ranks is None or stage is None or ranks < 1 or not 0 <= stage <= 3):
@@ -253,7 +254,7 @@ class Checkpoint:
             hint = "the number of processes and the ZeRO stage of the run that loads it"
             raise UserError(Problem(kind="usage", message=message, hint=hint, where="--ranks"))
         if to == "hf":
-            result = self.export(out, dtype=dtype, repair=repair, on_event=on_event)
+            result = self.export(out, dtype=dtype, model=model, repair=repair, on_event=on_event)
             size = sum((result.out / file).stat().st_size for file in result.files)
             from zerofit.checkpoint.conversion import ConvertResult
 
@@ -261,13 +262,14 @@ class Checkpoint:
         report.status("importing torch ...")
         from zerofit.checkpoint.deepspeed_writer import Target, convert_to
         from zerofit.checkpoint.universal import convert
+        from zerofit.spec.run import Run
 
         refuse_existing(Path(out))
-        path = locate(self.path, deep=True, report=report)
+        path, run = locate(self.path, deep=True, report=report), Run(model=str(model)) if model else None
         if to == "universal":
-            return convert(path, Path(out), report)
+            return convert(path, Path(out), report, run)
         target = Target(ranks=ranks or 1, stage=stage or 0) if to == "deepspeed" else None
-        return convert_to(path, Path(out), target, dtype, repair=repair, report=report)
+        return convert_to(path, Path(out), target, dtype, repair=repair, run=run, report=report)
 
     def diff(
         self, other: Checkpoint | str | Path, *, states: bool = False, on_event: OnEvent | None = None

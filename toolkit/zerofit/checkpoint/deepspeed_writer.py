@@ -30,6 +30,7 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.files import atomic_write
 from zerofit.spec.model_facts import Precision
 from zerofit.spec.process import deepspeed_quiet
+from zerofit.spec.run import Run
 
 ALIGNMENT = 2  # elements per rank: runtime/zero/stage_1_and_2.py, nccl_start_alignment_factor
 SUB_GROUP = 10**9  # elements: the default of zero_optimization.sub_group_size
@@ -349,16 +350,17 @@ def convert_to(
     dtype: Precision | None = None,
     *,
     repair: bool = False,
+    run: Run | None = None,
     report: Reporter | None = None,
 ) -> ConvertResult:
     """Convert a checkpoint for the DeepSpeed engine `target`; if it is None, to PyTorch's distributed format.
 
-    `dtype` is the type in which the engine trains (default: as in the checkpoint). `repair` replaces the data of a
-    lost rank. Raises UserError.
+    `dtype` is the type in which the engine trains (default: as in the checkpoint). `repair` replaces the data of a lost
+    rank. `run` has the model of another program's checkpoint. Raises UserError.
     """
     report = report or Reporter()
     refuse_existing(out)
-    state, precision = _opened(checkpoint, repair)
+    state, precision = _opened(checkpoint, repair, run)
     for repaired in state.repaired:
         report.note(repaired)
     if expert := next((name for name in state.names if ".deepspeed_experts." in name), None):
@@ -376,7 +378,10 @@ def convert_to(
     refuse_small_disk(out, total + total // (target.ranks if target and target.stage else 1))
     report.note(forecast(state, total, out, target.ranks if target and target.stage == 3 else 1))
     wrote, step = progress(report, total), state.counters["global_steps"]
-    tag, plan = f"global_step{step}", conversion_plan(checkpoint, target, dtype, repair) if target else None
+    tag, plan = (
+        f"global_step{step}",
+        conversion_plan(checkpoint, target, dtype, repair, run and run.model) if target else None,
+    )
     with staged_folder(out, plan=plan) as staging:
         if target:
             write_deepspeed(state, target, staging, tag, wrote)
@@ -387,10 +392,10 @@ def convert_to(
     return ConvertResult(out=out, tag=tag if target else "", parameters=count, bytes=written, format=kind)
 
 
-def _opened(checkpoint: Path, repair: bool) -> tuple[FullState, Precision]:
-    """Open a checkpoint with its optimizer's groups. Also return the precision of the training."""
+def _opened(checkpoint: Path, repair: bool, run: Run | None) -> tuple[FullState, Precision]:
+    """Open a checkpoint with its optimizer's groups; also return the precision of its training."""
     if not is_own(checkpoint) and (found := foreign_at(checkpoint)):
-        state, precision = FullState(found.path, repair=repair), facts_of(found).precision
+        state, precision = FullState(found.path, repair=repair, run=run), facts_of(found).precision
         named = {"bf16": "bf16", "fp16": "fp16"}.get(precision or "", "fp32")
         return state, cast("Precision", named)
     manifest = manifest_of(checkpoint)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zerofit.checkpoint.adapters import CONFIG, WEIGHTS, is_adapters, read_adapters, write_adapters
 from zerofit.checkpoint.conversion import progress
 from zerofit.checkpoint.foreign import Foreign, foreign_at
-from zerofit.checkpoint.foreign_facts import facts_of, model_config_folder
+from zerofit.checkpoint.foreign_facts import facts_of
 from zerofit.checkpoint.full_state import FullState, full_model
 from zerofit.checkpoint.merge import TrainedPart, merged_weights
 from zerofit.checkpoint.model_folder import (
@@ -146,7 +146,7 @@ def export_foreign(
     `config` is the folder with config.json and the tokenizer (default: the checkpoint's folder, or its parent).
     Without a config, tensors have the checkpoint's names. `repair` replaces the data of a lost rank. Raises UserError.
     """
-    state, folder = FullState(found.path, repair=repair), config or model_config_folder(found)
+    state, folder = FullState(found.path, repair=repair), config or found.config_folder
     for repaired in state.repaired:
         report.note(repaired)
     precision = facts_of(found).precision
@@ -155,8 +155,8 @@ def export_foreign(
     if adapters is not None:
         return _write_foreign_adapters(state, adapters, out, wanted)
     if folder is None:
-        message = f"{found.path} has no config.json (--model FOLDER adds it), so parameters keep the checkpoint's names"
-        report.note(message)
+        names = "so parameters keep the checkpoint's names (`ckpt export --model FOLDER` uses another folder's)"
+        report.note(f"{found.path} has no config.json, {names}")
     try:
         model = _named_model(folder) if folder else _shape_model(state)
     except ModelError as error:

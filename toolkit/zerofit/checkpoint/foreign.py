@@ -66,6 +66,16 @@ class Foreign:
         return f"a checkpoint by {self.program}" + (f", step {self.step}" if self.step is not None else "")
 
     @property
+    def root(self) -> Path:
+        """The folder that `path` is, or that has the file `path`."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @property
+    def config_folder(self) -> Path | None:
+        """The folder with config.json and the tokenizer: the checkpoint's folder or its parent."""
+        return next((f for f in (self.root, self.root.parent) if (f / "config.json").is_file()), None)
+
+    @property
     def stage_three(self) -> bool:
         """Whether DeepSpeed has partitioned the weights."""
         return any(self.files.glob("zero_pp_rank_*_model_states.pt"))

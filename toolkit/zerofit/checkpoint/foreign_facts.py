@@ -61,8 +61,8 @@ class ForeignFacts:
 
 
 def facts_of(found: Foreign) -> ForeignFacts:
-    """Read the facts about a checkpoint. Files that cannot be read are reported as damage."""
-    root = found.path if found.path.is_dir() else found.path.parent
+    """Read the facts of a checkpoint. Files that cannot be read are reported as damage."""
+    root = found.root
     files = [file for file in sorted(root.rglob("*")) if file.is_file()] if root == found.path else [found.path]
     listed = {file.relative_to(root).as_posix(): file.stat() for file in files}
     newest = max((stat.st_mtime for stat in listed.values()), default=0.0)
@@ -108,21 +108,12 @@ def _file_in(where: str | None, root: Path) -> str:
 
 
 def _model_class(found: Foreign) -> str | None:
-    folder = model_config_folder(found)
+    folder = found.config_folder
     try:
         named = read_json(folder / "config.json").get("architectures") if folder else None
     except (OSError, Unreadable, AttributeError):
         return None
     return str(named[0]) if isinstance(named, list) and named else None
-
-
-def model_config_folder(found: Foreign) -> Path | None:
-    """Return the folder with config.json and the tokenizer: the checkpoint's folder or its parent.
-
-    None if neither has a config.json.
-    """
-    root = found.path if found.path.is_dir() else found.path.parent
-    return next((folder for folder in (root, root.parent) if (folder / "config.json").is_file()), None)
 
 
 def _deepspeed_facts(found: Foreign) -> dict[str, Any]:
@@ -153,7 +144,7 @@ def verify_foreign(found: Foreign, progress: Callable[[str], None] | None = None
     none: only their header and size are checked.
     """
     damage = _latest_damage(found)
-    root = found.path if found.path.is_dir() else found.path.parent
+    root = found.root
     for file in sorted(found.files.rglob("*")) if found.files.is_dir() else state_dict_files(found):
         if progress:
             progress(f"verifying {file.name}")

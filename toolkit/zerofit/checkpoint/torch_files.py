@@ -29,7 +29,7 @@ from zerofit.checkpoint.index import (
 from zerofit.checkpoint.optimizer_names import PACKED, state_names, weight_states
 from zerofit.checkpoint.store import STATE
 from zerofit.models.build import build
-from zerofit.models.catalog import find, source_of
+from zerofit.models.catalog import ModelError, source_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run import Run
 
@@ -250,7 +250,7 @@ def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
     In the optimizer's file, parameters have numbers instead of names. Number n is the n-th parameter of the model of
     `run` or, without a run, of the model of config.json.
     """
-    root = found.path if found.path.is_dir() else found.path.parent
+    root = found.root
     saved, notes = _StateDict(), []
     for file in state_dict_files(found):
         if not file.is_file():
@@ -266,8 +266,8 @@ def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
     if not saved.states and beside:
         saved.states = _states_in({"optimizer": safe_load.load(beside)}, beside.name)
         saved.states["keys"] = saved.states.get("keys", [""])[1:]  # the file is the optimizer's state dict
-    shapes = {name: saved.shapes[name] for name in _model_order(root, run) if name in saved.shapes}
-    if len(shapes) < len(saved.shapes):  # a wrapper's prefix; torch files have the model's order, safetensors do not
+    shapes = {name: saved.shapes[name] for name in _model_order(found.config_folder, run) if name in saved.shapes}
+    if len(shapes) < len(saved.shapes) and found.format == "torch":  # in the model's order, which safetensors lack
         shapes = saved.shapes
     by_name = _by_name(saved.states, shapes, notes)
     parameters = [
@@ -286,13 +286,21 @@ def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
     return _index(parameters, counters, 1, saved.buffers, notes=notes, ties=saved.ties)
 
 
-def _model_order(folder: Path, run: Run | None) -> list[str]:
-    """Return the names of the parameters in the model's order; [] without a run and a config.json."""
-    if run is None and not (folder / "config.json").is_file():
+def _model_order(config: Path | None, run: Run | None) -> list[str]:
+    """Return the names of the parameters in the model's order; [] if neither `run` nor `config` describes a model.
+
+    Raises UserError if the model of `run` cannot be built.
+    """
+    used = run or (Run(model=str(config.absolute())) if config else None)
+    if used is None:
         return []
-    source = source_of(run) if run else find(str(folder.absolute()))
-    with torch.device("meta"):
-        model = build(replace(source, pretrained=None, partial=None), None, dict(run.model_args) if run else {})
+    try:
+        with torch.device("meta"):
+            model = build(replace(source_of(used), pretrained=None, partial=None), None, dict(used.model_args))
+    except ModelError as error:
+        if run is None:
+            return []
+        raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="--model")) from None
     return [name for name, _ in model.named_parameters()]
 
 
@@ -318,7 +326,10 @@ def _by_name(
     if not names:
         groups = state_names(base, shapes)
         if groups is None:
-            notes.append(f"the optimizer's states in {states['file']} cannot be matched with the parameters' names")
+            hint = "" if shapes else "; --model FOLDER names the folder with config.json, which gives their order"
+            notes.append(
+                f"the optimizer's states in {states['file']} cannot be matched with the parameters' names{hint}"
+            )
             return {}
         names = {index: name for group in groups for index, name in group}
     return {

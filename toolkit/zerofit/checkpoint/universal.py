@@ -33,6 +33,7 @@ from zerofit.checkpoint.store import STATE, Manifest, folder_name, is_own, manif
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import atomic_write
+from zerofit.spec.run import Run
 
 # the files with an engine's counters: for stages 0 to 2, and for stage 3
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -40,18 +41,19 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
 GLOBALS = ("overflow", "clip_grad", "zero_stage")
 
 
-def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> ConvertResult:
+def convert(checkpoint: Path, out: Path, report: Reporter | None = None, run: Run | None = None) -> ConvertResult:
     """Convert a checkpoint to a universal checkpoint in `out`, a new or empty folder.
 
     An engine loads it with `load_checkpoint(out)` and "checkpoint": {"load_universal": true}. A GAN's second engine has
-    its own tag, which ends in -generator. Only one tensor is in memory at a time. Raises UserError.
+    its own tag, which ends in -generator. Only one tensor is in memory at a time. `run` has the model of another
+    program's checkpoint. Raises UserError.
     """
     report = report or Reporter()
     refuse_existing(out)
     sources, step, ranks = _sources(checkpoint)
     tag = folder_name(step)
     tags = {engine: tag if engine == STATE else f"{tag}-{engine}" for engine in sources}
-    states = {engine: FullState(checkpoint, {engine: ""}) for engine in sources}
+    states = {engine: FullState(checkpoint, {engine: ""}, run=run) for engine in sources}
     for engine, state in states.items():
         # plain SGD has no states, but DeepSpeed's files have its settings
         if not state.has_states and (state.notes or sources[engine] is None):
@@ -60,7 +62,7 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> Conv
     refuse_small_disk(out, total)
     report.note(forecast(states[STATE], total, out))
     wrote = progress(report, total)
-    with staged_folder(out, plan=conversion_plan(checkpoint)) as staging:
+    with staged_folder(out, plan=conversion_plan(checkpoint, run and run.model)) as staging:
         for engine, state in states.items():
             for written in _write_engine(sources[engine], state, ranks, staging / tags[engine]):
                 wrote(written)

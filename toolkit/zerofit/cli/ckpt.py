@@ -47,6 +47,7 @@ REPAIR = click.option(
     is_flag=True,
     help="replace a lost rank's data: weights from the 16-bit weights in the checkpoint, zeros for the optimizer",
 )
+MODEL = click.option("--model", type=PATH, help="folder with config.json, for another program's checkpoint without one")
 SHARD = "1GiB"
 FEW = 12  # maximum number of tensors to print
 LOADING = {
@@ -108,6 +109,7 @@ def verify(path: Path, as_json: bool) -> None:
 @click.option("--stage", type=int, help="ZeRO stage that loads it (--to deepspeed)")
 @click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the weights [as in training]")
 @REPAIR
+@MODEL
 @TRUST_PICKLE
 @AS_JSON
 def convert(path: Path, out: Path, as_json: bool, **options: Any) -> None:
@@ -135,7 +137,7 @@ def convert(path: Path, out: Path, as_json: bool, **options: Any) -> None:
 )
 @click.option("--merge", is_flag=True, help="merge the adapters of --lora into the model")
 @REPAIR
-@click.option("--model", type=PATH, help="folder with a config.json, if another program's checkpoint has none")
+@MODEL
 @TRUST_MODEL_CODE
 @TRUST_PICKLE
 @AS_JSON

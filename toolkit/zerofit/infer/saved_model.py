@@ -84,8 +84,8 @@ def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
         if (folder / "config.json").is_file():
             return _transformers(folder, info, weights)
         if info is None:
-            message = f"{folder} has weights, but no config.json or zerofit.json that names the model"
-            hint = "write it with `zerofit ckpt export` or transformers' save_pretrained"
+            message = "CKPT has weights, but no config.json or zerofit.json that names the model"
+            hint = "`zerofit ckpt export CKPT OUT --model FOLDER` writes a model with the config.json in FOLDER"
             raise UserError(Problem(kind="no-model", message=message, hint=hint, where="CKPT"))
         source = find(info.model)
         refuse_foreign_code(folder / CARD, trust_model_code, model=info.model, model_args=info.model_args)
