@@ -25,7 +25,6 @@ import unittest.mock
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
 from zerofit.launch.host import ops_folder, with_own_programs
 from zerofit.launch.local import free_port
@@ -39,6 +38,7 @@ SHAPE = {
 }
 BUCKETS = {"reduce_bucket_size": 50000, "stage3_param_persistence_threshold": 100}
 BUCKETS |= {"stage3_gather_16bit_weights_on_model_save": True}
+BUCKETS |= {"memory_efficient_linear": False}  # else ZeRO 3 rounds before it adds a bias, from then on in all cases
 ADAPTERS: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 TEXT = "zerofit resumes "
 LENGTH, BEFORE, AFTER, LR = len(TEXT), 3, 5, 1e-2
@@ -575,8 +575,7 @@ def write_all(folder: Path, names: list[str]) -> None:
         place.mkdir(parents=True, exist_ok=True)
         LOGITS.clear()
         try:
-            with unittest.mock.patch.object(functional, "linear", functional.linear):  # ZeRO 3 replaces it
-                PROGRAMS[case.program](case, place)
+            PROGRAMS[case.program](case, place)
         except Exception:
             (place / f"error-{dist.get_rank()}.txt").write_text(traceback.format_exc())
         dist.barrier()
