@@ -364,11 +364,16 @@ def text(file: Path) -> None:
     file.write_text("<html>404</html>")
 
 
+def base_state(saved: dict[str, Any]) -> Any:
+    """Return the state of torch's optimizer: a dict, or (elastic checkpoints) a list with the state of each group."""
+    return saved.get("base_optimizer_state") or saved["optimizer_state_dict"]
+
+
 def other_step(file: Path) -> None:
     """Set the optimizer's step to another one."""
     content = torch.load(file, weights_only=False)
-    saved = content["optimizer_state_dict"]
-    for state in (saved.get("base_optimizer_state") or saved["optimizer_state_dict"])["state"].values():
+    base = base_state(content["optimizer_state_dict"])
+    for state in base if isinstance(base, list) else base["state"].values():
         state["step"] = state["step"] + 2
     torch.save(content, file)
 
@@ -377,7 +382,8 @@ def other_run(file: Path) -> None:
     """Take the file from a run with another learning rate and other weights."""
     content = torch.load(file, weights_only=False)
     saved = content["optimizer_state_dict"]
-    for group in (saved.get("base_optimizer_state") or saved["optimizer_state_dict"])["param_groups"]:
+    base = base_state(saved)
+    for group in [] if isinstance(base, list) else base["param_groups"]:
         group["lr"] = 0.5
     for flat in saved.get("single_partition_of_fp32_groups") or saved["fp32_flat_groups"]:
         flat.data.add_(1)

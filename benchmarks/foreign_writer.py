@@ -435,7 +435,7 @@ def with_torchtitan(case: Case, folder: Path) -> None:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    adamw = default_adamw(lr=LR, weight_decay=0.0)
+    adamw = default_adamw(lr=LR, betas=(0.9, 0.999), weight_decay=0.0)
     adamw.implementation = "for-loop"
     optimizers = adamw.build(model_parts=[model])
     schedulers = LRSchedulersContainer.Config(warmup_steps=0).build(optimizers=optimizers, training_steps=100)

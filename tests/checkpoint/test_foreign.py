@@ -242,6 +242,18 @@ def text(saved: Path) -> None:
     next(saved.glob("*/*pp_rank_1_*optim_states.pt")).write_text("<html>404</html>")
 
 
+def shorter(saved: Path) -> None:
+    model = next(saved.glob("*/*mp_rank_00_model_states.pt"))
+    content = torch.load(model, weights_only=False)
+    content["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
+    torch.save(content, model)
+    file = next(saved.glob("*/*pp_rank_1_*optim_states.pt"))
+    content = torch.load(file, weights_only=False)
+    for key in {"single_partition_of_fp32_groups", "fp32_flat_groups"} & content["optimizer_state_dict"].keys():
+        content["optimizer_state_dict"][key] = [flat[:-2].clone() for flat in content["optimizer_state_dict"][key]]
+    torch.save(content, file)
+
+
 def half_written(saved: Path) -> None:
     (saved / "global_step4").mkdir()
     (saved / "latest").write_text("global_step4")
@@ -253,6 +265,7 @@ DAMAGE = {
     truncate: "truncated",
     flip: "changed",
     other_step: "mixed",
+    shorter: "incomplete",
     half_written: "misplaced",
 }
 

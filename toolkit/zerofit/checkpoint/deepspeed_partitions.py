@@ -134,7 +134,11 @@ def _flat_locations(
         number = numbers[group] if group < len(numbers) else group
         keys, states = [*own, inner, "state", number], base["state"].get(number, {})
     length = saved[key][group].numel()
-    return where | {kind: files.at(file, [*keys, kind], offset) for kind in weight_states(states, length)}
+    kinds = weight_states(states, length)
+    if longer := next((kind for kind in kinds if states[kind].numel() > length), None):
+        reason = f"{file} has {length} elements at {key}.{group}, but {states[longer].numel()} of {longer}"
+        raise incomplete(files.folder, reason, MISSING)
+    return where | {kind: files.at(file, [*keys, kind], offset) for kind in kinds}
 
 
 def _global_name(local: str, dp: int, state: dict[str, Any]) -> str:
