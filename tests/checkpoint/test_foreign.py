@@ -243,10 +243,10 @@ def text(saved: Path) -> None:
 
 
 def shorter(saved: Path) -> None:
-    model = next(saved.glob("*/*mp_rank_00_model_states.pt"))
-    content = torch.load(model, weights_only=False)
-    content["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
-    torch.save(content, model)
+    for model in saved.glob("*/*mp_rank_00_model_states.pt"):
+        content = torch.load(model, weights_only=False)
+        content["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
+        torch.save(content, model)
     file = next(saved.glob("*/*pp_rank_1_*optim_states.pt"))
     content = torch.load(file, weights_only=False)
     for key in {"single_partition_of_fp32_groups", "fp32_flat_groups"} & content["optimizer_state_dict"].keys():
@@ -280,6 +280,18 @@ def test_damage_is_named(runs, tmp_path, run, damage):
     assert {problem.kind for problem in problems} == {DAMAGE[damage]}
     where = "latest" if damage is half_written else "pp_rank_1_mp_rank_00_optim_states.pt"
     assert any(where in problem.file for problem in problems)
+
+
+def test_states_may_have_padding(runs, tmp_path):
+    saved, _ = plain(runs, "zero2", tmp_path)
+    file = next(saved.glob("*/*pp_rank_1_*optim_states.pt"))
+    content = torch.load(file, weights_only=False)
+    optimizer = content["optimizer_state_dict"]
+    optimizer["group_paddings"] = [4 for _ in optimizer["single_partition_of_fp32_groups"]]
+    for state in optimizer["base_optimizer_state"]["state"].values():
+        state["exp_avg"] = torch.cat([state["exp_avg"], torch.zeros(4)])
+    torch.save(content, file)
+    assert Checkpoint(saved).verify().problems == []
 
 
 def test_a_rank_of_another_run_has_other_weights(runs, tmp_path):

@@ -135,7 +135,8 @@ def _flat_locations(
         keys, states = [*own, inner, "state", number], base["state"].get(number, {})
     length = saved[key][group].numel()
     kinds = weight_states(states, length)
-    if longer := next((kind for kind in kinds if states[kind].numel() > length), None):
+    padding = saved["group_paddings"][group] if saved.get("group_paddings") else 0  # saved with the states alone
+    if longer := next((kind for kind in kinds if states[kind].numel() > length + padding), None):
         reason = f"{file} has {length} elements at {key}.{group}, but {states[longer].numel()} of {longer}"
         raise incomplete(files.folder, reason, MISSING)
     return where | {kind: files.at(file, [*keys, kind], offset) for kind in kinds}
