@@ -29,17 +29,17 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.units import shown_bytes
 
-MOST = 0.02  # of each phase that can be the highest: |plan / simulate - 1|
+MOST = 0.01  # of each phase that can be the highest: |plan / simulate - 1|
 TOKENS, COMPLETION, GPUS = 1024, 512, 4
 KEPT: dict[str, dict[str, Any]] = {  # what is fixed in the run
     "zero2": {"zero_stage": 2},
     "zero3": {"zero_stage": 3},
     "lora": {"lora": 16},
 }
-SETTINGS: dict[str, dict[str, Any]] = {"reference": {"beta": 0.04}}
+SETTINGS: dict[str, dict[str, Any]] = {"reference": {"beta": 0.04}, "no-reference": {"beta": 0.0}}
 KINDS = {
     "grpo": ("", " reference", " lora"),
-    "rloo": ("",),  # with GRPO's phases
+    "rloo": ("", " no-reference", " lora"),
     "dpo": ("", " lora"),
     "online-dpo": ("", " lora"),
     "distill": ("", " lora"),

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 # no GPU: none is asked for, and processes that have asked for one cannot be forked
 PATHS = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "toolkit"), os.environ.get("PYTHONPATH"))))
 ENVIRONMENT = {"PYTHONPATH": PATHS, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-TIMEOUT_S = 400
+TIMEOUT_S = 1300  # longer than the server's
 POLL_S = 0.5
 
 

@@ -33,7 +33,7 @@ IMPORTED = (
     "zerofit.train.pipeline",
     "zerofit.simulate.script.rank",
 )
-TIMEOUT_S = 300
+TIMEOUT_S = 1200  # a machine can be busy
 GRACE_S = 15  # between the first rank's failure and the end of the others
 
 

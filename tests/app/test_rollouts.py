@@ -91,20 +91,26 @@ SIMULATED = {
     "dpo": {"train": 11466361376},
     "online-dpo": {"generate": 36943756673, "train": 14002267602, "sync weights": 14389282127},
     "distill": {"generate": 33825246347, "train": 11546826485, "sync weights": 11286877929},
+    # the teacher's head is gathered for the loss
+    "distill zero3": {"generate": 30835845520, "train": 10000950258, "sync weights": 8831337454},
+    # the same engine runs the reference between forward and backward, and then gathers all weights
+    "dpo zero3 lora": {"train": 3523474745},
 }
 
 
-@pytest.mark.parametrize("method", SIMULATED)
-def test_phases_are_those_of_trls_script(method):
-    layout = {"seq_len": 1024, "zero_stage": 2, "micro_batch": 2, "gradient_accumulation_steps": 4, "offload": "none"}
-    pins: Any = {**layout, "precision": "bf16", "activation_checkpointing": True}
+@pytest.mark.parametrize("case", SIMULATED)
+def test_phases_are_those_of_trls_script(case):
+    method, *words = case.split()
+    pins: Any = {"seq_len": 1024, "micro_batch": 2, "gradient_accumulation_steps": 4, "offload": "none"}
+    pins |= {"precision": "bf16", "activation_checkpointing": True, "zero_stage": 3 if "zero3" in words else 2}
+    pins |= {"lora": 16} if "lora" in words else {}
     values = {"vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.3}
     values = {"max_completion_length": 512, **values} if METHODS[method].generates else {}
     request = PlanningRequest(model="llama-3.2-1b", pins=pins)
     memory = plan_rollouts(method, request, Cluster("h100-80gb", gpus=4), values).best.memory
     beside = memory.resident["margin"] + (memory.engine.outside if memory.engine else 0)
     phases = {phase.name: phase.bytes - beside for phase in memory.phases if phase.name != "checkpoint"}
-    assert phases == pytest.approx(SIMULATED[method], rel=0.001)
+    assert phases == pytest.approx(SIMULATED[case], rel=0.005 if "zero3" in words else 0.001)
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "grpo"])

@@ -178,12 +178,16 @@ def test_a_matrix_that_the_model_reads_is_gathered_with_it(reuse):
     released = [2 * n for n in (1_000_000, 600_000, 600_000, 400_000)]
     kept = [2 * n for n in (1_000_000, 1_200_000, 1_400_000, 1_400_000)]
     assert gathered_in_forward(timeline(profile, SETTING), four) == (kept if reuse else released)
-    with patch.object(Profile, "scored_first", True):
+    with patch.object(Profile, "scored", "first"):
         scored = timeline(replace(profile), SETTING)
     assert gathered_in_forward(scored, four) == released
-    assert gathered_to_score(scored, four, copies=False) == 2_000_000
+    assert gathered_to_score(scored, four) == 2_000_000
     # the copy prefetches all of its 1,400,000; it runs after the trained model, which has released everything
-    assert gathered_to_score(scored, four, copies=True) == 2 * 1_400_000
+    assert gathered_to_score(scored, four, scored) == 2 * 1_400_000
+    with patch.object(Profile, "scored", "within"):
+        within = timeline(replace(profile), SETTING)
+    assert gathered_in_forward(within, four) == released
+    assert gathered_in_backward(within, four)[-1] == 2 * 1_400_000  # nothing is released in the backward
 
 
 PACKED = replace(

@@ -22,9 +22,7 @@ def fused(model: str, layers: int) -> Profile:
     profile = shipped_profile(model, "cuda", "bf16", 1024)
     assert profile
     first, block, head = profile.layers
-    return with_fused_head(
-        replace(profile, layers=(first, replace(block, count=layers), head)), 512, 2, scored_first=True
-    )
+    return with_fused_head(replace(profile, layers=(first, replace(block, count=layers), head)), 512, 2, when="first")
 
 
 def trainers(hidden: int) -> PlannedLayout:
@@ -42,6 +40,6 @@ COUNTED = {"llama-3.2-1b": (2048, 945, 617), "qwen2.5-7b": (3584, 2079, 1929)}
 def test_gathered_parameters_are_those_that_the_coordinator_gathers(model):
     hidden, forward, backward = COUNTED[model]
     line, layout = timeline(fused(model, 4), SETTING), trainers(hidden)
-    assert max(gathered_in_forward(line, layout)) == gathered_to_score(line, layout, copies=False)
+    assert max(gathered_in_forward(line, layout)) == gathered_to_score(line, layout)
     assert max(gathered_in_forward(line, layout)) / MIB == pytest.approx(forward, rel=0.02)
     assert gathered_in_backward(line, layout)[0] / MIB == pytest.approx(backward, rel=0.02)

@@ -124,7 +124,7 @@ def _rollout_facts(plan: RolloutPlan) -> Iterator[tuple[str, str]]:
         trl = "GRPO in TRL with critic and reward model, since TRL 1.16 has no PPO"
     trainer = {
         "trl": trl,
-        "verl": f"verl {settings.trainer_release} with FSDP2",
+        "verl": f"verl {settings.trainer_release} with strategy=fsdp2 (the default, FSDP 1, is not forecast)",
         "openrlhf": "OpenRLHF with --train.colocate_all and --ds.packing_samples",
     }[settings.trainer]
     phases = f"the phases are those of {trainer}"

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from zerofit.spec.model_facts import ELEMENT_BYTES
-from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, ModuleCall, Profile, expert_degree
+from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, ModuleCall, Profile, Scored, expert_degree
 
 # number of last and of first layers that are kept of many equal layers (see `_representatives`)
 _LAST, _FIRST = 3, 1
@@ -93,7 +93,7 @@ class StageTimeline:
     calls: tuple[tuple[ModuleCall, ...], ...] = ()  # of each layer's forward; places are in `layers`, then in `packed`
     recomputed: tuple[bool, ...] = ()  # whether each layer's backward begins with a recomputed forward
     tied: bool = False  # whether the head uses the embedding's matrix
-    scored_first: bool = False  # as in the profile
+    scored: Scored = "never"
     width: int = 0  # of the model; 0: unknown
 
     @cached_property
@@ -172,7 +172,7 @@ def timeline(
         calls=tuple(_calls(placed, starts) for placed in mine),
         recomputed=tuple(placed.cost.recomputed for placed in mine),
         tied=mine[-1].layer.tied_to is not None,
-        scored_first=profile.scored_first,
+        scored=profile.scored,
         width=profile.hidden_size or 0,
         sent=_point(expanded[last - 1].cost.output_bytes) if last < len(expanded) else NOTHING,
         logits=_point(expanded[last - 1].cost.output_bytes) if last == len(expanded) else NOTHING,

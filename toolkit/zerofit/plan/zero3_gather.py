@@ -65,19 +65,18 @@ def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) ->
     return found
 
 
-def gathered_to_score(line: StageTimeline, layout: PlannedLayout, copies: bool) -> int:
-    """Return the most gathered bytes in forwards without gradients.
+def gathered_to_score(line: StageTimeline, layout: PlannedLayout, copied: StageTimeline | None = None) -> int:
+    """Return the most gathered bytes in forwards without gradients, of the trained model, then of a frozen copy.
 
-    The trained model runs first, then its frozen copy. `copies`: whether there is a frozen copy. The copy has
-    DeepSpeed's default sizes, because DeepSpeed does not read the keys that TRL sets (trl/models/utils.py,
-    prepare_deepspeed).
+    `copied`: the copy's timeline; None: no copy. The copy has DeepSpeed's default sizes, because DeepSpeed does not
+    read the keys that TRL sets (trl/models/utils.py, prepare_deepspeed).
     """
     trained = _gathering(line, layout)
     peak = max(moment.bytes for moment in chain(*trained.forward))
-    if not copies:
+    if copied is None:
         return peak
     left = trained.backward[-1][0].bytes  # prefetched for a backward that does not come
-    copy = _gathering(line, replace(layout, **DEFAULTS), forward_only=True)
+    copy = _gathering(copied, replace(layout, **DEFAULTS), forward_only=True)
     return max(peak, left + max(moment.bytes for moment in chain(*copy.forward)))
 
 
@@ -124,6 +123,8 @@ def _gathering(line: StageTimeline, layout: PlannedLayout, forward_only: bool = 
     few = (2 if layout.offload_param != "none" else min(2, ranks) for ranks in sharers(layout))
     still = len(line.layers) if forward_only else 0 if layout.checkpointing else line.still
     sizes = _Sizes(layout.persistence, layout.prefetch, layout.live, layout.reuse)
+    if line.scored == "within":
+        sizes = sizes._replace(prefetch=0, reuse=0)
     return _cached(line, layout.element_bytes, sizes, ParameterSharers(*few), still)
 
 
@@ -150,7 +151,12 @@ class _Fetch(NamedTuple):
 
 
 class _Gathering:
-    """The gathered parameters of a step, layer by layer. The first `still` layers have no backward."""
+    """A step's gathered parameters, layer by layer. The first `still` layers have no backward.
+
+    If the model runs without gradients between forward and backward, DeepSpeed never has a trace of a step: it neither
+    prefetches nor keeps parameters for reuse. This run also resets each module's count of the gradients to wait for
+    (`ds_grads_remaining`, parameter_offload.py), so no module releases its parameters in the backward.
+    """
 
     def __init__(self, line: StageTimeline, element: int, sizes: _Sizes, spread: ParameterSharers, still: int):
         layers = [(*layer, *packed) for layer, packed in zip(line.layers, line.packed, strict=True)]
@@ -161,11 +167,12 @@ class _Gathering:
         self.whole = 0
         passes = [(n, False, self._modules(n, line.calls[n])) for n in range(len(layers))]
         for n, _, modules in reversed(passes[still:]):
-            passes.append((n, True, _backward(modules, line.recomputed[n])))
+            turned = _backward(modules, line.recomputed[n])
+            passes.append((n, True, [call for call in turned if call.begins] if line.scored == "within" else turned))
         calls = [call for _, _, modules in passes for call in modules]
         scored = sum(call.begins for _, backward, modules in passes for call in modules if not backward)
         numels = [p.numel for p in every]
-        self.coordinator = _Coordinator(calls, numels, sizes, forgetful=scored if line.scored_first else 0)
+        self.coordinator = _Coordinator(calls, numels, sizes, forgetful=scored if line.scored == "first" else 0)
         self.of_step = [(n, backward) for n, backward, modules in passes for call in modules if call.begins]
         self.fetched = {backward: [LayerFetches(0, 0) for _ in layers] for backward in (False, True)}
         self.forward: list[list[_Fetch]] = [[] for _ in layers]

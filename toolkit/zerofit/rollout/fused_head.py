@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
+from typing import Any
 
-from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, Profile
+from zerofit.spec.profile import ZERO3, BackwardMoment, LayerCost, LayerRun, Linear, Profile, Scored
 
 TILE_TOKENS, TILE_WORDS = 4096, 32768  # fewer tokens have a smaller tile
 
@@ -21,32 +23,33 @@ def with_fused_head(
     element_bytes: int,
     micro_batch: int | None = None,
     *,
-    scored_first: bool,
+    when: Scored,
     teacher: bool = False,
 ) -> Profile:
     """Return the profile with TRL's fused head in place of a loss that needs all logits.
 
-    `scored`: number of tokens per sample that get log-probs. `micro_batch`: number of samples; None: many.
-    `scored_first`: value of the profile's field. `teacher`: whether the loss is the divergence from a teacher's
-    logits.
+    `scored`: number of tokens per sample that get log-probs. `micro_batch`: number of samples. None stands for any
+    large number. `when`: value for the profile's `scored`. `teacher`: the loss is the divergence from a teacher's
+    logits. At stage 3, TRL gathers the teacher's head for this loss (`maybe_gather_lm_head_ctx`).
     """
     head, hidden = profile.layers[-1], profile.hidden_size or 0
     owner = next((layer for layer in profile.layers if layer.name == head.tied_to), head)
     trained = max(owner.matrices[:1], default=0)  # frozen weights have no gradient
-    logits = (profile.seq_len or 0) * max((trained, *owner.frozen)) // max(1, hidden)
+    weight = max((trained, *owner.frozen))
+    logits = (profile.seq_len or 0) * weight // max(1, hidden)
     if not logits:
         return profile
     tokens = min(TILE_TOKENS, scored * micro_batch) if micro_batch else TILE_TOKENS
 
-    def fused(cost: LayerCost) -> LayerCost:
+    def fused(cost: LayerCost, gathered: int = 0) -> LayerCost:
         row, rounded = element_bytes * scored * hidden, element_bytes * tokens * TILE_WORDS
         tile = 2 * 4 * tokens * TILE_WORDS if teacher else rounded
         rows = 2 * row if teacher else row
         saved = replace(cost.saved_bytes, per_sample=max(0, cost.saved_bytes.per_sample - 4 * logits) + rows)
-        forward = Linear(fixed=tile, per_sample=saved.per_sample)
+        forward = Linear(fixed=tile + gathered, per_sample=saved.per_sample)
         gradient = (4 + element_bytes) * trained  # in fp32, and its copy in the weight's type
         if teacher:  # the student's tile is rounded, while the one before it is still alive or its gradient is copied
-            gradient = rounded + max(gradient, rounded)
+            gradient = rounded + max(gradient, 4 * trained + rounded + gathered)
         backward = Linear(fixed=tile + gradient, per_sample=saved.per_sample + 4 * scored * hidden + row)
         first = replace(cost.backward[0], live=(backward,)) if cost.backward else BackwardMoment(live=(backward,))
         return replace(
@@ -60,30 +63,42 @@ def with_fused_head(
             largest_bytes=Linear(fixed=tile),
         )
 
-    return with_head(profile, fused, lambda costs: _read_by_model(head, costs), scored_first)
+    if teacher:
+        every = {f"{key}{ZERO3}": costs for key, costs in profile.costs.items()}
+        profile = replace(profile, zero3=every | profile.zero3)
+    sharded = partial(fused, gathered=element_bytes * weight if teacher else 0)
+    return with_head(profile, fused, lambda costs: _read_by_model(head, costs), when, sharded)
 
 
 def with_head(
     profile: Profile,
     changed: Callable[[LayerCost], LayerCost],
     read: Callable[[tuple[LayerCost, ...]], tuple[LayerCost, ...]],
-    scored_first: bool,
+    when: Scored,
+    sharded: Callable[[LayerCost], LayerCost] | None = None,
 ) -> Profile:
-    """Return the profile with the head's costs changed by `changed`.
+    """Return a profile with `changed` costs of the head. `read` changes which modules read the head's weight.
 
-    `read`: function that gets the costs of all layers, and can change which modules use the head's weight.
+    `sharded` changes the costs at stage 3; None: like `changed`.
     """
 
-    def of(settings: dict[str, tuple[LayerCost, ...]]) -> dict[str, tuple[LayerCost, ...]]:
-        return {key: read((*costs[:-1], changed(costs[-1]))) for key, costs in settings.items()}
+    def of(settings: dict[str, tuple[LayerCost, ...]], change: Callable[[LayerCost], LayerCost]) -> dict[str, Any]:
+        return {key: read((*costs[:-1], change(costs[-1]))) for key, costs in settings.items()}
 
     values = {field.name: getattr(profile, field.name) for field in fields(profile)}
-    values |= {"costs": of(profile.costs), "zero3": of(profile.zero3)}
-    return (_ScoredProfile if scored_first else Profile)(**values)
+    values |= {"costs": of(profile.costs, changed), "zero3": of(profile.zero3, sharded or changed)}
+    return _PROFILES[when](**values)
 
 
-class _ScoredProfile(Profile):
-    scored_first = True
+class _ScoredFirst(Profile):
+    scored = "first"
+
+
+class _ScoredWithin(Profile):
+    scored = "within"
+
+
+_PROFILES = {"never": Profile, "first": _ScoredFirst, "within": _ScoredWithin}
 
 
 def _read_by_model(head: LayerRun, costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:

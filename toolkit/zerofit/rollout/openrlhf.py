@@ -100,5 +100,5 @@ class OpenRlhfMemory(ProcessMemory):
         found = {"logits" if logits > max(layers, default=0) else "activations": round(max((logits, *layers)))}
         if self.layout.zero_stage == 3:
             line = timeline(self.profile, self._key)
-            found["gathered parameters"] = gathered_to_score(line, self.layout, copies=False)
+            found["gathered parameters"] = gathered_to_score(line, self.layout)
         return found

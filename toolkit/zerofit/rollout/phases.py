@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from zerofit.plan.fit import Fit
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.memory import Forecaster
-from zerofit.plan.timeline import timeline
+from zerofit.plan.timeline import StageTimeline, timeline
 from zerofit.plan.zero3_gather import gathered_to_score
 from zerofit.rollout.fused_head import TILE_TOKENS, TILE_WORDS
 from zerofit.rollout.methods import RolloutMethod, RolloutSettings
@@ -170,8 +170,9 @@ class RolloutMemory:
         layers = [inputs + cost.forward_peak_bytes.at(layout.micro_batch) for cost in blocks]
         gathered = 0
         if layout.zero_stage == 3:
-            copies = self._reference or self.method.scorer
-            gathered = gathered_to_score(timeline(self.profile, key), layout, copies=copies)
+            line = timeline(self.profile, key)
+            copied = _without_head(line) if self.method.head == "divergence" else line
+            gathered = gathered_to_score(line, layout, copied if self._reference or self.method.scorer else None)
         length = self.profile.seq_len or 0
         scored = self.settings.max_completion_length if self.method.generates else length
         tokens = layout.micro_batch * (1 if scores else scored + 1)
@@ -244,3 +245,10 @@ class RolloutMemory:
         """
         blocks = [layer.frozen + layer.quantized for layer in self.profile.layers if layer.count > 1]
         return 2 * self.layout.element_bytes * max((size for sizes in blocks for size in sizes), default=0)
+
+
+@lru_cache(maxsize=64)
+def _without_head(line: StageTimeline) -> StageTimeline:
+    """Return a timeline whose modules do not read the head's weight. TRL reads a teacher's head in the loss."""
+    calls = tuple(tuple(call._replace(others=()) for call in layer) for layer in line.calls)
+    return replace(line, calls=calls)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zerofit.rollout.fused_head import with_head
-from zerofit.spec.profile import BackwardMoment, LayerCost, Linear, Profile
+from zerofit.spec.profile import BackwardMoment, LayerCost, Linear, Profile, Scored
 
 CHUNK_TOKENS = 512
 # bytes of each logit in a chunk: float32 logits, probabilities and their product; in the backward logits,
@@ -47,12 +47,12 @@ def online_dpo(scored: float) -> LogitBytes:
 
 
 def with_whole_head(
-    profile: Profile, each: LogitBytes | None, element_bytes: int, *, scored_first: bool = True
+    profile: Profile, each: LogitBytes | None, element_bytes: int, *, when: Scored = "first"
 ) -> Profile:
     """Return the profile with a head that computes the log-probs of all tokens, not a loss.
 
-    `each`: bytes per logit. None: verl's use_fused_kernels with the backend "torch". `scored_first`: value of the
-    profile's field.
+    `each`: bytes of each logit. None stands for verl's use_fused_kernels with the backend "torch".
+    `when`: value for the profile's `scored`.
     """
     head, hidden, length = profile.layers[-1], profile.hidden_size or 0, profile.seq_len or 0
     owner = next((layer for layer in profile.layers if layer.name == head.tied_to), head)
@@ -91,4 +91,4 @@ def with_whole_head(
             largest_bytes=Linear(per_sample=each.saved * logits) if each else Linear(fixed=4 * tile),
         )
 
-    return with_head(profile, changed, lambda costs: costs, scored_first)
+    return with_head(profile, changed, lambda costs: costs, when)

@@ -13,6 +13,9 @@ from zerofit.features.engines import Engine
 from zerofit.spec.foreign import shaped
 from zerofit.spec.model_facts import TILED_MLP_TYPES, Task, gives_loss, has_head, is_text
 
+# when a step runs the trained model without gradients: before the training, or between forward and backward
+Scored = Literal["never", "first", "within"]
+
 
 class Savings(NamedTuple):
     """Fields of a run that reduce activation memory without changing results, in addition to checkpointing."""
@@ -187,7 +190,7 @@ class Profile:
     pipelines: bool = True  # whether a pipeline can split it
     versions: dict[str, str] = field(default_factory=dict)
     own_models: dict[Engine, Profile] = field(default_factory=dict)  # by engine, for those that have their own code
-    scored_first: ClassVar[bool] = False  # whether the model runs without gradients before it trains on a batch
+    scored: ClassVar[Scored] = "never"
 
     def of_engine(self, engine: Engine) -> Profile:
         """Return the profile for an engine. Some engines train this model with code of their own."""

@@ -51,12 +51,13 @@ def findings(memory: RolloutMemory) -> Iterator[tuple[str, str]]:
             f"each GPU keeps float32 gradients of all weights, {size}, until the last micro batch: "
             "use_no_sync_for_gradient_accumulation=false avoids it (0.9.0 has no such setting)",
         )
-    adapts = memory.profile.trained < memory.profile.parameters
-    if memory.method.pairs and adapts and memory.layout.zero_stage == 3:
+    weights = memory.layout.element_bytes * memory.profile.parameters
+    if memory.profile.scored == "within" and memory.layout.zero_stage == 3 and weights > LARGE * total:
+        change = "use ZeRO-2" if memory.method.generates else "set precompute_ref_log_probs=true, or use ZeRO-2"
         yield (
             "reference-in-engine",
-            "at ZeRO-3, the forecast of the train phase was 10% too low, because the base model runs as the reference "
-            "between forward and backward; use ZeRO-2",
+            "the reference runs in the engine between forward and backward, so ZeRO-3 gathers all weights, "
+            f"{shown_bytes(weights)}, and keeps them until the end of the backward: {change}",
         )
     if frozen := memory.resident.get("reference", 0):
         size = shown_bytes(frozen)

@@ -243,15 +243,14 @@ def _with_log_probs(setup: SearchSetup, settings: RolloutSettings, name: str) ->
         )
     if settings.trainer == "openrlhf":
         return replace(setup, profile=with_whole_head(profile, OPENRLHF, element))
-    length, first = profile.seq_len or 1, method.scores_first
+    length, adapts = profile.seq_len or 1, profile.trained < profile.parameters
+    when = "first" if method.scores_first else "within" if method.reference and adapts else "never"
     if method.head == "whole":
         share = settings.max_completion_length / length
-        profile = with_whole_head(profile, online_dpo(share), element, scored_first=first)
+        profile = with_whole_head(profile, online_dpo(share), element, when=when)
     elif method.head:
         scored, teacher = settings.max_completion_length if method.generates else length, method.head == "divergence"
-        profile = with_fused_head(
-            profile, scored, element, setup.request.micro_batch, scored_first=first, teacher=teacher
-        )
+        profile = with_fused_head(profile, scored, element, setup.request.micro_batch, when=when, teacher=teacher)
     return replace(setup, profile=profile)
 
 
