@@ -119,6 +119,11 @@ DDP = ("model = build().cuda()", WRAPPED.format(", find_unused_parameters=True")
 PINNED = "kept = torch.empty(1 << 36, pin_memory={})  #pinned-memory"
 HALF = ("cuda()", "cuda().bfloat16()"), ('device="cuda")', 'device="cuda", dtype=torch.bfloat16)')
 APPENDED = ("loss = model(x)", "losses.append(model(x))  #kept-outputs\n    loss = losses[-1]")
+# two buffers that the micro batches of a step share
+REUSED = (
+    ("loss = model(x)", "losses[i % 2 :] = [model(x)]\n    loss = losses[-1]"),
+    (STEP, STEP.replace("    ", "    if i % 4 == 3: ")),
+)
 LATE = ("    loss.b", "    optimizer.zero_grad()  #kept-gradients\n    loss.b"), (STEP, "    optimizer.step()\n")
 WEIGHTS = 8 * 2048 * 2048 * 4  # bytes in fp32
 OUTPUT = 4096 * 2048 * 4  # of a layer, in fp32
@@ -164,6 +169,7 @@ HEALTHY = {
             before(f"{COPY}.cpu()\n{PINNED.format(False)}"),
         ),
     ),
+    "kept-outputs": (ONE, variant(TORCH, *REUSED)),
     "half-weights unused-search": (
         TWO,
         variant(TORCH, (DDP[0], WRAPPED.format("")), ("    loss = ", AUTOCAST + " ")),

@@ -1,4 +1,4 @@
-"""A Trainer's evaluation that generates, within the simulated steps and after them; training in evaluation mode."""
+"""Evaluations of a Trainer and of a loop of the script's own; weights from the network; training in evaluation mode."""
 
 from __future__ import annotations
 
@@ -27,6 +27,66 @@ for _ in range(50):
     optimizer.step()
     optimizer.zero_grad()
 """
+# outputs of transformers' models are objects, not tensors
+OWN_LOOP = """\
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        return BaseModelOutput(last_hidden_state=self.layers(x))
+
+net, kept = Net().cuda(), []
+optimizer = torch.optim.AdamW(net.parameters())
+with torch.no_grad():
+    for i in range(BATCHES):
+        out = net(torch.randn(128, 64, device="cuda")).last_hidden_state
+        if i < KEPT:
+            kept.append(out)
+for _ in range(50):
+    net(torch.randn(8, 64, device="cuda")).last_hidden_state.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+OUTPUT_BYTES = 128 * 64 * 4
+FROM_URL = """\
+import torch
+from torchvision.models import ResNet18_Weights, resnet18
+
+model = resnet18(weights=ResNet18_Weights.IMAGENET1K_V1)
+model.load_state_dict({k: v for k, v in torch.hub.load_state_dict_from_url("http://none/x.pth")["model"].items()})
+model.cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(50):
+    model(torch.randn(2, 3, 64, 64, device="cuda")).mean().backward()
+    optimizer.step()
+"""
+
+
+def own_loop(batches: int, kept: int = 0) -> str:
+    return OWN_LOOP.replace("BATCHES", str(batches)).replace("KEPT", str(kept))
+
+
+def test_a_loop_of_equal_batches_is_cut_and_the_answer_names_it(folder):
+    few, many, keeping = (simulated(own_loop(*asked), gpus=1) for asked in ((3,), (500,), (500, 100)))
+    assert few.phases == many.phases
+    assert keeping.phases[0].peak_bytes - many.phases[0].peak_bytes == 100 * OUTPUT_BYTES
+    left_out = {note.text: note.count for note in facts(many).facts.notes}
+    assert left_out == {"calls of Net that repeat the allocations of earlier ones: left out, at train.py:17": 497}
+
+
+def test_weights_that_were_not_downloaded_are_named(folder, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(folder))
+    notes = [note.text for note in facts(simulated(FROM_URL, gpus=1)).facts.notes]
+    assert [note.partition(": not downloaded")[0] for note in notes] == [
+        "https://download.pytorch.org/models/resnet18-f37072fd.pth",
+        "http://none/x.pth",
+    ]
 
 
 def test_an_evaluation_that_generates_runs_few_batches(folder):

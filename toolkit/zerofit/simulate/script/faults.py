@@ -209,6 +209,10 @@ def _kept_graph(script: Script) -> Iterator[Found]:
 
 
 def _kept_outputs(script: Script) -> Iterator[Found]:
+    """Find lines that allocate tensors in each micro batch, if those of most micro batches live at the end.
+
+    A pipeline stage keeps the tensors of a few micro batches in buffers that later ones reuse.
+    """
     starts, made = script.log.starts, defaultdict[tuple[str, str], list[int]](list)
     if script.log.retained_at or not starts:
         return
@@ -220,7 +224,7 @@ def _kept_outputs(script: Script) -> Iterator[Found]:
             made[place].append(size)
     lines = Counter[str]()
     for (line, _), sizes in made.items():
-        lines[line] += min(sizes) if len(sizes) > 1 else 0
+        lines[line] += min(sizes) if len(sizes) > max(1, len(starts) / 2) else 0
     size = lines.total()
     if size >= GROWS_BYTES:
         yield lines.most_common(1)[0][0], size, ""

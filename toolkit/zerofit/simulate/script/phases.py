@@ -44,9 +44,11 @@ class ScriptPhases:
         on_model: Callable[[nn.Module], None] = lambda model: None,
         on_batch: Callable[[object, object], None] = lambda args, kwargs: None,
         on_end: Callable[[list[DeepSpeedEngine]], None] = lambda engines: None,
+        score: Callable[..., Any] = lambda method, module, args, kwargs: method(module, *args, **kwargs),
     ):
         self.log, self.wanted = log, steps
         self._on_model, self._on_batch, self._on_end = on_model, on_batch, on_end
+        self._score = score  # runs a model that does not train
         self.engines: list[DeepSpeedEngine] = []
         self.optimizers: list[torch.optim.Optimizer] = []  # optimizers that stepped without an engine
         self.models: list[nn.Module] = []  # models that were trained without an engine
@@ -190,7 +192,7 @@ class ScriptPhases:
             if phases._scores():
                 phases.log.begin(LOGPROBS)
             if phases.engines or not phases._trains(self):
-                return method(self, *args, **kwargs)
+                return phases._score(method, self, args, kwargs)
             phases._begin_forward(self, args, kwargs)
             return phases._alone(method, self, *args, **kwargs)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import PurePath
 from typing import Any
+from urllib.parse import urlparse
 
 import torch
 from torch import nn
@@ -97,6 +101,46 @@ def pretrained(meter: ScriptTracker) -> None:
         return (model, report) if with_report else model
 
     replace_in(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+
+
+class _NotFetched(dict[str, Any]):
+    """A file of weights that was not downloaded. Each part of it, such as `weights["model"]`, is another one."""
+
+    def __missing__(self, key: object) -> _NotFetched:
+        return _NotFetched()
+
+    def pop(self, key: str, default: object = None) -> object:
+        """Return the default."""
+        return default
+
+
+def downloaded(meter: ScriptTracker) -> None:
+    """Leave models at their initial values instead of downloading weights that are not in torch's cache.
+
+    (torch.hub.load_state_dict_from_url, also where libraries have imported it; torch.nn.Module.load_state_dict)
+    """
+    fetch, load = torch.hub.load_state_dict_from_url, nn.Module.load_state_dict
+    left_out: list[str] = []
+
+    def load_state_dict_from_url(
+        url: str, model_dir: str | None = None, *args: Any, file_name: str | None = None, **kwargs: Any
+    ) -> object:
+        folder = model_dir or os.path.join(torch.hub.get_dir(), "checkpoints")
+        if os.path.exists(os.path.join(folder, file_name or PurePath(urlparse(url).path).name)):
+            return fetch(url, model_dir, *args, file_name=file_name, **kwargs)
+        meter.note(f"{url}: not downloaded; the model keeps its initial values", here=True)
+        left_out.append(url)
+        return _NotFetched()
+
+    def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> object:
+        if left_out and not state_dict:
+            return load(self, self.state_dict(), *args, **kwargs)
+        return load(self, state_dict, *args, **kwargs)
+
+    name = fetch.__name__
+    for module in [m for m in sys.modules.values() if vars(m).get(name) is fetch]:
+        setattr(module, name, load_state_dict_from_url)
+    replace_in(nn.Module, "load_state_dict", load_state_dict)
 
 
 def flash_attention(meter: ScriptTracker) -> None:

@@ -51,6 +51,7 @@ from zerofit.simulate.script.launchers import LaunchedInside, environment, launc
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.progress import watch_progress
+from zerofit.simulate.script.repeats import Repeats
 from zerofit.simulate.script.stages import StageJoints
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
@@ -105,7 +106,8 @@ def simulate_script(
             evaluate(trainer, log, meter)
         gather_to_save(engines, log)
 
-    phases = ScriptPhases(log, target.steps, _learner(meter, lengths_seen, watched, edit), on_batch, on_end)
+    learn, score = _learner(meter, lengths_seen, watched, edit), Repeats(meter)
+    phases = ScriptPhases(log, target.steps, learn, on_batch, on_end, score)
     generation(meter, log)
     colocated_vllm(meter, log, target)
     evaluations(log)
@@ -170,6 +172,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     distributed.resized_storages(meter)
     distributed.sharded_shapes()
     pretrained.pretrained(meter)
+    pretrained.downloaded(meter)
     pretrained.flash_attention(meter)
     launchers_inside()
     spawned_ranks(target)
