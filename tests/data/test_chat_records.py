@@ -186,21 +186,130 @@ def test_histories_and_prompts_are_conversations(folder, tmp_path):
     assert open_tokenizer(str(folder)).decode(found.ids[found.targets].tolist()) == "d<|im_end|>"
 
 
-@pytest.mark.parametrize("turns", ["messages", "conversations"])
+def said_of(data):
+    """The first sample's text, and the part of it that is learned."""
+    batch = data.train.batch([0], [0])
+    labels = batch["labels"][0].tolist()
+    return data.decode(batch["inputs"][0].tolist()), data.decode([label for label in labels if label >= 0])
+
+
+def run_jq(hint, file):
+    """Run the command of a hint on a file; return the file that it writes."""
+    if not shutil.which("jq"):
+        pytest.skip("needs jq")
+    command = hint[hint.index("jq ") :].split(" > ")[0].replace("FILE", str(file))
+    made = file.with_name("mended.jsonl")
+    made.write_text(subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout)
+    return made
+
+
+@pytest.mark.parametrize(("speaker", "text"), [("role", "content"), ("from", "value")])
 @pytest.mark.parametrize("in_lines", [True, False])
-def test_a_file_of_one_conversation_is_named_and_its_command_mends_it(tmp_path, refused, turns, in_lines):
-    speaker, text = {"messages": ("role", "content"), "conversations": ("from", "value")}[turns]
+def test_a_file_of_one_conversation_is_named_and_its_command_mends_it(tmp_path, refused, speaker, text, in_lines):
     messages = [{speaker: "user", text: "2 + 2?"}, {speaker: "assistant", text: "4"}]
     content = "\n".join(map(json.dumps, messages)) if in_lines else json.dumps(messages)
     (tmp_path / "one.json").write_text(content)
     (problem,) = refused(data=f"jsonl:{tmp_path}/one.json")
-    assert problem.kind == "one-conversation" and f"{{{turns}: flatten}}" in problem.hint
-    if shutil.which("jq"):
-        command = problem.hint.split("this file: ")[1].replace("FILE", str(tmp_path / "one.json"))
-        made = subprocess.run(command.split(" > ")[0], shell=True, capture_output=True, text=True, check=True).stdout
-        (tmp_path / "mended.jsonl").write_text(made)
-        (problem,) = refused(data=f"jsonl:{tmp_path}/mended.jsonl")
-        assert json.loads(made) == {turns: messages} and "has one conversation;" in problem.message
+    assert problem.kind == "one-conversation" and "{messages: flatten}" in problem.hint
+    made = run_jq(problem.hint, tmp_path / "one.json")
+    (problem,) = refused(data=f"jsonl:{made}")
+    assert json.loads(made.read_text()) == {"messages": messages} and "has one conversation;" in problem.message
+
+
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+TURNS = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
+
+
+def exported(role, text, parent, child):
+    message = {"author": {"role": role}, "content": {"content_type": "text", "parts": [text]}}
+    return {"message": message, "parent": parent, "children": [child]}
+
+
+TREE = {  # ChatGPT's: the answer "5" was regenerated, so the branch of the current node does not have it
+    "root": {"message": None, "parent": None, "children": ["s"]},
+    "s": exported("system", "", "root", "q"),
+    "q": exported("user", "2 + 2?", "s", "a"),
+    "wrong": exported("assistant", "5", "q", ""),
+    "a": exported("assistant", "4", "q", ""),
+}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"version": 1, "data": [{"messages": CHAT}] * 2},
+        {"conversations": [{"messages": CHAT}] * 2},
+        [{"custom_id": "a", "method": "POST", "body": {"messages": CHAT}}] * 2,
+        [{"id": 1, "conversation": CHAT}] * 2,
+        [{"id": 1, "turns": TURNS}] * 2,
+        [{"title": "t", "mapping": TREE, "current_node": "a"}] * 2,
+        [{"name": "n", "chat_messages": [{"sender": "human", "text": "2 + 2?"}, {"sender": "assistant", "text": "4"}]}]
+        * 2,
+    ],
+)
+def test_commands_extract_nested_conversations_and_exports(tmp_path, refused, opened, content):
+    (tmp_path / "a.json").write_text(json.dumps(content, indent=1))
+    made = run_jq(refused(data=f"jsonl:{tmp_path}/a.json")[0].hint, tmp_path / "a.json")
+    text, learned = said_of(opened(data=f"jsonl:{made}", seq_len=64, packing=False))
+    assert text.count("<|assistant|>") == 1 and "2 + 2?" in text and learned == "4<|end|>\n"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TURNS},
+        {"conversations": CHAT},
+        {"conversations": [{"from": "Human", "value": "2 + 2?"}, {"from": "GPT", "value": "4"}]},
+        {"messages": [{"role": "User", "content": ["2 +", " 2?"]}, {"role": "model", "content": "4"}]},
+        {"messages": json.dumps(CHAT)},
+        CHAT,
+    ],
+)
+def test_turns_of_either_form_and_other_words_for_roles(tmp_path, opened, row):
+    (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * 2)
+    text, learned = said_of(opened(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=64, packing=False))
+    assert text.startswith("<|user|>\n2 + 2?<|end|>\n<|assistant|>\n4<|end|>") and learned == "4<|end|>\n"
+
+
+@pytest.mark.parametrize("field", ["system", "system_prompt"])
+@pytest.mark.parametrize("form", ["messages", "conversations"])
+def test_a_system_field_is_the_first_message_once(field, form):
+    for turns in (CHAT, [{"role": "system", "content": "s"}, *CHAT]):
+        for value in ("s", [{"text": "s"}]):
+            chat = read({field: value, form: turns}, form)
+            assert [one["content"] for one in chat.messages] == ["s", "2 + 2?", "4"] and chat.unread == ()
+
+
+@pytest.mark.parametrize("switch", ["train", "training", "loss"])
+def test_answers_that_are_switched_off_are_not_learned(tmp_path, opened, switch):
+    bad, good = [{**turn, switch: on} for turn, on in zip(CHAT[1:] * 2, (False, True), strict=True)]
+    row = {"messages": [CHAT[0], {**bad, "content": "5"}, CHAT[0], good, CHAT[0], {**CHAT[1], switch: 2.5}]}
+    (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * 2)
+    data = opened(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=200, packing=False)
+    text, learned = said_of(data)
+    assert "5<|end|>" in text and learned == "4<|end|>\n" * 2
+    assert f"messages.{switch} (1 conversations)" in " ".join(data.notes)  # 2.5 is no switch
+
+
+def test_empty_answers_are_not_learned_and_counted(tmp_path, opened, refused):
+    empty = {"role": "assistant", "content": " \n"}
+    for row, wanted in (([*CHAT, CHAT[0], empty], True), ([*CHAT, CHAT[0], {**empty, "weight": 0}], False)):
+        (tmp_path / "a.jsonl").write_text((json.dumps({"messages": row}) + "\n") * 2)
+        data = opened(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=200, packing=False)
+        assert said_of(data)[1] == "4<|end|>\n" and ("empty answers (1" in " ".join(data.notes)) == wanted
+    assert read({"messages": [CHAT[0], {**empty, "reasoning_content": "hm"}]}).unread == ()
+    for row in ([CHAT[0], empty], [CHAT[0]], [{"role": "system", "content": "s"}], [CHAT[0], {**CHAT[1], "weight": 0}]):
+        (tmp_path / "a.jsonl").write_text((json.dumps({"messages": row}) + "\n") * 3)
+        (problem,) = refused(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=64)
+        assert "no assistant's message to learn" in problem.message
+
+
+@pytest.mark.parametrize("media", [{"images": ["a.png"]}, {"image": "a.png"}, {"videos": ["a.mp4"]}])
+def test_conversations_about_images_are_refused(tmp_path, refused, opened, media):
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": CHAT, **media}) + "\n") * 2)
+    assert "only text can be trained on" in refused(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=64)[0].message
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": CHAT, **{name: [] for name in media}}) + "\n") * 2)
+    assert len(opened(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=64).train) == 1
 
 
 @pytest.mark.parametrize(
@@ -210,6 +319,7 @@ def test_a_file_of_one_conversation_is_named_and_its_command_mends_it(tmp_path, 
         ({"chosen": "a", "rejected": "b"}, "DPOTrainer", "--text-field chosen"),
         ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, "DPOTrainer", "messages: .chosen"),
         ({"conversations": [], "chosen": {}, "rejected": {}}, "DPOTrainer", "jq"),
+        ({"input": {}, "preferred_output": [], "non_preferred_output": []}, "DPOTrainer", ".preferred_output"),
         ({"prompt": "p", "completion": "c", "label": True}, "KTOTrainer", "select(.label)"),
         ({"conversations": [], "kto_tag": False}, "KTOTrainer", "select(.kto_tag)"),
         ({"prompt": "p", "completions": ["a"], "labels": [True]}, "PRMTrainer", "all"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import io
 import json
@@ -10,6 +11,7 @@ import lzma
 
 import pytest
 
+from zerofit.app.data_view import look_at_data
 from zerofit.data.jsonl import elements, is_spread
 
 ROWS = [{"text": f"row {n} ä \n" * 5} for n in range(60)]
@@ -58,8 +60,11 @@ def test_compressed_files_are_read_as_their_content(tmp_path, opened, refused, s
         "".join(json.dumps(row, indent=1) + "\n" for row in ROWS),  # what jq writes
         "\ufeff" + json.dumps(ROWS, indent=2, ensure_ascii=False),
         "\ufeff" + LINES,
+        "".join("\ufeff" + json.dumps(row) + "\r\n" for row in ROWS),
+        " ".join(map(json.dumps, ROWS)),
+        ",\n".join(map(json.dumps, ROWS)) + ",\n",
     ],
-    ids=["array", "pretty", "lines", "jq", "mark", "marked lines"],
+    ids=["array", "pretty", "lines", "jq", "mark", "marked lines", "joined files", "one line", "commas"],
 )
 @pytest.mark.parametrize("chunk", [7, 1 << 20])
 def test_arrays_are_the_lines_that_they_would_be(tmp_path, opened, monkeypatch, content, chunk):
@@ -89,6 +94,8 @@ def test_elements_know_their_place(monkeypatch, chunk):
     ):
         found = list(elements(io.BytesIO(broken.encode())))
         assert [(line, column) for _, line, column in found] == places
+    assert is_spread(b'[{"a": 1}]\n', b"x\n") and not is_spread(b'[{"a": 1}]\n', b'[{"a": 1}]\n')
+    assert not is_spread(b'{"a": 1} oops\n')
     assert not is_spread(b'{"a": 1}\n') and not is_spread(b"oops\n") and not is_spread(b'{"a": "')
 
 
@@ -143,12 +150,31 @@ def test_parquet_is_read_by_hf(tmp_path, opened, monkeypatch):
     assert lengths[0] == lengths[1]
 
 
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "csv.gz"])
+def test_a_look_at_a_table_of_conversations(tmp_path, monkeypatch, suffix):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    rows, cells = [("prompt", "completion"), ('a "quoted",\ttext', "two\nlines"), ("b;", "c")] * 2, io.StringIO()
+    csv.writer(cells, delimiter="\t" if suffix == "tsv" else ",").writerows(rows[:3] + rows[1:2])
+    content = cells.getvalue().encode()
+    (tmp_path / f"a.{suffix}").write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    view = look_at_data(tmp_path / f"a.{suffix}", seq_len=64, packing=False)
+    learned = {part.text for sample in view.samples for part in sample.documents[0] if part.learned}
+    assert view.train_samples == 2 and learned <= {"two\nlines<|end|>\n", "c<|end|>\n"}
+
+
+def test_nul_bytes_are_named(tmp_path, refused):
+    for text in (LINES.encode() + bytes(512) + b"\n", '{"text": "a"}\n'.encode("utf-16-le")):
+        (tmp_path / "a.jsonl").write_bytes(text)
+        assert "NUL bytes" in refused(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=16)[0].message
+
+
 @pytest.mark.parametrize(
     ("row", "hint"),
     [
         ({"question": "q", "answer": "a"}, '{prompt: .["question"], completion: .["answer"]}'),
         ({"txt": "q", "answer": "a"}, "did you mean txt?"),
-        ({"data": [{"text": "a"}]}, """'.["data"][]'"""),
+        ({"version": "1", "data": [{"text": "a"}]}, """ .["data"][]' """),
     ],
 )
 def test_hints_do_not_train_on_answers_alone(tmp_path, refused, row, hint):

@@ -101,8 +101,8 @@ def _named(path: str) -> str:
     """
     file = Path(path).expanduser()
     if file.is_file():
-        kind = kind_of_file(file)
-        return f"{kind if kind in ('jsonl', 'hf') else 'text'}:{path}"
+        kind = {"csv": "hf", "npy": "text"}.get(kind := kind_of_file(file), kind)  # a table of numbers has no text
+        return f"{kind}:{path}"
     split_name(path)
     return path
 

@@ -20,23 +20,33 @@ from zerofit.spec.foreign import Unreadable, parse_json
 Record = Mapping[str, Any]  # a JSON object of a file
 Message = dict[str, Any]  # "role", "content", and other fields that a template may read
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 _ANSWERS = ("response", "answer", "completion", "target")  # other words for Alpaca's "output", e.g. Dolly's
-_SPEAKERS = {  # ShareGPT's words
+_ROLES = {  # words of data sets, in lower case -> roles of templates
     "system": "system",
+    "developer": "developer",
     "human": "user",
     "user": "user",
+    "prompter": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "bing": "assistant",
     "bard": "assistant",
+    "claude": "assistant",
     "assistant": "assistant",
+    "ai": "assistant",
+    "bot": "assistant",
     "model": "assistant",
     "function_call": "assistant",
     "tool": "tool",
+    "function": "tool",
     "observation": "tool",
     "function_response": "tool",
+    "ipython": "tool",
 }
+_SYSTEM = ("system", "system_prompt")  # fields for a system message
+_SWITCHES = ("train", "training", "loss")  # other words for a weight of 0 or 1: axolotl's, ms-swift's
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names that transformers treats like the first name
 _TEMPLATE_FIELDS = ("tools", "functions", "documents", "chat_template_kwargs")  # fields next to the messages
 
 
@@ -62,6 +72,12 @@ class ChatForm:
     partner: str | None = None  # a second field that must exist; if it is missing, `field` contains plain text
     read: Callable[[Record], list[Message]]  # returns the messages of a record; raises NotAConversation
     fields: tuple[str, ...]  # all fields that it reads
+    example: str
+
+    def hint(self, row: Record) -> str:
+        """Return how to change a record that is not a conversation in this form."""
+        nested = _nested(row)
+        return _command(nested, "chats.jsonl") if nested else f"the {self.title} form is {self.example}"
 
 
 def form_of(row: Record, text_field: str) -> ChatForm | None:
@@ -78,13 +94,17 @@ def refused_record(row: Record, text_field: str, where: str) -> Problem | None:
 
 
 def _lone_message(row: Record, text_field: str, where: str) -> Problem | None:
-    forms = (("role", "content", ROLES, "messages"), ("from", "value", _SPEAKERS, "conversations"))
-    for speaker, text, known, turns in forms:
-        if text_field not in row and {speaker, text} <= row.keys() and row[speaker] in [*known]:
-            message = f"{where} is one conversation: each of its records is a message ({speaker} and {text})"
-            hint = f"make each record a conversation; for this file: jq -sc '{{{turns}: flatten}}' FILE > chats.jsonl"
-            return Problem(kind="one-conversation", message=message, hint=hint, where=where)
-    return None
+    """Return a message if records are the messages of one conversation, not conversations."""
+    if text_field in row or not _is_turn(row):
+        return None
+    message = f"{where} is one conversation: each of its records is a message"
+    hint = "make each record a conversation; for this file: jq -sc '{messages: flatten}' FILE > chats.jsonl"
+    return Problem(kind="one-conversation", message=message, hint=hint, where=where)
+
+
+def _is_turn(row: Record) -> bool:
+    """Return whether an object is a message in OpenAI's or ShareGPT's form."""
+    return any(text in row and _role(row.get(speaker)) for speaker, text in (("role", "content"), ("from", "value")))
 
 
 def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
@@ -101,7 +121,7 @@ def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
     keep = judged.keep
     if isinstance(row.get("chosen"), list):
         keep = "{messages: .chosen}"
-    command = f"jq -c '{keep}' FILE > good.jsonl"
+    command = _command(keep, "good.jsonl")
     if "chosen" in has and isinstance(row["chosen"], str) and "prompt" not in has:
         command = "--text-field chosen"
     message = f"{where}: a {judged.title}; zerofit trains on all text, so it would also learn bad answers"
@@ -127,6 +147,12 @@ _JUDGED = (
         keep="{prompt, completion: .chosen}",
     ),
     _Judged(
+        fields=frozenset({"preferred_output", "non_preferred_output"}),
+        title="preference record (one answer is preferred)",
+        trainer="DPOTrainer",
+        keep="{messages: (.input.messages + .preferred_output)}",
+    ),
+    _Judged(
         fields=frozenset({"completion", "label"}),
         title="KTO record (a label marks the completion as good or bad)",
         trainer="KTOTrainer",
@@ -147,20 +173,51 @@ _JUDGED = (
 )
 
 
-def field_hint(row: Record, field: str) -> str:
-    """Return a hint for records without the field `field`.
+_EXPORTS = (  # fields of a chat program's export, and jq's expression for the conversation
+    (
+        {"mapping", "current_node"},  # ChatGPT's tree of messages: the branch that ends with the current one
+        ".mapping as $all | {messages: ([.current_node | recurse($all[.].parent; . != null) | $all[.].message"
+        ' | select(.content.content_type? == "text" and (.content.parts | add) != "")'
+        " | {role: .author.role, content: (.content.parts | add)}] | reverse)}",
+    ),
+    ({"chat_messages"}, "{messages: [.chat_messages[] | {role: .sender, content: .text}]}"),  # Claude's
+)
 
-    Training on only one of several text fields is seldom intended.
-    """
+
+def _command(expression: str, file: str) -> str:
+    """Return a command that writes jq's expression of each record; the records may be elements of one array."""
+    return f"jq -c '(arrays[], objects) | {expression}' FILE > {file}"
+
+
+def _nested(row: Record) -> str:
+    """Return jq's expression for conversations within a record; "" if there are none."""
+    for fields, expression in _EXPORTS:
+        if fields <= row.keys():
+            return expression
+    for name, value in row.items():
+        place, first = f".[{json.dumps(name)}]", value[0] if isinstance(value, list) and value else None
+        if isinstance(value, Mapping) and form_of(value, ""):
+            return place
+        if isinstance(first, Mapping) and form_of(first, ""):
+            return f"{place}[]"
+        if name not in CHAT_FIELDS and isinstance(first, Mapping) and _is_turn(first):
+            return f"{{messages: {place}}}"
+    return ""
+
+
+def field_hint(row: Record, field: str) -> str:
+    """Return a hint for records without `field`; training on only one of several texts is seldom intended."""
+    if nested := _nested(row):
+        return f"{_command(nested, 'chats.jsonl')} extracts the conversations"
     close = nearest(field, map(str, row))
     texts = [name for name, value in row.items() if isinstance(value, str)]
     lists = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if len(row) == 1 and lists:
-        return f"jq -c '.[{json.dumps(lists[0])}][]' FILE > records.jsonl extracts the records"
+    if len(lists) == 1 and len(texts) < 2:
+        return f"{_command(f'.[{json.dumps(lists[0])}][]', 'records.jsonl')} extracts the records"
     if close.startswith("did you mean") or len(texts) < 2:
         return f"set --text-field: {close}"
     first, second = (json.dumps(name) for name in texts[:2])
-    command = f"jq -c '{{prompt: .[{first}], completion: .[{second}]}}' FILE > pairs.jsonl"
+    command = _command(f"{{prompt: .[{first}], completion: .[{second}]}}", "pairs.jsonl")
     return f"--text-field NAME trains on that field alone; if one field is the answer to another, run {command}"
 
 
@@ -170,6 +227,8 @@ def conversation_of(row: Record, form: ChatForm) -> ChatMessages | str:
         if other_form := form_of(row, ""):
             return f"this record has the {other_form.title} form, but earlier records have another form"
         return f"no field {form.field!r}; the record has {', '.join(map(str, row)) or 'none'}"
+    if media := [name for name in _MEDIA if row.get(name)]:
+        return f"the record has {', '.join(media)}; only text can be trained on"
     if form.field == "completion" and (judged := judged_answers(row, "", "")):
         return judged.message.removeprefix(": ")
     try:
@@ -177,8 +236,13 @@ def conversation_of(row: Record, form: ChatForm) -> ChatMessages | str:
         variables = _variables(row) if form.field != "instruction" else {}
     except NotAConversation as error:
         return str(error)
-    unread = tuple(str(name) for name, value in row.items() if name not in form.fields and value is not None)
-    return ChatMessages(messages=messages, variables=variables, unread=unread)
+    unread = [str(name) for name, value in row.items() if name not in form.fields and value is not None]
+    empty = [message for message in messages if message["role"] == "assistant" and not _has_text(message)]
+    if any(message.get("weight", 1) for message in empty):
+        unread.append("empty answers")
+    for message in empty:
+        message["weight"] = 0
+    return ChatMessages(messages=messages, variables=variables, unread=tuple(unread))
 
 
 def _variables(row: Record) -> dict[str, Any]:
@@ -192,26 +256,28 @@ def _variables(row: Record) -> dict[str, Any]:
     return {**arguments, **{name: value for name, value in named.items() if value is not None}}
 
 
-def _openai(row: Record) -> list[Message]:
-    return read_messages(_turns(row, "messages"))
+def _chat(field: str) -> Callable[[Record], list[Message]]:
+    """Return a reader of turns in OpenAI's or ShareGPT's form, and of a system message next to them."""
 
+    def read(row: Record) -> list[Message]:
+        messages = read_messages([_turn(turn, n) for n, turn in enumerate(_turns(row, field), 1)])
+        return [*(message for message in read_messages(_system(row)) if message != messages[0]), *messages]
 
-def _sharegpt(row: Record) -> list[Message]:
-    turns = [_turn(turn, n) for n, turn in enumerate(_turns(row, "conversations"), 1)]
-    return read_messages([*_system(row), *turns])
+    return read
 
 
 def _turn(turn: Any, number: int) -> Any:
-    if not isinstance(turn, Mapping) or "role" in turn:
+    """Return a turn as a message that keeps the turn's other fields."""
+    if not isinstance(turn, Mapping) or "role" in turn or "from" not in turn:
         return turn
-    speaker, text = turn.get("from"), turn.get("value")
-    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
-        raise NotAConversation(f"turn {number} is from {speaker!r}; known: {', '.join(_SPEAKERS)}")
+    speaker, text = turn["from"], turn.get("value")
+    if not (role := _role(speaker)):
+        raise NotAConversation(f"turn {number} is from {speaker!r}; known: {', '.join(_ROLES)}")
     if not isinstance(text, str):
         raise NotAConversation(f"turn {number} ({speaker}) has no text for its value")
     fields = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if speaker != "function_call":
-        return {**fields, "role": _SPEAKERS[speaker], "content": text}
+        return {**fields, "role": role, "content": text}
     try:
         calls = parse_json(text)
     except Unreadable as error:
@@ -228,7 +294,7 @@ def _alpaca(row: Record) -> list[Message]:
     if not texts["output"]:
         others = [name for name, value in row.items() if isinstance(value, str) and name not in texts]
         answer = next(iter([name for name in others if name in _ANSWERS] or others), "")
-        command = f"; if {answer!r} is the answer: jq -c '.output = .[{json.dumps(answer)}]' FILE > NEW"
+        command = f"; if {answer!r} is the answer: {_command(f'.output = .[{json.dumps(answer)}]', 'NEW')}"
         raise NotAConversation("the instruction has no 'output'" + (command if answer else ""))
     history = row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
@@ -259,6 +325,8 @@ def _question_and_answer(question: Any, answer: Any) -> tuple[Message, Message]:
 
 def _turns(row: Record, field: str) -> list[Any]:
     turns = row[field]
+    if isinstance(turns, str):  # in columns of CSV and Parquet
+        turns = _parsed(turns, field)
     if not isinstance(turns, list) or not turns:
         what = "empty" if isinstance(turns, list) else type(turns).__name__
         raise NotAConversation(f"{field!r} is {what}, need a list of turns")
@@ -266,8 +334,24 @@ def _turns(row: Record, field: str) -> list[Any]:
 
 
 def _system(row: Record) -> list[Message]:
-    """Return the record's system prompt as a list of one message; [] if there is none."""
-    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    """Return the system message that is a field of the record, if any."""
+    return [{"role": "system", "content": row[name]} for name in _SYSTEM if row.get(name)]
+
+
+def _role(word: Any) -> str | None:
+    return _ROLES.get(word.lower()) if isinstance(word, str) else None
+
+
+def _has_text(message: Message) -> bool:
+    """Return whether there is something to learn in an assistant's message."""
+    return any(message.get(name) for name in ("tool_calls", *REASONING)) or bool(message.get("content", "").strip())
+
+
+def _parsed(text: str, field: str) -> Any:
+    try:
+        return parse_json(text) if text.strip() else []
+    except Unreadable as error:
+        raise NotAConversation(f"{field!r} is not JSON: {error}") from None
 
 
 class Arguments(dict[str, Any]):
@@ -298,16 +382,13 @@ def read_messages(turns: Sequence[Any]) -> list[Message]:
 
 def _message(turn: Any, number: int) -> Message:
     message = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
-    if message.get("role") == "function":  # OpenAI's older name of the role "tool"
-        message["role"] = "tool"
-    role = message.get("role")
-    if role not in ROLES:
-        raise NotAConversation(f"message {number} has the role {role!r}; known: {', '.join(ROLES)}")
+    role = _role(message.get("role"))
+    if role is None:
+        raise NotAConversation(f"message {number} has the role {message.get('role')!r}; known: {', '.join(_ROLES)}")
+    message["role"] = role
     if role == "assistant":
         _read_calls(message, number)
-        weight = message.get("weight", 1)
-        if not isinstance(weight, int | float) or weight not in (0, 1):
-            raise NotAConversation(f"message {number} has the weight {weight!r}; must be 1 (learned) or 0 (not)")
+        _read_weight(message, number)
     if isinstance(message.get("content"), list):
         message["content"] = "".join(_part(part, number) for part in message["content"])
     if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
@@ -315,7 +396,19 @@ def _message(turn: Any, number: int) -> Message:
     return message
 
 
+def _read_weight(message: Message, number: int) -> None:
+    """Set the weight 0 of a message that is switched off."""
+    weight = message.get("weight", 1)
+    if not isinstance(weight, int | float) or weight not in (0, 1):
+        raise NotAConversation(f"message {number} has the weight {weight!r}; must be 1 (learned) or 0 (not)")
+    switches = [message.pop(name) for name in _SWITCHES if isinstance(message.get(name), bool)]
+    if not all(switches):
+        message["weight"] = 0
+
+
 def _part(part: Any, number: int) -> str:
+    if isinstance(part, str):
+        return part
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -370,10 +463,7 @@ def read_tools(row: Record) -> list[dict[str, Any]] | None:
 
 def _schemas(schemas: Any, field: str) -> Iterator[dict[str, Any]]:
     if isinstance(schemas, str):
-        try:
-            schemas = parse_json(schemas) if schemas.strip() else []
-        except Unreadable as error:
-            raise NotAConversation(f"{field!r} is not JSON: {error}") from None
+        schemas = _parsed(schemas, field)
     if not isinstance(schemas, list) or not all(isinstance(tool, Mapping) for tool in schemas):
         raise NotAConversation(f"{field!r} is {type(schemas).__name__}, need a list of JSON schemas")
     for tool in schemas:
@@ -383,18 +473,26 @@ def _schemas(schemas: Any, field: str) -> Iterator[dict[str, Any]]:
 CHAT_FIELDS: dict[str, ChatForm] = {
     form.field: form
     for form in (
-        ChatForm(title="OpenAI messages", field="messages", read=_openai, fields=("messages", *_TEMPLATE_FIELDS)),
+        ChatForm(
+            title="OpenAI messages",
+            field="messages",
+            read=_chat("messages"),
+            fields=("messages", *_SYSTEM, *_TEMPLATE_FIELDS),
+            example='{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',
+        ),
         ChatForm(
             title="ShareGPT",
             field="conversations",
-            read=_sharegpt,
-            fields=("conversations", "system", *_TEMPLATE_FIELDS),
+            read=_chat("conversations"),
+            fields=("conversations", *_SYSTEM, *_TEMPLATE_FIELDS),
+            example='{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
         ),
         ChatForm(
             title="Alpaca",
             field="instruction",
             read=_alpaca,
-            fields=("instruction", "input", "output", "system", "history"),
+            fields=("instruction", "input", "output", *_SYSTEM, "history"),
+            example='{"instruction": "...", "input": "...", "output": "..."}',
         ),
         ChatForm(
             title="prompt and completion",
@@ -402,6 +500,7 @@ CHAT_FIELDS: dict[str, ChatForm] = {
             partner="prompt",
             read=_completion,
             fields=("prompt", "completion", *_TEMPLATE_FIELDS),
+            example='{"prompt": "...", "completion": "..."}, both texts or both lists of messages',
         ),
     )
 }

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from zerofit.data.chat_records import ChatMessages, Message
+from zerofit.data.chat_records import REASONING, ChatMessages, Message
 from zerofit.data.limited import begin_step
 from zerofit.spec.errors import reason_of
 
 # marks the assistant's text in a template (as in transformers' return_assistant_tokens_mask)
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MOST_CHARACTERS = 1 << 26  # limit for one text; a million tokens have about 2**22 characters
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that transformers treats like the first name
 
 Span = tuple[int, int]  # of characters
 
@@ -152,7 +151,7 @@ def _is_learned(message: Message) -> bool:
 def _as_read(message: Message) -> Message:
     """Return a message as transformers passes it to a template, with reasoning under the names that templates use."""
     shown = {key: value for key, value in message.items() if key != "weight"}
-    reasoning = next((shown[name] for name in _REASONING if name in shown), None)
+    reasoning = next((shown[name] for name in REASONING if name in shown), None)
     if reasoning is None:
         return shown
     return {"thinking": reasoning, **shown, "reasoning_content": reasoning}

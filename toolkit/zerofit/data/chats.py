@@ -23,7 +23,7 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run import Run
 
-FORMAT = "chats-2"  # increase it if files, split rules or the fields read from records change
+FORMAT = "chats-3"  # increase it if files, split rules or the fields read from records change
 AT_ONCE = 1024  # conversations per batch, for the tokenizer's threads
 PARTS = ("ids", "targets", "starts")
 BLOCK = 1 << 22  # tokens whose targets are counted at a time
@@ -197,6 +197,9 @@ def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int,
         if counts.conversations + held_out.conversations == 1:
             message = f"{source.name} has one conversation; training and validation need one each"
             hint = "use at least two conversations"
+        elif not any(tokens.targets.array().any() for tokens in splits.values()):
+            message = f"{source.name} has no assistant's message to learn"
+            hint = "each conversation needs a message of the role assistant that is not empty and has not the weight 0"
         raise UserError(Problem(kind="data-too-short", message=message, hint=hint, where="--data"))
     return Data(
         name=source.name,

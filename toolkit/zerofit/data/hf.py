@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, refused_record
 from zerofit.data.hashing import name_hash, text_digest
+from zerofit.data.plain_files import COMPRESSED, delimiter_of
 from zerofit.data.text_sources import (
     NAMED,
     ChatPiece,
@@ -36,7 +37,7 @@ from zerofit.spec.run import Run
 
 VALID_SPLITS = ("validation", "valid", "dev", "test")
 ROWS = 256  # rows read at a time
-_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".txt": "text"}  # by suffix
+_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # by suffix
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
@@ -122,8 +123,10 @@ def load_splits(argument: str, streaming: bool = False) -> dict[Any, Any]:
         if path.is_dir():
             return datasets.load_dataset(str(path), config, streaming=streaming)
         if path.is_file():
-            builder = _BUILDERS.get(path.suffix, "json")
-            return datasets.load_dataset(builder, data_files={"train": str(path)}, streaming=streaming)
+            suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+            builder = _BUILDERS.get(suffix, "json")
+            options: dict[str, Any] = {"sep": delimiter_of(path)} if builder == "csv" else {}
+            return datasets.load_dataset(builder, data_files={"train": str(path)}, streaming=streaming, **options)
         with hub_if_reachable(datasets.config):
             return datasets.load_dataset(name, config, streaming=streaming)
     except Exception as error:  # the hub client, pyarrow and fsspec raise many unrelated types
@@ -204,8 +207,8 @@ class HfChats(HfSet, ChatSource):
             if isinstance(conversation, ChatMessages):
                 yield ChatPiece(conversation, where, held_out)
                 continue
-            hint = f"the columns have the {self.form.title} format"
-            yield Problem(kind="bad-chat", message=f"{where}: {conversation}", hint=hint, where=where)
+            message = f"{where}: {conversation}"
+            yield Problem(kind="bad-chat", message=message, hint=self.form.hint(row), where=where)
 
 
 # Arrow has one schema for all rows: a message without tool calls gets "tool_calls": None, which templates would read.

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -56,7 +57,7 @@ class JsonLine(NamedTuple):
         return Problem(kind=kind, message=f"{where}: {message}", hint=hint, where=where)
 
     def read(self) -> dict | Problem:
-        """Return the record's object, or a problem."""
+        """Return the record's object, or a problem. A list of objects is read as the messages of a conversation."""
         try:
             row = parse_json(self.raw.decode())
         except UnicodeDecodeError as error:
@@ -66,7 +67,12 @@ class JsonLine(NamedTuple):
             return self.problem("bad-jsonl", message, not_utf8_hint(self.path), line, column)
         except Unreadable as error:
             hint = "use one JSON object per line, or one array of objects"
+            if b"\0" in self.raw:
+                message = "NUL bytes, from an interrupted write or UTF-16 without a byte order mark"
+                return self.problem("bad-jsonl", message, "remove this line, or convert the file to UTF-8")
             return self.problem("bad-jsonl", f"not JSON: {error.reason}", hint, error.line or 1, error.column or 1)
+        if isinstance(row, list) and row and all(isinstance(message, dict) for message in row):
+            return {"messages": row}
         if not isinstance(row, dict):
             message = f"expected a JSON object, got {type(row).__name__}"
             return self.problem("bad-jsonl", message, 'use {"text": "..."}, or {"messages": [...]}')
@@ -91,14 +97,14 @@ class JsonlSet(FileSet):
         """Yield the lines that are not blank. If arrays or objects span several lines, yield elements instead."""
         for name, path in self.files:
             with open_plain(path) as file:
-                first = next(filter(bytes.strip, _bounded_lines(file)), b"")
+                first, second = islice(chain(filter(bytes.strip, _bounded_lines(file)), repeat(b"")), 2)
             with open_plain(path) as file:
-                if is_spread(first):
+                if is_spread(first, second):
                     for number, (raw, line, column) in enumerate(elements(file), 1):
                         yield JsonLine(name, path, number, raw, line, column)
                     continue
                 for number, raw in enumerate(file, 1):
-                    raw = raw.removeprefix(MARK) if number == 1 else raw
+                    raw = raw.removeprefix(MARK)  # joined files have several
                     if raw.strip():
                         yield JsonLine(name, path, number, raw, number)
 
@@ -166,9 +172,7 @@ class JsonlChats(JsonlSet, ChatSource):
             if isinstance(conversation, ChatMessages):
                 yield ChatPiece(conversation, f"{line.path}:{line.line}", held_out)
             else:
-                yield line.problem(
-                    "bad-chat", conversation, f"use the {self.form.title} form in all lines, as in the first one"
-                )
+                yield line.problem("bad-chat", conversation, self.form.hint(row))
 
 
 def open_jsonl(run: Run, argument: str) -> Source:
@@ -198,22 +202,24 @@ class JsonElement(NamedTuple):
     column: int  # from 1, in characters
 
 
-def is_spread(line: bytes) -> bool:
-    """Return whether a file that starts with `line` contains an array, or values that span several lines."""
+def is_spread(line: bytes, following: bytes = b"") -> bool:
+    """Return whether a file with these first lines has one array, or values that are not one per line."""
     text = line.decode("utf-8-sig", "replace").strip()
     if text.startswith("["):
-        return True
+        return not (text.endswith("]") and line.endswith(b"\n") and following.lstrip().startswith(b"["))
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        return line.endswith(b"\n") and text.startswith("{") and error.pos >= len(text)  # continues on the next line
+        if error.pos >= len(text):
+            return line.endswith(b"\n") and text.startswith("{")  # continues on the next line
+        return error.msg == "Extra data" and text[error.pos] in "{,"
     except (RecursionError, ValueError):
         pass
     return False
 
 
 def elements(file: IO[bytes]) -> Iterator[JsonElement]:
-    """Yield the elements of an array, or consecutive values. If a text is not valid JSON, yield it as the last element.
+    """Yield the elements of an array, or consecutive values with or without commas; an unreadable part comes last.
 
     Memory contains only a window of the file, with at least one full element. Bytes that are not UTF-8 are kept.
     """
@@ -228,7 +234,7 @@ def elements(file: IO[bytes]) -> Iterator[JsonElement]:
             if text.next():
                 yield text.rest()
             return
-        if array and character == "," and not separated:
+        if character == "," and not separated:
             text.at, separated = text.at + 1, True
             continue
         if (array and not separated) or (element := text.element()) is None:

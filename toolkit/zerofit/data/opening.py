@@ -135,7 +135,7 @@ def _path_hint(data: str) -> str:
 
 def kind_of_file(path: Path) -> str:
     """Return the kind of data for a file name."""
-    kinds = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".npy": "npy"}
+    kinds = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv", ".npy": "npy"}
     kinds |= {".parquet": "hf", ".arrow": "hf"}
     return kinds.get(Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix, "text")
 

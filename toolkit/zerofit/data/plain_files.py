@@ -88,14 +88,18 @@ class _Decompressed(io.RawIOBase):
 
 
 def open_cells(path: Path) -> tuple[IO[str], str]:
-    """Open a file for `csv`; return its text and the delimiter (comma, else semicolon, tab or bar).
+    """Open a file for `csv`; return its text and the delimiter.
 
     The text is UTF-8, decompressed, without byte order mark. Raises UserError and UnicodeDecodeError.
     """
+    return io.TextIOWrapper(open_plain(path), encoding="utf-8-sig", newline=""), delimiter_of(path)
+
+
+def delimiter_of(path: Path) -> str:
+    """Return the delimiter of a CSV file's first line: comma, else semicolon, tab or bar."""
     with io.TextIOWrapper(open_plain(path), encoding="utf-8-sig", newline="") as file:
         first = file.readline(SKIPPED_BYTES)
-    opened = io.TextIOWrapper(open_plain(path), encoding="utf-8-sig", newline="")
-    return opened, "," if "," in first else max(",;\t|", key=first.count)
+    return "," if "," in first else max(",;\t|", key=first.count)
 
 
 def is_compressed(path: Path) -> bool:
