@@ -295,9 +295,36 @@ def test_only_deepspeed_itself_reads_loose_json(tmp_path, text, code):
 def test_a_yaml_is_named_for_what_it_is(tmp_path):
     """DeepSpeed's reader takes a section of it for a word, `enabled: true`."""
     path = tmp_path / "ds.yaml"
-    path.write_text("train_batch_size: 8\nfp16:\n  enabled: true\n")
+    path.write_text("train_batch_size: 8\noptimizer: {type: AdamW, params: {lr: 1e-4}}\nfp16:\n  enabled: true\n")
+    found = {(f.code, f.severity, f.line) for f in check_file(path).findings}
+    assert found >= {("yaml", "error", 1), ("number-as-string", "error", 2)}  # PyYAML reads 1e-4 as a string
+    path.write_text("epochs: 8\nfp16:\n  enabled: true\n")
     with pytest.raises(UserError, match="looks like YAML"):
         check_file(path)
+    path.write_text("trainer:\n  devices: 4\n  strategy: deepspeed_stage_2\n")
+    with pytest.raises(UserError, match="Lightning"):
+        check_file(path)
+
+
+def test_merged_keys_of_a_yaml_are_no_duplicates(tmp_path):
+    path = tmp_path / "ds.yaml"
+    merged = "base: &base\n  stage: 7\n  overlap_comm: true\nzero_optimization:\n  <<: *base\n  stage: 2\n"
+    path.write_text("num_layers: 2\nhidden_size: 8\ntrain_batch_size: 8\n" + merged)
+    result = check_file(path)
+    assert result.document.config == yaml.safe_load(path.read_text())
+    assert {f.code for f in result.findings} == {"neox-argument"}  # `base`
+
+
+def test_settings_within_training_arguments_are_checked_with_them(tmp_path):
+    path = tmp_path / "args.yaml"
+    inner = "deepspeed:\n  bf16: {enabled: false}\n  zero_optimization: {stage: 3, overlapcomm: true}\n"
+    path.write_text("output_dir: out\nper_device_train_batch_size: 2\nbf16: true\n" + inner)
+    faults = {f.path: (f.code, f.line) for f in check_file(training_args=path).errors}
+    assert faults["bf16.enabled"] == ("flag-differs", 5)
+    assert faults["zero_optimization.overlapcomm"] == ("unknown-key", 6)
+    with pytest.raises(UserError) as caught:
+        check_file(path)
+    assert f"--training-args {path}" in caught.value.problems[0].hint
 
 
 @pytest.mark.parametrize(("encoding", "takes"), [("utf-16", False), ("utf-16-le", False), ("utf-8-sig", True)])

@@ -268,7 +268,7 @@ def check(
     requested, given = [*_requested_by_flags(request.run)], dict[str, GivenArgument]()
     for arguments in argument_files:
         given |= given_by(arguments)
-        if arguments.file != file:  # otherwise the checked JSON consists of Accelerate's own keys
+        if arguments.kind != "accelerate" or arguments.file != file:  # else the JSON consists of Accelerate's own keys
             requested += requested_by(arguments, ranks)
     stages = request.run.pipeline
     hardware = TargetHardware(
@@ -336,6 +336,9 @@ def _document(
     if named is not None:
         path = find_config(named[0], where=named[1])
         return str(path), read_document(path, where=named[1])
+    inline = next((file for file in argument_files if file.kind != "accelerate" and file.section("deepspeed")[0]), None)
+    if inline is not None:
+        return inline.file, of_lines(*inline.section("deepspeed"))
     kinds = (None, "DEEPSPEED")
     accelerate = next(
         (c for c in argument_files if c.kind == "accelerate" and c.get("distributed_type") in kinds), None

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from zerofit.check.document import parse, parse_yaml
-from zerofit.check.dotted import leaves
+from zerofit.check.dotted import leaves, put
 from zerofit.check.finding import as_number
 from zerofit.check.scan import ParsedValue, SyntaxFault
 from zerofit.check.shell import UNKNOWN, Word, commands
@@ -60,6 +60,14 @@ class ArgumentFile:
         """The DeepSpeed JSON that the file names."""
         name = self.get(ACCELERATE_JSON if self.kind == "accelerate" else "deepspeed")
         return name if isinstance(name, str) else None
+
+    def section(self, name: str) -> tuple[dict[str, Any], Mapping[str, int]]:
+        """Return the known values in a section, and the line of each by dotted name; both empty without the section."""
+        found = {k.removeprefix(f"{name}."): given for k, given in self.values.items() if k.startswith(f"{name}.")}
+        config: dict[str, Any] = {}
+        for path, given in found.items():
+            put(config, path, given.value)
+        return config, {path: given.line for path, given in found.items()}
 
     @property
     def ranks(self) -> int | None:

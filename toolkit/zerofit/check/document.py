@@ -111,9 +111,10 @@ def _of_node(tree: YamlTree, node: yaml.Node) -> ParsedValue:
     """
     place = _position(node)
     if isinstance(node, yaml.MappingNode):
+        last = {str(tree.value(key)): (key, value) for key, value in tree.members(node)}  # merged keys are first
         members = tuple(
-            ObjectMember(key=str(tree.value(key)), place=_position(key), value=_of_node(tree, value))
-            for key, value in tree.members(node)
+            ObjectMember(key=name, place=_position(key), value=_of_node(tree, value))
+            for name, (key, value) in last.items()
         )
         return ParsedValue(place=place, data={m.key: m.value.data for m in members}, members=members)
     if isinstance(node, yaml.SequenceNode):

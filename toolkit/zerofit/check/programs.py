@@ -51,7 +51,9 @@ def where_to_look(program: Program, config: Mapping[str, Any], file: str) -> str
         return f"its distributed_type is {kind}: Accelerate does not use DeepSpeed with it"
     named = config.get("deepspeed")
     if program.kind and isinstance(named, str):
-        return f"run `zerofit check --training-args {file}`, which also checks its DeepSpeed JSON, {named}"
+        return f"zerofit check --training-args {file} checks it together with its DeepSpeed JSON, {named}"
+    if program.kind and isinstance(named, Mapping):
+        return f"zerofit check --training-args {file} checks it together with the DeepSpeed settings in it"
     if program.kind:
         return "it names no DeepSpeed JSON (key deepspeed): check the JSON of your command line, if it has one"
     return f"it names no DeepSpeed JSON. {program.hint}".rstrip()

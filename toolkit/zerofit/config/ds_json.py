@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -148,18 +149,21 @@ def parse_text(text: str, *, yaml: bool = False) -> Document:
         config = None if fault.final else _read_hjson(text)
         if config is not None and (braces or _is_meant(config)):
             return of_hjson(text, config, named)
+        if kind and (theirs := _as_yaml(text, yaml, MARKS)):
+            return theirs
         raise named from None
 
 
-def _as_yaml(text: str, yaml: bool) -> Document | None:
-    """Return the document of a YAML for GPT-NeoX or another program, or None for other texts."""
+def _as_yaml(text: str, yaml: bool, marks: Sequence[str] = ()) -> Document | None:
+    """Return the document of a YAML for GPT-NeoX or another program, or with one of these keys; else None."""
     if len(text) > LARGEST_YAML:
         return None
     try:
         document = parse_yaml(text)
     except SyntaxFault:
         return None
-    return document if is_for_neox(document.config, yaml=yaml) or program_of(document.config) else None
+    known = is_for_neox(document.config, yaml=yaml) or program_of(document.config)
+    return document if known or not document.config.keys().isdisjoint(marks) else None
 
 
 def _read_hjson(text: str) -> Any:

@@ -104,6 +104,8 @@ def assumed_inputs(
 
     if is_image(task) or task == "table":
         published = published_inputs(source)
+        if source.family == "transformers" and isinstance(published, ImageInputs):
+            published = _configured(published, make_config(source, None, model_args))
         if image is None:
             return published
         if isinstance(published, TableInputs):
@@ -116,6 +118,15 @@ def assumed_inputs(
     vocabulary = getattr(config, "vocab_size", None) or model_args.get("vocab_size") or 2
     packed = image is not None and bool(parse_input(image).packed)
     return TextInputs(vocab_size=vocabulary, seq_len=seq_len or DEFAULT_SEQ_LEN, packed=packed)
+
+
+def _configured(published: ImageInputs, config: Any) -> ImageInputs:
+    """Return the images that a transformers model's config describes, as far as it does."""
+    size, channels = (getattr(config, name, None) for name in ("image_size", "num_channels"))
+    size = max(size) if isinstance(size, list | tuple) else size
+    return replace(
+        published, size=size or published.size, channels=channels or published.channels, classes=config.num_labels
+    )
 
 
 def _assumed_labels(config: Any, task: Task, seq_len: int) -> LabelledTextInputs:
