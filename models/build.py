@@ -251,8 +251,8 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
         )
     else:
         got, knob = f"sequences of {inputs.seq_len} tokens", "--seq-len"
-    # bf16, since grouped matrix products of experts support no other type on meta. Without gradients, since the hooks of
-    # the counter fail for a weight that is passed to a module, as in DeBERTa (torch/autograd/graph.py:206).
+    # bf16, since grouped matrix products of experts support no other type on meta. Without gradients, since the
+    # counter's hooks fail for a weight that is passed to a module, as in DeBERTa (torch/autograd/graph.py:206).
     trial = copy.deepcopy(model).bfloat16().eval().requires_grad_(False)
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
     try:
