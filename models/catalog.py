@@ -38,7 +38,7 @@ CONFIG_HINT = "give a config.json of transformers"
 
 
 class _KeysReadHere(BaseModel, frozen=True, protected_namespaces=()):
-    """Keys of a transformers config that are read before its class is known. The class checks other keys."""
+    """Keys of a transformers config that are read before the config's class is known. That class checks all others."""
 
     model_type: str
     architectures: list[str] | None = None

@@ -141,8 +141,8 @@ def _both(*contexts: AbstractContextManager) -> Iterator[None]:
 def _statistics_untouched(module: nn.Module) -> Iterator[None]:
     """Keep the running statistics unchanged by forwards in this context.
 
-    Forwards update copies of the statistics. Afterwards each module gets its originals back. Resetting changed
-    originals in place would be an error, because autograd has saved these tensors.
+    Forwards update copies of the statistics. Afterwards each module gets its originals back. Autograd has saved the
+    originals, so no forward may change them in place.
     """
     norms = batch_norms(module)
     originals = [dict(norm._buffers) for norm in norms]

@@ -88,7 +88,7 @@ def transformers_model(
 def _with_kernel(model: Any, source: ModelSource, args: ModelArgs) -> Any:
     """If `args` name an attention kernel of another package, switch the model to it. Raises ModelError.
 
-    Until then the model has torch's kernel, which `make_config` has set instead.
+    The model was built with torch's kernel (sdpa), because `make_config` replaces kernels of other packages by sdpa.
     """
     kernel = args.get(ATTENTION)
     if kernel not in PLAIN_KERNELS:
@@ -369,8 +369,8 @@ def _exact_ranges() -> Iterator[None]:
 def _gathered_with_children() -> Iterator[None]:
     """Let a module initialize its children's parameters under ZeRO-3, as GPT-2's blocks initialize `c_proj`.
 
-    Before 5.23 transformers gathers only a module's own parameters. It would then write to empty tensors of the
-    children. (transformers/integrations/deepspeed.py: initialize_weights_zero3)
+    Versions of transformers before 5.23 gather only a module's own parameters. The children's tensors would then be
+    empty when the module initializes them. (transformers/integrations/deepspeed.py: initialize_weights_zero3)
     """
     from transformers import PreTrainedModel
     from transformers.initialization import guard_torch_init_functions

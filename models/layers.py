@@ -333,7 +333,7 @@ class BertEmbeddingSum(nn.Module):
         self.LayerNorm, self.dropout = embeddings.LayerNorm, embeddings.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add in BERT's order, so that rounding is the same."""
+        """Sum the embeddings in the same order as BERT, so that rounding is the same."""
         positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         segments = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
         x = x + self.token_type_embeddings(segments) + self.position_embeddings(positions)
@@ -352,7 +352,7 @@ class Matrix(nn.Module):
         self.weight = linear.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply (..., in_features) to (..., out_features)."""
+        """Multiply x (..., in_features) by the weight. Return (..., out_features)."""
         return functional.linear(x, self.weight)
 
 

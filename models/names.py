@@ -97,7 +97,7 @@ def model_table(words: tuple[str, ...] = ()) -> list[dict[str, Any]]:
 
 
 def _of_words(plain: str) -> Preset | None:
-    """Return the only preset that matches these words, or None. First compare words with dates, then without dates."""
+    """Return the only preset that matches these words, or None. Without a match, compare again without dates."""
     typed = _words(plain)
     for words in filter(None, (typed, _undated(typed))):
         if (key := _joined(words)) in _joins():

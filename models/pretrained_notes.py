@@ -28,7 +28,7 @@ def notes_of_pretrained(source: ModelSource, inputs: Inputs | None, args: ModelA
 
 
 def drawn_head(source: ModelSource, inputs: Inputs | None) -> int | None:
-    """Return a pretrained image classifier's number of classes if the data has another number; else None."""
+    """Return a pretrained image classifier's number of classes if it differs from the data's number; else None."""
     if source.origin != PRETRAINED or source.task != "image" or not isinstance(inputs, ImageInputs):
         return None
     classes = make_config(source, None, {}).num_labels

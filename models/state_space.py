@@ -1,6 +1,6 @@
 """Replace Mamba's kernels by functions that allocate and save the same tensors without computing them.
 
-Training on GPUs uses these kernels. Without their packages transformers would run Mamba token by token. The
+Training on GPUs uses these kernels. If the kernels' packages are missing, transformers runs Mamba token by token. The
 functions of this module (stand-ins) create the same tensors in the same order as
 mamba_ssm/ops/selective_scan_interface.py (2.2) and csrc/selective_scan.
 """

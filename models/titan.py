@@ -7,7 +7,7 @@ References are to torchtitan 0.3. Weights have no values, so the model cannot be
 Queries, keys and values come from one matrix. Rotary embeddings are computed in float32, and each block has its own
 table. Attention is a fused kernel (flex_attention).
 
-With tensor parallelism the ranks also split the sequence between matrix products, and the vocabulary:
+With tensor parallelism the ranks split the vocabulary. Outside of matrix products, they also split the sequence:
 
     norm (a part of the tokens) -> all-gather -> a part of the heads or columns -> reduce-scatter -> norm
 """

@@ -232,8 +232,8 @@ def check(
         reader: the program that reads the file, one of `zerofit.check.reader.READERS`. By default zerofit guesses it.
         training_args: arguments of the Trainer to compare the JSON with: a JSON, a YAML (axolotl's and
             LLaMA-Factory's too), a shell script with the flags, or the values.
-        accelerate_config: Accelerate's YAML, or its values. If neither it nor another argument names a JSON, its own
-            DeepSpeed keys are checked.
+        accelerate_config: Accelerate's YAML, or its values. If neither this YAML nor another argument names a JSON,
+            the DeepSpeed keys of the YAML are checked.
         on_event: gets progress.
 
     Raises UserError if a file does not parse, or the run's model or the device kind is unknown.

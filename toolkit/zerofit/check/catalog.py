@@ -97,7 +97,7 @@ def names(kind: str) -> Mapping[str, str]:
 
 @cache
 def keys_of_programs() -> frozenset[str]:
-    """Return the top-level keys of a DeepSpeed JSON that training programs read instead of DeepSpeed."""
+    """Return the top-level keys of a DeepSpeed JSON that training programs read and DeepSpeed ignores."""
     return frozenset(_all_names()["of_programs"].split())
 
 

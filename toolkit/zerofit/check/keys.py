@@ -1,8 +1,9 @@
 """Checks of single keys: unknown, removed and deprecated keys, and values that the schema does not allow.
 
-DeepSpeed ignores an unknown key in most sections, so with a typo it trains with a default. A finding therefore guesses
-the intended key: the closest name in the same section, else a section that has this key. The guess becomes an edit only
-if it is clear (one or two letters, or a known synonym), since `--fix` must not change the meaning.
+In most sections, DeepSpeed ignores an unknown key. If a key is misspelled, DeepSpeed trains with the key's default
+value. A finding therefore guesses the intended key: the closest name in the same section, else a section that has this
+key. The guess becomes an edit only if it is clear (one or two letters, or a known synonym), since `--fix` must not
+change the meaning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rules about values and their combinations: the entries of check/rules/*.yaml, whose README.md describes them.
 
-A rule's condition is an expression in Python's syntax, for example `stage == 3 and off('fp16.enabled')`. Its names are
-attributes of the `CheckSubject`, the terms and functions of `zerofit.check.rules.terms`, `path` and `value`.
+A rule's condition is an expression in Python's syntax, for example `stage == 3 and off('fp16.enabled')`. It can use
+`path`, `value`, all attributes of `CheckSubject`, and the terms and functions of `zerofit.check.rules.terms`.
 """
 
 from __future__ import annotations

@@ -111,10 +111,10 @@ def obstacles(old: Job, new: Job) -> list[Problem]:
 
 
 def piece_by_piece(job: Job) -> bool:
-    """Return whether zerofit must load the tensors itself, even into the same layout.
+    """Return whether zerofit must load the tensors instead of DeepSpeed, even into the same layout.
 
-    DeepSpeed fails on its own elastic checkpoints and on parameters on NVMe. It does not restore Adam's moments
-    from NVMe. In a pipeline with expert parallelism it does not write the files from which it loads the layers
+    DeepSpeed fails on its own elastic checkpoints and on parameters on NVMe. It does not restore Adam's moments from
+    NVMe. In a pipeline with expert parallelism, DeepSpeed does not save the layer files that its own loading needs
     (runtime/engine.py, `_save_moe_checkpoint`).
     """
     config, layout = job.ds_config, job.layout

@@ -100,8 +100,8 @@ class DeepSpeedFiles:
     def _shapes_of_mixture(self, mp: int, weights: dict[str, Tensor]) -> list[dict[str, torch.Size]]:
         """Return the shapes of the flat groups of a mixture of experts, from the optimizer's files.
 
-        DeepSpeed 0.14 divides the experts' partition by all ranks, so the optimizer's files list only the partition's
-        first parameters. The names are then read from the experts' files.
+        DeepSpeed 0.14 divides the experts' elements by the number of all ranks. The optimizer's files then list only
+        the first parameters of a partition. In this case the names are read from the experts' files.
         """
         for name in self.experts:
             weights |= self.load(name)
@@ -175,7 +175,7 @@ class Parts:
 
 
 def lacks_experts(mapping: dict[str, Any], elements: int) -> bool:
-    """Return whether a mapping of experts covers less than their partition of `elements` elements."""
+    """Return whether a mapping of experts covers fewer elements than the experts' partition has (`elements`)."""
     has_experts = any(map(EXPERTS.fullmatch, mapping))
     return has_experts and sum(fragment.numel for fragment in mapping.values()) != elements
 

@@ -78,7 +78,7 @@ class DirectFile:
         return buffer[skip : max(min(done, end), skip)]
 
     def _read_cached(self, buffer: memoryview, place: int) -> int:
-        """Read the pages that are in the page cache. Reading others this way would make the kernel read ahead."""
+        """Read from the page cache. If it lacks a page, return 0, because a read would make the kernel read ahead."""
         try:
             size = min(len(buffer), os.fstat(self._cached).st_size - place)
             if pages_in_cache(self._cached, place, size) * mmap.PAGESIZE < size:

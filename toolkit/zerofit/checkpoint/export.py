@@ -89,11 +89,11 @@ def export(
 ) -> ExportResult:
     """Write the model of a checkpoint or of a folder of adapters into `out`, a new or empty folder.
 
-    A transformers model becomes a folder for `from_pretrained`, with the run's tokenizer. Any other model becomes
-    one `model.safetensors` for `load_state_dict`. Adapters become a folder for peft or, with `merge`, the full
-    model. `dtype` is the type of the parameters (default: the run's precision); buffers keep their type. A model of
-    the form package.module:callable is refused unless `trust_model_code`. Raises UserError if the checkpoint does
-    not match the model. If the disk is too small, raises UserError before it writes anything.
+    A transformers model becomes a folder for `from_pretrained`, with the run's tokenizer. Any other model becomes one
+    `model.safetensors` for `load_state_dict`. Adapters become a folder for peft or, with `merge`, the full model.
+    `dtype` is the type of the parameters (default: the run's precision); buffers keep their type. A model of the form
+    package.module:callable is refused unless `trust_model_code`. Raises UserError if the checkpoint does not match the
+    model. If the disk is too small, the function raises UserError and writes nothing.
     """
     report = report or Reporter()
     refuse_existing(out)

@@ -138,10 +138,10 @@ def _deepspeed_facts(found: Foreign) -> dict[str, Any]:
 
 
 def verify_foreign(found: Foreign, progress: Callable[[str], None] | None = None) -> list[Damage]:
-    """Read every byte of a checkpoint. Return damage: files that are missing, truncated, changed or mixed up.
+    """Read every byte of a checkpoint. Return the damage.
 
-    Mixed up means from another step or run. torch's files have a CRC-32 of each tensor. Safetensors files have
-    none: only their header and size are checked.
+    Damage is a file that is missing, truncated, changed, or from another step or run. torch's files have a CRC-32 of
+    each tensor. Safetensors files have none: only their header and size are checked.
     """
     damage = _latest_damage(found)
     root = found.root

@@ -220,7 +220,7 @@ class FullState:
         return out
 
     def _fill_row(self, share: list[Shard], kind: str, out: Tensor, start: int, cut: TensorSlice) -> None:
-        """Read the ranges of a share that lie in one part of one row. The part begins at element `start`."""
+        """Fill `out`, a part of a tensor's row, from a share. `out` begins at the tensor's element `start`."""
         shape, end = share[0].shape, start + len(out)
         row, unit = math.prod(shape[cut.dim :]), math.prod(shape[cut.dim + cut.joined + 1 :])
         full, place = start // row * row, start // row * math.prod(cut.shape(shape)[cut.dim :])

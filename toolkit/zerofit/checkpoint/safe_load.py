@@ -100,9 +100,9 @@ def trusted_pickles(trusted: bool) -> Iterator[None]:
 def load(path: Path | str, mmap: bool = True, for_engine: bool = False, span: tuple[int, int] | None = None) -> Any:
     """Load a torch file with its tensors on the CPU. With `mmap` they stay on disk until they are read.
 
-    Only tensors, plain values and the classes above are loaded. With `for_engine`, DeepSpeed's own classes are
-    used, which its engine needs to resume. `span` (first byte, bytes) is the place of a torch file within a larger
-    file. A safetensors file is returned as a mapping of its tensors.
+    Only tensors, plain values and the classes of `REPLACEMENTS` are loaded. With `for_engine`, the result has
+    DeepSpeed's own classes, which its engine needs to resume. `span`: (first byte, bytes) of a torch file within a
+    larger file. If the file is a safetensors file, the function returns a mapping of its tensors.
 
     Raises UserError: "unsafe-file" if the file needs other classes, "damaged-file" if it cannot be parsed,
     "missing-file" if it does not exist, "unreadable-file" if the system cannot read it.

@@ -76,7 +76,7 @@ def distributed_index(found: Foreign) -> RankIndex:
 
 
 def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dict[str, Location]) -> None:
-    """Add a folder's tensors to `tensors`, by key as (description, chunk, place), and its scalars to `scalars`."""
+    """Add a folder's tensors and scalars to two dicts, by key. A tensor has a (description, chunk, place) per chunk."""
     if not (folder / METADATA).is_file():
         raise incomplete(folder, f"{METADATA} is missing (rank 0 writes it last)", "use an older checkpoint")
     metadata = safe_load.load_metadata(folder / METADATA)

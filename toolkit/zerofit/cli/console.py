@@ -70,9 +70,10 @@ def fitting_table(
 ) -> Table:
     """Return a table that is at most as wide as the console. Columns are left out; cells are not shortened.
 
-    Columns are left out in this order: columns that are "-" in all rows, columns that `keep` does not name, then
-    columns of `keep` from its end. The first four columns of `keep` stay, except a column of long words. The text
-    of the column `wraps` may take several lines. `styles` has a style for each row.
+    Columns that are "-" in all rows are always left out. If the table is too wide, columns that `keep` does not name
+    are left out first. Then columns of `keep` are left out, the last one first. The first four columns of `keep` stay.
+    If the column `wraps` has a long word, only `wraps` and the first column of `keep` stay. The text of the column
+    `wraps` may take several lines. `styles` has a style for each row.
     """
     # Problem: a table has more columns than a terminal of 80 columns can show, and rich would cut its cells.
     # 1. Measure each column by its longest cell. The column that may wrap counts at most WRAPPED letters, but never
@@ -245,7 +246,7 @@ class EventConsole:
             self.say(text)
 
     def _show_phase(self, text: str) -> None:
-        """Show a phase. Without a terminal, print a new phase now and an old phase every PHASE_EVERY_S seconds."""
+        """Show a phase. Without a terminal, print a new phase at once, and repeat it every PHASE_EVERY_S seconds."""
         # A log file gets a line only for a new phase or after PHASE_EVERY_S: phases report their seconds every second.
         self._update(description=text)
         if not self.live and (_topic(text) != self._phase or time.monotonic() - self._phase_shown_s > PHASE_EVERY_S):

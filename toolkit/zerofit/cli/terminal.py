@@ -1,6 +1,6 @@
 """Standard output and error of all commands, without escape sequences from data.
 
-Names of folders, configs and messages of libraries can contain escape sequences. These are printed as visible text.
+Folder names, configs and library messages can contain escape sequences. zerofit prints these sequences as visible text.
 """
 
 from __future__ import annotations

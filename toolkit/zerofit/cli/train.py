@@ -210,8 +210,8 @@ def _show_models(result: dict[str, Any]) -> None:
 def plot(runs: tuple[Path, ...], traces: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     """Plot loss, throughput and memory of run folders into one PNG, or compare a forecast step with a measured one.
 
-    --trace FORECAST --trace MEASURED (from `zerofit plan --trace` or `simulate --trace`, and `zerofit train --profile`)
-    compares the time of a step by module and kind, with the largest differences first.
+    --trace FORECAST --trace MEASURED compares the time of a step by module and kind, with the largest differences
+    first. `zerofit plan --trace` or `simulate --trace` writes FORECAST; `zerofit train --profile` writes MEASURED.
     """
     from zerofit.report.plot import draw
     from zerofit.report.trace_comparison import compare_traces

@@ -55,10 +55,11 @@ def tune(
 ) -> None:
     """Measure a run in short real trials, and write the fastest configuration that fits as ds_config.json and run.yaml.
 
-    tune searches ZeRO stage, offload, micro batch x accumulation at the run's global batch, activation checkpointing,
-    overlap, bucket, prefetch and persistence sizes, and tensor, pipeline and sequence degrees. Precision, global batch
-    and compile change only if --space names them. With --hostfile, the trials run on the hosts in this file. Repeat the
-    command to resume: tune keeps finished trials. --output is the folder for results.
+    The search covers ZeRO stage, offload, micro batch x accumulation at the run's global batch, activation
+    checkpointing and overlap. It also covers the sizes of bucket, prefetch and persistence, and the degrees of tensor,
+    pipeline and sequence parallelism. Precision, global batch and compile change only if --space names them. With
+    --hostfile, the trials run on the hosts in this file. Repeat the command to resume: tune keeps finished trials.
+    --output is the folder for results.
     """
 
     def work() -> TuneResult:

@@ -75,8 +75,9 @@ def _now(work: BenchmarkTask) -> float:
 class Noise:
     """The simple noise scale: the batch size at which a gradient's noise is as large as the gradient.
 
-    McCandlish, Kaplan, Amodei and others, "An Empirical Model of Large-Batch Training" (2018), appendix A.1: computed
-    from the gradient's squared norms over a full batch and over half a batch. Both norms are averaged over many steps.
+    It is computed from the gradient's squared norms over a full batch and over half a batch. Both norms are averaged
+    over many steps. The source is McCandlish, Kaplan, Amodei and others, "An Empirical Model of Large-Batch Training"
+    (2018), appendix A.1.
     """
 
     def __init__(self) -> None:

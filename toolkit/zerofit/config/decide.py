@@ -154,7 +154,7 @@ def _check_json(document: Document, run: Run, machine: Machine, place: str, prob
 
 
 def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems: Problems) -> dict[str, Any]:
-    """Merge run and JSON, for the fields of PAIRS, `optimizer` and `precision`.
+    """Merge run and JSON: `optimizer`, `precision`, and the fields that PAIRS lists.
 
     The result contains no "auto". Values that differ are added to `problems` with both places.
     """

@@ -27,8 +27,8 @@ from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 
 _BUCKET = (
-    f"trained parameters, at most {BUCKET_LIMIT:,} (100 MB in 16 bits saturate a link); DeepSpeed allocates "
-    "the full bucket, and its default 5e8 needs 1 GB"
+    f"the number of trained parameters, but at most {BUCKET_LIMIT:,}: 100 MB (in 16 bits) saturate a link; "
+    "with its default of 5e8, DeepSpeed would allocate 1 GB"
 )
 # sizes under zero_optimization, in elements: how they are computed from the model, and why
 SIZES: dict[str, tuple[Callable[[ModelFacts], int], str]] = {

@@ -72,7 +72,7 @@ def _check_experts(layout: Layout, problems: Problems) -> None:
 
 
 def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
-    """Check that the optimizer works with clipping and the layout; `run` is settled."""
+    """Check that the optimizer works with clipping and the layout. `run` must have all defaults filled in."""
     accumulation = run.gradient_accumulation_steps or 1
     setting = TrainingSetting(
         precision=run.precision,
@@ -178,7 +178,7 @@ def _check_packing(run: Run, layout: Layout, facts: ModelFacts, problems: Proble
     if layout.sp > 1:
         name, why = f"--sequence-parallel {layout.sp}", "Ulysses attention uses one causal mask for the full sample"
     elif layout.pp > 1:
-        name, why = f"--pipeline {layout.pp}", "stages send hidden states, but not the beginnings of conversations"
+        name, why = f"--pipeline {layout.pp}", "stages get hidden states, but not where conversations begin"
     elif facts.own:
         name, why = run.model, "your own model gets only tokens"
     if name:

@@ -115,7 +115,7 @@ class Preparation(Generic[T]):
 
 
 def _sweep(root: Path) -> None:
-    """Remove staging folders that killed builds left. No process has locked them."""
+    """Remove the staging folders of killed builds. No process has locked these folders."""
     from filelock import FileLock, Timeout
 
     for staging in root.glob("*.build"):

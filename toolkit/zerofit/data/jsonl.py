@@ -178,11 +178,12 @@ class JsonlChats(JsonlSet, ChatSource):
 def open_jsonl(run: Run, argument: str) -> Source:
     """Open records as documents: texts in the field `run.text_field` of JSON objects, or conversations.
 
-    A record is a line that is not blank, or an element of an array. If the first record has the field, all records
-    are texts; otherwise they may be conversations.
+    A record is a line that is not blank, or an element of an array. If the first record has the field, all records are
+    texts; otherwise they may be conversations.
 
-    Of 20 documents or more, 5 % are held out, by the hash of file and number. Of fewer texts, the last 5 % of each text
-    is held out. Of fewer conversations, one is held out. Raises UserError "empty-data" if no file matches.
+    From 20 documents on, 5 % of the documents are held out, by the hash of file and number. With fewer than 20 texts,
+    the last 5 % of each text is held out. With fewer than 20 conversations, one conversation is held out. Raises
+    UserError "empty-data" if no file matches.
     """
     named = {"name": f"jsonl:{argument}", "files": matching_files("jsonl", argument)}
     source = JsonlSource(**named, what=run.text_field)

@@ -35,7 +35,7 @@ class EncodedLabelled(NamedTuple):
 
 
 class ClassNames:
-    """Numbers of class names, in order of first occurrence."""
+    """Numbers the class names from 0 on, in order of first occurrence."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}

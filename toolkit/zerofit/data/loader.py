@@ -104,14 +104,14 @@ def micro_batches(
 ) -> Iterator[dict]:
     """Yield for each range of positions {"inputs", "labels", "positions": range, "indices": int64 array}.
 
-    `slices`: the ranges. They are not empty, and all have the same length, except the last. There may be infinitely
-    many, because each range is read shortly before it is used. Loader processes read 2 * workers ranges ahead. Without
-    them, the ranges of a block of about 64 KiB are read at once. `slices` may also yield MicroSlices, which have the
-    image settings of their step. If a MicroSlice has a `before`, `mixing` mixes its images.
+    `slices`: the ranges. They are not empty, and all have the same length, except the last. The number of ranges may be
+    infinite, because each range is read shortly before its use. Loader processes read 2 * workers ranges ahead. Without
+    loader processes, the ranges of a block of about 64 KiB are read at once. `slices` may also yield MicroSlices, which
+    have the image settings of their step. If a MicroSlice has a `before`, `mixing` mixes its images.
 
-    `workers`: number of loader processes, which live until the iterator is closed. They change neither the result
-    nor its order. `pinned`: loader processes return pinned memory, so copies to a GPU overlap with computation.
-    "positions" is then a list.
+    `workers`: number of loader processes, which live until the iterator is closed. The number changes neither the
+    batches nor their order. `pinned`: loader processes return pinned memory, so copies to a GPU overlap with
+    computation. With `pinned`, "positions" is a list.
 
     "indices" is read-only.
     """

@@ -180,7 +180,7 @@ class FileSource(FileSet, TextSource):
 
 
 def _cut_at_line(path: Path, wanted: int, size: int) -> int:
-    """Return the byte offset of the first line that starts after `wanted`; without one, of the next character."""
+    """Return the byte offset of the next line after `wanted`. If no line follows, return that of the next character."""
     with open_plain(path) as file:
         skip(file, wanted)
         tail = file.read(CHUNK_BYTES)

@@ -38,13 +38,14 @@ class _Unit(nn.Module):
 def measure_engine(watch: Stopwatch) -> dict[str, float]:
     """Return the host's seconds per parameter: `hook_s`, and on a CPU `gradient_s`.
 
-    `hook_s` is the time in which ZeRO-3 fetches and releases a parameter: a forward under stage 3 minus a forward
-    without an engine. Every parameter stays gathered, so no collective is measured. On a CPU, a collective would add
-    the host's time to send the data. On a GPU, the host would wait for each small collective. In a model, collectives
-    overlap with kernels (benchmarks/gpu/README.md).
+    `hook_s` is the time in which ZeRO-3 fetches and releases a parameter. The function times a forward under stage 3
+    and subtracts the time of a forward without an engine. Every parameter stays gathered, so no collective is measured.
+    On a CPU, a collective would add the host's time to send the data. On a GPU, the host would wait for each small
+    collective. In a model, collectives overlap with kernels (benchmarks/gpu/README.md).
 
-    `gradient_s` is the same difference for a full step under stage 1. A step adds a hook, the bucket, the norm, and the
-    gathering of the new parameter. On a GPU this time consists of kernel launches, which are measured elsewhere.
+    `gradient_s` is the time of a full step under stage 1, less the time of a full step without an engine. The engine
+    adds a hook, the bucket, the norm, and the gathering of the new parameter. On a GPU, `gradient_s` would consist of
+    kernel launches, which are measured elsewhere.
     """
     alone = not dist.is_initialized()
     if alone:

@@ -131,7 +131,7 @@ def check_data(saved: SavedModel, data: Data) -> None:
 
 
 def too_many_ids(inputs: TextInputs | LabelledTextInputs | NamedInputs, ids: int) -> Problem:
-    """Return the problem that a tokenizer has more ids than the model has embeddings."""
+    """Return the Problem to raise if a tokenizer has more ids than the model has embeddings."""
     message = f"the model has a vocabulary of {inputs.vocab_size} ids, the tokenizer has {ids}"
     hint = "set --tokenizer to the tokenizer of the model's training"
     return Problem(kind="vocabulary", message=message, hint=hint, where="--tokenizer")

@@ -39,10 +39,10 @@ def guarded(model: nn.Module) -> AbstractContextManager[Any]:
 # Example: torch's attention reads the weight of its output projection without calling that module, so accelerate's hook
 # does not load it.
 class _Guard(TorchDispatchMode):
-    """Raises an error if a module uses weights of another module that is not running.
+    """Raises an error if a running module uses offloaded weights of another module.
 
-    These weights are loaded only while their own module runs, and are on the meta device otherwise. On the CPU,
-    torch 2.14's matrix products and convolutions accept such weights and return uninitialized memory.
+    Offloaded weights are loaded only while their own module runs. Otherwise they are on the meta device. On the
+    CPU, torch 2.14's matrix products and convolutions accept meta weights and return uninitialized memory.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

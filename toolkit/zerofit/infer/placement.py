@@ -177,10 +177,11 @@ def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
 
 
 def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | None:
-    """Return accelerate's device map. Add the direct parameters and buffers of modules that accelerate splits.
+    """Return accelerate's device map, completed with the direct parameters and buffers of split modules.
 
-    dispatch_model loads only complete modules. So these tensors go to the device that runs their module. Returns None
-    if accelerate 1.15 raises IndexError, as it does for some sizes of models with tied parameters.
+    If accelerate splits a module, its map may lack these tensors or list them one by one. dispatch_model loads only
+    complete modules. So these tensors go to the device that runs their module. Returns None if accelerate 1.15
+    raises IndexError, as it does for some sizes of models with tied parameters.
     """
     if not any(size > 0 for size in memory.values()):
         return {"": "disk"}

@@ -104,8 +104,8 @@ def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None
 def _built(env: Mapping[str, str], op: str) -> Path:
     """Return the file that marks an op as compiled by this environment on this host (for its processor and GPU).
 
-    Asking DeepSpeed's builder needs a process that imports DeepSpeed: 6 s. A rank uses the builder anyway, and compiles
-    missing ops.
+    Without this file, a new process would have to import DeepSpeed (6 s) and ask its builder. If the file exists
+    but the op is missing, the builder in each rank compiles the op.
     """
     return Path(env["TORCH_EXTENSIONS_DIR"]) / f".{op}.{ops_folder().name}.{socket.gethostname()}.built"
 

@@ -178,10 +178,11 @@ class Member:
 
 
 def hosts_of(members: Sequence[Member], on_gpus: bool) -> tuple[Host, ...]:
-    """Return the hosts of these processes, in the order of their ranks; local rank 0 starts the next host.
+    """Return the hosts of these processes, in the order of their ranks.
 
-    Hosts with the same name (containers) get a number. Raises UserError if ranks are distributed round-robin over
-    hosts, if software differs, or if a rank sees fewer GPUs than its host has ranks.
+    A process with local rank 0 is the first of its host. Hosts with the same name (containers) get a number. Raises
+    UserError if ranks are distributed round-robin over hosts, if software differs, or if a rank sees fewer GPUs
+    than its host has ranks.
     """
     problems, hosts = Problems(), list[list[Member]]()
     for rank, member in enumerate(members):

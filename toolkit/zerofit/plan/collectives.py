@@ -49,11 +49,13 @@ def sent_bytes(op: str, size_bytes: float, ranks: int) -> float:
 def collective_s(
     op: str, size_bytes: float, calls: float, group: RankGroup, rates: Rates, *, at_once: bool = False
 ) -> float:
-    """Return the seconds to move `size_bytes` in `calls` calls. Rings run inside each node and across nodes.
+    """Return the seconds to move `size_bytes` in `calls` calls.
 
-    `at_once`: the calls are issued together, so the ranks wait for each other once. Otherwise kernels run between the
-    calls, as in measurements. Chunks move through node and network at the same time, so the slower one counts. Between
-    nodes each rank has its own share of the network: a node's ranks send different parts of the tensor to other nodes.
+    `at_once`: the calls are issued together, so the ranks wait for each other once. If it is False, other kernels
+    run between the calls, as they did in the measurements.
+
+    Rings run inside each node and across nodes. Both move chunks at the same time, so only the slower ring counts.
+    Each rank of a node sends a different part of the tensor to other nodes, over its own share of the network.
     """
     if group.size == 1:
         return 0.0

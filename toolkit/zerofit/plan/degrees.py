@@ -77,9 +77,9 @@ def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_typ
 
 
 def _undivided(degrees: Degrees, heads: tuple[int | None, int | None]) -> tuple[bool, bool]:
-    """Return whether the ranks fail to divide the attention heads, and whether they fail for key-value heads.
+    """Return two flags: the ranks cannot divide the attention heads; they cannot divide the key-value heads.
 
-    Ulysses repeats key-value heads if there are fewer than sequence ranks
+    If there are fewer key-value heads than sequence parallel ranks, Ulysses repeats these heads
     (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
     """
     attention, keys = (count or 0 for count in heads)

@@ -53,7 +53,7 @@ class Fit:
 
     @property
     def verdict(self) -> str:
-        """ "fits", "close to the limit" if only the margin exceeds the device, or "does not fit"."""
+        """ "fits", "close to the limit" (the memory fits only without its margin), or "does not fit"."""
         if self.exceeded is None:
             return "fits"
         host_fits = self.host_bytes <= self.host_available_bytes and self.nvme_bytes <= self.nvme_available_bytes
@@ -109,12 +109,12 @@ def margin_bytes(
 ) -> float:
     """Return the bytes that a GPU needs besides the allocated peak: fragmentation, context and communicators.
 
-    Fragmentation is the larger of two values. The first is a share of the peak. The second is `large_bytes` plus the
-    last segments of small blocks. In a model of few layers, the second may be larger.
+    Fragmentation is the larger of two values: a share of the peak, or `large_bytes` plus LAST_SEGMENTS_BYTES. The
+    second can be larger in a model of few layers.
 
-    `large_bytes`: summed bytes of the largest activation, gradient, bucket and temporary. If torch puts a small tensor
-    into a large freed block, the next large tensor needs an extra block. So one extra block of each of these four kinds
-    counts. `more_communicators`: number of communicators besides those for the layout's degrees.
+    `large_bytes`: summed bytes of the largest activation, gradient, bucket and temporary. If torch puts a small
+    tensor into a large freed block, the next large tensor needs an extra block. The sum is one extra block of each
+    of the four kinds. `more_communicators`: number of communicators besides those for the layout's degrees.
     """
     share = FRAGMENTATION
     if layout.zero_stage == 3:

@@ -36,11 +36,12 @@ class FlowEnds(NamedTuple):
 
 
 def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
-    """Return when the last fetch, layer and reduction end. Only one of each kind runs at a time.
+    """Return when the last fetch, layer and reduction end.
 
-    The critical path through a run of equal layers follows fetches, then layers, then reductions. It can change from
-    one kind to the next at any layer (or group). Its length is linear in the position of each change. So the longest
-    path changes at the first or the last layer (or group) of the run.
+    At most one fetch, one layer and one reduction run at a time. In a run of equal layers, the critical path goes
+    through fetches, then layers, then reductions. Its two switches can be at any layer (or group). Moving a switch
+    by one layer always changes the path's length by the same amount. So in the longest path, each switch is at the
+    first or the last layer (or group).
     """
     fetched = computed = 0.0
     reduced = sum(groups * layers * fetch for groups, layers, fetch, _, _ in runs)

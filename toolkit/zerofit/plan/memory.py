@@ -64,10 +64,10 @@ class _StageMoments(NamedTuple):
         return self.host_bytes + sum(pinned_bytes(round(a + b * samples)) for a, b in self.on_host)
 
     def large_at(self, samples: int, peak_bytes: int) -> int:
-        """Return the sum, over all kinds, of the largest block that a step allocates and frees.
+        """Return the summed bytes of the largest blocks, one of each kind that a step allocates and frees.
 
-        While the optimizer flattens gradients, no activation is alive. So a block of the optimizer counts only as far
-        as it raises the live bytes above `peak_bytes`.
+        The optimizer flattens gradients when no activation is alive. So its blocks count only for the bytes by
+        which they raise the live bytes above `peak_bytes`. The result is the larger of the two values.
         """
         fixed, activations = self.large
         passes = fixed + round(max((a + b * samples for a, b in activations), default=0))

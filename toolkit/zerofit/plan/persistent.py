@@ -69,7 +69,7 @@ def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, t
 
 
 def _with_averages(found: PersistentMemory, plain: PersistentMemory, layout: PlannedLayout) -> PersistentMemory:
-    """Add float32 averages of the weights that a rank steps (train/averaging.py).
+    """Add float32 averages of the weights that a rank's optimizer updates (train/averaging.py).
 
     The averages are where the optimizer's states are. `plain`: the memory with Adam, which has two states per
     weight. Averaged copies of buffers are not counted, since they have only a few numbers per channel.
@@ -144,9 +144,10 @@ def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
 
 @lru_cache(maxsize=1024)
 def heaviest_reached(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
-    """Return for each parameter the elements of the heaviest rank that stores a part of the parameter.
+    """Return for each parameter the largest total of the ranks that store a part of this parameter.
 
-    A rank's elements are the full sizes, summed, of all parameters that overlap the rank's partitions.
+    A rank's total is the number of elements of all parameters that overlap the rank's partitions. Each of these
+    parameters counts with its full size.
     """
     totals, found = overlaps(line, ranks, int), dict[Parameter, int]()
     for rank, parameter, _ in _reaching(line, ranks):
@@ -166,9 +167,11 @@ def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) 
 
 @lru_cache(maxsize=1024)
 def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return each rank's overlapping elements, and the largest tensor that its norm copies.
+    """Return two numbers of elements for each rank.
 
-    Both are numbers of elements. A rank is left out if both values of another rank are at least as large.
+    The first is the summed size of all parameters that overlap the rank's partitions. The second is the size of the
+    largest tensor that the rank copies for the gradient norm. A rank is left out if both values of another rank are
+    at least as large.
     """
     pieces = [0] * ranks
     for rank, parameter, piece in _reaching(line, ranks):

@@ -232,7 +232,7 @@ def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -
 def _divide(
     families: list[list[PlannedLayout]], cluster: Cluster, forecast: Forecast
 ) -> tuple[list[tuple[PlannedLayout, int]], dict[str, Misfits], list[tuple[Fit, list[PlannedLayout]]]]:
-    """Return three results: layouts that fit, layouts that do not fit by reason, and families that do not fit.
+    """Return the layouts that fit, the layouts that do not fit (by reason), and the families that do not fit.
 
     Each layout that fits is paired with the peak of its family's first layout, in bytes. A family does not fit if
     none of its layouts fits.

@@ -261,7 +261,8 @@ def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Probl
         message = f"the profile of {profile.model} was traced in {', '.join(traced)}, not in {request.precision}"
         hint = f"use --precision {' or '.join(traced)}"
         return Problem(kind="not-profiled", message=message, hint=hint, where="--precision")
-    message = f"the profile of {profile.model} lacks {keys[0]}: no flag requests this degree, or a layer is indivisible"
+    message = f"the profile of {profile.model} has no costs for {keys[0]}: either this degree was not requested"
+    message += ", or it does not divide every layer"
     return Problem(kind="not-profiled", message=message, hint="request the degree by its flag", where="--profile")
 
 

@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 
 class MemorySample(NamedTuple):
-    """The live bytes of each kind on a stage's rank, from `at_s` (seconds into the step) on."""
+    """The live bytes of each kind on a stage's rank, from `at_s` (seconds into the step) to the next sample."""
 
     stage: int
     at_s: float

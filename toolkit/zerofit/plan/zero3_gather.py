@@ -230,16 +230,17 @@ class _Gathering:
 #     release(module)  unless the next use is within stage3_max_reuse_distance elements, or fetching has passed it
 #     persistence      smaller parameters than stage3_param_persistence_threshold are never released
 class _Coordinator:
-    """DeepSpeed's coordinator, which gathers and releases parameters as modules begin and end.
+    """DeepSpeed's coordinator. It gathers and releases parameters as modules begin and end.
 
-    A module fetches its own parameters. Then it prefetches the parameters that the step needs next, up to the prefetch
-    size (:447) and the limit of live elements. Modules without parameters prefetch, too, so fetching gets far ahead of
-    releasing. A module's parameters stay gathered if they are used again within the reuse distance, or if fetching has
-    passed their next use (:649).
+    A module fetches its own parameters. Then it prefetches the parameters that the step needs next, up to the
+    prefetch size (:447) and the limit of live elements. Modules without parameters prefetch, too, so fetching gets
+    far ahead of releasing. When a module ends, a parameter stays gathered in two cases (:649): the step uses the
+    parameter again within the reuse distance, or fetching has already reached a later use.
 
-    DeepSpeed caches the releases of each step of the trace (:638). A forward without gradients uses no parameter again,
-    so it releases every parameter. If such a forward runs first, the cache makes the first `forgetful` steps of the
-    training trace release every parameter, too. Parameters in `held` are not released.
+    For each step of the trace, DeepSpeed caches which parameters it releases (:638). A forward without gradients
+    uses no parameter again, so it releases every parameter. If such a forward runs first, training reuses the
+    cached releases. Then the first `forgetful` steps of the training trace release every parameter, too. Parameters
+    in `held` are not released.
     """
 
     def __init__(self, calls: Sequence[ModuleCall], numels: Sequence[int], sizes: _Sizes, forgetful: int):

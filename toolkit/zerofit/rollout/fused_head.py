@@ -102,10 +102,10 @@ _PROFILES = {"never": Profile, "first": _ScoredFirst, "within": _ScoredWithin}
 
 
 def _read_by_model(head: LayerRun, costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:
-    """Return the costs if the model, not the head, reads the head's weight. TRL does not call the head.
+    """Return the costs with the head's weight assigned to the model.
 
-    `head`: the last layer. DeepSpeed gathers an external parameter when the module that reads it runs
-    (zero/parameter_offload.py:88).
+    TRL does not call the head. Instead, the model reads the head's weight. `head`: the last layer. DeepSpeed
+    gathers an external parameter when the module that reads it runs (zero/parameter_offload.py:88).
     """
     first, last = costs[0].calls, costs[-1].calls
     if not (first and last):

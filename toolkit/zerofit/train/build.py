@@ -135,9 +135,10 @@ def _divider(ds_config: dict[str, Any]) -> Callable[[nn.Parameter], None]:
 
 
 def _store_others(model: nn.Module, stored: Stored) -> None:
-    """Cast and move parameters that are not partitioned. Also move the buffers.
+    """Cast and move the parameters that are not partitioned, and move the buffers.
 
-    If a model has any partitioned parameter, the engine does neither (runtime/engine.py, _configure_distributed_model).
+    If any parameter is partitioned, the engine does not cast or move these tensors (runtime/engine.py,
+    _configure_distributed_model).
     """
     for parameter in model.parameters():
         if not is_zero_param(parameter):

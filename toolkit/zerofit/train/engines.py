@@ -229,7 +229,7 @@ def _sequence_parallel_excess(job: Job) -> int:
 
 
 def _register_sequence_parallel(job: Job, model: Any) -> Any:
-    """Register DeepSpeed's sequence parallel attention with transformers. Return its groups, the engine's `mpu`."""
+    """Register DeepSpeed's sequence parallel attention with transformers. Return the engine's groups (`mpu`)."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     return UlyssesSPAttentionHF.register_with_transformers(

@@ -342,7 +342,10 @@ def _build_stage(
 
 
 def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
-    """Raise RunFailed if a stage has no spread experts, since it would average and save weights differently."""
+    """Raise RunFailed if a stage has no experts that are divided among ranks.
+
+    Such a stage would average and save its weights in another way than the other stages.
+    """
     for stage in range(job.layout.pp):
         held = (layers[index].names.values() for index in chain(*_parts_of(stage, job, bounds)))
         if not any(".experts." in name for name in chain(*held)):

@@ -60,7 +60,7 @@ class RankGuard:
     def __init__(
         self, spec: LaunchSpec, rank: int, process: subprocess.Popen[bytes], heartbeat: int, *, joined: bool = False
     ):
-        """Guard a rank's process. `joined`: exit after the command, with the exit code that the command sends."""
+        """Guard a rank's process. `joined`: wait until the command has exited, then exit with the command's code."""
         self._spec, self._rank, self._process, self._joined = spec, rank, process, joined
         self._stacks = Path(spec.folder, "logs", f"rank-{rank}.stacks.txt")
         self._host = spec.hosts[rank]

@@ -228,7 +228,7 @@ def _quiet_s(state: RankState, now: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksOutcome:
-    """The outcome of one start's ranks."""
+    """The exit code and the failures of all ranks after one launch."""
 
     code: int  # exit code of the launcher
     verdict: FailureVerdict | None  # failure seen by the watch

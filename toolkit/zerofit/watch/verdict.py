@@ -197,7 +197,7 @@ def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> Fai
 def _lossy(
     lossy: Sequence[RankState], alive: Sequence[RankState], now: float, timeout_s: float
 ) -> FailureVerdict | None:
-    """Give ranks on a network that loses packets more time than other ranks."""
+    """Return a verdict on ranks whose network loses packets; None until PATIENT times the timeout has passed."""
     seconds = min(s.beat["still_s"] for s in alive)
     if seconds <= timeout_s * PATIENT:
         return None

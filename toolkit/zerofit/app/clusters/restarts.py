@@ -75,7 +75,7 @@ class RestartingRun:
     _new_folders: list[Path] = field(init=False, default_factory=list)  # folders created for the hosts' checks
 
     def run(self) -> TrainingResult:
-        """Start the ranks, and restart them after failures, until a start finishes. Return its result.
+        """Run the ranks until they finish, and return the result. After a failure, restart the ranks.
 
         Raises UserError, DoesNotFit, RunFailed and Stopped.
         """

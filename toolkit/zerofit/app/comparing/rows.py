@@ -271,10 +271,10 @@ def curve_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, A
 
 
 def critical_batch(summary: Sequence[SizeSummary]) -> float | None:
-    """Return the batch size that needs twice the samples of the smallest size; None if there are too few data.
+    """Return the batch size at which training needs twice the minimum of samples; None if there are too few data.
 
-    Samples to the target grow with the batch size B as E = E_min (1 + B / B_crit): McCandlish, Kaplan, Amodei and
-    others 2018, equation 2.7 with S = E / B. Errors are relative, so all sizes have equal weight.
+    Training with batch size B needs E = E_min (1 + B / B_crit) samples to reach the target. The source is McCandlish,
+    Kaplan, Amodei and others 2018, equation 2.7 with S = E / B. Errors are relative, so all sizes have equal weight.
     """
     points = [(size.batch_size, size.samples_to_target[0]) for size in summary if size.samples_to_target]
     if len(points) < 3:

@@ -83,7 +83,7 @@ class FitSearch:
     def _preferred(
         self, options: Sequence[LayoutOption], verdicts: Set[str] = frozenset({FITS})
     ) -> LayoutOption | None:
-        """Return the simplest option that is nearly as fast as the fastest option that fits."""
+        """Of the options that fit, find those that are nearly as fast as the fastest. Return the simplest of these."""
         fitting = [option for option in options if self._fits(option, verdicts)]
         least = (1 - ALIKE) * max((option.samples_per_s for option in fitting), default=0.0)
         near = [option for option in fitting if option.samples_per_s >= least]

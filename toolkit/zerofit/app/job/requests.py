@@ -31,7 +31,7 @@ LAYOUT = {"ranks", "tensor_parallel", "pipeline", "sequence_parallel", "expert_p
 
 
 def as_request(run: Run | RunRequest | str | Path) -> RunRequest:
-    """Return the request for a run, the path of a run file or run folder, or the name of a model. Raises UserError."""
+    """Return the request for `run`: a run, request, model name, or path of a run file or folder. Raises UserError."""
     return from_saved(RunRequest.of(run)) if isinstance(run, Run | RunRequest) else read_request(str(run), {})
 
 

@@ -67,9 +67,9 @@ def confirm_written(plan: Plan, report: Reporter) -> Plan:
 def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], report: Reporter) -> Plan:
     """Return the plan for the largest value (see `LargestFit`) that fits in simulation.
 
-    Only the layout with the least memory is simulated for each value. The first value is the forecast's. While
-    simulations do not fit, the value is scaled by available / needed memory. Then the function bisects between the
-    largest value that fits and the smallest that does not.
+    Only the layout with the least memory is simulated for each value. The search starts with the forecast's value.
+    Until a value fits, the next value is the last one times available / needed memory. After that, the search bisects
+    between the largest value that fits and the smallest that does not.
     """
     value, step, looked, best = answer.value or 0, answer.step, answer.looked, None
     fitting, refused = 0, value + step

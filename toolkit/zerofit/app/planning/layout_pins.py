@@ -150,8 +150,8 @@ def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
 def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs that pins and a DeepSpeed JSON fix. If both fix a knob, the pin wins.
 
-    If the JSON has `zero_optimization`, optimizer states and parameters that it does not offload stay on the device.
-    Sizes are as in training: zerofit fills in "auto", and missing keys get DeepSpeed's defaults.
+    If the JSON has `zero_optimization` but offloads no optimizer states, these stay on the device. The same applies to
+    parameters. Sizes are as in training: zerofit fills in "auto", and missing keys get DeepSpeed's defaults.
     """
     given = {name: value for name, value in pins.items() if value is not None}
     stays = {name: "none" for name in ("offload_optimizer", "offload_param") if "zero_optimization" in config}

@@ -72,16 +72,16 @@ def plan(
             `from_trace` names.
         engines: the engines whose layouts are searched: "deepspeed", "fsdp2".
         on_event: gets progress.
-        **options: facts for the `outlook` of each layout, and values to fix. Facts are the length of the training
+        **options: facts and fixed values. Facts are for the `outlook` of each layout: the length of the training
             (`epochs`, `tokens` such as "15T", `samples`), the price of a GPU hour (`price`), the time between failures
-            (`mtbf`, such as "6000/node"), and the time of a save (`storage` or `timed_by`). All other options fix a
-            value of every layout. With `measured`, they fix only the values of the measured layout. These options are
-            `global_batch`, `micro_batch`, `micro_batch_by_rank`, `gradient_accumulation_steps`, `seq_len`,
-            `precision`, `activation_checkpointing`, `activation_offload`, `loss_chunk`, `mlp_chunk`,
-            `tensor_parallel`, `pipeline`, `pipeline_schedule`, `sequence_parallel`, `expert_parallel`, `zero_stage`,
-            `offload` (of the optimizer), `offload_param`, `overlap_comm`, `model_args`, `ds_config`, and the trained
-            part (`lora` and its options, `train`, `freeze`). `ds_config` is a DeepSpeed JSON. Its values are kept,
-            except "auto".
+            (`mtbf`, such as "6000/node"), and the time of a save (`storage` or `timed_by`).
+            Fixed values apply to all layouts or, if `measured` is given, only to the measured layout:
+            batch: `global_batch`, `micro_batch`, `micro_batch_by_rank`, `gradient_accumulation_steps`, `seq_len`;
+            memory: `precision`, `activation_checkpointing`, `activation_offload`, `loss_chunk`, `mlp_chunk`;
+            degrees: `tensor_parallel`, `pipeline`, `pipeline_schedule`, `sequence_parallel`, `expert_parallel`;
+            ZeRO: `zero_stage`, `offload` (of the optimizer), `offload_param`, `overlap_comm`;
+            model: `model_args`, and the trained part (`lora` and its options, `train`, `freeze`);
+            `ds_config`: a DeepSpeed JSON. All its values are fixed, except "auto".
 
     Raises UserError with all problems.
 

@@ -276,7 +276,7 @@ def _place(wanted: ProfileRequest) -> Path | None:
 
 
 def _content(model: str) -> Any:
-    """Return the config of the named model; None if the model has no single config, such as a user's own code."""
+    """Return the named model's config, or None. A pipeline of diffusers and a user's own code have no single config."""
     if model in PRESETS:
         return PRESETS[model]
     path = Path(model)

@@ -322,7 +322,7 @@ class _Planner:
     def _best(self, name: str, cluster: Cluster, settings: RolloutSettings | None) -> list[Arrangement]:
         """Return the fastest colocated arrangement that fits.
 
-        If none fits, return the one that lacks the least memory.
+        If no arrangement fits, return the one whose missing memory is smallest.
         """
         timer = timer_of(self.setup.profile, cluster, self.setup.request, self.setup.calibration)
         layouts = self._layouts(cluster)

@@ -104,7 +104,7 @@ class ServingPlan:
 
 
 def served_model(name: str, model_args: Mapping[str, Any]) -> ServedModel:
-    """Return the sizes of a named model or a config that decide an engine's memory. Raises UserError."""
+    """Return the sizes that decide an engine's memory, for a named model or a config. Raises UserError."""
     from zerofit.app.job.model_facts import facts_of
     from zerofit.models.hf_config import make_config
     from zerofit.train.probe import models_say, task_of

@@ -163,9 +163,10 @@ def _next_stage(
 def _heaviest(
     targets: list[ScriptTarget], records: list[RankRecord | Problem], report: Reporter
 ) -> tuple[list[ScriptTarget], list[RankRecord | Problem]]:
-    """Return the targets and records of the heavier rank, if one exists and can be simulated.
+    """Return the targets and records of the rank that needs the most memory.
 
-    Otherwise return the given ones.
+    The first record may name a heavier rank. If that rank cannot be simulated or needs no more memory, return `targets`
+    and `records`.
     """
     first = records[0]
     if isinstance(first, Problem) or first.heavier_rank is None:

@@ -89,8 +89,8 @@ def least_bytes(job: Job) -> int:
     """Return a lower bound of the memory of all ranks of a job together, without a simulation.
 
     It contains weights, fp32 master weights and the optimizer's moments, but no gradients and activations. Weights
-    count once at stage 3, else once per data parallel rank. Master weights and moments count once; in fp32 at stage
-    0 they count once per data parallel rank (`plan.persistent`).
+    count once at stage 3, else once per data parallel rank. Master weights and moments count once. If a run in fp32
+    uses stage 0, its moments count once per data parallel rank (`plan.persistent`).
     """
     parameters, stage, copies = job.facts.trained_parameters, job.layout.zero_stage, job.layout.dp * job.layout.sp
     narrow = any(feature.on(job.ds_config) for feature in NARROW_MASTERS)

@@ -88,11 +88,11 @@ def _watch(
     deadline: float,
     show: Callable[[str], None],
 ) -> tuple[Timing | None, bool]:
-    """Return the step time, and whether the trial was stopped early since it is slower than the best.
+    """Return the step time, and whether the trial was stopped early because it is slower than the best.
 
-    This returns as soon as the step time is precise enough. After the deadline, the step time is what was measured
-    so far. It is None if the run ends first, or if too few steps were measured. The steps read are added to
-    `records`.
+    The function returns as soon as the step time is precise enough. After the deadline, it returns the step time
+    measured so far. The step time is None if the run ends first, or if too few steps were measured. The function adds
+    the steps that it reads to `records`.
     """
     began, first = time.monotonic(), None
     while process.poll() is None:

@@ -52,9 +52,10 @@ def tune(
 ) -> TuneResult:
     """Measure short real runs, and write the fastest configuration as ds_config.json and run.yaml.
 
-    It searches ZeRO stage, offload, micro batch x accumulation at the run's global batch, activation checkpointing,
-    overlap, bucket, prefetch and persistence sizes, and tensor, pipeline and sequence degrees. Precision, global batch
-    and compile stay fixed unless `space` names them. Trials are stored by run: the same call resumes after a kill.
+    The search covers ZeRO stage, offload, micro batch x accumulation at the run's global batch, activation
+    checkpointing and overlap. It also covers the sizes of bucket, prefetch and persistence, and the degrees of tensor,
+    pipeline and sequence parallelism. Precision, global batch and compile stay fixed unless `space` names them. Trials
+    are stored by run: the same call resumes after a kill.
 
     Args:
         run: a run or a run file. Degrees above 1 in it are kept.
@@ -172,8 +173,8 @@ class TrialStore:
     def keep(self, trial: Trial) -> None:
         """Add a trial to the file.
 
-        A trial is not added if the time limit stopped it, or if it did not fit into the memory that other runs left
-        free. Its configuration may be good.
+        Two kinds of trials are not added: those that the time limit stopped, and those that did not fit into the memory
+        that other runs left free. Neither shows that the configuration is bad.
         """
         if trial.status in ("stopped", "does-not-fit"):
             return

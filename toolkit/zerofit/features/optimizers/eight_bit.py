@@ -54,7 +54,7 @@ def _temporary(numel: int, gpu: bool) -> int:
 
 
 def _refusing(name: str) -> Callable[[TrainingSetting], Iterator[Refusal]]:
-    """Return a function that yields the reasons to refuse states on the host, experts and elastic checkpoints."""
+    """Return a function that yields refusals of expert parallelism, elastic checkpoints and offloaded states."""
 
     def refuses(setting: TrainingSetting) -> Iterator[Refusal]:
         asked = f"--optimizer {name}"

@@ -125,7 +125,7 @@ class ProfileRecorder(TorchDispatchMode):
         self.segments.append(GradientSegment(last.key))
 
     def exchange(self, sent: int) -> None:
-        """Add `sent` bytes of tokens to what goes to other expert parallel ranks."""
+        """Add `sent` to the bytes of tokens that go to other expert parallel ranks."""
         self.exchanged[self.segments[-1].key] += sent
 
     def keeping_on_host(self, pin_memory: bool) -> saved_tensors_hooks:

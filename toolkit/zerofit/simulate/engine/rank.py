@@ -185,9 +185,10 @@ def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
 def _part_input(driver: PipelineTrainer, inputs: Inputs, first: int) -> list[tuple[torch.Size, torch.dtype]]:
     """Return shape and dtype of each tensor that enters the layer `first`.
 
-    The layers before it run on the meta device. They are built again, since the trainer's layers may share weights
-    with layers of this stage. Decoder blocks are skipped: they keep shape and dtype, and their attention may
-    already exchange heads between ranks. From the first block on, the sums of routers are sent, too.
+    The layers before `first` run on the meta device. They are built again, since the trainer's layers may share
+    weights with layers of this stage. Decoder blocks are skipped: they keep shape and dtype, and their attention
+    may already exchange heads between ranks. If the model has a router loss, each layer after the first block also
+    gets the routers' sums.
     """
     run, dtype, layout = driver.job.run, DTYPES[driver.job.precision], driver.job.layout
     with torch.device("meta"):

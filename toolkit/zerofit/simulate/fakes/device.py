@@ -51,12 +51,12 @@ def install(gpu: bool, meter: AllocationTracker, device_bytes: int) -> None:
 
 
 def register(meter: AllocationTracker) -> None:
-    """Register the simulated device. If a backward hook fails, raise its error in the script's thread.
+    """Register the simulated device. If a backward hook fails, raise the hook's error in the script's thread.
 
-    While autograd's thread passes the error on, torch calls the method `type_` of the device's guard. If a Python
-    method returns a value while an error is set, the process ends (torch/csrc/acc/Module.cpp, PythonDeviceGuard). So
-    the guard removes and stores the error. After the backward, `run_backward` raises the error.
-    (torch.autograd._engine_run_backward)
+    Autograd's thread passes the error on. Meanwhile torch calls the method `type_` of the device's guard. If a
+    Python method returns a value while an error is set, the process ends (torch/csrc/acc/Module.cpp,
+    PythonDeviceGuard). So the guard clears and stores the error. After the backward, `run_backward` raises the
+    stored error. It replaces torch.autograd._engine_run_backward.
     """
     guard, run = _SimulatedGuard(), _autograd._engine_run_backward
 

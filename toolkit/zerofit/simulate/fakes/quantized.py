@@ -29,7 +29,7 @@ _EIGHT = {"CB": None, "SCB": None, "has_fp16_weights": False}
 
 
 def four_bits() -> None:
-    """Make bitsandbytes' 4-bit weights fakes, and count the weights that it unpacks.
+    """Let bitsandbytes create 4-bit weights as fake tensors, and count the weights that bitsandbytes unpacks.
 
     Replaces in bitsandbytes:
 
@@ -46,7 +46,7 @@ def four_bits() -> None:
 
 
 def eight_bits() -> None:
-    """Make bitsandbytes' 8-bit weights fakes.
+    """Let bitsandbytes create 8-bit weights as fake tensors.
 
     Replaces bitsandbytes.nn.Int8Params.__new__, because the original calls Tensor._make_subclass, which refuses fakes.
     """

@@ -116,14 +116,16 @@ def _simulated(
 def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
     """Return three layer counts: one to check the extrapolation, two to extrapolate from.
 
-    Return None if the full model must be simulated. Each count includes the layers before the equal layers. With
-    each count, DeepSpeed must reach every limit that it reaches with the full model (live parameters, buckets,
-    groups of the optimizer). The largest sub-group of stage 3 must be the same as in the full model, since a
-    sub-group can end within a layer.
+    Each count includes the layers before the equal layers. A count must meet two conditions:
 
-    The full model is simulated in three cases: layers differ in their parameters, the config has no plain number of
-    layers, or ranks divide flat groups (stages 1 and 2). With flat groups, a rank's parameters depend on the number
-    of layers.
+    - DeepSpeed reaches every limit that it reaches with the full model (live parameters, buckets, optimizer groups).
+    - The largest sub-group of stage 3 is the same as in the full model, since a sub-group can end within a layer.
+
+    Return None if the full model must be simulated, e.g. in these cases:
+
+    - Layers differ in their parameters.
+    - The config has no plain number of layers.
+    - Ranks divide flat groups (stages 1 and 2). Then a rank's parameters depend on the number of layers.
     """
     total, before, layout = _layers(target), _leading(target), target.job.layout
     if layout.pp > 1 or differ_by_layer(target.job.run.partial, total):
@@ -196,11 +198,12 @@ def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
 def _extrapolated(
     records: list[RankRecord], counts: tuple[int, ...], total: int, groups: Callable[[int], list[int]]
 ) -> tuple[RankRecord, float] | None:
-    """Return the record for `total` layers, and the error of the extrapolation; None if it is impossible.
+    """Return the record for `total` layers, and the error of the extrapolation.
 
-    The line goes through the records of the last two layer counts. At the first layer count, it is compared with
-    the record. The error is the largest relative error among the highest peak, host memory and bytes on NVMe. It is
-    infinite if there is no peak to compare. The result is None if host memory is not linear.
+    Each value is extrapolated by a line through the records of the last two layer counts. At the first layer count,
+    the line is compared with the first record. The error is the largest relative error among the highest peak, host
+    memory and bytes on NVMe. If there is no peak to compare, the error is infinite. If host memory is not linear,
+    the result is None.
     """
     first, few, more = records
 

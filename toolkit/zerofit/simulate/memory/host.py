@@ -83,10 +83,14 @@ def highest(moments: dict[str, HostMoment]) -> dict[str, int]:
 def extended(few: HostMoment, more: HostMoment, line: Line, sub_groups: Sequence[list[int]]) -> HostMoment | None:
     """Return the full model's moment with the most host memory. `few` and `more` are from models of fewer layers.
 
-    Requested sizes are extrapolated linearly, then rounded. If a line of code allocates equally many blocks in `few`
-    and in `more`, the sizes of the blocks grow. Otherwise the number of blocks grows. If the line allocates one block
-    per sub-group of stage 3, the sizes come from `sub_groups`. It has the elements of each sub-group for `few`, for
-    `more` and for the full model. The result is None in other cases, e.g. if some requests reused a released block.
+    Requested sizes are extrapolated linearly, then rounded. There are three cases for a line of code:
+
+    - It allocates one block per sub-group of stage 3. Then the sizes come from `sub_groups`.
+      `sub_groups` lists the elements of each sub-group for `few`, for `more` and for the full model.
+    - It allocates equally many blocks in `few` and in `more`. Then the sizes of the blocks grow.
+    - The sizes are the same in `few` and in `more`. Then the number of blocks grows.
+
+    In other cases the result is None, e.g. if some requests reused a released block.
     """
 
     def sizes(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -270,7 +270,7 @@ def _experts(script: Script) -> Iterator[Found]:
 
 
 def _lost_gradients(script: Script) -> Iterator[Found]:
-    """Find trained weights without a gradient, if a reentrant checkpoint has no input that requires one."""
+    """Find trained weights that get no gradient, if no input of a reentrant checkpoint requires a gradient."""
     trained = {id(p): p for model in script.models for p in model.parameters() if p.requires_grad}
     lost = [p for key, p in trained.items() if key not in script.log.updated]
     if script.log.detached and lost:
@@ -327,8 +327,8 @@ FAULTS = (
     Fault(
         code="second-copy",
         problem="a second copy of the weights on the device, {bytes}",
-        mend="keep an average on the host; give a reference model an engine with ZeRO-3, or compute its outputs first "
-        "(TRL: precompute_ref_log_probs)",
+        mend="if the copy is an average, keep it on the host; if it is a reference model, partition it with ZeRO-3 "
+        "or compute its outputs before training (TRL: precompute_ref_log_probs)",
         find=_second_copy,
     ),
     Fault(
