@@ -123,7 +123,7 @@ def _gathering(line: StageTimeline, layout: PlannedLayout, forward_only: bool = 
     few = (2 if layout.offload_param != "none" else min(2, ranks) for ranks in sharers(layout))
     still = len(line.layers) if forward_only else 0 if layout.checkpointing else line.still
     sizes = _Sizes(layout.persistence, layout.prefetch, layout.live, layout.reuse)
-    if line.scored == "within":
+    if line.scored in ("within", "reentrant"):
         sizes = sizes._replace(prefetch=0, reuse=0)
     return _cached(line, layout.element_bytes, sizes, ParameterSharers(*few), still)
 
@@ -155,7 +155,9 @@ class _Gathering:
 
     If the model runs without gradients between forward and backward, DeepSpeed never has a trace of a step: it neither
     prefetches nor keeps parameters for reuse. This run also resets each module's count of the gradients to wait for
-    (`ds_grads_remaining`, parameter_offload.py), so no module releases its parameters in the backward.
+    (`ds_grads_remaining`, parameter_offload.py), so modules do not release their parameters in the backward. A
+    recomputation sets the counts again, except that of the block. With use_reentrant=True, frozen weights are released
+    with the block (`ds_recompute_parameters`).
     """
 
     def __init__(self, line: StageTimeline, element: int, sizes: _Sizes, spread: ParameterSharers, still: int):
@@ -168,7 +170,8 @@ class _Gathering:
         passes = [(n, False, self._modules(n, line.calls[n])) for n in range(len(layers))]
         for n, _, modules in reversed(passes[still:]):
             turned = _backward(modules, line.recomputed[n])
-            passes.append((n, True, [call for call in turned if call.begins] if line.scored == "within" else turned))
+            keeps = line.scored == "reentrant" or (line.scored == "within" and not line.recomputed[n])
+            passes.append((n, True, [call for call in turned if call.begins] if keeps else turned))
         calls = [call for _, _, modules in passes for call in modules]
         scored = sum(call.begins for _, backward, modules in passes for call in modules if not backward)
         numels = [p.numel for p in every]

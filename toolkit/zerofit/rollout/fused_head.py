@@ -98,7 +98,11 @@ class _ScoredWithin(Profile):
     scored = "within"
 
 
-_PROFILES = {"never": Profile, "first": _ScoredFirst, "within": _ScoredWithin}
+class _ScoredReentrant(Profile):
+    scored = "reentrant"
+
+
+_PROFILES = {"never": Profile, "first": _ScoredFirst, "within": _ScoredWithin, "reentrant": _ScoredReentrant}
 
 
 def _read_by_model(head: LayerRun, costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:

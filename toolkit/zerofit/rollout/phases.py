@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 
 from zerofit.plan.fit import Fit
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.memory import Forecaster
-from zerofit.plan.timeline import StageTimeline, timeline
+from zerofit.plan.timeline import FROZEN, StageTimeline, timeline
 from zerofit.plan.zero3_gather import gathered_to_score
 from zerofit.rollout.fused_head import TILE_TOKENS, TILE_WORDS
 from zerofit.rollout.methods import RolloutMethod, RolloutSettings
 from zerofit.rollout.vllm import GRAPHS_COUNTED, STEP, EngineMemory
-from zerofit.spec.profile import Profile, setting
+from zerofit.spec.profile import ModuleCall, Profile, setting
 
 GENERATE, REWARD, LOGPROBS, TRAIN, SYNC, SAVE = "generate", "reward", "log-probs", "train", "sync weights", "checkpoint"
 SENT_BYTES, SENT_BUFFERS = 2**30, 2  # of weights for a server (vllm/distributed/weight_transfer/packed_tensor.py)
@@ -161,7 +162,8 @@ class RolloutMemory:
     def _forward(self, scores: bool = False) -> dict[str, int]:
         """Return the peak of a forward without gradients. It is in a block, or at the logits' log-softmax.
 
-        During a block, the model also keeps the embeddings and the block's input.
+        During a block, the model also keeps the embeddings and the block's input. `scores`: of the reward model or
+        teacher, instead of the trained model and its reference.
         """
         layout, key = self.layout, self._key
         costs = self.profile.costs_of(key)
@@ -171,14 +173,16 @@ class RolloutMemory:
         gathered = 0
         if layout.zero_stage == 3:
             line = timeline(self.profile, key)
-            copied = _without_head(line) if self.method.head == "divergence" else line
-            gathered = gathered_to_score(line, layout, copied if self._reference or self.method.scorer else None)
+            copied = _scorer(line) if scores else line if self._reference else None
+            gathered = gathered_to_score(line, layout, copied)
         length = self.profile.seq_len or 0
         scored = self.settings.max_completion_length if self.method.generates else length
-        tokens = layout.micro_batch * (1 if scores else scored + 1)
+        tokens = layout.micro_batch * (scored + 1)
         width = self._largest // (self.profile.hidden_size or 1)  # bytes of a token's logits
         logits = 2 * tokens * width
-        if self.method.head == "whole":
+        if scores:
+            logits = 0
+        elif self.method.head == "whole":
             logits += layout.micro_batch * length * width
         elif self.method.head:
             logits = layout.element_bytes * min(tokens, TILE_TOKENS) * TILE_WORDS
@@ -195,7 +199,9 @@ class RolloutMemory:
             layer.count * cost.saved_bytes.at(layout.micro_batch)
             for layer, cost in zip(self.profile.layers, costs, strict=True)
         ]
-        return sum((round(sum(saved)), *self._accumulated.values(), *self._forward().values()))
+        kinds = (False, True) if self.method.scorer else (False,)
+        forward = max(sum(self._forward(scores).values()) for scores in kinds)
+        return sum((round(sum(saved)), *self._accumulated.values(), forward))
 
     @cached_property
     def _accumulated(self) -> dict[str, int]:
@@ -248,7 +254,34 @@ class RolloutMemory:
 
 
 @lru_cache(maxsize=64)
-def _without_head(line: StageTimeline) -> StageTimeline:
-    """Return a timeline whose modules do not read the head's weight. TRL reads a teacher's head in the loss."""
-    calls = tuple(tuple(call._replace(others=()) for call in layer) for layer in line.calls)
-    return replace(line, calls=calls)
+def _scorer(line: StageTimeline) -> StageTimeline:
+    """Return the timeline of a reward model or teacher, which has no adapters.
+
+    TRL reads a teacher's head in the loss, not in its model.
+    """
+    calls = []
+    for parameters, layer in zip(line.layers, line.calls, strict=True):
+        trained = {n for n, parameter in enumerate(parameters) if parameter.group != FROZEN} if line.frozen else set()
+        calls.append(tuple(call._replace(others=()) for call in _without_adapters(layer, trained)))
+    return replace(line, calls=tuple(calls), scored="never")
+
+
+def _without_adapters(calls: Iterable[ModuleCall], trained: Set[int]) -> list[ModuleCall]:
+    """Return the calls of a layer without adapters. A module with adapters is called inside peft's module.
+
+    `trained`: places of the adapters' parameters.
+    """
+    open_modules: list[list[list[ModuleCall]]] = [[]]  # the calls of each child; the first child is the begin itself
+    for call in calls:
+        if call.begins:
+            open_modules.append([[call]])
+            continue
+        if len(open_modules) == 1:  # the module began in an earlier layer
+            open_modules[-1].append([call])
+            continue
+        begin, *children = open_modules.pop()
+        adapted = [child for child in children if child[0].places and trained >= set(child[0].places)]
+        base = [child for child in children if child[0].places and child not in adapted]
+        kept = chain(*base) if adapted and base else chain(begin, *children, [call])
+        open_modules[-1].append(list(kept))
+    return list(chain(*chain(*open_modules)))

@@ -13,8 +13,9 @@ from zerofit.features.engines import Engine
 from zerofit.spec.foreign import shaped
 from zerofit.spec.model_facts import TILED_MLP_TYPES, Task, gives_loss, has_head, is_text
 
-# when a step runs the trained model without gradients: before the training, or between forward and backward
-Scored = Literal["never", "first", "within"]
+# when a step runs the trained model without gradients: before the training, or between forward and backward;
+# "reentrant": as "within", and checkpointing has use_reentrant=True
+Scored = Literal["never", "first", "within", "reentrant"]
 
 
 class Savings(NamedTuple):

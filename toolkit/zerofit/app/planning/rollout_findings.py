@@ -52,12 +52,12 @@ def findings(memory: RolloutMemory) -> Iterator[tuple[str, str]]:
             "use_no_sync_for_gradient_accumulation=false avoids it (0.9.0 has no such setting)",
         )
     weights = memory.layout.element_bytes * memory.profile.parameters
-    if memory.profile.scored == "within" and memory.layout.zero_stage == 3 and weights > LARGE * total:
-        change = "use ZeRO-2" if memory.method.generates else "set precompute_ref_log_probs=true, or use ZeRO-2"
+    if memory.profile.scored == "reentrant" and memory.layout.zero_stage == 3 and weights > LARGE * total:
         yield (
             "reference-in-engine",
             "the reference runs in the engine between forward and backward, so ZeRO-3 gathers all weights, "
-            f"{shown_bytes(weights)}, and keeps them until the end of the backward: {change}",
+            f"{shown_bytes(weights)}, and keeps them until the end of the backward; with precompute_ref_log_probs=true, "
+            "it runs before the training",
         )
     if frozen := memory.resident.get("reference", 0):
         size = shown_bytes(frozen)

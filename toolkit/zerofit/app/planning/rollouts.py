@@ -244,7 +244,9 @@ def _with_log_probs(setup: SearchSetup, settings: RolloutSettings, name: str) ->
     if settings.trainer == "openrlhf":
         return replace(setup, profile=with_whole_head(profile, OPENRLHF, element))
     length, adapts = profile.seq_len or 1, profile.trained < profile.parameters
-    when = "first" if method.scores_first else "within" if method.reference and adapts else "never"
+    # TRL's DPOTrainer requires use_reentrant=True for adapters at ZeRO-3; its OnlineDPOTrainer does not
+    within = "within" if method.generates else "reentrant"
+    when = "first" if method.scores_first else within if method.reference and adapts else "never"
     if method.head == "whole":
         share = settings.max_completion_length / length
         profile = with_whole_head(profile, online_dpo(share), element, when=when)
