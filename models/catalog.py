@@ -6,6 +6,7 @@ Importing this module does not import torch, torchvision or transformers.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -166,7 +167,7 @@ def is_cnn(source: ModelSource) -> bool:
 # 1. the ending of its architecture ("LlamaForCausalLM"),
 # 2. a model type that computes its own loss (Whisper, CLIP, LLaVA, encoder-decoders),
 # 3. transformers' table that contains the architecture,
-# 4. the model type alone: a config without "architectures", as people write it by hand.
+# 4. the model type alone: a config without a head in "architectures", as people write it by hand.
 def config_task(config: Config, where: str) -> Task:
     """Return the task of a transformers config, by its architecture, else by its model_type."""
     named: str | None = (config.get("architectures") or [None])[0]
@@ -176,7 +177,8 @@ def config_task(config: Config, where: str) -> Task:
         return by_ending
     # encoder-decoders come first, since BART's class is also among the masked models
     task = _named_task(config, named) or _task_of_class(named, model_type) or by_ending
-    task = task or _task_of_model_type(model_type, bool(config.get("is_decoder")))
+    if task is None and not OTHER_HEAD.search(named or ""):
+        task = _task_of_model_type(model_type, bool(config.get("is_decoder")))
     _refuse_half(config, where, task)
     if task is None:
         got = f"architectures {config.get('architectures')}, model_type {config.get('model_type')!r}"
@@ -339,6 +341,8 @@ ARCHITECTURE_ENDINGS: dict[str, Task] = {
     "ForSequenceClassification": "classify",
     "ForTokenClassification": "tag",
 }
+# a head with another task, e.g. SegformerForSemanticSegmentation
+OTHER_HEAD = re.compile(r"For(?!PreTraining$|ConditionalGeneration$)[A-Z]\w*$")
 HEAD_TABLES = {  # transformers' tables of models with such heads, by model type (models/auto/modeling_auto.py)
     "classify": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "tag": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",

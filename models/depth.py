@@ -56,12 +56,15 @@ def with_depths(args: Mapping[str, Any], wanted: Mapping[Path, int]) -> dict[str
 def of_all_layers(config: Any, name: str) -> Any:
     """Return a config's value `name` if it is the same for all layers.
 
-    Returns None if the config lacks it, or if layers have different values (Gemma 4's heads).
+    Returns None if the config lacks it, or if layers have different values (Gemma 4's heads, SegFormer's list of them).
     """
     try:
-        return getattr(config, name, None)
+        value = getattr(config, name, None)
     except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
         return None
+    if isinstance(value, list | tuple):
+        return value[0] if len(set(value)) == 1 else None
+    return value
 
 
 def leading(config: Any) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 
 from zerofit.models.build import build, parameter_count
 from zerofit.models.catalog import ModelError, ModelSource, source_config
-from zerofit.models.depth import Path, depths, leading, of_all_layers, part, with_depths
+from zerofit.models.depth import Path, depths, leading, part, with_depths
 from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import Inputs
 from zerofit.models.partial import differ_by_layer
@@ -60,7 +60,7 @@ def _equal_layers(source: ModelSource, inputs: Inputs | None, content: str) -> d
         for path, count in depths(config).items()
         if count > few_layers(config, path)
         and not differ_by_layer(source.partial, count)
-        and len({str(kind) for kind in of_all_layers(part(config, path), "layer_types") or ()}) <= 1
+        and len({str(kind) for kind in getattr(part(config, path), "layer_types", None) or ()}) <= 1
     }
     if not few:
         return {}

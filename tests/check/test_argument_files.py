@@ -437,3 +437,14 @@ def test_a_json_that_is_not_there_is_named_with_its_line(tmp_path):
     with pytest.raises(UserError) as raised:
         zf.check(training_args=beside)
     assert raised.value.problems[0].where == f"{beside}:4"
+
+
+def test_keys_that_accelerate_ignores_are_named(tmp_path):
+    path = tmp_path / "accelerate.yaml"
+    kept = "  zero_stage: 2\n  zero3_init_flag: false\n  deepspeed_multinode_launcher: standard\n"
+    path.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n" + kept)
+    assert not zf.check(accelerate_config=path).findings
+    path.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n" + kept + "  gradient_acumulation_steps: 2\n")
+    (fault,) = zf.check(accelerate_config=path).findings
+    assert (fault.code, fault.severity, fault.line) == ("unknown-key", "error", 6)
+    assert f"{path}:6" in fault.message and "gradient_accumulation_steps" in fault.fix

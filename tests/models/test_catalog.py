@@ -42,6 +42,22 @@ def test_half_a_model_is_refused(tmp_path):
     assert find(str(file)).task == "causal-lm"  # which is the whole of it
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [
+        ("segformer", "SegformerForSemanticSegmentation"),
+        ("beit", "BeitForMaskedImageModeling"),
+        ("bert", "BertForQuestionAnswering"),
+    ],
+)
+def test_another_head_is_not_replaced_in_silence(tmp_path, model_type, architecture):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": model_type, "architectures": [architecture]}))
+    with pytest.raises(ModelError, match=architecture) as caught:
+        find(str(file))
+    assert "simulate your training script" in caught.value.hint
+
+
 def test_the_catalogue_imports_no_torch():
     code = "import sys, zerofit.models.catalog as c; c.find('gpt2'); c.find('lenet'); print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
@@ -81,6 +97,8 @@ def test_what_a_name_means(name, family, origin, task):
         ({"model_type": "clip", "architectures": ["CLIPForImageClassification"]}, "image"),
         ({"model_type": "llava"}, "image-text"),
         ({"model_type": "mamba"}, "causal-lm"),
+        ({"model_type": "bert", "architectures": ["BertForPreTraining"]}, "masked-lm"),
+        ({"model_type": "dinov2", "architectures": ["Dinov2Model"]}, "image"),
     ],
 )
 def test_the_task_of_a_config(tmp_path, config, task):

@@ -6,10 +6,18 @@ import torch
 from tests.models.small import NAMED
 from zerofit.models.build import build
 from zerofit.models.catalog import find
-from zerofit.models.depth import depths, with_depths
+from zerofit.models.depth import depths, of_all_layers, with_depths
 from zerofit.models.hf_config import make_config
 
 TEXT, VISION = ("text_config", "num_hidden_layers"), ("vision_config", "num_hidden_layers")
+
+
+def test_values_that_differ_by_layer_are_no_value_of_all_layers():
+    from transformers import LevitConfig, SegformerConfig
+
+    assert of_all_layers(SegformerConfig(num_attention_heads=[1, 2, 5, 8]), "num_attention_heads") is None
+    assert of_all_layers(LevitConfig(num_attention_heads=[4, 4, 4]), "num_attention_heads") == 4
+    assert of_all_layers(LevitConfig(), "num_hidden_experts") is None
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Models that are fed several tensors by name: what they are fed, their loss, their costs by hand."""
 
+import json
 import math
 
 import numpy as np
@@ -18,6 +19,22 @@ from zerofit.models.inputs import Fed, NamedInputs, inputs_from_dict, inputs_to_
 from zerofit.models.named_inputs import named_inputs
 
 T5, CLIP, LLAVA = (NAMED[name] for name in ("t5-small", "clip-vit-base-patch32", "llava-1.5-7b"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "shape"),
+    [
+        ("deit", {"image_size": 64, "num_channels": 1, "id2label": {"0": "a", "1": "b", "2": "c"}}, (1, 64, 3)),
+        ("vit", {"image_size": [96, 96]}, (3, 96, 2)),
+        ("resnet", {"num_labels": 5}, (3, 224, 5)),  # its config has no image size
+    ],
+)
+def test_images_are_those_of_the_config(tmp_path, model_type, values, shape):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **values}))
+    source = find(str(tmp_path))
+    inputs = assumed_inputs(source, source.task, None, None, {})
+    assert (inputs.channels, inputs.size, inputs.classes) == shape
+    assert assumed_inputs(source, source.task, None, "image:3x32x32", {}).size == 32
 
 
 def fed(name, seq_len=16, args=None, **fed) -> NamedInputs:

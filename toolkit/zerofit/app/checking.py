@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.check.argument_files import ACCELERATE_JSON, ArgumentFile, of_mapping, read_argument_file
-from zerofit.check.arguments import given_by, plugin_config, requested_by
+from zerofit.check.arguments import given_by, plugin_config, requested_by, unknown_settings
 from zerofit.check.catalog import catalog
 from zerofit.check.check import check as find_all
 from zerofit.check.check import mend
@@ -286,6 +286,7 @@ def check(
         host_bytes=cluster.host_bytes * cluster.nodes if cluster and ranks and not cluster.on_cpu else None,
     )
     findings = tuple(find_all(document, hardware))
+    findings += tuple(finding for arguments in argument_files for finding in unknown_settings(arguments))
     return CheckResult(
         file=file,
         reader=known,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from zerofit.check.argument_files import ArgumentFile
+from zerofit.check.finding import Finding, near
 from zerofit.check.reader import HUGGING_FACE
 from zerofit.check.subject import MICRO, STEPS, TOTAL, ZERO, GivenArgument, RequestedValue
 from zerofit.spec.local_machine import is_older
@@ -72,6 +73,11 @@ PLUGIN = {
     "offload_param_nvme_path": f"{ZERO}.offload_param.nvme_path",
     "zero3_save_16bit_model": GATHER,
 }
+# further keys of deepspeed_config (accelerate 1.15 commands/launch.py:409); launch.py:1267 ignores all others
+LAUNCHED = (
+    *("deepspeed_config_file", "zero3_init_flag", "deepspeed_hostfile", "deepspeed_exclusion_filter"),
+    *("deepspeed_inclusion_filter", "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names"),
+)
 REFUSED = (
     'Accelerate stops, whatever the value is: "When using `deepspeed_config_file`, the following accelerate config '
     'variables will be ignored"'
@@ -229,6 +235,24 @@ def _of_accelerate(arguments: ArgumentFile) -> Iterator[RequestedValue]:
             if value or precision == "no":
                 source, place = f"mixed_precision {precision}", arguments.place("mixed_precision")
                 yield RequestedValue(path=f"{name}.enabled", value=value, source=source, place=place, refused=REFUSED)
+
+
+def unknown_settings(arguments: ArgumentFile) -> Iterator[Finding]:
+    """Yield findings about keys in the section deepspeed_config of Accelerate's file that Accelerate ignores."""
+    known = [*PLUGIN, *LAUNCHED]
+    for path, given in arguments.values.items() if arguments.kind == "accelerate" else ():
+        section, _, key = path.partition(".")
+        if section == "deepspeed_config" and key and key not in known:
+            better = near(key, known)
+            yield Finding(
+                code="unknown-key",
+                path="",
+                message=f"unknown key {key!r} in deepspeed_config ({arguments.place(path)})",
+                why="Accelerate silently ignores it and uses its default",
+                fix=f"did you mean {better}?" if better else "remove it",
+                line=given.line,
+                column=1,
+            )
 
 
 def mixed_precision(arguments: ArgumentFile) -> str | None:

@@ -104,7 +104,7 @@ def assumed_inputs(
 
     if is_image(task) or task == "table":
         published = published_inputs(source)
-        if source.family == "transformers" and isinstance(published, ImageInputs):
+        if source.family == "transformers" and source.path and isinstance(published, ImageInputs):
             published = _configured(published, make_config(source, None, model_args))
         if image is None:
             return published
