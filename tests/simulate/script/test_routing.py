@@ -58,7 +58,7 @@ def test_equal_shares_and_the_worst_routing():
     assert len(peaks[1]) == 3 and peaks[1] == peaks[2]
     assert worst and worst.fits and found.peak_bytes == worst.peak_bytes == max(peaks[3]) > 1.5 * max(peaks[1])
     assert seen.to_dict()["worst_routing"]["peak_bytes"] == worst.peak_bytes
-    assert any(note.text.startswith("tokens choose experts by values on the device") for note in seen.facts.notes)
+    assert any(note.text.startswith("the router's choice of experts is unknown") for note in seen.facts.notes)
 
 
 LEAF = """\

@@ -39,7 +39,7 @@ HINTS = {
     "copy": "check the PCIe link's generation and width (nvidia-smi -q); bind ranks to the GPU's NUMA node",
     "link": "nvidia-smi topo -m shows how the GPUs are connected; NCCL_DEBUG=INFO shows what NCCL uses",
     "network": "NCCL_DEBUG=INFO shows the network in use; choose another with --master-addr or NCCL_SOCKET_IFNAME",
-    "latency": "look for other processes; the processor's power saving increases latency",
+    "latency": "look for other processes, or switch off the processor's power saving, which increases latency",
     "disk": "keep run folders on a faster disk, or save less often (--save-every, --save-async)",
 }
 

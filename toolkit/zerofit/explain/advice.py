@@ -114,7 +114,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "raise set_per_process_memory_fraction (or per_process_memory_fraction in the allocator's options)",
     ),
     "cuda-graphs": (
-        'call torch.compile without mode="reduce-overhead", or with dynamic=True: each shape keeps its own memory',
+        'call torch.compile without mode="reduce-overhead", which keeps memory for each shape, or with dynamic=True',
         "pad inputs to a small set of shapes",
     ),
     "fragmentation": (

@@ -45,8 +45,8 @@ def _trained(parameters: Iterable[Parameter]) -> list[Parameter]:
 def shard(parameter: Parameter, ranks: int, width: int) -> int:
     """Return how many elements of a parameter a rank has. Its first dimension is divided and padded.
 
-    (_fsdp_param.py:337) A profile has no shapes. One side of a matrix is assumed to be the model's width. The
-    result is for the side that needs more padding.
+    (_fsdp_param.py:337) A profile has no shapes, so one side of a matrix is assumed to be the model's width. Which
+    side comes first is unknown: the result is the larger of both cases.
     """
     numel = parameter.numel
     sides = {numel} if parameter.group == 1 or not width or numel % width or numel == width else {width, numel // width}

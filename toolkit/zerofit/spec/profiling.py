@@ -37,5 +37,5 @@ class Numbers:
 
     @property
     def last(self) -> int:
-        """The largest number."""
+        """The largest number of all ranges."""
         return max(numbers[-1] for numbers in self.ranges)

@@ -266,8 +266,8 @@ def _moments(few: RankRecord, more: RankRecord, line: Line, groups: list[list[in
 def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, peak: int, name: str) -> int:
     """Return the extrapolated reserved bytes: the peak, plus what is reserved but unused.
 
-    There are two slopes between the three counts. The unused bytes grow with the smaller one, because a single
-    extra segment is not a trend.
+    Each of the two steps between the three counts gives a number of unused bytes per layer. The smaller number is used,
+    because one extra segment can make the other too large.
     """
     unused = [getattr(record, name) - record.peaks[0].bytes for record in records]
     steps = [(b - a) / (m - n) for (a, b), (n, m) in zip(pairwise(unused), pairwise(counts), strict=True)]

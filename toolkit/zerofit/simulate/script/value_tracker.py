@@ -86,7 +86,7 @@ class ValueTracker(IssuingTracker):
             share = (
                 "all tokens choose the same experts" if self.crowded else "all experts get the same number of tokens"
             )
-            self.note(f"tokens choose experts by values on the device: {share}", here=True)
+            self.note(f"the router's choice of experts is unknown: assumed that {share}", here=True)
         return known_value(tensor)
 
     def counted(self, tensor: Tensor) -> Tensor | None:
