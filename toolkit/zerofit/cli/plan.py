@@ -73,7 +73,7 @@ SERVE_HELP = "plan inference instead: whether the model fits in vLLM, and how ma
 METHOD_HELP = "plan reinforcement learning, preferences or distillation: memory of trainer and rollout by phase"
 ROLLOUT_HELP = "settings of vLLM for --serve (max_model_len=8192), or of TRL for --method, by their own names"
 FROM_TRACE_HELP = "use measured kernel times from RUN_FOLDER/traces/rank-0-step-3.json (`train --profile`)"
-COLUMNS_HELP = f"columns of the table after the layout: {', '.join(COLUMNS)} [as many as fit the terminal]"
+COLUMNS_HELP = f"table columns to the right of the layout: {', '.join(COLUMNS)} [as many as fit the terminal]"
 MEASURED_HELP = "measured speed of the layout given by flags, to scale all times: 5.33samples/s, 21000tokens/s or 0.52s"
 WRITE_HELP = (
     "write run.yaml, accelerate.yaml or torchtitan.sh for the simplest layout that is about as fast as the best"
@@ -136,9 +136,11 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option("--precision", type=click.Choice(PRECISIONS), help=f"[{PRECISION_HELP}]")
 @add_options(*(click.option("--" + name.replace("_", "-"), name, **of) for name, of in WORK.items()))
 @click.option("--engine", "engines", metavar="NAMES", default="deepspeed", callback=_engines, help=ENGINE_HELP)
-@click.option("--zero-stage", type=click.IntRange(0, 3), help="ZeRO stage [all that fit]")
-@click.option("--offload", type=click.Choice(OFFLOADS), help="device of the optimizer states [all that fit]")
-@click.option("--offload-param", type=click.Choice(OFFLOADS), help="device of parameters at stage 3 [all that fit]")
+@click.option("--zero-stage", type=click.IntRange(0, 3), help="ZeRO stage [any that fits]")
+@click.option("--offload", type=click.Choice(OFFLOADS), help="device of the optimizer states [any that fits]")
+@click.option(
+    "--offload-param", type=click.Choice(OFFLOADS), help="device of the parameters, at stage 3 [any that fits]"
+)
 @click.option("--overlap-comm/--no-overlap-comm", default=None, help="reduce gradients during backward")
 @click.option("--pin-memory/--no-pin-memory", default=None, help=PIN_HELP)
 @click.option("--liger-kernel", is_flag=True, default=None, help=LIGER_HELP)

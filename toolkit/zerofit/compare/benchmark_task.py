@@ -197,7 +197,7 @@ class BenchmarkTask:
     def curve(self) -> list[dict[str, Any]]:
         """Evaluate all weights that `keep` stored.
 
-        Return the steps, the seconds since the first of them, loss and accuracy of each.
+        Return for each: its step, the seconds since the first stored step, its loss and its accuracy.
         """
         model, points = self.model(), []
         for steps, moment, state in self._kept:

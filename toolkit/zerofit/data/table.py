@@ -191,7 +191,7 @@ def _number(cell: str) -> float | None:
 
 
 def is_fraction(cell: str) -> bool:
-    """Return whether a cell is a number with a fraction, which is not a class."""
+    """Return whether a cell is a number with a fraction. Such numbers cannot be classes."""
     value = _number(cell)
     return value is not None and value != int(value)
 

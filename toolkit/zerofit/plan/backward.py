@@ -59,7 +59,7 @@ def _highest(line: StageTimeline, layout: PlannedLayout, device: str, graded: in
 
 
 def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> Iterator[LiveMemory]:
-    """Yield the moments of a backward in order. `backward_moments` explains `graded`."""
+    """Yield the live memory at each moment of a backward pass. `backward_moments` explains `graded`."""
     if device == "cpu":  # host and device memory are the same
         layout = replace(layout, offload_param="none")
     if layout.zero_stage == 2 or (layout.zero_stage == 1 and layout.overlap and layout.pp == 1):
@@ -225,7 +225,7 @@ class _Bucketed:
             start = stop
 
     def _flattened(self, slices: list[tuple[int, int]]) -> int:
-        """Return the most elements copied into one buffer for an all-reduce (:1545). A single slice is not copied."""
+        """Return the size in elements of the largest all-reduce buffer (:1545). A single slice needs no buffer."""
         largest = together = count = 0
         for _, of_rank in groupby(slices, key=itemgetter(0)):
             together, count = together + sum(numel for _, numel in of_rank), count + 1

@@ -114,7 +114,7 @@ def tokenizers(lengths: Lengths) -> None:
 
 
 def trainer_arguments(lengths: Lengths) -> None:
-    """Record the length to which a trainer truncates, as the trainers of TRL do. (transformers.Trainer.__init__)"""
+    """Record the length to which a trainer (of TRL, for example) truncates texts. (transformers.Trainer.__init__)"""
     from transformers import Trainer
 
     original = Trainer.__init__
