@@ -57,7 +57,7 @@ def findings(memory: RolloutMemory) -> Iterator[tuple[str, str]]:
             "reference-in-engine",
             "the reference runs in the engine between forward and backward, so ZeRO-3 gathers all weights, "
             f"{shown_bytes(weights)}, and keeps them until the end of the backward; "
-            "with precompute_ref_log_probs=true, the reference runs before the training",
+            "with precompute_ref_log_probs=true, it runs before the training",
         )
     if frozen := memory.resident.get("reference", 0):
         size = shown_bytes(frozen)
