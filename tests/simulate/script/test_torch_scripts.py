@@ -199,6 +199,19 @@ def test_communication_hooks_run(folder, plain, hook):
     assert last["backward"].peak_bytes - last["backward"].end_bytes == pytest.approx(size // 2, rel=0.02)
 
 
+def test_power_sgd_compresses_within_the_simulated_steps(folder, plain):
+    text = "from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power\n" + TORCH
+    state = "power.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=1000)"
+    hook = f"model.register_comm_hook({state}, power.powerSGD_hook)\n"
+    result = simulated(text.replace("optimizer =", hook + "optimizer ="), TWO)
+    factor, bias = 4 * 2 * 256, 4 * 256
+    sent = [row.bytes for row in result.comm if (row.op, row.phase) == ("allreduce", "backward")]
+    assert set(sent) == {2 * factor + bias}  # P and Q of the weight; the bias is not compressed
+    ends = [next(p.end_bytes for p in run.phases if (p.name, p.step) == ("step", 1)) for run in (result, plain)]
+    errors = 4 * (256 * 256 + 256)
+    assert ends[0] - ends[1] == pytest.approx(errors + 2 * factor, rel=0.02)
+
+
 def test_an_optimizer_that_holds_another_one_makes_one_step(folder):
     """What ZeroRedundancyOptimizer does after its own optimizer's step is part of the step."""
     zero = "zero(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True)"

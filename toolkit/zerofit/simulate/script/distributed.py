@@ -152,6 +152,7 @@ def data_parallel(meter: ScriptTracker) -> None:
     (torch.nn.parallel.DistributedDataParallel, torch/csrc/distributed/c10d/comm.cpp)
     """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
     from torch.nn.parallel import DistributedDataParallel, distributed
 
     original, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
@@ -167,6 +168,8 @@ def data_parallel(meter: ScriptTracker) -> None:
         # the reducer allocates its buckets when the model is wrapped; gradients may be views of them
         meter.tag(bucket.buffer(), GRADIENTS if model.gradient_as_bucket_view else BUCKETS)
         state, hook = chosen.get(id(model), (None, reduced))
+        if isinstance(state, PowerSGDState):
+            _compress(state, bucket)
         return hook(state, bucket)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -185,6 +188,16 @@ def data_parallel(meter: ScriptTracker) -> None:
     replace_in(DistributedDataParallel, "__init__", init)
     replace_in(DistributedDataParallel, "register_comm_hook", register_comm_hook)
     replace_in(DistributedDataParallel, "_register_builtin_comm_hook", register_builtin)
+
+
+# Its errors are as large as the gradients and stay. A run of a few steps would end before the first compressed step.
+def _compress(state: Any, bucket: Any) -> None:
+    """Let PowerSGD compress from the first step on. Drop its tensors of a bucket that DDP has rebuilt."""
+    state.iter = max(state.iter, state.start_powerSGD_iter)
+    error = state.error_dict.get(bucket.index())
+    if error is not None and error.shape != bucket.buffer().shape:
+        for tensors in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            tensors.pop(bucket.index(), None)
 
 
 def replicas() -> None:
