@@ -107,6 +107,16 @@ def test_distributed_checkpoints_of_torch(distributed):
         assert torch.equal(state.read(name, "exp_avg_sq"), optimizer.state[parameter]["exp_avg_sq"])
 
 
+def test_damage_of_accelerates_separate_optimizer_is_named(tmp_path):
+    weights, states = get_state_dict(*trained_model())
+    dcp.save({"model": weights}, checkpoint_id=str(tmp_path / "pytorch_model_fsdp_0"), no_dist=True)
+    dcp.save({"optimizer": states}, checkpoint_id=str(tmp_path / "optimizer_0"), no_dist=True)
+    assert Checkpoint(tmp_path).verify().problems == []
+    file = tmp_path / "optimizer_0/__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert {problem.file for problem in Checkpoint(tmp_path).verify().problems} == {"optimizer_0/__0_0.distcp"}
+
+
 def test_torchtitan_saves_the_settings_of_each_parameter(tmp_path):
     model, optimizer = trained_model()
     names = [name for name, _ in model.named_parameters()]

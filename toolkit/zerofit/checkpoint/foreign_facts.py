@@ -24,6 +24,7 @@ from zerofit.checkpoint.foreign import METADATA, OPTIM_STATES, Foreign, latest_o
 from zerofit.checkpoint.full_state import FullState
 from zerofit.checkpoint.index import MASTER, Shard, expected_content
 from zerofit.checkpoint.store import Damage
+from zerofit.checkpoint.torch_files import distributed_folders
 from zerofit.spec.errors import UserError
 from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.units import counted
@@ -153,7 +154,9 @@ def verify_foreign(found: Foreign, progress: Callable[[str], None] | None = None
     try:
         with expected_content(root):
             if found.format == "dcp":
-                damage += _distributed_damage(found)
+                for folder in distributed_folders(found):
+                    own = _distributed_damage(folder)
+                    damage += [replace(d, file=(folder / d.file).relative_to(root).as_posix()) for d in own]
             elif found.format == "deepspeed" and not damage:
                 damage += _rank_damage(found)
         if damage:
@@ -243,17 +246,18 @@ def _tensors(value: Any, keys: str) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(inner, f"{keys}.{key}" if keys else str(key))
 
 
-def _distributed_damage(found: Foreign) -> list[Damage]:
-    file = found.files / METADATA
+def _distributed_damage(folder: Path) -> list[Damage]:
+    """Check the place of every tensor in a folder of a distributed checkpoint."""
+    file = folder / METADATA
     if not file.is_file():
         return [Damage(file=METADATA, kind="missing", message="rank 0 writes it last: the checkpoint is incomplete")]
     try:
         stored = safe_load.load_metadata(file).storage_data
     except UserError as error:
-        return [replace(damage, file=METADATA) for damage in _damage_of(error, found.files)]
+        return [replace(damage, file=METADATA) for damage in _damage_of(error, folder)]
     damage: dict[str, Damage] = {}
     for place, where in stored.items():
-        path, name = found.files / where.relative_path, where.relative_path
+        path, name = folder / where.relative_path, where.relative_path
         if name in damage:
             continue
         if not path.is_file():

@@ -59,15 +59,15 @@ def _index(
     return RankIndex(world_size=world_size, engines={STATE: engine})
 
 
-def distributed_index(found: Foreign) -> RankIndex:
-    """Build the index of a PyTorch distributed checkpoint from its `.metadata`.
-
-    Accelerate stores the optimizer in a separate folder, `optimizer_0`.
-    """
-    folders = [found.files]
+def distributed_folders(found: Foreign) -> list[Path]:
+    """Return the folders of a distributed checkpoint: Accelerate keeps the optimizer in `optimizer_0`."""
     optimizer = found.files.with_name(found.files.name.replace("pytorch_model_fsdp", "optimizer"))
-    if optimizer != found.files and optimizer.is_dir():
-        folders.append(optimizer)
+    return [found.files, *([optimizer] if optimizer != found.files and optimizer.is_dir() else [])]
+
+
+def distributed_index(found: Foreign) -> RankIndex:
+    """Build the index of a PyTorch distributed checkpoint from its `.metadata`."""
+    folders = distributed_folders(found)
     tensors: dict[str, list[tuple[Any, Any, Path]]] = {}
     scalars: dict[str, Location] = {}
     for folder in folders:
