@@ -41,7 +41,7 @@ Words = Callable[[Path, str], tuple[str, ...]]
 def names() -> list[str]:
     """All cases: a kind of script and how DeepSpeed divides its state."""
     divided = [f"{kind} {stage}" for kind in KINDS for stage in STAGES if (kind, stage) not in IMPOSSIBLE]
-    return ["plain zero1", *divided, *ALONE, *RL, *(f"fsdp1 {how}" for how in FLAT)]
+    return ["plain zero1", *divided, *ALONE, *RL, *(f"fsdp1 {how}" for how in FLAT), "sharded fsdp2", "sharded tp"]
 
 
 def task(name: str, folder: Path) -> ScriptTask:
@@ -178,6 +178,10 @@ def _fsdp1(folder: Path, how: str) -> tuple[str, ...]:
     return (str(SCRIPTS / "flat_fsdp.py"), *FLAT[how])
 
 
+def _sharded(folder: Path, how: str) -> tuple[str, ...]:
+    return (str(SCRIPTS / "sharded.py"), _llama(folder), "--tp_size", "2" if how == "tp" else "1")
+
+
 def _llama(folder: Path) -> str:
     """A pretrained folder of a tiny Llama, made once, with a tokenizer of bytes."""
     path = folder.parent / "llama"
@@ -232,4 +236,5 @@ _WORDS: dict[str, Words] = {
     "gan": _gan,
     "torch": _torch,
     "fsdp1": _fsdp1,
+    "sharded": _sharded,
 }

@@ -424,6 +424,39 @@ for i in range(50):
 """
 
 
+LOADED = """\
+import sys
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+
+sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained("tiny")
+model = AutoModelForCausalLM.from_pretrained("tiny", dtype=torch.float32, PLAN)
+optimizer = torch.optim.SGD(model.parameters(), foreach=False)
+for _ in range(9):
+    ids = torch.zeros(2, 8, dtype=torch.long, device="cuda")
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+"""
+NORMS = 5 * 64  # parameters, in 5 layers
+MATRICES = 2 * 512 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128)
+
+
+@pytest.mark.parametrize(
+    ("plan", "kept"),
+    [
+        ("distributed_config=DistributedConfig(tp_size=1, fsdp_size=4)", MATRICES // 4 + NORMS // 4),
+        ("distributed_config=DistributedConfig(tp_size=2, fsdp_size=2)", MATRICES // 4 + NORMS // 2),
+        ("tp_plan='auto'", MATRICES // 4 + NORMS),
+    ],
+)
+def test_a_model_that_transformers_shards_keeps_its_part(folder, plan, kept):
+    result = simulated(LOADED.replace("PLAN", plan), "torchrun --nproc_per_node 4 train.py", gpus=4)
+    frequencies, ids = 2 * 16 // 2 * 4, 2 * 8 * 8  # bytes of two buffers of the rotary embedding, and of the batch
+    assert result.phases[0].end_bytes == 4 * kept + frequencies + ids
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_bodies_of_higher_order_ops_run(folder, compiled):
     """A compiled attention keeps its output and two figures a row; otherwise torch stores the scores."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlparse
 
 import torch
+import transformers
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, PreTrainedModel
@@ -26,38 +28,15 @@ _QUANTIZED = ("load_in_8bit", "load_in_4bit", "gguf_file")
 # arguments for the hub, which are passed on for the configuration
 _OF_FILES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "code_revision")
 _CHOSEN = ("compress_statistics", "quant_type", "quant_storage")  # set by the configuration
-_PLACING = ("tp_plan", "state_dict")  # they change where weights go
 # arguments about reading weights
 _READING = (
-    *(
-        "use_safetensors",
-        "weights_only",
-        "low_cpu_mem_usage",
-        "max_memory",
-        "offload_folder",
-        "ignore_mismatched_sizes",
-    ),
-    *("trust_remote_code", "output_loading_info", "adapter_kwargs", "tp_size", "key_mapping", "variant", "_from_auto"),
-    *(
-        "_commit_hash",
-        "offload_state_dict",
-        "offload_buffers",
-        "fusion_config",
-        "disable_mmap",
-        "use_kernels",
-        "proxies",
-    ),
-    *(
-        "_fast_init",
-        "proxies",
-        "ignore_mismatched_sizes",
-        "resume_download",
-        "from_tf",
-        "from_flax",
-        "_from_pipeline",
-        "adapter_name",
-    ),
-    *("download_kwargs", "load_config", "device_mesh", "allow_all_kernels", "distributed_config", "kernel_config"),
+    *("use_safetensors", "weights_only", "low_cpu_mem_usage", "max_memory", "offload_folder"),
+    "ignore_mismatched_sizes",
+    *("trust_remote_code", "output_loading_info", "adapter_kwargs", "adapter_name", "state_dict", "key_mapping"),
+    *("variant", "_from_auto", "_from_pipeline", "_commit_hash", "offload_state_dict", "offload_buffers"),
+    *("fusion_config", "disable_mmap", "use_kernels", "proxies", "_fast_init", "resume_download"),
+    *("from_tf", "from_flax", "download_kwargs", "load_config", "device_mesh", "allow_all_kernels"),
+    *("kernel_config"),
 )
 
 
@@ -74,9 +53,7 @@ def pretrained(meter: ScriptTracker) -> None:
         with_report = bool(kwargs.get("output_loading_info"))
         hub = {name: kwargs.pop(name) for name in _OF_FILES if name in kwargs}
         device_map = kwargs.pop("device_map", None)
-        for name in _PLACING:
-            if kwargs.pop(name, None) is not None:
-                meter.note(f"from_pretrained({name}=...): left out", bound=name == "tp_plan", here=True)
+        distributed, device_map, mesh = _distribution(meter, cls, kwargs, device_map)
         for name in _READING:
             kwargs.pop(name, None)
         dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or "auto"
@@ -89,10 +66,14 @@ def pretrained(meter: ScriptTracker) -> None:
         quantizer = None
         if asked or getattr(config, "quantization_config", None):
             quantizer = quantizer_of(config, asked, device_map)
-        elif device_map is not None:
+        elif device_map is not None and mesh is None:
             meter.note("from_pretrained(device_map=...): left out", here=True)
         config.name_or_path = str(path)
-        model = cls._from_config(config, *args, dtype=_dtype(dtype, config), **kwargs)
+        with torch.device("meta") if mesh else nullcontext():
+            model = cls._from_config(config, *args, dtype=_dtype(dtype, config), **kwargs)
+        if mesh:
+            model = cls.maybe_distribute_model(model, distributed, mesh).to_empty(device=device_map)
+            model.tie_weights()
         if quantizer:
             quantize(meter, model, quantizer, _dtype(dtype, config), device_map)
         model.eval()
@@ -101,6 +82,22 @@ def pretrained(meter: ScriptTracker) -> None:
         return (model, report) if with_report else model
 
     replace_in(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+
+
+def _distribution(meter: ScriptTracker, cls: Any, kwargs: dict[str, Any], device_map: Any) -> tuple[Any, Any, Any]:
+    """Return the distributed_config, the device and the mesh with which transformers shards a model that it loads.
+
+    The mesh is None if the script asks for no sharding, or for that of a release without distributed_config.
+    """
+    plan, size, asked = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "distributed_config"))
+    if plan is None and size is None and asked is None:
+        return None, device_map, None
+    if not hasattr(cls, "prepare_distribute_model"):
+        meter.note("from_pretrained(tp_plan=...): left out", bound=True, here=True)
+        return None, device_map, None
+    if asked is None:
+        asked = transformers.DistributedConfig(tp_plan=plan, tp_size=size)
+    return cls.prepare_distribute_model(asked, device_map=device_map)
 
 
 class _NotFetched(dict[str, Any]):
