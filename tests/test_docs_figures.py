@@ -18,7 +18,7 @@ from tests.test_docs_zh import FENCE, ROOT, code
 from zerofit.compare.job import STRATEGIES
 
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e-?\d+)?")
-TRANSLATIONS = {"README.md": "README.md", "docs/fit.md": "fit.md", "docs/laboratory.md": "laboratory.md"}
+TRANSLATIONS = {"README.md": "README.md", "docs/fit.md": "fit.md"}
 BEFORE = {"fit.md": 2}  # sections of a translation that come before those of its page
 
 

@@ -39,7 +39,7 @@ BAD = {"name": "head.weight", "kind": "weight", "bad": 1, "of": 320}
         (RANK | {"weights": [BAD], "step": 5}, [], "learning-rate", "the update of step 5 was too large"),
         (RANK | {"apart": ["head.bias"], "step": 5}, [], "collective", "the first is head.bias"),
         (STOPPED, [], "collective", "exchange between ranks failed"),
-        (STOPPED | {"sizes": [0.1, 1e5]}, [], "learning-rate", "weights grew 1e+06 times"),
+        (STOPPED | {"sizes": [0.1, 1e5]}, [], "learning-rate", "weights grew by a factor of 1e+06"),
         (STOPPED | {"loss_scale": 1024.0}, [], "loss-scale", "overflows at scale 1024"),
         (STOPPED | {"origin": ORIGIN}, [2.3, 2.2], "operation", "A log of zero in head (forward)"),
         (STOPPED | {"origin": ORIGIN}, [2.3, 99.0], "learning-rate", "rose from 2.3 to 99"),

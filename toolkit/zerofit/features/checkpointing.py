@@ -7,7 +7,7 @@ from typing import Literal
 Checkpointing = bool | Literal["selective"]
 # words of a layout that uses it
 WORDS: dict[Checkpointing, str] = {False: "", "selective": "selective checkpointing", True: "checkpointing"}
-HELP = {"selective": "keep the results of attention and all matrix products, recompute the rest"}
+HELP = {"selective": "keep the results of attention and of every second matrix product, recompute the rest"}
 # how often collectives inside blocks run in backward, relative to forward: selective keeps what they return, except
 # for all-gathers, which are half of tensor parallelism's
 REPEATED: dict[Checkpointing, float] = {False: 1, "selective": 1.5, True: 2}

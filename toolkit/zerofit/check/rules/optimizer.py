@@ -102,6 +102,6 @@ def _number(c: CheckSubject, key: str, value: Any) -> Iterator[Finding]:
             path=path,
             message=f"{key} is {value!r}; allowed: a number {'above' if key == 'lr' else 'of at least'} 0",
             why="DeepSpeed's optimizers accept it, but then the weights do not change, or they diverge. torch's "
-            "optimizers raise an error",
+            "optimizers stop with an error",
             fix="correct it, or remove it for the default",
         )
