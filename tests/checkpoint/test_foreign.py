@@ -17,11 +17,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.checkpoint.conftest import RUNS
 from zerofit.app.checkpoints import Checkpoint
+from zerofit.app.training.prepare_folder import prepare
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.foreign import foreign_at
 from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
 from zerofit.checkpoint.full_state import FullState
 from zerofit.spec.errors import UserError
+from zerofit.spec.events import Event, Reporter
+from zerofit.spec.run import load_run
 
 
 def plain(runs, name: str, folder: Path) -> tuple[Path, Path]:
@@ -362,6 +365,7 @@ def as_torchtitan(own: Path, folder: Path) -> Path:
     }
     states |= {f"state.{name}.step": torch.tensor(2.0) for name in state.names}
     states |= {f"param_groups.{name}.lr": 1e-2 for name in state.names}
+    states |= {f"param_groups.{name}.betas": (0.9, 0.95) for name in state.names}
     weights = {name: state.read(name) for name in state.tensors}
     dcp.save({**weights, "optimizer": states}, checkpoint_id=str(folder / "saved/step-2"), no_dist=True)
     return folder / "saved/step-2"
@@ -408,6 +412,16 @@ def test_a_run_resumes_from_another_program_in_another_layout(runs, pools, tmp_p
     for name in before.names:
         step = after.read(name) - before.read(name)
         assert (ours.read(name) - after.read(name)).norm() < 0.1 * step.norm(), name
+
+
+def test_a_resume_names_the_settings_of_the_optimizer_that_change(runs, tmp_path):
+    """A run keeps its own settings. The files of torchtitan have other betas, and no weight decay to compare."""
+    saved = as_torchtitan(runs("zero3-bf16").folder.checkpoints / "step-00000002", tmp_path)
+    run = {**RUNS["zero3-bf16"], "data": runs("zero3-bf16").job.run.data, "ds_config": "zero1", "ranks": 2}
+    events = list[Event]()
+    prepare(load_run(None, {**run, "output": tmp_path / "run", "resume": str(saved)}), Reporter(events.append))
+    changed = [event.text for event in events if event.text.startswith("the optimizer's")]
+    assert changed == ["the optimizer's betas is now [0.9, 0.999] (was [0.9, 0.95])"]
 
 
 def test_the_scale_of_fp16_losses_survives_everything(runs, pools, tmp_path, monkeypatch):

@@ -263,6 +263,12 @@ def _foreign_start(found: Foreign, job: Job, report: Reporter) -> Start:
     report.note(f"resuming from {facts.name}")
     for note in state.notes:
         report.note(f"{found.path}: {note}; the optimizer starts with fresh states")
+    usual = {"betas": [0.9, 0.999]} if "exp_avg_sq" in kinds else {}  # of Adam (deepspeed/ops/adam)
+    for name, ours in (usual | job.ds_config.get("optimizer", {}).get("params", {})).items():
+        theirs = [group.settings[name] for group in state.groups if name in group.settings]
+        theirs = [list(value) if isinstance(value, tuple) else value for value in theirs]
+        if name != "lr" and theirs and ours not in theirs:  # of lr the files have the scheduled value
+            report.note(f"the optimizer's {name} is now {ours} (was {theirs[0]})")
     samples = state.counters["global_samples"] or step * job.batch.total
     report.note(f"the checkpoint has no random states and no sample order: training continues at sample {samples:,}")
     return Start(checkpoint=str(found.path), step=step, samples=samples, same_layout=False)
