@@ -41,7 +41,7 @@ _TRUNCATED = "_no_grad_trunc_normal_"  # redraws outliers; one op, since the num
 
 
 class NotDeferrableError(Exception):
-    """Raised if a constructor needs values, which fake tensors do not have. The message is the reason."""
+    """Raised if a constructor cannot run on fake tensors, e.g. if it reads values. The message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -250,7 +250,7 @@ VOC = SegmentationInputs(channels=3, size=520, classes=21)
 
 
 def published_inputs(source: ModelSource) -> ImageInputs | TableInputs:
-    """Return the input shapes of a published image or table model (torchvision's or zerofit's own)."""
+    """Return the inputs that a published image or table model expects, including zerofit's own models."""
     preset = NAMED.get(source.name)
     if preset and preset.inputs:
         return cast(ImageInputs | TableInputs, inputs_from_dict(preset.inputs))

@@ -137,7 +137,7 @@ def _start_before(step: int, folder: RunFolder, job: Job, report: Reporter) -> S
 
 
 def _job(job: Job, start: Start | None, last: int, precision: WidePrecision | None) -> Job:
-    """Return the job of the replay: the run's job or, with `precision`, a job on one CPU."""
+    """Return the job of the replay: the run's job or, with `precision`, a job on one CPU in that precision."""
     run = job.run.model_copy(update=_QUIET)
     job = replace(job, run=run, start=start, forecast=None, fit=None, batch=replace(job.batch, limit=0))
     if precision is None:

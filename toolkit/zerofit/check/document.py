@@ -72,7 +72,7 @@ class Document:
         return self.root.place
 
     def duplicates(self) -> Iterator[tuple[str, ObjectMember, ObjectMember]]:
-        """Yield each key that occurs twice in an object: dotted path, an earlier member, the last member."""
+        """Yield each key that an object has more than once: dotted path, an earlier member, the last member."""
         yield from _duplicates(self.root, "")
 
 

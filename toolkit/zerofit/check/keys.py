@@ -95,7 +95,7 @@ def _of_unknown(parent: str, catalog: Catalog) -> str:
 
 
 def is_off(value: Any) -> bool:
-    """Return whether the value of a section or a flag switches everything in it off."""
+    """Return whether the value of a section or a flag switches nothing on."""
     if isinstance(value, Mapping):
         switched = value.get("enabled")
         return switched is False or (switched is None and all(is_off(v) for v in value.values() if _switches(v)))

@@ -175,7 +175,7 @@ class Parts:
 
 
 def lacks_experts(mapping: dict[str, Any], elements: int) -> bool:
-    """Return whether a mapping of experts covers fewer elements than the experts' partition has (`elements`)."""
+    """Return whether a mapping has experts, but does not cover `elements`, the size of their partition."""
     has_experts = any(map(EXPERTS.fullmatch, mapping))
     return has_experts and sum(fragment.numel for fragment in mapping.values()) != elements
 

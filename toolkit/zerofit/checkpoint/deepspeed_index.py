@@ -61,7 +61,7 @@ Whole = dict[str, tuple[str, Keys, Tensor]]  # by name: file, keys, tensor
 
 
 def _whole_weights(files: DeepSpeedFiles, tp: int) -> Whole:
-    """Return the weights that a tensor parallel rank saved as full tensors, not in flat partitions."""
+    """Return the weights that a tensor parallel rank saved one by one, not in flat partitions."""
     whole: Whole = {}
     for (number, rank), name in sorted(files.layers.items()):
         if rank == tp:

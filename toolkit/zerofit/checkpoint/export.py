@@ -155,7 +155,7 @@ def export_foreign(
     if adapters is not None:
         return _write_foreign_adapters(state, adapters, out, wanted)
     if folder is None:
-        names = "so parameters keep the checkpoint's names (`ckpt export --model FOLDER` uses another folder's)"
+        names = "so parameters keep the checkpoint's names (`ckpt export --model FOLDER` uses FOLDER's config.json)"
         report.note(f"{found.path} has no config.json, {names}")
     try:
         model = _named_model(folder) if folder else _shape_model(state)

@@ -61,7 +61,7 @@ def refuse_existing(out: Path, where: str = "OUT") -> None:
 
 
 def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
-    """Raise UserError "disk-full" if the disk of `out` has less than `needed_bytes` free."""
+    """Raise UserError "disk-full" if the disk of `out` has less than `needed_bytes` + SPARE_BYTES free."""
     existing = next(path for path in (out, *out.parents) if path.exists())
     free, needed = shutil.disk_usage(existing).free, needed_bytes + SPARE_BYTES
     if free < needed:

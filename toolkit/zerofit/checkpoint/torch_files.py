@@ -171,7 +171,10 @@ def _distributed_groups(found: Foreign, scalars: dict[str, Location]) -> list[Pa
 
 
 def _prefix(weights: list[str], states: list[str]) -> str:
-    """Return the prefix that turns each parameter name in `states` into a key in `weights`."""
+    """Return the prefix that turns each parameter name in `states` into a key in `weights`.
+
+    If there is none, return "model." if all keys begin with it, else "".
+    """
     firsts = {key.split(".")[0] + "." for key in weights}
     for prefix in ("", *sorted(firsts)):
         if states and all(prefix + name in weights for name in states):
@@ -247,8 +250,9 @@ def _has_tensor(content: dict[Any, Any]) -> bool:
 def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
     """Build the index of full state dicts: a torch file, or safetensors with the optimizer's file next to them.
 
-    In the optimizer's file, parameters have numbers instead of names. Number n is the n-th parameter of the model of
-    `run` or, without a run, of the model of config.json.
+    The optimizer's file has numbers instead of names. The numbers follow the optimizer's groups. Within a group,
+    parameters are in the order of the model of `run` or, without a run, of the model of config.json. If this model
+    lacks a name, a torch file's own order is used.
     """
     root = found.root
     saved, notes = _StateDict(), []

@@ -119,7 +119,7 @@ def _regret(regret: Regret) -> str:
     if regret.untried_step_s is None:
         return "none: every configuration that fits was tried"
     untried = f"{regret.untried} configurations were not tried; the best of them should take"
-    gain = f"{regret.gap:.1%} less than the best measured" if regret.gap else "as much as the best measured"
+    gain = f"{regret.gap:.1%} less than the best measured" if regret.gap else "not faster than the best measured"
     chance = f"with a probability of 95% none saves more than {regret.at_most:.1%}"
     return f"{untried} {_seconds(regret.untried_step_s)} per step, {gain}; {chance}"
 

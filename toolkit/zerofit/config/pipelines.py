@@ -29,7 +29,10 @@ def most_stages(run: Run, ranks: int, layers: int | None) -> int:
 
 
 def check_schedule(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
-    """Check the requirements of DualPipeV (DeepSpeed 0.19.8, runtime/pipe/dualpipev.py:97-104)."""
+    """Check the requirements of DualPipeV (DeepSpeed 0.19.8, runtime/pipe/dualpipev.py:97-104).
+
+    `run` must have all defaults filled in.
+    """
     if run.pipeline_schedule != "dualpipev":
         return
     asked, place = "--pipeline-schedule dualpipev", "--pipeline-schedule"

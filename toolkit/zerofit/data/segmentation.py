@@ -170,7 +170,7 @@ def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[
 
 
 def _check_pair(root: Path, pair: MaskedImage) -> tuple[int, str]:
-    """Return the largest class of the mask (-1 if it has none) and what is wrong with the pair ("" if nothing)."""
+    """Return the largest class of the mask (-1 for a bad pair) and what is wrong with the pair ("" if nothing)."""
     from PIL import Image
 
     try:

@@ -49,7 +49,7 @@ class KernelTable:
     def seconds(self, kernel: Kernel, micro_batch: int, unaligned: float = 1.0) -> float | None:
         """Return the seconds of equal kernels; None if no kernel like them was measured.
 
-        A kernel is like them if it has the same kind and dtype.
+        A kernel is like them if it has the same kind and dtype, and if both or neither have several groups.
 
         `unaligned`: rate of matrix multiplications with unaligned rows, relative to aligned rows. It is used only
         if no matrix multiplication with unaligned rows was measured.

@@ -190,7 +190,10 @@ class _Drawing:
         self.now_s = end_s
 
     def _flow(self, layers: Sequence[_NamedLayer], backward: bool, groups: Iterable[ReduceGroup]) -> list[Piece]:
-        """Return the pieces of forward or `backward`. Weights are fetched before a layer runs, and reduced after it."""
+        """Return the pieces of forward or `backward`. Weights are fetched ahead of a layer.
+
+        Gradients are reduced after the layers of a group in `groups`.
+        """
         parts, clock = self.parts, Clock(self.parts.exposed)
         works = parts.rank_pass.backward if backward else parts.rank_pass.forward
         elements_after = _elements_after(groups)

@@ -59,7 +59,8 @@ def init_moments(
 def _init_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[dict[str, int]]:
     """Yield two moments per group: it is copied into a flat buffer, then the rank's part is copied to float32.
 
-    See zero/stage_1_and_2.py:483 and :560. The originals are freed in between.
+    See zero/stage_1_and_2.py:483 and :560. The originals are freed in between. The zero gradients come last (:941).
+    They are left out if the states of a GPU are offloaded.
     """
     element, parameters = layout.element_bytes, layout.element_bytes * line.elements
     made = 0

@@ -125,7 +125,7 @@ def simulation_sections(found: Simulations) -> Iterator[Section]:
 
 
 def _limit(found: Simulations) -> tuple[str, float] | None:
-    """Return the device and its memory; None if the simulations have different devices."""
+    """Return the device and its memory; None if the simulations differ in one of them."""
     devices = {(s.device, s.device_total_bytes) for s in found.values()}
     if len(devices) != 1:
         return None

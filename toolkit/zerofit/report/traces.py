@@ -154,7 +154,7 @@ def _part(module: str, kind: str) -> Part:
 def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
     """Yield kind, start and microseconds of collectives, then of the training thread.
 
-    If ops are nested, only the inner ops' time counts. The time between ops counts as Python's time, except while
+    An op counts without the time of the ops inside it. The time between ops counts as Python's time, except while
     Python waits for a collective.
     """
     sent = [e for e in events if e["name"].startswith("gloo:")]

@@ -25,7 +25,7 @@ class CacheLayers:
 
 
 class Need(NamedTuple):
-    """The limits on the number of tokens in one request."""
+    """The limits on the number of tokens that one request occupies in the cache."""
 
     length: int  # max_model_len
     batched: int  # max_num_batched_tokens

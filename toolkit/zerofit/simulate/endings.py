@@ -90,7 +90,7 @@ def why_it_failed(error: Exception) -> str:
 
 
 def note_failed(outcomes: Sequence[object], what: str, report: Reporter) -> None:
-    """Report how many optional simulations failed, and why the first of them failed."""
+    """Report how many optional simulations lacked memory, were killed or crashed, and why the first one did."""
     failed = [one for one in outcomes if isinstance(one, Problem) and one.kind in _FAILED]
     if failed:
         report.note(f"{what}: {len(failed)} of {len(outcomes)} left out, because {failed[0].message}")

@@ -86,7 +86,10 @@ class Task:
 
 
 def shielded(on_event: OnEvent) -> OnEvent:
-    """Return a callback that never raises. It logs the first exception of `on_event`."""
+    """Return a callback that logs the first exception of `on_event` instead of raising it.
+
+    Later exceptions are ignored, so the run continues.
+    """
     failed = False
 
     def tell(event: Event) -> None:

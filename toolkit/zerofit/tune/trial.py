@@ -56,7 +56,11 @@ class Trial:
 
 
 def describe(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
-    """Describe a configuration briefly, without settings that are off or equal in all candidates."""
+    """Describe a configuration briefly, without settings that are off.
+
+    The precision is named only if candidates differ in it. Buckets and persistence are named only if candidates of the
+    same ZeRO stage differ in them.
+    """
     layout = candidate.layout
     parts = [f"ZeRO {layout.zero_stage}", f"micro batch {layout.micro_batch} x {layout.accumulation}"]
     parts += [f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "sp", "ep") if getattr(layout, name) > 1]

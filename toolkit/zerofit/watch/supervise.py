@@ -228,7 +228,7 @@ def _quiet_s(state: RankState, now: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksOutcome:
-    """The exit code and the failures of all ranks after one launch."""
+    """The outcome of one start: the launcher's exit code, and the failures of the ranks."""
 
     code: int  # exit code of the launcher
     verdict: FailureVerdict | None  # failure seen by the watch

@@ -61,8 +61,9 @@ def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunReques
 def read_request(target: str | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:
     """Return the request for a model's name, a run file or a run folder. Flags override saved values.
 
-    For a run folder, the request resumes its run. If flags change the layout, batch sizes per rank are chosen again for
-    the same global batch. Raises UserError, for example if the model needs code and `trust_model_code` is false.
+    For a run folder, the request resumes its run. If flags change the layout, batch sizes per rank are chosen again
+    for the same global batch. Raises UserError, for example if a run folder or a saved model names code and
+    `trust_model_code` is false.
     """
     return from_saved(_read_request(target, dict(flags), trust_model_code), trust_model_code)
 

@@ -192,8 +192,8 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
 def for_trainer(config: Mapping[str, Any], layout: PlannedLayout, profile: Profile) -> dict[str, Any]:
     """Return a DeepSpeed JSON with the plan's buckets, in which the HF Trainer can fill in each "auto".
 
-    The Trainer does not fill in `allgather_bucket_size`. With offloading, the JSON names an optimizer, since
-    DeepSpeed offloads only the states of its own optimizers.
+    The Trainer does not fill in `allgather_bucket_size`. If the layout offloads the optimizer, the JSON names an
+    optimizer, since DeepSpeed offloads only the states of its own optimizers.
     """
     found = copy.deepcopy(dict(config))
     zero = found["zero_optimization"]

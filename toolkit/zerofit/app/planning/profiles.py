@@ -251,7 +251,7 @@ def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task)
 def _place(wanted: ProfileRequest) -> Path | None:
     """Return the file of the profile, whose name depends on the model's config and all settings.
 
-    None for a user's own code.
+    None for a user's own code and for a pipeline of diffusers.
     """
     content = _content(wanted.model)
     if content is None:

@@ -257,7 +257,11 @@ def _with_log_probs(setup: SearchSetup, settings: RolloutSettings, name: str) ->
 
 
 def _data_parallel(request: PlanningRequest, cluster: Cluster, group: int) -> PlanningRequest:
-    """Return the request with data parallelism only. The global batch becomes a multiple of `group` completions."""
+    """Return the request with data parallelism only, and a global batch that is a multiple of `group`
+    completions.
+
+    Raises UserError if the given batch is not such a multiple.
+    """
     pins, ranks = request.pins, cluster.ranks
     sizes = pins.get("micro_batch"), pins.get("gradient_accumulation_steps")
     batch = pins.get("global_batch") or (ranks * sizes[0] * sizes[1] if sizes[0] and sizes[1] else None)

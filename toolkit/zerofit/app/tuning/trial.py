@@ -90,9 +90,9 @@ def _watch(
 ) -> tuple[Timing | None, bool]:
     """Return the step time, and whether the trial was stopped early because it is slower than the best.
 
-    The function returns as soon as the step time is precise enough. After the deadline, it returns the step time
-    measured so far. The step time is None if the run ends first, or if too few steps were measured. The function adds
-    the steps that it reads to `records`.
+    The function returns as soon as the step time is precise enough. If `deadline` or another time limit passes
+    first, it returns the step time measured so far. The step time is None if the run ends first, or if too few
+    steps were measured. The function adds the steps that it reads to `records`.
     """
     began, first = time.monotonic(), None
     while process.poll() is None:

@@ -61,7 +61,7 @@ class PhaseLog:
         return self._current[0] if self._current else ""
 
     def begin(self, name: str) -> None:
-        """End the current phase and begin another one. If `name` is the current phase, do nothing."""
+        """End the current phase and begin another one. If `name` is the current phase of this step, do nothing."""
         if (name, self.step) == self._current:
             return
         self.end()

@@ -51,7 +51,7 @@ def even_split_plan(
 ) -> object:
     """Return AutoEP's plan of the tokens that ranks send to each other.
 
-    In a real run it is known once the counts are exchanged. (deepspeed/module_inject/auto_ep_layer.py,
+    As in a real run, the ranks exchange their counts first. (deepspeed/module_inject/auto_ep_layer.py,
     compute_split_plan)
     """
     from deepspeed.module_inject.auto_ep_layer import SplitPlan

@@ -59,7 +59,7 @@ class ScriptKnob:
     file: dict[str, Any] | None = None  # content of the change's file, if that is not a DeepSpeed JSON
 
     def shards(self, original: ScriptCommand) -> bool:
-        """Return whether the change moves or shrinks states. Only one change of this kind is possible."""
+        """Return whether the change moves or shrinks states. Two such changes cannot be combined."""
         of_states = {EIGHT_BITS, SHARDED, SHARDED_STATES} & {*self.edits}
         return bool(self.config or self.command != original or of_states or {"fsdp", "optim"} & {*self.arguments})
 
@@ -90,7 +90,10 @@ class ScriptKnob:
 
 
 def script_knobs(command: ScriptCommand, facts: ScriptFacts, target: ScriptTarget, folder: Path) -> list[ScriptKnob]:
-    """Return changes to arguments, files and lines, roughly ordered by slowdown. Files are written into `folder`."""
+    """Return changes to arguments, files and lines, roughly from the least to the most slowdown.
+
+    Files are written into `folder`.
+    """
     ranks, on_gpu = target.world_size, target.on_gpu
     found = _of_trainer(command, facts, ranks, on_gpu) if facts.trainer else _of_lines(command, facts, ranks, on_gpu)
     if facts.accelerate and not facts.trainer and facts.sharding == "DDP":

@@ -119,7 +119,7 @@ def _is_of_package(words: Sequence[str]) -> bool:
 
 
 def rank_problems(command: ScriptCommand, gpus: int, nodes: int) -> list[Problem]:
-    """Return a problem if the command starts more or fewer ranks than there are devices."""
+    """Return a problem if the command's ranks per node or its nodes differ from `gpus` and `nodes`."""
     if command.gpus is not None and (command.gpus, command.nodes or 1) != (gpus, nodes):
         asked = f"--gpus is {gpus}" + (f" on --nodes {nodes}" if nodes > 1 else "")
         on = f" on {command.nodes} nodes" if (command.nodes or 1) > 1 else ""

@@ -1,4 +1,4 @@
-"""Explain why a script ended before it trained: its error, or a limit of the simulation.
+"""Explain why a script ended before it trained: its own exit or error, or a limit of the simulation.
 
 How the script would end on the real machine is unknown.
 """

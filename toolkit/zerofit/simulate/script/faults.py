@@ -278,7 +278,7 @@ def _lost_gradients(script: Script) -> Iterator[Found]:
 
 
 def _unused_search(script: Script) -> Iterator[Found]:
-    """Find DistributedDataParallel(find_unused_parameters=True) where every parameter gets gradients."""
+    """Find DistributedDataParallel(find_unused_parameters=True) if all parameters get gradients in each batch."""
     chosen = [trainer.args.ddp_find_unused_parameters for trainer in script.lengths.trainers.values()]
     for model, line in script.log.wrapped:
         least = min(script.log.updated[id(p)] for p in model.parameters() if p.requires_grad)

@@ -128,7 +128,7 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Make tensors from Python numbers on the host, then copy them. (torch.tensor, as_tensor, asarray)"""
+    """Make tensors from Python numbers on the host, then copy them to the device. (torch.tensor, as_tensor, asarray)"""
     from deepspeed.runtime.zero import partition_parameters
 
     def on_host(original: Any) -> Any:

@@ -145,8 +145,8 @@ def replaced_arguments(values: Mapping[str, object]) -> None:
 def largest_samples(meter: ValueTracker) -> None:
     """Replace each batch's samples with the largest samples of the data set.
 
-    An image's size is its number of pixels. Any other sample's size is its number of floats. If all samples have the
-    same size, the batches stay unchanged.
+    A sample's size is its number of pixels and floats. Integer arrays with several dimensions count, too (see
+    `_sample_size`). If all samples have the same size, the batches stay unchanged.
     (torch.utils.data: _MapDatasetFetcher.fetch)
     """
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
@@ -223,7 +223,7 @@ def _longest_row(dataset: Any) -> int:
 def _longer(value: Any, seen: int, wanted: int, targets: int) -> Any:
     """Repeat values along dimensions of `seen` elements until they have `wanted` elements.
 
-    Labels and decoder inputs are lengthened to `targets` instead.
+    If labels or decoder inputs have fewer than `targets` elements, they are lengthened to `targets` instead.
     """
     if isinstance(value, Tensor):
         for dimension in range(1, value.dim()):
