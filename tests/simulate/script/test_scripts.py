@@ -204,7 +204,7 @@ def test_a_gradient_that_is_summed_up_on_the_host(folder):
 
 def test_flash_attn_keeps_what_its_kernels_keep(folder):
     seen = facts(simulated(FLASH))
-    assert any(note.text.startswith("flash_attn: memory of") and note.count == 4 for note in seen.facts.notes)
+    assert any(note.text.startswith("flash_attn: the memory of") and note.count == 4 for note in seen.facts.notes)
 
 
 @pytest.mark.parametrize("whose", ["own", "a library's"])
