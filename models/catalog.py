@@ -65,7 +65,7 @@ class ModelSource:
 def source_of(run: Run) -> ModelSource:
     """Return the source of a run's model, with adapters and frozen weights.
 
-    Raises ModelError for unusable weights, and in the cases of `find` and `with_task`.
+    Raises ModelError if the weights are unusable, or if `find` or `with_task` raises it.
     """
     pretrained = str(run.pretrained.expanduser()) if run.pretrained else None
     source = with_task(find(run.model), run.task)
@@ -141,7 +141,7 @@ def shape_named(name: str) -> Match:
     """Return a preset or a cached config.json with the same shape as the model of a hub repository.
 
     `name` may also be another spelling of a preset's name. All other names are returned unchanged. The result is only
-    for forecasts of memory and time: training "Qwen/Qwen3-8B" needs its weights.
+    for forecasts of memory and time, which need no weights. Training "Qwen/Qwen3-8B" needs the repository's weights.
     """
     name = name.removeprefix("hub:")
     itself = Match(name=name, note="")

@@ -141,7 +141,7 @@ def _recorded(make: Callable[[], nn.Module], log: _Log) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _Ref:
-    """A fake tensor, described by its storage and its place in it."""
+    """The description of a fake tensor: its storage, and its type, size, strides and offset in that storage."""
 
     storage: int
     elements: int  # of the storage

@@ -21,8 +21,9 @@ _BOTH = ("encoder_layers", "decoder_layers", "num_layers", "num_encoder_layers",
 def depths(config: Any) -> dict[Path, int]:
     """Return the numbers of layers in a config: for each inner model, or for encoder and decoder.
 
-    An image encoder is left out if the config refers to the encoder's layers by number. With fewer layers, the model
-    would use different layers (LLaVA, Qwen3-VL), or layers with another kind of attention (Qwen2.5-VL).
+    If the config refers to the image encoder's layers by number, this encoder is left out, so it keeps all its layers.
+    With fewer layers, the model would use different layers (LLaVA, Qwen3-VL), or layers with another kind of attention
+    (Qwen2.5-VL).
     """
     within = [name for name in ("text_config", "vision_config") if hasattr(config, name)]
     if any(hasattr(c, name) for c in (config, getattr(config, "vision_config", None)) for name in _NUMBERED):
@@ -56,7 +57,7 @@ def with_depths(args: Mapping[str, Any], wanted: Mapping[Path, int]) -> dict[str
 def of_all_layers(config: Any, name: str) -> Any:
     """Return a config's value `name` if it is the same for all layers.
 
-    Returns None if the config lacks it, or if layers have different values (Gemma 4's heads, SegFormer's list of them).
+    Returns None if the config lacks it or if layers have different values (Gemma 4's heads, SegFormer's list of heads).
     """
     try:
         value = getattr(config, name, None)

@@ -31,8 +31,9 @@ ENOUGH = 2  # equal layers to trace: the first may create tensors for all layers
 def equal_layers(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> dict[Path, int]:
     """Return the config's keys that count equal layers, with their values; {} if all layers must be traced.
 
-    Equal layers have the same modules, shapes and settings. The leading layers and the first equal layer may differ. If
-    the number of layers also changes other parameters, return {}. Raises ModelError if the model cannot be built.
+    Equal layers have the same modules, shapes and settings. The leading layers, and the first layer after them, may
+    differ from the others. If the number of layers also changes other parameters, return {}. Raises ModelError if the
+    model cannot be built.
     """
     if source.family != "transformers":
         return {}

@@ -213,7 +213,7 @@ def _resnet(model: ResNet) -> list[Layer]:
 
 
 def _vgg(model: VGG) -> list[Layer]:
-    """Return one layer for each convolution or linear layer and the modules up to the next one."""
+    """Return the model's layers, cut before each convolution, before each linear module, and before `avgpool`."""
     features = [
         _group(f"features.{g[0]}", model, [f"features.{i}" for i in g], block=True)
         for g in _cuts(cast(nn.Sequential, model.features))

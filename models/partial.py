@@ -164,7 +164,7 @@ def _target_names(lora: LoraSettings) -> list[str]:
 
 
 def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
-    """Raise ModelError for names that have no adapter, and for adapters of fused experts.
+    """Raise ModelError if a target name matches no linear layer with adapters, or if fused experts have adapters.
 
     In every forward, peft would add the full adapter matrix to the full tensor of fused experts.
     """

@@ -78,9 +78,10 @@ def watched(sections: list[ModelSection], begin: Mark) -> Iterator[None]:
 # transformers' blocks checkpoint themselves in __call__: the hooks run inside of the checkpoint. The input that the
 # checkpoint saves would then count for the section before the block.
 def _around_hooks(module: nn.Module) -> Any:
-    """Return the function that checkpoints a block with its hooks (transformers before 5.23); None for other blocks.
+    """Return a block's checkpointing function if the block's hooks run inside the checkpoint; otherwise None.
 
-    The function saves the block's input, which must count as memory of this block (transformers/modeling_layers.py).
+    The hooks run inside it before transformers 5.23. The function saves the block's input, which must count as
+    memory of this block (transformers/modeling_layers.py).
     """
     within = type(module).__call__ is not nn.Module.__call__ and getattr(module, "gradient_checkpointing", False)
     return vars(module).get(_CHECKPOINT) if within else None
@@ -108,7 +109,7 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def block_lists(model: Any, inputs: Inputs | None) -> list[tuple[nn.ModuleList, Path]]:
-    """Return the lists of blocks, each with the config's key for their number, in the order of the forward."""
+    """Return each list of blocks, with the config's key that counts its blocks, in the order of the forward."""
     known, named_lists = depths(model.config), []
     for name, module in model.named_modules():
         inside = any(name.startswith(outer + ".") for outer, _, _ in named_lists)

@@ -168,7 +168,7 @@ def _own(path: str, elsewhere: Sequence[str]) -> Finding:
 
 
 def _places(path: str, key: str, value: Any, c: CheckSubject) -> list[str]:
-    """Return the paths where a key may belong. For a name in many sections (`enabled`), stay in its section."""
+    """Return paths where a key may belong. If many sections have it (`enabled`), use only the section of `path`."""
     places = c.catalog.places.get(key, [])
     generic = len(places) > NAMED or (len(places) > 1 and "_" not in key)
     section = path.partition(".")[0]

@@ -43,7 +43,7 @@ def program_of(config: Any) -> tuple[Program, tuple[str, ...]] | None:
 
 
 def where_to_look(program: Program, config: Mapping[str, Any], file: str) -> str:
-    """Return a hint to check the DeepSpeed JSON that a program's file names, not the file itself."""
+    """Return a hint for another program's file: check the DeepSpeed JSON to which it refers, not the file itself."""
     if program.kind == "accelerate":
         kind = config.get("distributed_type")
         if kind in (None, "DEEPSPEED"):

@@ -123,7 +123,7 @@ class DefaultNote:
         return _Names(subject, self.key).text(self.text)
 
     def matters(self, subject: CheckSubject) -> bool:
-        """Return whether the default applies; False if the condition needs a wrong value."""
+        """Return whether the default applies; False if the condition reads a value that DeepSpeed does not allow."""
         return subject.holds(lambda c: _Names(c, self.key).value_of(self.when))
 
     def mattered(self, subject: CheckSubject) -> bool:

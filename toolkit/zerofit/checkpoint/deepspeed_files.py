@@ -2,7 +2,7 @@
 
 *mp_rank_MM_model_states.pt        names, shapes, ties, counters; the 16-bit weights below stage 3
 *zero_pp_rank_R_*optim_states.pt   rank R's flat partitions: master weights and the optimizer's states
-layer_NN-model_MM-model_states.pt  a pipeline's weights, one file a layer and tensor parallel rank
+layer_NN-model_MM-model_states.pt  a pipeline's weights: one file for each layer of each tensor parallel rank
 layer_L_expert_E_*, expp_rank_*    a mixture's experts, and their optimizer at stage 0
 """
 

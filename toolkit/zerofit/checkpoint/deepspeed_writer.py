@@ -353,10 +353,10 @@ def convert_to(
     run: Run | None = None,
     report: Reporter | None = None,
 ) -> ConvertResult:
-    """Convert a checkpoint for the DeepSpeed engine `target`; if it is None, to PyTorch's distributed format.
+    """Convert a checkpoint for the DeepSpeed engine `target`, or to PyTorch's distributed format if `target` is None.
 
     `dtype` is the type in which the engine trains (default: as in the checkpoint). `repair` replaces the data of a lost
-    rank. `run` has the model of another program's checkpoint. Raises UserError.
+    rank. If another program wrote the checkpoint, `run` describes its model. Raises UserError.
     """
     report = report or Reporter()
     refuse_existing(out)

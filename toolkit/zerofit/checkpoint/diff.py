@@ -26,7 +26,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRow:
-    """The difference between two tensors. `apart` counts elements that differ in any bit of the wider type."""
+    """The difference between two tensors. `apart` counts elements whose bits differ in the wider of the two types."""
 
     name: str
     kind: str  # "fp32" for the tensor itself, or an optimizer state
@@ -78,7 +78,7 @@ class CheckpointDiff:
 
 
 def diff(a: Path, b: Path, states: bool = False, report: Reporter | None = None) -> CheckpointDiff:
-    """Compare two folders: of a run, a checkpoint, an exported model, or any other safetensors.
+    """Compare two folders or files: runs, checkpoints, exported models, or any other safetensors.
 
     With `states`, also compare optimizer states, which only checkpoints have. Only one tensor of each side is in
     memory at a time. Raises UserError if a side cannot be read.
@@ -120,7 +120,7 @@ class SafetensorsFiles:
         self.ties: dict[str, str] = {}
 
     def kinds(self, name: str) -> list[str]:
-        """Return the only kind of a tensor: the tensor itself."""
+        """Return `[MASTER]`, the kind of the tensor itself: safetensors files have no optimizer states."""
         return [MASTER]
 
     def shape(self, name: str) -> tuple[int, ...]:

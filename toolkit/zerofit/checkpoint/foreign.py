@@ -67,7 +67,7 @@ class Foreign:
 
     @property
     def root(self) -> Path:
-        """The folder that `path` is, or that has the file `path`."""
+        """`path` if it is a folder; otherwise the folder that contains this file."""
         return self.path if self.path.is_dir() else self.path.parent
 
     @property

@@ -380,7 +380,7 @@ def _remedy(found: Foreign) -> str:
 
 
 def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
-    """Compare master weights of stages 1 and 2 with the weights. They differ if a file is from another run or step."""
+    """At ZeRO stages 1 and 2, find master weights that differ from the weights: a file is of another run or step."""
     files, damage = DeepSpeedFiles.of(found), {}
     if found.stage_three or not files.optimizers:
         return []

@@ -243,7 +243,7 @@ class FullState:
     def source(self, name: str) -> Tensor | LazyTensor:
         """Return a buffer, or a parameter that will be read later.
 
-        The parameter's files are opened now, since threads may read it.
+        If the parameter can be read in pieces, its files are opened now, since several threads may read these files.
         """
         if name in self._buffers:
             return self.buffer(name)

@@ -55,8 +55,9 @@ class TrainedPart:
 def merged_weights(part: TrainedPart, most_bytes: int | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights and buffers of the model, by name, with adapters merged in float32.
 
-    At most `most_bytes` of frozen weights are in memory at a time (default: a quarter of the free memory), or one
-    larger weight. If the checksum of the frozen weights differs, UserError is raised after the last weight.
+    At most `most_bytes` of frozen weights are in memory at a time (default: a quarter of the free memory). A larger
+    frozen weight is built alone. If the checksum of the frozen weights differs, UserError is raised after the last
+    weight.
     """
     layers, read, total = dict(lora_layers(part.model)), {name_without_adapters(n): n for n in part.names}, 0
     state = part.plain.state_dict(keep_vars=True)
@@ -99,7 +100,7 @@ def _groups(names: list[str], state: dict[str, Tensor], most: int, dtype: torch.
 
 
 def _built(part: TrainedPart, keep: set[str]) -> nn.Module:
-    """Build the weights in `keep` as for the training. All other weights are on meta."""
+    """Build the weights in `keep` in the same way as the training did. All other weights are on meta."""
     torch.manual_seed(part.seed)
     stored = Stored(dtype=part.dtype, device=torch.device("cpu"))
     return build(part.source, part.inputs, dict(part.model_args), stored=stored, keep=keep)

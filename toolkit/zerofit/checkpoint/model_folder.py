@@ -216,8 +216,8 @@ class TensorFile:
     ) -> None:
         """Write one tensor, in pieces that `run` may write at the same time.
 
-        `wrote` gets the bytes of each piece. Raises UserError "overflow" if a number does not fit the narrower
-        type.
+        `wrote` gets the number of bytes of each piece. Raises UserError "overflow" if a number does not fit the
+        narrower type.
         """
         place, entry = self._places[name]
         if not entry.shape and isinstance(tensor, Tensor):
@@ -242,7 +242,7 @@ class TensorFile:
 def write_file(
     path: Path, entries: list[TensorEntry], read: Callable[[str], Tensor], wrote: Callable[[int], None]
 ) -> None:
-    """Write one safetensors file. `read` returns a tensor by name, and `wrote` gets the bytes of each write."""
+    """Write one safetensors file. `read` returns a tensor by name; `wrote` gets the number of bytes of each write."""
     file = TensorFile(path, entries)
     for entry in file.entries:
         file.write(entry.name, read(entry.name), wrote)

@@ -77,9 +77,9 @@ class PublishedFiles:
             self._write_configs(folder)
 
     def _outputs(self, part: PublishedTensor, tensor: Tensor | LazyTensor) -> Mapping[str, Tensor | LazyTensor]:
-        """Return the tensors that the files store for a part, by name.
+        """Return the tensors that the files store for one tensor of the model, by name.
 
-        If the part cannot be written in pieces, it is read now.
+        If the model's tensor cannot be written in pieces, it is read now.
         """
         if isinstance(tensor, LazyTensor):
             if part.unchanged and tensor.in_pieces:

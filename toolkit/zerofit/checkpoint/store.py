@@ -364,9 +364,9 @@ def locate(path: Path, where: str = "PATH", *, deep: bool = False, report: Repor
     """Return a checkpoint's folder. For a run, return its newest complete checkpoint.
 
     Newer damaged checkpoints are skipped with a warning. Another program's checkpoint is returned without a check:
-    it has no checksums, so only reading its tensors shows damage. With `deep` every byte is checked, else only that
-    the files exist and have the right sizes. Raises UserError "no-checkpoint", or "damaged-checkpoint" for a named
-    checkpoint that is damaged.
+    it has no checksums, so only reading its tensors shows damage. With `deep`, every byte is checked. Without it, the
+    check covers only whether the files exist and have the right sizes. Raises UserError "no-checkpoint", or
+    "damaged-checkpoint" for a named checkpoint that is damaged.
     """
     report = report or Reporter()
     if not is_own(path) and (found := foreign_at(path)):

@@ -76,7 +76,7 @@ def distributed_index(found: Foreign) -> RankIndex:
 
 
 def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dict[str, Location]) -> None:
-    """Add a folder's tensors and scalars to two dicts, by key. A tensor has a (description, chunk, place) per chunk."""
+    """Add a folder's scalars, and (description, chunk, location) of each chunk of a tensor, to two dicts by key."""
     if not (folder / METADATA).is_file():
         raise incomplete(folder, f"{METADATA} is missing (rank 0 writes it last)", "use an older checkpoint")
     metadata = safe_load.load_metadata(folder / METADATA)

@@ -45,8 +45,8 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None, run: Ru
     """Convert a checkpoint to a universal checkpoint in `out`, a new or empty folder.
 
     An engine loads it with `load_checkpoint(out)` and "checkpoint": {"load_universal": true}. A GAN's second engine has
-    its own tag, which ends in -generator. Only one tensor is in memory at a time. `run` has the model of another
-    program's checkpoint. Raises UserError.
+    its own tag, which ends in -generator. Only one tensor is in memory at a time. If another program wrote the
+    checkpoint, `run` describes its model. Raises UserError.
     """
     report = report or Reporter()
     refuse_existing(out)
@@ -94,7 +94,7 @@ def refuse_without_frozen(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def _write_engine(source: Path | None, state: FullState, ranks: int, folder: Path) -> Iterator[int]:
-    """Write one engine's files into `folder`. Yield the bytes of each tensor.
+    """Write one engine's files into `folder`. Yield the size of each tensor in bytes.
 
     FullState has refused names that point outside the folder.
     """

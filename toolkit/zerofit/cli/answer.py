@@ -1,4 +1,4 @@
-"""Print answers and errors of commands (with --json on the last line). Exit with 0, 1, 2, 3, 70, 75 or 130."""
+"""Print answers and errors of commands. With --json, the last line is JSON. Exit with 0, 1, 2, 3, 70, 75 or 130."""
 
 from __future__ import annotations
 

@@ -115,15 +115,15 @@ def verify(path: Path, as_json: bool) -> None:
 def convert(path: Path, out: Path, as_json: bool, **options: Any) -> None:
     """Write a checkpoint with optimizer states for another program, or for other ranks and another ZeRO stage.
 
-    After an interruption, the same command continues with the next file (--to deepspeed and universal).
+    --to universal: DeepSpeed loads the result on any number of ranks, with load_universal.
 
-    universal: DeepSpeed on any number of ranks, with load_universal.
+    --to deepspeed: DeepSpeed loads the result on --ranks at --stage, without further settings.
 
-    deepspeed: DeepSpeed on --ranks at --stage, without further settings.
+    --to dcp: FSDP2 and other programs that use torch.distributed.checkpoint load the result.
 
-    dcp: FSDP2 and other programs that use torch.distributed.checkpoint.
+    --to hf: the result has only the weights, in the form that `ckpt export` writes.
 
-    hf: only the weights, in the form that `ckpt export` writes.
+    If --to is deepspeed or universal, the same command continues with the next file after an interruption.
     """
     _answer(path, lambda saved, on_event: saved.convert(out, on_event=on_event, **options), as_json, show_converted)
 
@@ -299,7 +299,7 @@ def show_difference(result: CheckpointDiff) -> None:
 
 
 def _moment(created: object) -> str:
-    """Return "2026-11-28 01:09" of an ISO time."""
+    """Return an ISO time without seconds and "T": "2026-11-28 01:09"."""
     return str(created)[:16].replace("T", " ")
 
 

@@ -70,10 +70,14 @@ def fitting_table(
 ) -> Table:
     """Return a table that is at most as wide as the console. Columns are left out; cells are not shortened.
 
-    Columns that are "-" in all rows are always left out. If the table is too wide, columns that `keep` does not
-    name are left out first. Then columns of `keep` are left out, the last one first. The first four columns of
-    `keep` stay. If the column `wraps` has a long word, the second to fourth columns of `keep` may be left out, too,
-    but not `wraps`. The text of the column `wraps` may take several lines. `styles` has a style for each row.
+    Columns that are "-" in all rows are always left out. If the table is too wide, columns go in this order until the
+    rest fits:
+
+    1. columns that are not in `keep`
+    2. columns in `keep` after the fourth, the last one first
+    3. if the column named `wraps` has a long word: the fourth to second columns in `keep`, except `wraps`
+
+    The text of the column named `wraps` may take several lines. `styles`: a style for each row.
     """
     # Problem: a table has more columns than a terminal of 80 columns can show, and rich would cut its cells.
     # 1. Measure each column by its longest cell. The column that may wrap counts at most WRAPPED letters, but never

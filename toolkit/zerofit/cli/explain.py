@@ -38,9 +38,9 @@ def explain(ctx: click.Context, what: str, html: Path | None, as_json: bool, **h
     WHAT is the log of any program, a snapshot of torch.cuda.memory._dump_snapshot() (.pickle, also .gz), a run folder
     of zerofit, or - for a log on standard input. Neither torch nor a GPU is needed, and no code in the file runs.
 
-    With the command that started the run after --, zerofit simulates the run. The answer compares run and forecast,
-    and lists simulated changes. For a run folder, pass --gpu and --gpus instead of the command. The simulation needs
-    torch.
+    If you add -- and the command that started the run, zerofit simulates the run. The answer then compares run and
+    forecast, and lists simulated changes. For a run folder, pass --gpu and --gpus instead of the command. The
+    simulation needs torch.
 
     Exit code 0: the answer names a cause; 1: the evidence shows no cause, and the answer names the command to run next;
     2: bad input.

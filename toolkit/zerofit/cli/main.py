@@ -113,8 +113,8 @@ class Commands(click.Group):
 def main(context: click.Context) -> None:
     """Train CNNs and Transformers that do not fit on one GPU, with DeepSpeed.
 
-    Without a GPU: plan (which layout?), simulate (does it fit?), check (is my JSON right?). Then train, launch on
-    many hosts, and ckpt export.
+    Without a GPU: plan (which layout?), simulate (does it fit?), check (is my JSON right?). Then: train, launch (train
+    on many hosts), ckpt export (write the model).
     """
     if context.invoked_subcommand != "train":  # train joins the processes of a launcher
         _act_alone(context.invoked_subcommand or "", context)

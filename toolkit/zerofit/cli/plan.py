@@ -152,8 +152,8 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 def plan(model: str | None, as_json: bool, **options: Any) -> None:
     """List the layouts of MODEL that fit a cluster, fastest first, with their memory. Explain why others do not fit.
 
-    Options of a run and --ds-config fix parts of the layout. zerofit searches the other parts. Layouts that do not fit
-    are listed last, with their times. Without hardware options the cluster is this machine.
+    --ds-config, and options such as --zero-stage, set parts of the layout. zerofit searches the other parts. Layouts
+    that do not fit are listed last, with their times. Without hardware options the cluster is this machine.
 
     Exit code 0: a layout fits; 1: none fits; 2: bad input.
     """

@@ -196,7 +196,7 @@ def _write_config(result: Simulation, path: Path) -> None:
 
 
 def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:
-    """Return the problem that the simulator does not work with the requested releases."""
+    """Return the problem to report if the simulator fails with the requested releases."""
     named = " and ".join(f"{name} {version}" for name, version in releases.items())
     reason = str(error).strip().splitlines()[-1]
     hint = "use a later release; docs/scripts.md lists the tested releases"

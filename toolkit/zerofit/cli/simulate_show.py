@@ -46,7 +46,7 @@ def show(result: Simulation, details: bool) -> None:
 
 
 def _needs(result: Simulation) -> str:
-    """Return the line about needed and available memory: the host's if it is too small, otherwise the device's."""
+    """Return the line about needed and available memory: host memory if only that is too small, else device memory."""
     needed, available = _needed(result), result.device_total_bytes
     figures = shown_bytes(needed)
     if result.verdict not in COLORS:

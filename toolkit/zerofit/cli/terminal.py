@@ -21,7 +21,7 @@ _STYLE = re.compile(rf"{MARK}\[[\d;]*m")
 
 
 def visible(text: str) -> str:
-    r"""Escape control characters as Python does (DEL as in JSON).
+    r"""Escape control characters as Python does. DEL becomes \u007f, as in JSON.
 
     >>> print(visible("red: \x1b[31m"))
     red: \x1b[31m

@@ -100,7 +100,7 @@ class Noise:
         self._sizes = (half, len(x))
 
     def of_whole(self, model: nn.Module) -> None:
-        """Measure the gradient over the same batch after its backward."""
+        """Measure the gradient over the full batch, after its backward. `of_half` measured half of the same batch."""
         if len(self._whole) < len(self._half):
             self._whole.append(_squared_norm(model))
 

@@ -53,7 +53,7 @@ def _hint(batch: Batch, total: int) -> str:
 
 
 def regroup(batch: Batch, inner: int, ranks: int) -> tuple[int, Batch] | None:
-    """Return how many of at most `ranks` ranks to use for the same global batch, and their batch sizes.
+    """Return the number of ranks to use for the same global batch (at most `ranks`), and their batch sizes.
 
     `inner`: the tensor x pipeline x sequence degree, which does not change. The micro batch does not grow, since memory
     was planned for it; gradient accumulation compensates. Return None if not even one data parallel rank is left.

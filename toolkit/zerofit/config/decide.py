@@ -70,7 +70,7 @@ DEGREES = ("tensor_parallel", "sequence_parallel", "expert_parallel")
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The run with these values decided, before the model and the data are known in detail."""
+    """The run, layout and batch sizes that `decide` returns, before the model and the data are known in detail."""
 
     run: Run
     layout: Layout

@@ -69,7 +69,7 @@ def is_bundled(path: Path) -> bool:
 
 
 def read_for_run(name: str, where: str = "--ds-config") -> Document:
-    """Parse the JSON that a run names. A bundled JSON gets "auto" at `RUN_DECIDES`. Raises UserError."""
+    """Parse the JSON of a run. In a bundled JSON, values that the run decides become "auto". Raises UserError."""
     path = find_config(name, where)
     document = read_document(path, where)
     return for_run(document) if is_bundled(path) else document
@@ -155,7 +155,7 @@ def parse_text(text: str, *, yaml: bool = False) -> Document:
 
 
 def _as_yaml(text: str, yaml: bool, marks: Sequence[str] = ()) -> Document | None:
-    """Return the document of a YAML for GPT-NeoX or another program, or with one of these keys; else None."""
+    """Parse a YAML that is for GPT-NeoX or another program, or that has a key in `marks`. None for all other texts."""
     if len(text) > LARGEST_YAML:
         return None
     try:

@@ -94,7 +94,7 @@ def refused_record(row: Record, text_field: str, where: str) -> Problem | None:
 
 
 def _lone_message(row: Record, text_field: str, where: str) -> Problem | None:
-    """Return a message if records are the messages of one conversation, not conversations."""
+    """Return a problem if records are single messages of a conversation; each record must be a conversation."""
     if text_field in row or not _is_turn(row):
         return None
     message = f"{where} is one conversation: each of its records is a message"
@@ -185,7 +185,7 @@ _EXPORTS = (  # fields of a chat program's export, and jq's expression for the c
 
 
 def _command(expression: str, file: str) -> str:
-    """Return a command that writes jq's expression of each record; the records may be elements of one array."""
+    """Return a command that applies a jq expression to all records, also to those in an array, and writes `file`."""
     return f"jq -c '(arrays[], objects) | {expression}' FILE > {file}"
 
 
@@ -397,7 +397,7 @@ def _message(turn: Any, number: int) -> Message:
 
 
 def _read_weight(message: Message, number: int) -> None:
-    """Set the weight 0 of a message that is switched off."""
+    """Set a message's weight to 0 if one of its switches is off."""
     weight = message.get("weight", 1)
     if not isinstance(weight, int | float) or weight not in (0, 1):
         raise NotAConversation(f"message {number} has the weight {weight!r}; must be 1 (learned) or 0 (not)")

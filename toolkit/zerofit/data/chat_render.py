@@ -149,7 +149,7 @@ def _is_learned(message: Message) -> bool:
 
 
 def _as_read(message: Message) -> Message:
-    """Return a message as transformers passes it to a template, with reasoning under the names that templates use."""
+    """Return a message as transformers passes it to a template. Its reasoning gets both names that templates use."""
     shown = {key: value for key, value in message.items() if key != "weight"}
     reasoning = next((shown[name] for name in REASONING if name in shown), None)
     if reasoning is None:

@@ -227,9 +227,10 @@ def template_file(template: Path) -> Path:
 
 
 def likely_template(vocabulary: Collection[str]) -> str:
-    """Return the name of a template for a tokenizer: all of its special tokens must be in `vocabulary`.
+    """Return the name of a template for a tokenizer. `vocabulary` must contain all special tokens of the template.
 
-    The template with the most special tokens is chosen; "zephyr" if none of the matching templates has any.
+    Of these templates, the one with the most special tokens is chosen. If none of them has special tokens, return
+    "zephyr".
     """
     suited = {name: len(tokens) for name, tokens in NAMED_TEMPLATES.items() if not missing_tokens(name, vocabulary)}
     best = max(suited, key=suited.__getitem__)

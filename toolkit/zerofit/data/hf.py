@@ -154,7 +154,7 @@ class HfSet(Source):
         return Survey(self.fingerprint(), len(self.train))
 
     def placed_rows(self, documents: int) -> Iterator[tuple[Any, str, bool]]:
-        """Yield each row, its place for messages, and whether it is held out (without a split: 5 %, at least one)."""
+        """Yield each row, its place (for errors), and whether it is held out (without a split: 5 %, at least one)."""
         limit = held_out_hash(map(str, range(documents)), documents, whole_documents=True) if self.valid is None else -1
         for label, split in (("train", self.train), ("validation", self.valid)):
             for number, row in enumerate(split if split is not None else ()):

@@ -57,8 +57,8 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
 
     Without a validation folder, 10 % of the files are held out, chosen by the hash of their relative names. Each file
     is decoded once to check it (cached by name, size and time). Training uses RandomResizedCrop and flips. Validation
-    uses Resize and CenterCrop. A GAN gets no random crops, and values in -1..1. Raises UserError "data-missing",
-    "no-classes", "unknown-class", "bad-image" or "empty-data".
+    uses Resize and CenterCrop. For a GAN, values are in -1..1, and training uses no random crops. Raises UserError
+    "data-missing", "no-classes", "unknown-class", "bad-image" or "empty-data".
     """
     root = Path(name.removeprefix("imagefolder:")).expanduser().absolute()
     folders = _split_folders(root)

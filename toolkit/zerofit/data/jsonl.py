@@ -204,7 +204,7 @@ class JsonElement(NamedTuple):
 
 
 def is_spread(line: bytes, following: bytes = b"") -> bool:
-    """Return whether a file with these first lines has one array, or values that are not one per line."""
+    """Return whether a file with these first lines is one array, or has values that span or share lines."""
     text = line.decode("utf-8-sig", "replace").strip()
     if text.startswith("["):
         return not (text.endswith("]") and line.endswith(b"\n") and following.lstrip().startswith(b"["))

@@ -106,12 +106,12 @@ def micro_batches(
 
     `slices`: the ranges. They are not empty, and all have the same length, except the last. The number of ranges may be
     infinite, because each range is read shortly before its use. Loader processes read 2 * workers ranges ahead. Without
-    loader processes, the ranges of a block of about 64 KiB are read at once. `slices` may also yield MicroSlices, which
-    have the image settings of their step. If a MicroSlice has a `before`, `mixing` mixes its images.
+    loader processes, all ranges of a block of about 64 KiB are read together. `slices` may also yield MicroSlices,
+    which have the image settings of their step. If the `before` of a MicroSlice is set, `mixing` mixes its images.
 
-    `workers`: number of loader processes, which live until the iterator is closed. The number changes neither the
-    batches nor their order. `pinned`: loader processes return pinned memory, so copies to a GPU overlap with
-    computation. With `pinned`, "positions" is a list.
+    `workers`: number of loader processes, which live until the iterator is closed. Batches and their order do not
+    depend on this number. `pinned`: loader processes return pinned memory, so copies to a GPU overlap with computation.
+    With `pinned`, "positions" is a list.
 
     "indices" is read-only.
     """

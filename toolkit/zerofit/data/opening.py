@@ -248,7 +248,7 @@ def _tokenizer_for(name: str, task: Task) -> Tokenizer:
 
 
 def _tokenized(name: str, tokens: Tokens, tokenizer: Tokenizer, task: Task, seq_len: int) -> Data:
-    """Make samples of tokens. Raises UserError without a full training sample or validation tokens."""
+    """Make samples of tokens. Raises UserError if tokens are too few for one full training sample or for validation."""
     train, valid = tokens.counts["train"], tokens.counts["valid"]
     if train <= seq_len or valid < 2:
         message = f"--data {name} has {train:,} training tokens and {valid:,} validation tokens"

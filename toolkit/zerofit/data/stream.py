@@ -176,7 +176,7 @@ class TokenStream:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedText(Dataset):
-    """Window i of an endless stream: like `CausalText` on the block that contains it."""
+    """Windows of an endless stream of blocks. Each is a window of `CausalText` on the block that contains it."""
 
     draws = False
 

@@ -56,7 +56,8 @@ def open_table(name: str, run: Run, progress: Reporter) -> Data:
     """Open csv:FILE[:COLUMN] or npy:FILE[:COLUMN]. COLUMN has the labels (default: the last column).
 
     A fixed fifth of each class is held out. Features are standardized by mean and deviation of the training rows.
-    Raises UserError for broken rows (all of them, unless `skip_bad`) and labels that are not classes.
+    Raises UserError if labels are not classes. Unless `run.skip_bad` is true, also raises UserError if any rows are
+    broken; the message counts all of them.
     """
     kind, _, argument = name.partition(":")
     path, column = _file_and_column(name, argument)

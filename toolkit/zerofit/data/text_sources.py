@@ -1,4 +1,4 @@
-"""Sources of text: Python's own library and files, with their documents, hash and validation part."""
+"""Sources of text: the user's files, or Python's own library. Each has documents, a hash and a validation part."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Source(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a text that changes if a file is added, removed or modified. It does not read the files."""
+        """Without reading the files, return a text that changes if a file is added, removed or modified."""
 
     @abstractmethod
     def survey(self, progress: Reporter) -> Survey:

@@ -64,7 +64,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def was_trained_on_bytes(folder: Path) -> bool:
-    """Return whether zerofit trained the model in a folder on bytes, which need no tokenizer files."""
+    """Return whether the model in `folder` was trained by zerofit on bytes, which need no tokenizer files."""
     try:
         return read_json(folder / CARD).get("tokenizer") == "bytes"
     except (OSError, Unreadable):

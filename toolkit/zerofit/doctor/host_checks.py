@@ -1,8 +1,8 @@
 """Checks of a host's devices, tools and limits, and of its measured speeds.
 
-A measured speed is compared with a share of the GPU's data sheet (`spec.devices`, with sources), or of the speed that
-`zerofit plan` assumes for a core (`spec.hardware`). A healthy machine easily reaches these shares. A lower speed shows
-a fault.
+A measured speed is compared with a share of an expected speed. For a GPU, the expected speed is in its data sheet
+(`spec.devices`, with sources). For a CPU, it is the speed that `zerofit plan` assumes for a core (`spec.devices`). A
+healthy machine easily reaches these shares. A lower speed shows a fault.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def measured(
 
 
 def _started(job: MeasurementJob, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start one rank. The kernel kills it when this process ends."""
+    """Start one rank. Linux kills the rank when this process ends."""
     module, argument = "zerofit.doctor.measure", json.dumps(asdict(job))
     command = [sys.executable, "-P", "-m", "zerofit.launch.parent_death", str(os.getpid()), module, argument]
     with (Path(job.folder) / f"rank-{job.rank}.log").open("wb") as log:

@@ -136,7 +136,7 @@ class Conversation:
     async def close(self) -> None:
         """End the process and close its pipes.
 
-        A child process may keep the pipes open, and asyncio needs its loop to close them.
+        A child process may keep the pipes open. asyncio can close them only while its event loop runs.
         """
         assert self.process.stdin is not None
         try:

@@ -1,4 +1,4 @@
-"""Find causes for messages without torch's figures: of the host, driver, NCCL, BLAS, shared memory and kernels."""
+"""Find causes for errors without torch's figures, e.g. of the host, driver, NCCL, BLAS, shared memory or kernels."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Progress:
 
     @property
     def leak(self) -> tuple[str, int, int] | None:
-        """If readings with one label grow every time: the label, the first and the last reading in bytes; else None."""
+        """A label whose readings grow every time, with its first and last reading in bytes; None if there is none."""
         for label in {reading.label for reading in self.readings}:
             sizes = [r.allocated_bytes for r in self.readings if r.label == label][-10:]
             later = sizes[1:]  # the first step allocates the optimizer's state

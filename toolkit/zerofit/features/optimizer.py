@@ -103,7 +103,7 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonRule:
-    """A fault of a DeepSpeed JSON with this optimizer; `zerofit check` reports it like its own rules."""
+    """A rule for faults of a DeepSpeed JSON with this optimizer. `zerofit check` applies it like all other rules."""
 
     code: str
     severity: Literal["error", "warning"] = "error"

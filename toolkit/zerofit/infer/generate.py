@@ -204,7 +204,7 @@ def _cached(fake: nn.Module, length: int, device: torch.device, written: int = 0
 
 
 class _TextStreamer(BaseStreamer):
-    """Streams text while transformers draws its tokens: complete characters only, up to the prompt's end text."""
+    """Streams text while transformers draws its tokens. Sends only complete characters, and none from `end_text` on."""
 
     def __init__(self, prompt: Prompt, on_text: Callable[[str], None]):
         self._decode, self._end_ids, self._on_text = prompt.decode, prompt.end_ids, on_text

@@ -1,4 +1,4 @@
-"""Measure the memory of a forward, by running it on fake tensors, and the peaks of this process and its GPUs."""
+"""Measure the memory of a forward that runs on fake tensors. Measure the peaks of this process and its GPUs."""
 
 from __future__ import annotations
 

@@ -84,9 +84,9 @@ class Placement:
 def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
     """Build the model in evaluation mode, with parameters of this type on the meta device.
 
-    Batch norms stay in float32, which their kernels support with inputs of lower precision. Only transformers' models
-    get fake buffers, since buffers of other models may have values that no file has. Raises UserError if the model
-    cannot be built.
+    Only transformers' models get fake buffers, since buffers of other models may have values that no file has. In the
+    other models, batch norms stay in float32. Their kernels support float32 parameters with inputs of lower precision.
+    Raises UserError if the model cannot be built.
     """
     try:
         if saved.source.family == "transformers":
@@ -123,10 +123,10 @@ def block_classes(model: nn.Module) -> list[str]:
 
 
 def loads_whole(model: nn.Module) -> list[str]:
-    """Return the names of the module classes whose weights, including their children's, must be loaded at once.
+    """Return the names of the module classes whose weights, including their children's, must be loaded together.
 
-    transformers' modules use only their own weights. Other modules may use a child's weights without calling the
-    child, as torch's attention does. So all weights of a block are loaded at once.
+    transformers' modules use only their own weights. Other modules may use a child's weights without calling the child,
+    as torch's attention does. So all weights of a block are loaded together.
     """
     return [] if hasattr(model, "_no_split_modules") else block_classes(model)
 

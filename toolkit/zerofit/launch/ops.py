@@ -113,7 +113,7 @@ def _built(env: Mapping[str, str], op: str) -> Path:
 def _is_built(env: Mapping[str, str], op: str) -> bool:
     """Return whether an op was compiled after its sources and torch's headers were installed.
 
-    A reinstallation of the same version counts as newer, since a rank would silently recompile the op then.
+    An op compiled before a reinstallation of the same version does not count: a rank would silently recompile it.
     """
     built = _built(env, op)
     specs = [importlib.util.find_spec(name) for name in ("torch", "deepspeed")]

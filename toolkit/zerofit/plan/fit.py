@@ -62,7 +62,7 @@ class Fit:
 
     @property
     def lacking_bytes(self) -> float:
-        """Bytes by which the memory that is too small is exceeded; 0 if everything fits."""
+        """Bytes needed minus bytes available in the memory that `exceeded` names; 0 if everything fits."""
         lacks = {
             "device": self.device_bytes - self.device_available_bytes,
             "host": self.host_bytes - self.host_available_bytes,
@@ -110,11 +110,11 @@ def margin_bytes(
     """Return the bytes that a GPU needs besides the allocated peak: fragmentation, context and communicators.
 
     Fragmentation is the larger of two values: a share of the peak, or `large_bytes` plus LAST_SEGMENTS_BYTES. The
-    second can be larger in a model of few layers.
+    second value can be larger in a model of few layers.
 
-    `large_bytes`: summed bytes of the largest activation, gradient, bucket and temporary. If torch puts a small
-    tensor into a large freed block, the next large tensor needs an extra block. The sum is one extra block of each
-    of the four kinds. `more_communicators`: number of communicators besides those for the layout's degrees.
+    `large_bytes`: summed bytes of the largest activation, gradient, bucket and temporary. If torch puts a small tensor
+    into a large freed block, the next large tensor needs an extra block. `large_bytes` allows for one extra block of
+    each of these four kinds. `more_communicators`: number of communicators besides those for the layout's degrees.
     """
     share = FRAGMENTATION
     if layout.zero_stage == 3:

@@ -39,9 +39,9 @@ def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
     """Return when the last fetch, layer and reduction end.
 
     At most one fetch, one layer and one reduction run at a time. In a run of equal layers, the critical path goes
-    through fetches, then layers, then reductions. Its two switches can be at any layer (or group). Moving a switch
-    by one layer always changes the path's length by the same amount. So in the longest path, each switch is at the
-    first or the last layer (or group).
+    through fetches, then layers, then reductions. The path can switch from fetches to layers at any layer, and from
+    layers to reductions at any group. Moving such a switch by one layer (or group) always changes the path's length by
+    the same amount. So in the longest path, each switch is at the first or the last layer (or group).
     """
     fetched = computed = 0.0
     reduced = sum(groups * layers * fetch for groups, layers, fetch, _, _ in runs)

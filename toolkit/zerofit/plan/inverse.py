@@ -19,14 +19,14 @@ def largest(
 ) -> tuple[int | None, int]:
     """Return the largest value that fits, and the number of evaluations of `pressure`.
 
-    The candidates are `smallest`, `smallest + step`, ..., up to `most`. A value fits if its `pressure` is at most
-    1. `pressure` must grow with the value. If `smallest` does not fit, the value is None. Unless the result is the
-    last candidate, `pressure` was evaluated for the next candidate, too.
+    The candidates are `smallest`, `smallest + step`, ..., up to `most`. A value fits if its `pressure` is at most 1.
+    `pressure` must grow with the value. If `smallest` does not fit, the returned value is None. Unless the result is
+    the last candidate, `pressure` was evaluated for the next candidate, too.
 
-    The search starts with `smallest` and the next candidate (with `end_first`, the last candidate). It grows until
-    it has a bracket: a value that fits and a larger value that does not fit. `pressure` grows nearly linearly. So
-    the next guess is where a line through the bracket's ends reaches 1. If this guess does not halve the bracket,
-    the next guess is the bracket's middle.
+    The search tries `smallest`, then the next candidate (with `end_first`, the last candidate). It tries larger values
+    until a value does not fit. The result is now in a bracket: between a value that fits and a larger value that does
+    not fit. `pressure` grows nearly linearly. So the next guess is where a line through the bracket's ends reaches 1.
+    If this guess does not halve the bracket, the next guess is the bracket's middle.
     """
     seen: dict[int, float] = {}
 

@@ -66,8 +66,9 @@ class _StageMoments(NamedTuple):
     def large_at(self, samples: int, peak_bytes: int) -> int:
         """Return the summed bytes of the largest blocks, one of each kind that a step allocates and frees.
 
-        The optimizer flattens gradients when no activation is alive. So its blocks count only for the bytes by
-        which they raise the live bytes above `peak_bytes`. The result is the larger of the two values.
+        The result is the larger of two values. The first is the sum of the largest gradient, buckets, temporaries and
+        activation. The second is the number of bytes by which the optimizer's blocks raise the live bytes above
+        `peak_bytes`. (The optimizer flattens gradients when no activation is alive.)
         """
         fixed, activations = self.large
         passes = fixed + round(max((a + b * samples for a, b in activations), default=0))
@@ -146,10 +147,10 @@ class Forecaster:
         )
 
     def _more_communicators(self, layout: PlannedLayout) -> int:
-        """Count the extra communicators: for a matrix tied between stages, and for full weights at stage 3.
+        """Count the extra communicators: for a matrix tied between pipeline stages, and for full weights at ZeRO-3.
 
-        At stage 3 the first rank sends the full weights to all other ranks before they are divided (engine.py,
-        _broadcast_model). This uses an extra group. Models of transformers are already divided at that time.
+        At ZeRO-3, the first rank sends the full weights to all other ranks before they are divided (engine.py,
+        _broadcast_model). This uses an extra group. transformers' models are already divided at that time.
         """
         tied = bool(self._tied) and layout.pp > 1 and layout.schedule != "dualpipev"
         whole = not self._built_in_parts and layout.zero_stage == 3 and layout.zero_ranks > 1

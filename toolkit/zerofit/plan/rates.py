@@ -36,7 +36,7 @@ FITTED = Coefficients()
 class ProductRate(NamedTuple):
     """The share of a data sheet's peak that matrix multiplications reach.
 
-    A product of shape M x N x K reaches large / (1 + edge (1/M + 1/N + 1/K)).
+    For a product of shape M x N x K, this share is `large / (1 + edge * (1/M + 1/N + 1/K))`.
     """
 
     large: float

@@ -175,8 +175,9 @@ def pressure(profile: Profile, cluster: Cluster, request: PlanRequest, forecast:
 def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, forecast: Forecast) -> float:
     """Return the utilization of the fullest memory, or a lower bound for a pipeline that is far too large.
 
-    Dividing hundreds of layers into stages takes seconds. It is skipped if parameters and moments of an average
-    stage are already too large. A pipeline runs at ZeRO stage 0 or 1, so both stay on the device.
+    Dividing hundreds of layers into pipeline stages takes seconds. If parameters and moments of an average stage are
+    already too large, the division is skipped. A pipeline runs at ZeRO stage 0 or 1, so parameters and moments stay on
+    the device.
     """
     if layout.pp > 1:
         share = profile.parameters / layout.pp

@@ -104,9 +104,9 @@ class _Drawing:
     def pipeline(self) -> None:
         """Lay out all stages' micro batches (1F1B), then the optimizer.
 
-        All stages run at the pace of the slowest one.
-
-        The order is DeepSpeed's (runtime/pipe/schedule.py, TrainSchedule). Stage s of p is p - s forwards ahead.
+        All stages run at the pace of the slowest one. The order is DeepSpeed's (runtime/pipe/schedule.py,
+        TrainSchedule). In a pipeline of p stages, the forwards of stage s (from 0) are up to p - s micro batches ahead
+        of its backwards.
         """
         parts, stages, micro_batches = self.parts, self.layout.pp, self.layout.accumulation
         forward_s, backward_s = parts.forward_s + parts.send_s, parts.backward_s(reducing=False) + parts.send_s

@@ -453,7 +453,7 @@ def _calls(layout: PlannedLayout, rank_pass: RankPass) -> float:
 
 
 def model_flops(profile: Profile, precision: str) -> float:
-    """Return the FLOPs per sample of forward and backward: three forwards (train/metrics.py).
+    """Return the FLOPs per sample of forward and backward. Backward counts as two forwards (train/metrics.py).
 
     Raises KeyError if the plain setting (no checkpointing, no parallelism) was not traced.
     """

@@ -256,7 +256,7 @@ def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_
 
 
 def _without_sums(cost: LayerCost, added: int) -> LayerCost:
-    """Return `cost` without the live bytes of backward that include a sum of gradients (`added` bytes)."""
+    """Return `cost` without the `live` entries of backward with `added` fixed bytes or more (a sum of gradients)."""
     moments = (
         replace(moment, live=tuple(line for line in moment.live if line.fixed < added)) for moment in cost.backward
     )

@@ -153,11 +153,12 @@ class _Fetch(NamedTuple):
 class _Gathering:
     """A step's gathered parameters, layer by layer. The first `still` layers have no backward.
 
-    If the model runs without gradients between forward and backward, DeepSpeed never has a trace of a step: it neither
-    prefetches nor keeps parameters for reuse. This run also resets each module's count of the gradients to wait for
-    (`ds_grads_remaining`, parameter_offload.py), so modules do not release their parameters in the backward. A
-    recomputation sets the counts again, except that of the block. With use_reentrant=True, frozen weights are released
-    with the block (`ds_recompute_parameters`).
+    If a step runs the model without gradients between forward and backward, DeepSpeed never has a trace of a step. Then
+    DeepSpeed neither prefetches parameters nor keeps them for reuse. This run also resets each module's number of
+    gradients to wait for (`ds_grads_remaining`, parameter_offload.py). So modules do not release their parameters in
+    backward. If a block is recomputed, the modules inside the block set their numbers again and release their
+    parameters. The block itself does not. But with use_reentrant=True, frozen weights are released with the block
+    (`ds_recompute_parameters`), so they stay gathered.
     """
 
     def __init__(self, line: StageTimeline, element: int, sizes: _Sizes, spread: ParameterSharers, still: int):
@@ -235,15 +236,16 @@ class _Gathering:
 class _Coordinator:
     """DeepSpeed's coordinator. It gathers and releases parameters as modules begin and end.
 
-    A module fetches its own parameters. Then it prefetches the parameters that the step needs next, up to the
-    prefetch size (:447) and the limit of live elements. Modules without parameters prefetch, too, so fetching gets
-    far ahead of releasing. When a module ends, a parameter stays gathered in two cases (:649): the step uses the
-    parameter again within the reuse distance, or fetching has already reached a later use.
+    A trace is the order of a step's module calls. When a module begins, it fetches its own parameters. Then it
+    prefetches the parameters that the trace needs next, up to the prefetch size (:447) and the limit of live elements.
+    Modules without parameters prefetch, too, so fetching gets far ahead of releasing. When a module ends, a parameter
+    stays gathered in two cases (:649): the trace uses the parameter again within the reuse distance, or fetching has
+    already reached a later use.
 
-    For each step of the trace, DeepSpeed caches which parameters it releases (:638). A forward without gradients
-    uses no parameter again, so it releases every parameter. If such a forward runs first, training reuses the
-    cached releases. Then the first `forgetful` steps of the training trace release every parameter, too. Parameters
-    in `held` are not released.
+    For each module call of the trace, DeepSpeed caches which parameters this call releases (:638). In a forward without
+    gradients, every call releases all its parameters, because none is used again. If such a forward runs first,
+    training reuses the cached releases. Then the first `forgetful` calls of the training trace release all their
+    parameters, too. Parameters in `held` are not released.
     """
 
     def __init__(self, calls: Sequence[ModuleCall], numels: Sequence[int], sizes: _Sizes, forgetful: int):

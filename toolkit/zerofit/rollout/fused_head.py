@@ -77,9 +77,9 @@ def with_head(
     when: Scored,
     sharded: Callable[[LayerCost], LayerCost] | None = None,
 ) -> Profile:
-    """Return a profile with `changed` costs of the head. `read` changes which modules read the head's weight.
+    """Return a profile with other costs of the head. `changed` computes them from the head's old costs.
 
-    `sharded` changes the costs at stage 3; None: like `changed`.
+    `sharded` computes them at stage 3; None: `changed` does. `read` sets which modules read the head's weight.
     """
 
     def of(settings: dict[str, tuple[LayerCost, ...]], change: Callable[[LayerCost], LayerCost]) -> dict[str, Any]:

@@ -162,8 +162,8 @@ class RolloutMemory:
     def _forward(self, scores: bool = False) -> dict[str, int]:
         """Return the peak of a forward without gradients. It is in a block, or at the logits' log-softmax.
 
-        During a block, the model also keeps the embeddings and the block's input. `scores`: of the reward model or
-        teacher, instead of the trained model and its reference.
+        During a block, the model also keeps the embeddings and the block's input. `scores`: whether the forward is that
+        of the reward model or teacher, instead of the trained model and its reference.
         """
         layout, key = self.layout, self._key
         costs = self.profile.costs_of(key)

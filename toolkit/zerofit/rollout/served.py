@@ -253,7 +253,7 @@ def _layers(text: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _multi_query(text: Any) -> bool:
-    """Return whether all heads share one pair of keys and values. In newer Falcon models, only groups share it."""
+    """Return whether all heads share one pair of keys and values. In newer Falcon models, each group has a pair."""
     return bool(getattr(text, "multi_query", False)) and not getattr(text, "new_decoder_architecture", False)
 
 

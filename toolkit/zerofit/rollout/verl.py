@@ -78,7 +78,7 @@ class VerlMemory(ProcessMemory):
         return found + (self.engine_weights if sleeps else 0)
 
     def _offloads(self, name: str) -> bool:
-        """Return whether the actor offloads between phases. FSDP's offload policy replaces both settings."""
+        """Return whether `name` offloads the actor between phases. FSDP's offload policy replaces this setting."""
         return bool(getattr(self.settings, name)) and self.layout.offload_param == "none"
 
     @cached_property

@@ -54,7 +54,7 @@ class RankPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class KindPeak:
-    """A peak among allocations of one kind. A kind is one line of code in one phase, in all layers together."""
+    """A peak among allocations of one kind: those of one line of code in one phase, whatever layer they are in."""
 
     key: str
     which: str = ""  # "" for the highest peak; "first" or "last" for the first or last peak, even if it is lower
@@ -69,7 +69,7 @@ class KindPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMoment:
-    """The parts of host memory at the moment of a phase when it is largest."""
+    """The parts of host memory at the moment when a phase uses the most host memory."""
 
     pageable_bytes: int
     locked_bytes: int  # by DeepSpeed

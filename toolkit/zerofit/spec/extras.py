@@ -35,7 +35,7 @@ def missing_extra(error: BaseException) -> Problem | None:
 
 
 def extras() -> dict[str, str]:
-    """Return the extra that installs each optional distribution.
+    """Return for each optional distribution the extra that installs it.
 
     Distributions that zerofit itself needs are left out.
     """

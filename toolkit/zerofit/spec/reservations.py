@@ -79,7 +79,7 @@ def is_reserved(run: Path) -> bool:
 
 
 def reserved_on_host(except_run: Path | None = None) -> int:
-    """Return the bytes of host memory that runs except `except_run` have reserved and do not use yet."""
+    """Return the bytes of host memory that are reserved by all runs except `except_run` and are not used yet."""
     reservations = [reservation for reservation in _living() if reservation.run != str(except_run)]
     used = _used_by_ranks() if reservations else Counter[str]()
     return sum(max(0, reservation.host_bytes - used[reservation.run]) for reservation in reservations)

@@ -93,7 +93,7 @@ class MemoryWatch(Callback):
         self._forecast, self._warn, self._warned = forecast, warn, False
 
     def on_step(self, record: StepRecord) -> None:
-        """Compare the memory used up to a step with the forecast."""
+        """Compare the peak memory so far with the forecast."""
         self.look(MeasuredMemory.of(record), f"step {record['step']}")
 
     def look(self, measured: MeasuredMemory, when: str) -> None:

@@ -274,7 +274,8 @@ def critical_batch(summary: Sequence[SizeSummary]) -> float | None:
     """Return the batch size at which training needs twice the minimum of samples; None if there are too few data.
 
     Training with batch size B needs E = E_min (1 + B / B_crit) samples to reach the target. The source is McCandlish,
-    Kaplan, Amodei and others 2018, equation 2.7 with S = E / B. Errors are relative, so all sizes have equal weight.
+    Kaplan, Amodei and others 2018, equation 2.7 with S = E / B. A least-squares fit finds E_min and
+    B_crit. Its errors are relative, so all sizes have equal weight.
     """
     points = [(size.batch_size, size.samples_to_target[0]) for size in summary if size.samples_to_target]
     if len(points) < 3:

@@ -54,9 +54,9 @@ class FitSearch:
     _last: tuple[LayoutOption, Simulation] | None = None  # the last simulated option, which corrects plan's forecasts
 
     def run(self) -> LayoutOption | None:
-        """Return the chosen option; None if no option fits.
+        """Return the chosen option; None if no option fits or is close to the limit.
 
-        If no option fits for certain, the chosen option is close to the limit.
+        An option that is close to the limit is chosen only if no option fits.
         """
         while (option := self._preferred(self.options)) not in self.seen:
             if option is None or len(self.seen) == MOST:

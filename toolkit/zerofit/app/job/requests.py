@@ -122,7 +122,7 @@ def assumed_inputs(
 
 
 def _configured(published: ImageInputs, config: Any) -> ImageInputs:
-    """Return the images that a transformers model's config describes, as far as it does."""
+    """Return `published` with the config's number of classes and, if the config has them, image size and channels."""
     size, channels = (getattr(config, name, None) for name in ("image_size", "num_channels"))
     size = max(size) if isinstance(size, list | tuple) else size
     return replace(

@@ -68,7 +68,7 @@ def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], repor
     """Return the plan for the largest value (see `LargestFit`) that fits in simulation.
 
     Only the layout with the least memory is simulated for each value. The search starts with the forecast's value.
-    Until a value fits, the next value is the last one times available / needed memory. After that, the search bisects
+    Until a value fits, the last value is multiplied by available / needed memory. After that, the search bisects
     between the largest value that fits and the smallest that does not.
     """
     value, step, looked, best = answer.value or 0, answer.step, answer.looked, None

@@ -123,7 +123,7 @@ def with_value(setup: SearchSetup, what: Maximum, value: int, report: Reporter) 
 def fewest(setup: SearchSetup, cluster: Cluster, full: int | None = None) -> Cluster | None:
     """Return the smallest cluster on which a layout fits; None if MOST_GPUS devices are too few.
 
-    `full`: devices of a full node. Several nodes are always full.
+    `full`: number of devices in a full node. If the cluster has several nodes, all of them are full.
     """
     forecast = forecast_of(setup.profile, cluster)
 

@@ -116,7 +116,7 @@ class PlannedRun:
         return {**fields, **savings_of(self.request.pins, self.request.ds_config).fields}
 
     def to_run(self) -> Run:
-        """Return the run without its data (`run.model_copy(update={"data": ...})`). Raises UserError for FSDP2."""
+        """Return the run without data; `run.model_copy(update={"data": ...})` adds data. Raises UserError for FSDP2."""
         if self.layout.by_layer:
             message = "zerofit trains only with DeepSpeed; for FSDP2, zerofit can simulate your training script"
             started = {

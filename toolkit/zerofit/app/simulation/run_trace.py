@@ -47,8 +47,8 @@ def trace_of_simulation(
 def simulated_memory(timeline: StepTimeline, stage: int, points: tuple[MemoryPoint, ...]) -> Iterator[MemorySample]:
     """Yield the memory of the last simulated step, spread evenly over the phases of the timeline.
 
-    A simulation has no times, so each forward and backward is matched to its micro batch. DeepSpeed's step does
-    nothing until the last micro batch.
+    A simulation has no times, so each forward and backward gets the times of its micro batch in the timeline. DeepSpeed
+    does nothing in `step` before the last micro batch, so only the last `step` gets the times of the timeline's step.
     """
     last = [point for point in points if point.step == points[-1].step]
     phases = [(name, list(of)) for name, of in groupby(last, key=lambda point: point.phase)]

@@ -103,7 +103,7 @@ class _Clocks:
         return max([self.host_s, *(done[-1][1] for done in self._done.values() if done)])
 
     def take(self, place: int, work: IssuedWork | IssuedWait) -> None:
-        """Schedule the next issued work or wait. `place`: its index."""
+        """Schedule the next entry of `RankRecord.issued`: work, or a wait for work. `place`: the entry's index."""
         if isinstance(work, IssuedWait):
             self._wait(work)
             return

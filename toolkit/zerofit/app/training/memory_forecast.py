@@ -133,9 +133,9 @@ def forecast_ranks(prepared: PreparedSimulation, free: Cluster, report: Reporter
 def _with_copy(rank: SimulatedRank, *, first: bool) -> SimulatedRank:
     """Add to a rank the host copy of the data that it saves during training (`--save-async`).
 
-    At stage 0 one data parallel rank saves everything. At stages 1 and 2 only that rank saves the parameters. At
-    stage 3 the parameters are saved as master weights (`engine.save_checkpoint`). The copy exists from the first
-    save on (`train.checkpoint_engine.HostCopies`). With a GPU it is pinned.
+    At stages 0 to 2, only one data parallel rank saves the parameters. At stage 0, this rank also saves everything
+    else. At stage 3 the parameters are saved as master weights (`engine.save_checkpoint`). The copy exists from the
+    first save on (`train.checkpoint_engine.HostCopies`). With a GPU it is pinned.
     """
     job, record = rank.target.job, rank.record
     if not job.run.save_async or job.run.save_every == "0":

@@ -85,7 +85,7 @@ class MemoryGate:
 
         An earlier forecast of the same job is reused. `output`: the run folder.
 
-        Raises DoesNotFit if a host has too little free memory, or this machine too little free disk.
+        Raises DoesNotFit if a host has too little free memory, or if a disk of this machine has too little free space.
         """
         job, cluster = resolved.job, self._cluster(resolved)
         hosts = self._host_memory(job.layout.world_size, output) if cluster else []

@@ -175,8 +175,8 @@ def pads_to_maximum(c: CheckSubject) -> str | None:
 def lost_below(c: CheckSubject) -> float:
     """Return the largest weight for which 16-bit master weights keep Adam's updates; 0 if masters are not 16-bit.
 
-    Adam's update is about the learning rate. bf16 has 8 significant bits, so a weight w is rounded to multiples of at
-    least w/256, and an update below half of such a multiple is lost.
+    Adam's update is about as large as the learning rate. bf16 has 8 significant bits, so a weight w is rounded to
+    multiples of at least w/256, and an update below half of such a multiple is lost.
     """
     lr = c.number("optimizer.params.lr")
     in_16_bits = c.on("bf16.bf16_master_weights_and_grads") and c.on("bf16.bf16_optimizer_states")

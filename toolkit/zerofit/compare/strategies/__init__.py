@@ -1,1 +1,1 @@
-"""Strategies, one per file, as in a lecture: `train(work)` is all the code that a user would write."""
+"""Strategies as a lecture shows them, one per file: `train(work)` is all the code that a user would write."""

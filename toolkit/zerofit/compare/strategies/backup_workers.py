@@ -1,6 +1,7 @@
-"""Train with backup workers. A synchronous parameter server waits only for enough gradients, and drops late ones.
+"""Train with backup workers: in a step, a synchronous parameter server waits only for the fastest workers.
 
-Chen, Pan, Monga, Bengio and Jozefowicz (2016). No gradient is stale, but the work of the slowest workers is lost.
+The source is Chen, Pan, Monga, Bengio and Jozefowicz (2016). The server drops late gradients. No gradient is stale, but
+the work of the slowest workers is lost.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Train with bounded staleness: a parameter server lets no worker get too many steps ahead of the slowest.
 
-This is the stale synchronous parallel of Ho, Cipar, Cui and others (2013). With a bound of 0 all workers make the same
-number of steps. Without a bound the server is the asynchronous one.
+Ho, Cipar, Cui and others (2013) call this method "stale synchronous parallel". With a bound of 0 all workers make the
+same number of steps. Without a bound, the server works like the one in `parameter_server_async`.
 """
 
 import torch

@@ -80,7 +80,7 @@ class CastCache:
 
 
 def autocast_as_cuda(name: str, device: str) -> None:
-    """Make autocast on this device type cast as on CUDA, for the rest of this process.
+    """Apply CUDA's autocast rules to the device type `device`, for the rest of this process.
 
     `name`: dispatch key of the device's autocast. The key is active for all ops, since fake tensors have the host's
     keys. (torch.clear_autocast_cache)

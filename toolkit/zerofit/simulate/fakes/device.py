@@ -53,10 +53,10 @@ def install(gpu: bool, meter: AllocationTracker, device_bytes: int) -> None:
 def register(meter: AllocationTracker) -> None:
     """Register the simulated device. If a backward hook fails, raise the hook's error in the script's thread.
 
-    Autograd's thread passes the error on. Meanwhile torch calls the method `type_` of the device's guard. If a
-    Python method returns a value while an error is set, the process ends (torch/csrc/acc/Module.cpp,
-    PythonDeviceGuard). So the guard clears and stores the error. After the backward, `run_backward` raises the
-    stored error. It replaces torch.autograd._engine_run_backward.
+    While autograd's thread passes the error on, torch calls the method `type_` of the device's guard. If a Python
+    method returns a value while an error is set, the process ends (torch/csrc/acc/Module.cpp, PythonDeviceGuard). So
+    the guard clears and stores the error. `run_backward`, which replaces torch.autograd._engine_run_backward, raises
+    the stored error after the backward.
     """
     guard, run = _SimulatedGuard(), _autograd._engine_run_backward
 

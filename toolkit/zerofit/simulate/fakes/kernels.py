@@ -138,12 +138,13 @@ def _fused_attention(
 
     Fused kernels store no matrix of scores. If no fused kernel applies, torch computes the full matrix. On "cpu" no
     fused kernel applies in three cases: with dropout, with a learned mask (Swin), or if values are not as wide as
-    queries. On "cuda" no fused kernel applies if query heads share the keys of a single head by broadcasting
-    (Falcon). In old releases of torch this is also true on "cpu".
+    queries. On "cuda" no fused kernel applies if query heads share the keys of a single head by broadcasting (Falcon).
+    In old releases of torch this is also true on "cpu".
 
-    On "cuda" the fused kernel is flash attention in most cases. The memory-efficient kernel is used in float32 and
-    with a mask. It is also used if values are not as wide as queries (multi-head latent attention), or if heads are
-    wider than FLASH_WIDTH. Keys and values are then repeated for every query head.
+    On "cuda" there are two fused kernels. torch uses the memory-efficient kernel in four cases: in float32, with a
+    mask, if values are not as wide as queries (multi-head latent attention), or if heads are wider than FLASH_WIDTH.
+    For this kernel with `enable_gqa`, keys and values are repeated for every query head. In other cases, the fused
+    kernel is flash attention.
     """
     narrow = query.shape[-1] == value.shape[-1]
     learned = attn_mask is not None and attn_mask.requires_grad

@@ -55,13 +55,13 @@ def eight_bits() -> None:
 
 
 def moments_of_eight_bits(gpu: bool) -> None:
-    """On a GPU, allocate paged moments on the host. On a CPU, count the memory of a step.
+    """Allocate paged moments on the host (GPU), or count the memory of a step (CPU).
 
-    On a GPU, the driver can move paged moments to the host. CUDA's kernel allocates nothing, and the step's shape rule
-    allocates nothing either. On a CPU, the kernel unpacks all 8-bit moments (backends/cpu/ops.py). So the CPU's kernel
-    replaces the shape rule.
+    GPU: the driver can move paged moments to the host (bitsandbytes.functional.get_paged, fill, prefetch_tensor). The
+    step needs no patch: CUDA's kernel allocates nothing, and the step's shape rule allocates nothing either.
 
-    (bitsandbytes.functional.get_paged, fill, prefetch_tensor; torch.ops.bitsandbytes.optimizer_update_8bit_blockwise)
+    CPU: the kernel unpacks all 8-bit moments (backends/cpu/ops.py). So this kernel replaces the shape rule
+    (torch.ops.bitsandbytes.optimizer_update_8bit_blockwise).
     """
     functional: Any = importlib.import_module("bitsandbytes.functional")
 

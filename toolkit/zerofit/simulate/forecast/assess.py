@@ -179,7 +179,7 @@ def _verdict(
 ) -> tuple[FitVerdict, int, int]:
     """Return the verdict and two reserved peaks.
 
-    The first peak assumes that the device keeps up with the host, the second that the host runs ahead.
+    The first peak assumes that the device keeps up with the host. The second peak assumes that the host runs ahead.
     """
     there = cluster.device.memory_bytes
     if cluster.on_cpu:  # no caching allocator

@@ -27,7 +27,7 @@ MAX_LIVE, SUB_GROUP, BUCKET = 1_000_000_000, 1_000_000_000, 500_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class _Partitioned:
-    """Trained parameters that equally many ranks divide. Sizes are in elements."""
+    """Trained parameters that are all divided among the same number of ranks. Sizes are in elements."""
 
     before: int  # outside of repeated layers
     layer: int  # per repeated layer

@@ -152,7 +152,7 @@ def _grows_evenly(target: SimulationTarget, counts: tuple[int, int, int], total:
 
 
 def _worthwhile(target: SimulationTarget, total: int, before: int) -> tuple[int, int, int] | None:
-    """Return the smallest counts that `layer_counts` can use; None if their sum exceeds WORTH of all layers."""
+    """Return the smallest counts that `layer_counts` can use; None if their sum exceeds WORTH * `total` layers."""
     few, more = (_with_layers(target, before + n) for n in (1, 2))
     first = before + max(FEWEST, *(1 + math.ceil(limit) for limit in limits(target, few, more, total - before)), 0)
     groups, counts = _sub_groups(target), list[int]()
@@ -266,8 +266,8 @@ def _moments(few: RankRecord, more: RankRecord, line: Line, groups: list[list[in
 def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, peak: int, name: str) -> int:
     """Return the extrapolated reserved bytes: the peak, plus what is reserved but unused.
 
-    Each of the two steps between the three counts gives a number of unused bytes per layer. The smaller number is used,
-    because one extra segment can make the other too large.
+    `counts`: the three records' numbers of layers. From each count to the next, the unused bytes grow by a number of
+    bytes per layer. The smaller number is used, because one extra segment can make the other too large.
     """
     unused = [getattr(record, name) - record.peaks[0].bytes for record in records]
     steps = [(b - a) / (m - n) for (a, b), (n, m) in zip(pairwise(unused), pairwise(counts), strict=True)]

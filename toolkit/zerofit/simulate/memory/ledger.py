@@ -70,7 +70,7 @@ class Ledger:
     def allocated(self, storage: Storage, instead: int | None = None) -> int:
         """Record an allocation. Return the storage's index.
 
-        If the storage `instead` is freed next, the new storage reuses its memory.
+        `instead`: an older storage's index. If the next event frees this storage, the new one reuses its memory.
         """
         before = self.peak[storage.place]
         self.storages.append(storage)
@@ -134,9 +134,9 @@ class Ledger:
 # (`forecast.run`), the line with the highest peak may differ from the line with all layers. The highest, the
 # first and the last occurrence are kept, since each of these is linear in the number of layers.
 def kind_peaks(ledger: Ledger) -> list[KindPeak]:
-    """Return the highest, the first and the last peak of each kind of allocation on the device.
+    """Return three peaks of each kind of allocation on the device: the highest, the first and the last in time.
 
-    Peaks are sorted by height. The storages must be classified before.
+    All peaks are sorted by bytes, largest first. The storages must be classified before.
     """
     best: dict[tuple[object, ...], dict[str, _Moment]] = {}
     alive: Counter[str] = Counter()

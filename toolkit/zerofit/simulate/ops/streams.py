@@ -117,7 +117,7 @@ class SimulatedEvent:
             self._streams.issued.wait(stream, *self._place)
 
     def query(self) -> bool:
-        """Return whether the host has waited for this event. A second query without new work waits first."""
+        """Return whether the host waited for this event. If no work came since the last query, synchronize first."""
         if self._asked_at == self._streams.now:
             self.synchronize()
         self._asked_at = self._streams.now
@@ -163,7 +163,7 @@ class SimulatedStream:
     def query(self) -> bool:
         """Return whether the host has waited for all work on this stream.
 
-        A second query without new work waits first.
+        If no work came since the last query, make the host wait first.
         """
         self.record_event(self._end)
         return self._end.query()

@@ -161,7 +161,7 @@ class AllocationTracker(TorchDispatchMode):
         """
 
     def in_own_code(self) -> bool:
-        """Return whether a module's forward is in the user's own code, not in a library's."""
+        """Return whether the running code is in a module's forward and is the user's own, not a library's."""
         code, _ = _caller()
         return bool(self._running) and code is not None and is_own(code.co_filename)
 

@@ -48,9 +48,9 @@ _TOO_LONG = (
 
 
 def colocated_vllm(meter: ScriptTracker, log: PhaseLog, target: ScriptTarget) -> None:
-    """Replace the vllm package, installed or not. Its engine needs a GPU. (sys.meta_path)
+    """Replace the vllm package, installed or not, because vLLM's engine needs a GPU.
 
-    The replacement has the names that TRL uses. Other names can be imported, but raise an error when called.
+    The replacement has the names TRL uses. Other names can be imported, but raise an error when called. (sys.meta_path)
     """
     from transformers import TrainingArguments
 

@@ -133,9 +133,9 @@ def rank_problems(command: ScriptCommand, gpus: int, nodes: int) -> list[Problem
 
 
 def _installed_program(program: str) -> str | None:
-    """Return the file of a Python program that pip installed; None otherwise.
+    """Return the file of a program in this environment or on the PATH.
 
-    It may be in this environment or on the PATH.
+    Return None if there is no such file, or if it is not a Python program that pip installed.
     """
     beside = str(Path(sys.executable).parent)
     found = shutil.which(program, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))

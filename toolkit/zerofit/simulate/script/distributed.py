@@ -242,10 +242,10 @@ def resized_storages(meter: ScriptTracker) -> None:
 def flat_sharding() -> None:
     """Let FSDP 1 use the GPU that scripts see: the GPU with the number `device_id`, or the current GPU.
 
-    Otherwise FSDP uses `torch.device(0)`, which has the name of the C++ accelerator. Scripts see another name. FSDP
-    moves buffers by assigning their `data`. An assignment cannot turn a real buffer into a fake buffer, so the module
-    gets new buffers. (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py, _get_compute_device,
-    _move_module_to_device)
+    Without this patch, FSDP uses `torch.device(0)`. The type of this device is the C++ accelerator's name, but scripts
+    see another name. FSDP moves buffers by assigning their `data`. An assignment cannot turn a real buffer into a fake
+    buffer. So this patch gives the module new buffers. (torch.distributed.fsdp.FullyShardedDataParallel.__init__;
+    _init_utils.py, _get_compute_device, _move_module_to_device)
     """
     from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 
@@ -277,7 +277,7 @@ def flat_sharding() -> None:
 
 
 def sharded_shapes() -> None:
-    """Compute the shape of a DTensor op's result on fakes. The script's host tensors are real.
+    """Let DTensor compute the shape of an op's result on fakes, without the modes in which host tensors are real.
 
     (torch.distributed.tensor, ShardingPropagator._propagate_tensor_meta_non_cached)
     """

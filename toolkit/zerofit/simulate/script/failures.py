@@ -163,7 +163,7 @@ def _is_of_zerofit(error: BaseException) -> bool:
 def _is_in_call(entry: TracebackType) -> bool:
     """Return whether the error came from a C function that this frame called.
 
-    Only frames that replace a function or run an op count.
+    Return False for a frame that neither replaces a function nor runs an op.
     """
     code = entry.tb_frame.f_code
     stands_for = "<locals>" in code.co_qualname or code.co_name == "__torch_dispatch__"

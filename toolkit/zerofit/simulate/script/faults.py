@@ -209,9 +209,9 @@ def _kept_graph(script: Script) -> Iterator[Found]:
 
 
 def _kept_outputs(script: Script) -> Iterator[Found]:
-    """Find lines that allocate tensors in each micro batch, if those of most micro batches live at the end.
+    """Find lines that allocate tensors in each micro batch, if most micro batches' tensors are alive at the end.
 
-    A pipeline stage keeps the tensors of a few micro batches in buffers that later ones reuse.
+    Tensors of a few micro batches may be alive: a pipeline stage keeps them in buffers that later micro batches reuse.
     """
     starts, made = script.log.starts, defaultdict[tuple[str, str], list[int]](list)
     if script.log.retained_at or not starts:

@@ -83,10 +83,10 @@ def parameter_data(meter: ScriptTracker) -> None:
 
 
 def gradients(meter: ScriptTracker, parameter: Tensor) -> None:
-    """Replace a parameter's real gradient by a fake one. Small parameters on the host get real gradients.
+    """Replace a parameter's gradient by a fake if the gradient is real, as for small parameters on the host.
 
-    DeepSpeed sets `grad.data` to a part of its buffers. The data of a real tensor cannot be part of a fake. (Tensor
-    hooks)
+    DeepSpeed sets `grad.data` to a part of its buffers. This needs a fake gradient: the data of a real tensor cannot be
+    part of a fake. (Tensor hooks)
     """
 
     def faked(gradient: Tensor) -> Tensor:
@@ -284,10 +284,10 @@ def triton_kernels(meter: ScriptTracker) -> None:
 def higher_order_ops(meter: ScriptTracker) -> None:
     """Run the bodies of higher-order ops op by op.
 
-    The simulated torch.cond keeps the activations of its branch; the real one keeps only the operands.
-
-    The eager kernels of higher-order ops assert that no mode is active. For gradients, torch.cond needs a compiler.
-    (torch.cond; torch._higher_order_ops: `_get_current_dispatch_mode` in cond_op_dense and others)
+    The eager kernels of these ops assert that no mode is active, so the function that looks for a mode is replaced. For
+    gradients, the real torch.cond needs a compiler, so a simulated torch.cond replaces it. The simulated one keeps the
+    activations of its branch; the real one keeps only the operands. (torch.cond; torch._higher_order_ops:
+    `_get_current_dispatch_mode` in cond_op_dense and others)
     """
     from torch._higher_order_ops import cond as conditions
 

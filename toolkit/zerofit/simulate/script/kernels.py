@@ -1,4 +1,4 @@
-"""Define what GPU kernels without a shape rule in torch return and keep.
+"""Define what GPU kernels return and keep if torch has no shape rule for them.
 
 Scripts call these kernels.
 """

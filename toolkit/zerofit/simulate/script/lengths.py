@@ -221,9 +221,9 @@ def _longest_row(dataset: Any) -> int:
 
 
 def _longer(value: Any, seen: int, wanted: int, targets: int) -> Any:
-    """Repeat values along dimensions of `seen` elements until they have `wanted` elements.
+    """Lengthen dimensions of `seen` elements to `wanted` elements by repeating the values.
 
-    If labels or decoder inputs have fewer than `targets` elements, they are lengthened to `targets` instead.
+    Labels or decoder inputs that have fewer than `targets` elements are lengthened to `targets` instead.
     """
     if isinstance(value, Tensor):
         for dimension in range(1, value.dim()):

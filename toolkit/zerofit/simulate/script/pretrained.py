@@ -87,7 +87,7 @@ def pretrained(meter: ScriptTracker) -> None:
 def _distribution(meter: ScriptTracker, cls: Any, kwargs: dict[str, Any], device_map: Any) -> tuple[Any, Any, Any]:
     """Return the distributed_config, the device and the mesh with which transformers shards a model that it loads.
 
-    The mesh is None if the script asks for no sharding, or for that of a release without distributed_config.
+    The mesh is None if the script asks for no sharding, or if the installed transformers has no distributed_config.
     """
     plan, size, asked = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "distributed_config"))
     if plan is None and size is None and asked is None:
@@ -101,7 +101,7 @@ def _distribution(meter: ScriptTracker, cls: Any, kwargs: dict[str, Any], device
 
 
 class _NotFetched(dict[str, Any]):
-    """A file of weights that was not downloaded. Each part of it, such as `weights["model"]`, is another one."""
+    """A file of weights that was not downloaded. Its parts, such as `weights["model"]`, are of this class, too."""
 
     def __missing__(self, key: object) -> _NotFetched:
         return _NotFetched()

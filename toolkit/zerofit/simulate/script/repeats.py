@@ -30,10 +30,10 @@ class _Calls:
 
 
 class Repeats:
-    """Runs calls without gradients, until a call repeats all allocations of the call before.
+    """Runs calls without gradients in full, until a call repeats all allocations of the call before it.
 
-    Later calls with the same shapes only allocate their outputs. Peaks stay exact, because a call that starts at more
-    live bytes than the calls before runs in full.
+    Later calls with the same shapes only allocate their outputs. But if more bytes are live at the start of a call than
+    at the start of every earlier call, this call runs in full. So peaks stay exact.
     """
 
     def __init__(self, meter: ScriptTracker):
@@ -82,7 +82,7 @@ def _layout(tensor: Tensor) -> _Layout:
 
 
 def _described(outputs: object, allocated: int) -> bytes:
-    """Return outputs without their tensors' data, or b"" if their tensors are not all that a call has allocated."""
+    """Return outputs without their tensors' data, or b"" if their tensors do not have `allocated` bytes in total."""
     file = io.BytesIO()
     writer = _LayoutWriter(file)
     try:

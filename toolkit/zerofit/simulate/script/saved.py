@@ -209,7 +209,7 @@ def saved_by_torch(meter: ScriptTracker, files: ScratchFiles) -> Replaced:
 def replace_everywhere(pairs: Replaced) -> None:
     """Replace functions in every loaded module that has them as attributes, except zerofit's.
 
-    One pass for all pairs: it touches every attribute, so the kernel copies the memory that a fork shares.
+    One pass replaces all pairs. Each pass touches every attribute, so the OS copies memory that a fork shares.
     """
     functions = {id(original): function for original, function in pairs}
     for module in list(sys.modules.values()):

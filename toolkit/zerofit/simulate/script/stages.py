@@ -109,7 +109,7 @@ class StageJoints:
 def _stage_of(stage: Any) -> ScriptStage:
     """Return this rank's first stage, and the first stage of every rank.
 
-    Assumes that the ranks of a pipeline are equally far apart.
+    Assumes that the rank numbers of a pipeline are evenly spaced, for example 0, 4, 8.
     """
     ranks = dist.get_process_group_ranks(stage.group)
     distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1

@@ -90,10 +90,10 @@ class ValueTracker(IssuingTracker):
         return known_value(tensor)
 
     def counted(self, tensor: Tensor) -> Tensor | None:
-        """If `tensor` counts a mask of unknown values, return the count for a mask that is all True.
+        """Return the value of a sum over a mask of unknown values, as if the mask were all True.
 
-        Masks that are used as an index are assumed to be all True as well. Returns None for any other tensor. Also
-        returns None outside of modules, where a count is a metric such as accuracy.
+        Masks that are used as an index are assumed to be all True as well. Return None if `tensor` is no such sum. Also
+        return None outside of modules, where such a sum is a metric such as accuracy.
         """
         number = vars(tensor).get("_elements")
         if number is None or not self._running:

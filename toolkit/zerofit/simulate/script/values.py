@@ -85,13 +85,12 @@ def largest(value: object) -> object:
 
 # `done = unknown | (length >= limit)` ends a loop of generation at its own limit only by this logic of three values.
 def decided(func: OpOverload, args: OpArguments, known: OpArguments) -> bool | None:
-    """Return the value that all elements of an output share: False for 0, True for 1, None if unknown.
+    """Return True if all elements of an output are True or 1, False if all are False or 0, None if unknown.
 
     `func`: an op in RULES.
 
-    A known operand can decide alone: True in an `or`, False or zero in an `and` or product. Unknown floats are
-    assumed to be finite, as in training that continues. So isnan and isinf are False, and also their longer forms,
-    `x != x` and `abs(x) == inf`.
+    A known operand can decide alone: True in an `or`, False or zero in an `and` or product. Unknown floats are assumed
+    to be finite, as in training that continues. So isnan, isinf, `x != x` and `abs(x) == inf` are False.
     """
     packet = func._overloadpacket
     if packet in _FILLED:
