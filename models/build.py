@@ -139,10 +139,11 @@ def why_whole(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> st
 
 
 def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the logits of a batch and, in training, the loss of a mixture's routers (else None).
+    """Return the logits of a batch, and the loss of a mixture-of-experts model's routers.
 
-    `x`: token ids (batch, seq_len) or images (batch, channels, size, size). The routers' loss is coefficient * load
-    balancing loss. `extra`: other arguments of the model, such as position_ids for sequence parallelism.
+    `x`: token ids (batch, seq_len) or images (batch, channels, size, size). `extra`: other arguments of the model, such
+    as position_ids for sequence parallelism. The routers' loss is coefficient * load balancing loss. It is None if the
+    model is not in training mode, or returns no such loss.
 
     If the model is in a wrapper with an attribute `module`, such as a DeepSpeed engine, the wrapper is called.
     """

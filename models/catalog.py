@@ -221,7 +221,7 @@ def _refuse_half(config: Config, where: str, task: Task | None) -> None:
 
 
 def _named_task(config: Config, architecture: str | None) -> Task | None:
-    """Return the task of a model that returns its own loss; None for other models and other heads."""
+    """Return the task of a model that returns its own loss; None for others, or if `architecture` has another head."""
     from transformers.models.auto import modeling_auto as auto
 
     model_type = config.get("model_type")

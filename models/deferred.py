@@ -170,7 +170,7 @@ class _Op:
     overwrites: bool  # does not depend on the previous values of the tensors that it writes
 
     def fresh(self) -> set[int]:
-        """Return the storages that this op overwrites completely, or that it writes without reading."""
+        """Return the storages that this op overwrites completely, and the output storages that no input uses."""
         whole = {ref.storage for ref in self.writes if self.overwrites and ref.whole}
         return whole | ({ref.storage for ref in self.writes} - {ref.storage for ref in self.reads})
 

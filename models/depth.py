@@ -19,11 +19,11 @@ _BOTH = ("encoder_layers", "decoder_layers", "num_layers", "num_encoder_layers",
 #     {"encoder_layers": 6, "decoder_layers": 6}       ("encoder_layers",), ("decoder_layers",)
 #     {"text_config": {"num_hidden_layers": 32}, ...}  ("text_config", "num_hidden_layers"), ...
 def depths(config: Any) -> dict[Path, int]:
-    """Return the numbers of layers in a config: for each inner model, or for encoder and decoder.
+    """Return the layer counts in a config, by key: of the model, of each inner model, or of encoder and decoder.
 
-    If the config refers to the image encoder's layers by number, this encoder is left out, so it keeps all its layers.
-    With fewer layers, the model would use different layers (LLaVA, Qwen3-VL), or layers with another kind of attention
-    (Qwen2.5-VL).
+    If the config selects layers of the image encoder by index, the result leaves out this encoder's count. The encoder
+    then keeps all its layers. With a shorter encoder, the model would use different layers (LLaVA, Qwen3-VL), or layers
+    with another kind of attention (Qwen2.5-VL).
     """
     within = [name for name in ("text_config", "vision_config") if hasattr(config, name)]
     if any(hasattr(c, name) for c in (config, getattr(config, "vision_config", None)) for name in _NUMBERED):

@@ -87,7 +87,7 @@ def _all_equal(blocks: Sequence[nn.Module]) -> bool:
 
 
 def _equal(first: list[tuple[Any, ...]], facts: list[tuple[Any, ...]], place: int) -> bool:
-    """Return whether a block equals the first block. Numbers that count blocks may differ by `place`."""
+    """Return whether a block equals the first block. Integers, such as a layer's index, may be larger by `place`."""
     return len(first) == len(facts) and all(
         a == b or (a[:-1] == b[:-1] and type(a[-1]) is int and type(b[-1]) is int and b[-1] - a[-1] == place)
         for a, b in zip(first, facts, strict=True)

@@ -180,7 +180,7 @@ def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str]
 
 
 def _of_head(model: nn.Module, config: Any, name: str) -> bool:
-    """Return whether a tensor may belong to the head: it has one row per class, or is not in the model."""
+    """Return whether the tensor `name` has one row per class, as in a head. Also return True if the model lacks it."""
     tensor = model.state_dict().get(name)
     return tensor is None or tuple(getattr(tensor, "ds_shape", tensor.shape))[:1] == (config.num_labels,)
 

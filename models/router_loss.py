@@ -83,9 +83,10 @@ class Carrier(nn.Module):
 
 
 def ends(output: Tensor, sums: Tensor) -> Carried:
-    """Return both tensors detached. The graph's backward runs once, when `sums` gets its gradient.
+    """Return both tensors, detached. A hook runs the graph's backward once, when the detached `sums` gets a gradient.
 
     DeepSpeed runs a backward from each tensor that it sends, in order (runtime/pipe/engine.py, `_exec_backward_pass`).
+    So the detached output gets its gradient first, and the hook passes both gradients to the graph.
     """
     end, last = output.detach().requires_grad_(), sums.detach().requires_grad_()
 

@@ -31,7 +31,7 @@ Mark = Callable[[int, Any], None]  # called with a section's index and its input
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """A part of the forward with separate costs. With `after` it begins when `start` returns, else before `start`."""
+    """A part of the forward with separate costs. It begins when `start` is called or, with `after`, when it returns."""
 
     name: str
     start: nn.Module | None  # None: begins with the model
@@ -80,8 +80,8 @@ def watched(sections: list[ModelSection], begin: Mark) -> Iterator[None]:
 def _around_hooks(module: nn.Module) -> Any:
     """Return a block's checkpointing function if the block's hooks run inside the checkpoint; otherwise None.
 
-    The hooks run inside it before transformers 5.23. The function saves the block's input, which must count as
-    memory of this block (transformers/modeling_layers.py).
+    With transformers older than 5.23, hooks run inside the checkpoint. The function saves the block's input, which must
+    count as memory of this block (transformers/modeling_layers.py).
     """
     within = type(module).__call__ is not nn.Module.__call__ and getattr(module, "gradient_checkpointing", False)
     return vars(module).get(_CHECKPOINT) if within else None

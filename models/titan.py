@@ -2,10 +2,11 @@
 
 References are to torchtitan 0.3. Weights have no values, so the model cannot be trained.
 
-    embedding -> blocks -> norm -> head and loss, chunk by chunk, each chunk with its own backward
+    embedding -> blocks -> norm -> head and loss
 
-Queries, keys and values come from one matrix. Rotary embeddings are computed in float32, and each block has its own
-table. Attention is a fused kernel (flex_attention).
+The head and the loss process one chunk of the sequence after another. Each chunk has its own backward. Queries, keys
+and values come from one matrix. Rotary embeddings are computed in float32, and each block has its own table. Attention
+is a fused kernel (flex_attention).
 
 With tensor parallelism the ranks split the vocabulary. Outside of matrix products, they also split the sequence:
 

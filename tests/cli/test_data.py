@@ -75,7 +75,7 @@ def test_data_does_not_command_the_terminal(tmp_path):
     assert not set("\x1b\x07\x9b") & set(shown.stdout.replace("\x1b[1m", "").replace("\x1b[0m", ""))
     (tmp_path / "bad.jsonl").write_text(json.dumps({"\x1b]0;owned\x07": 1}) + "\n")
     shown = CliRunner().invoke(main, ["data", f"{tmp_path}/bad.jsonl"])
-    assert shown.exit_code == 2 and "it has \\x1b]0;owned\\x07" in shown.stderr
+    assert shown.exit_code == 2 and "the record has \\x1b]0;owned\\x07" in shown.stderr
 
 
 def test_a_mask_is_counted_where_it_is_asked_for():

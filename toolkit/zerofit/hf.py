@@ -393,7 +393,7 @@ class _RecordedBatches:
         return getattr(self._sampler, name)
 
     def indices(self, number: int) -> list[int] | None:
-        """Return the indices of batch `number` since training began, or None if they are no longer stored."""
+        """Return the indices of batch `number`, counted since training began; None if they are no longer stored."""
         return next((indices for n, indices in self._recent if n == number), None)
 
 

@@ -89,7 +89,7 @@ def _limit_memory(folder: RunFolder, rank: int) -> None:
 
 
 def _share(folder: RunFolder, rank: int) -> float:
-    """Return this rank's share of its host's free memory: by the forecasts, or equal without a forecast."""
+    """Return this rank's share of its host's free memory, by the forecasts. Without forecasts, shares are equal."""
     here, forecast = int(os.environ["LOCAL_SIZE"]), read_forecast(folder.path)
     if forecast is None:
         return 1 / here

@@ -125,7 +125,7 @@ def _of_script(file: str, text: str) -> ArgumentFile:
 
 
 def _one_thread(file: str, words: list[Word], values: Mapping[str, GivenValue]) -> str | None:
-    """Return name and place of a launcher that gives each of several ranks one thread, else None."""
+    """Return name and place of the launcher if it starts several ranks with one thread each; otherwise None."""
     for word in takewhile(lambda word: not word.text.endswith(".py"), words):
         name = word.text.rpartition("/")[2]
         if name in ONE_THREAD:

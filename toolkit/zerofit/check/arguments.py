@@ -113,7 +113,7 @@ def default_values(reader: str, facts: ModelFacts | None) -> Iterator[RequestedV
 
 
 def given_by(arguments: ArgumentFile) -> dict[str, GivenArgument]:
-    """Return the arguments whose values a file of the training program shows, by their names in that file."""
+    """Return the arguments in an argument file, by their names in it. Leave out arguments of unknown value."""
     return {
         name: GivenArgument(value=given.value, source=f"{name} {given.value}", place=arguments.place(name))
         for name, given in arguments.values.items()

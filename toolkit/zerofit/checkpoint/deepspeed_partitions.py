@@ -143,7 +143,7 @@ def _flat_locations(
 
 
 def _global_name(local: str, dp: int, state: dict[str, Any]) -> str:
-    """Return a parameter's name in the full model. In a rank's files, its own experts count from 0."""
+    """Return a parameter's name in the full model. A rank's files number the rank's own experts from 0."""
     match = EXPERTS.fullmatch(local)
     if match is None or not state.get("num_experts"):
         return local

@@ -26,7 +26,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRow:
-    """The difference between two tensors. `apart` counts elements whose bits differ in the wider of the two types."""
+    """The difference between two tensors. `apart`: elements whose bits differ after conversion to the wider type."""
 
     name: str
     kind: str  # "fp32" for the tensor itself, or an optimizer state

@@ -28,7 +28,7 @@ class NumbersFile(DirectFile):
 
 
 def buffer(place: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the thread's memory for (count,) numbers, which `NumbersFile.write` can write to byte `place`."""
+    """Return (count,) numbers in the thread's memory, aligned for `NumbersFile.write` to write them to byte `place`."""
     return torch.frombuffer(BUFFERS.written, dtype=dtype, count=count, offset=place % BLOCK)
 
 

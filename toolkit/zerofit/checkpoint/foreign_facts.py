@@ -196,7 +196,7 @@ def _torch_file_damage(file: Path, name: str) -> list[Damage]:
 def _system_error(error: Exception) -> str | None:
     """Return why the system cannot read a file; None if the file's content is wrong.
 
-    EINVAL counts as wrong content: the file names a bad offset.
+    EINVAL counts as wrong content: the file contains an invalid offset, and a read at this offset fails.
     """
     return error.strerror if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL) else None
 
@@ -380,7 +380,7 @@ def _remedy(found: Foreign) -> str:
 
 
 def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
-    """At ZeRO stages 1 and 2, find master weights that differ from the weights: a file is of another run or step."""
+    """Find files of other runs or steps: their master weights differ from the model files' weights (ZeRO 1 and 2)."""
     files, damage = DeepSpeedFiles.of(found), {}
     if found.stage_three or not files.optimizers:
         return []

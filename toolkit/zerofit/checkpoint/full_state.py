@@ -220,7 +220,7 @@ class FullState:
         return out
 
     def _fill_row(self, share: list[Shard], kind: str, out: Tensor, start: int, cut: TensorSlice) -> None:
-        """Fill `out`, a part of a tensor's row, from a share. `out` begins at the tensor's element `start`."""
+        """Fill `out`, a part of a tensor's row, from a share. `start`: index of `out` in the flattened full tensor."""
         shape, end = share[0].shape, start + len(out)
         row, unit = math.prod(shape[cut.dim :]), math.prod(shape[cut.dim + cut.joined + 1 :])
         full, place = start // row * row, start // row * math.prod(cut.shape(shape)[cut.dim :])
@@ -241,9 +241,9 @@ class FullState:
                 safe_load.copy_numbers(out[first - start : last - start], part)
 
     def source(self, name: str) -> Tensor | LazyTensor:
-        """Return a buffer, or a parameter that will be read later.
+        """Return a buffer, or a LazyTensor that reads a parameter later.
 
-        If the parameter can be read in pieces, its files are opened now, since several threads may read these files.
+        If the parameter can be read in pieces, its files are opened now. Several threads may read the pieces later.
         """
         if name in self._buffers:
             return self.buffer(name)

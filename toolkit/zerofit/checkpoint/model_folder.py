@@ -281,7 +281,7 @@ def _header(entries: list[TensorEntry]) -> bytes:
 
 
 def _spans(place: int, entry: TensorEntry) -> list[tuple[int, int]]:
-    """Split a tensor at file offsets divisible by PIECE; `place` is its first byte. Return (start, end) in elements."""
+    """Split a tensor at the file offsets n * PIECE. Return (start, end) in elements. `place`: the tensor's offset."""
     size, total = entry.dtype.itemsize, math.prod(entry.shape)
     first = (PIECE - place % PIECE) // size
     cuts = [0, *range(first, total, PIECE // size), total]

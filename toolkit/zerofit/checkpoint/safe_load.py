@@ -73,9 +73,9 @@ ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Return an enum's member: Python before 3.11.4 pickles members as `getattr(class, name)`.
+    """Return an enum's member. Refuse everything else.
 
-    Refuse everything else.
+    Python before 3.11.4 pickles a member as the call `getattr(class, name)`. This function replaces `getattr`.
     """
     if kind is int and name in ZERO_STAGES:
         return ZERO_STAGES[name]

@@ -327,7 +327,7 @@ def step_of(path: Path) -> int | None:
 
 
 def _own_step(path: Path) -> int | None:
-    """Return the step of a checkpoint's folder; None for a universal checkpoint, whose folder has the same name."""
+    """Return the result of `step_of`, but None for a universal checkpoint. Its folder's name contains the step, too."""
     return None if (path / "zero").is_dir() else step_of(path)
 
 

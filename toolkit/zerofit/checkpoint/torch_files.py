@@ -76,7 +76,7 @@ def distributed_index(found: Foreign) -> RankIndex:
 
 
 def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dict[str, Location]) -> None:
-    """Add a folder's scalars, and (description, chunk, location) of each chunk of a tensor, to two dicts by key."""
+    """Add a folder's scalars to `scalars`. Add its tensors' chunks to `tensors`: (description, chunk, location)."""
     if not (folder / METADATA).is_file():
         raise incomplete(folder, f"{METADATA} is missing (rank 0 writes it last)", "use an older checkpoint")
     metadata = safe_load.load_metadata(folder / METADATA)
@@ -140,9 +140,9 @@ def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Loc
 
 
 def _grad_scaler(folder: Path) -> dict[str, Any] | None:
-    """Return the scale of torch's GradScaler as the numbers of DeepSpeed's loss scaler.
+    """Convert the state of torch's GradScaler to the numbers of DeepSpeed's loss scaler.
 
-    The Trainer and Accelerate save it; None if there is none.
+    The Trainer and Accelerate save this state. Return None if the checkpoint has no such state.
     """
     saved = safe_load.load(folder / SCALER) if (folder / SCALER).is_file() else None
     if not saved:  # {}: of a scaler that is switched off

@@ -73,7 +73,7 @@ def _without_key(finding: Finding) -> str:
 
 
 def _others(group: Sequence[Finding], most: int) -> Iterator[str]:
-    """Yield the places of a group's other findings, in one line if these differ only in the key."""
+    """Yield the places of a group's findings after the first. If findings differ only in the key, yield one line."""
     others, unlisted = group[1:most], len(group[most:])
     if others and len({_without_key(finding) for finding in group[:most]}) == 1:
         rest = f", and at {unlisted} more places" if unlisted else ""

@@ -183,7 +183,7 @@ def all_experiments(model: str, as_json: bool, **options: Any) -> None:
 
 
 def _taken(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Remove the options named `names`, "hostfile" and "anyway" from `options`, and return them."""
+    """Remove "hostfile", "anyway" and the options listed in `names` from `options`, and return the removed options."""
     return {name: options.pop(name) for name in (*names, "hostfile", "anyway")}
 
 

@@ -70,12 +70,12 @@ def fitting_table(
 ) -> Table:
     """Return a table that is at most as wide as the console. Columns are left out; cells are not shortened.
 
-    Columns that are "-" in all rows are always left out. If the table is too wide, columns go in this order until the
-    rest fits:
+    Columns that are "-" in all rows are always left out. If the table is too wide, more columns are removed in this
+    order until the rest fits:
 
     1. columns that are not in `keep`
     2. columns in `keep` after the fourth, the last one first
-    3. if the column named `wraps` has a long word: the fourth to second columns in `keep`, except `wraps`
+    3. if the column named `wraps` has a long word: the fourth, third and second column in `keep`, but never `wraps`
 
     The text of the column named `wraps` may take several lines. `styles`: a style for each row.
     """

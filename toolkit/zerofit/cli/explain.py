@@ -128,7 +128,7 @@ def _memory(result: Explanation) -> Iterator[str]:
 
 
 def _changes(changes: Sequence[Change]) -> Iterator[str]:
-    """Yield a line for each change that would help. Simulated changes include memory and the cost in speed."""
+    """Yield a line for each change that would help. For a simulated change, the line also shows memory and slowdown."""
     simulated = [change for change in changes if change.reserved_bytes is not None]
     fitting = [change for change in simulated if change.fits] or simulated
     for change in (fitting or changes)[:CHANGES]:

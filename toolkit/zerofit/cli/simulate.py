@@ -284,7 +284,7 @@ def _with_knobs(result: Simulation, options: dict[str, Any]) -> Simulation:
 
 
 def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simulation:
-    """Add the comparison with the --baseline file and the picture's path to the result. Show and return it."""
+    """Add the picture's path, and the comparison with --baseline's file, to the result. Show and return the result."""
     if options["base"] is not None:
         from zerofit.simulate.forecast.baseline import compare_with
 

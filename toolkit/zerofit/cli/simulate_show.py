@@ -241,7 +241,7 @@ def show_knobs(result: Simulation, details: bool) -> None:
 
 
 def cost(slowdown: float | None) -> str:
-    """Return the forecast slowdown of a step by a change, relative to the step time; "" if unknown."""
+    """Return as text how much slower a change makes a step (forecast), relative to the step time; "" if unknown."""
     if slowdown is None:
         return ""
     if slowdown >= 1:

@@ -301,7 +301,7 @@ class StrategyMeter:
         return {"timed_steps": max(0, timed), "seconds": seconds, **(self._found or self._memory() | none_sent)}
 
     def _memory(self) -> dict[str, int]:
-        """Return peaks: on GPUs torch's peak over all devices of this process; on a CPU the growth of the process."""
+        """Return peaks. On GPUs: torch's peak over all devices of this process. On a CPU: the growth of the process."""
         host = resident_memory().peak
         if self._device.type != "cuda":
             return {"peak_bytes": max(0, host - self._before), "host_bytes": host}

@@ -1,7 +1,8 @@
 """Run one process of one strategy, with RANK and related variables in its environment.
 
-The process writes `rank-N.json` with its measurements, or with the reason why there are none. The rank that has the
-full model at the end evaluates it, and compares its weights with the weights of the single device.
+The process writes `rank-N.json` with its measurements, or with the reason why there are none. At the end, the rank that
+has the full model evaluates the model. This rank also compares the model's weights with those that the strategy
+`single` trained on one device.
 """
 
 from __future__ import annotations

@@ -29,13 +29,13 @@ def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
     """Return the default peak learning rate, to two digits.
 
     The rate depends on the optimizer:
-    - SGD: it grows linearly above 256 samples (Goyal et al., 2017).
-    - Adafactor: it is fixed and relative to the weights.
-    - Others normalize their step. Their rate grows with the square root of the batch between 4 and 64 samples (Malladi
-      et al., 2022). Above 64, good rates of language models hardly depend on the batch. Larger models from scratch get
-      a lower rate, except with Muon. The rate of pretrained models does not depend on their size.
+    - SGD: the rate grows linearly above 256 samples (Goyal et al., 2017).
+    - Adafactor: the rate is fixed and relative to the weights.
+    - Other optimizers normalize their step. The rate grows with the square root of the batch between 4 and 64 samples
+      (Malladi et al., 2022). Above 64, good rates of language models hardly depend on the batch.
 
-    A GAN's rate is fixed, except with SGD.
+    With these other optimizers, larger models from scratch get a lower rate, except with Muon. The rate of pretrained
+    models does not depend on their size. A GAN's rate is fixed, except with SGD.
     """
     rates = OPTIMIZERS.get(optimizer, ADAMW).rates
     if rates.by_batch == "linear":

@@ -145,7 +145,7 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
 
 
 def _check_selective(run: Run, layout: Layout, problems: Problems) -> None:
-    """Refuse selective checkpointing with untested settings: in-place collectives change kept tensors."""
+    """Refuse settings untested with selective checkpointing. E.g. in-place collectives change tensors that it keeps."""
     used = {"--tensor-parallel": layout.tp > 1, "--sequence-parallel": layout.sp > 1, "--compile": run.compile}
     used |= {"--expert-parallel": layout.ep > 1, "--quantize": run.quantize is not None}
     used["--activation-offload"] = run.activation_offload

@@ -93,10 +93,9 @@ class Renderer:
         return spans
 
     def _learned(self, chat: ChatMessages, spans: list[Span]) -> list[Span]:
-        """Return only the marked spans of messages that are learned. Raises NotRendered.
+        """Return the marked spans without the spans of messages that are not learned. Raises NotRendered.
 
-        To find a message's spans, the conversation up to this message is rendered twice: without and with the
-        message.
+        To find a message's spans, the conversation up to this message is rendered twice: without and with the message.
         """
         dropped: set[int] = set()
         for n, message in enumerate(chat.messages):
@@ -149,7 +148,7 @@ def _is_learned(message: Message) -> bool:
 
 
 def _as_read(message: Message) -> Message:
-    """Return a message as transformers passes it to a template. Its reasoning gets both names that templates use."""
+    """Return a message as transformers passes it to a template. Reasoning is under both names that templates use."""
     shown = {key: value for key, value in message.items() if key != "weight"}
     reasoning = next((shown[name] for name in REASONING if name in shown), None)
     if reasoning is None:

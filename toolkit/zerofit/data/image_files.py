@@ -52,7 +52,7 @@ def image_paths(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def split_folders(root: Path) -> list[Path]:
-    """Return the training folder and, if it exists, the validation folder. A single folder has to be split."""
+    """Return the training folder and, if it exists, the validation folder. Otherwise, the caller splits the files."""
     if not (root / "train").is_dir():
         return [root]
     return [root / "train", *[root / name for name in VALID_NAMES if (root / name).is_dir()][:1]]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Scaling of pixel values to (value - mean) / std per channel, in units of the stored values."""
+    """Scaling of pixel values to (value - mean) / std per channel. `mean` and `std` are in the stored values' units."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]

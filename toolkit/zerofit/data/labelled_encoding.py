@@ -46,7 +46,7 @@ class ClassNames:
 
 
 def read_row(values: Record, fields: LabelledFields, task: Task, names: Sequence[str]) -> Labelled | str:
-    """Return a row's content, or an error text. `names`: the names of classes that are given as numbers."""
+    """Return a row's content, or an error text. `names`: the data's names for class numbers; () if there are none."""
     text, label = value_of(values, fields.text), value_of(values, fields.label)
     pair = value_of(values, fields.pair) if fields.pair else None
     if task == "tag":

@@ -102,18 +102,20 @@ def micro_batches(
     mixing: Mixing | None = None,
     pinned: bool = False,
 ) -> Iterator[dict]:
-    """Yield for each range of positions {"inputs", "labels", "positions": range, "indices": int64 array}.
+    """Yield for each range of positions {"inputs", "labels", "positions": range, "indices": read-only int64 array}.
 
-    `slices`: the ranges. They are not empty, and all have the same length, except the last. The number of ranges may be
-    infinite, because each range is read shortly before its use. Loader processes read 2 * workers ranges ahead. Without
-    loader processes, all ranges of a block of about 64 KiB are read together. `slices` may also yield MicroSlices,
-    which have the image settings of their step. If the `before` of a MicroSlice is set, `mixing` mixes its images.
+    `slices`: ranges that are not empty. All ranges except the last have the same length. Their number may be infinite,
+    because each range is read shortly before its use. Loader processes read 2 * workers ranges ahead. Without loader
+    processes, all ranges of a block of about 64 KiB are read together.
+
+    A slice may also be a MicroSlice: a range, and the image settings of its step. If its field `before` is set,
+    `mixing` mixes the images.
 
     `workers`: number of loader processes, which live until the iterator is closed. Batches and their order do not
-    depend on this number. `pinned`: loader processes return pinned memory, so copies to a GPU overlap with computation.
-    With `pinned`, "positions" is a list.
+    depend on this number.
 
-    "indices" is read-only.
+    `pinned`: loader processes return pinned memory, so copies to a GPU overlap with computation. "positions" is then a
+    list.
     """
     maker, remaining = _MicroBatches(dataset, order, mixing), iter(slices)
     first = next(remaining, None)

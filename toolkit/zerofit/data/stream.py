@@ -176,7 +176,7 @@ class TokenStream:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedText(Dataset):
-    """Windows of an endless stream of blocks. Each is a window of `CausalText` on the block that contains it."""
+    """Windows of an endless stream of blocks. Each block is divided into windows like the tokens of a `CausalText`."""
 
     draws = False
 

@@ -46,8 +46,7 @@ class SplitWriter:
     def __init__(self, folder: Path, split: str, dtypes: Mapping[str, str], starts: Sequence[str] = ()):
         """`dtypes`: the type of each part's numbers.
 
-        `starts`: the parts that contain offsets. Each sample has the offset of its start. The last offset is the end of
-        the last sample.
+        `starts`: the parts that contain offsets: the start of each sample, and after them the end of the last sample.
         """
         self._dtypes = dtypes
         self._files = {part: (folder / f"{split}.{part}").open("wb") for part in dtypes}

@@ -59,7 +59,7 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a model's folder has tokenizer files, or zerofit trained the model on bytes."""
+    """Return whether a model's folder has tokenizer files, or whether zerofit trained the model on bytes."""
     return any(next(folder.glob(pattern), None) for pattern in _FILES) or was_trained_on_bytes(folder)
 
 

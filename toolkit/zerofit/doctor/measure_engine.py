@@ -22,7 +22,7 @@ STEPS = 20  # steps of each engine; equal on all ranks, since ranks wait for eac
 
 
 class _Unit(nn.Module):
-    """One small parameter behind a matrix multiplication, which fills the host's caches as a model does."""
+    """A matrix multiplication, which fills the host's caches as a model does, then a norm with one small parameter."""
 
     matrix: Tensor
 

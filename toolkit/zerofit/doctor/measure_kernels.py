@@ -154,7 +154,7 @@ def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) ->
 
 
 def _keeping(watch: Stopwatch, work: Work, result_bytes: int) -> Work:
-    """Return `work`. On a CPU, return a function that also keeps the results of `work`, as a forward does.
+    """On a CPU, return a function that calls `work` and keeps the results, as a forward does. Otherwise, return `work`.
 
     The function frees many results together. Freed memory goes back to the system, so new results need new pages. To
     get new pages takes longer than most kernels.

@@ -41,7 +41,7 @@ _DEVICES = {"HIP": r"\bHIP|ROCBLAS|rocblas", "XPU": r"\bXPU|level_zero|_RESULT_E
 
 
 def for_device(text: str, message: str) -> str:
-    """Return the advice `text` with tools for the device that an error message names (default: CUDA's)."""
+    """Return the advice `text`. If `message` names another device than CUDA, replace CUDA's tools by that device's."""
     device = next((name for name in _TOOLS if re.search(_DEVICES.get(name, rf"\b{name}"), message)), "")
     if not device:
         return text

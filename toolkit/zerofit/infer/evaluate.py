@@ -232,7 +232,7 @@ def figures_of(saved: SavedModel, model: nn.Module, dtype: torch.dtype, inputs: 
 
 # Logits of a vocabulary of 128,000 in float32 take 512 kB a token. In chunks, the loss needs 32 MiB at a time.
 def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
-    """Return the float64 (4,) of EvalFigures for logits (..., classes) and labels (...), computed in chunks."""
+    """Count what EvalFigures has, in chunks. Return float64 (4,) for logits (..., classes) and labels (...)."""
     flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     rows = max(1, CHUNK_BYTES // (4 * flat.shape[-1]))
     total = torch.zeros(4, dtype=torch.float64, device=flat.device)

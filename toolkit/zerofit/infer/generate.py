@@ -204,7 +204,7 @@ def _cached(fake: nn.Module, length: int, device: torch.device, written: int = 0
 
 
 class _TextStreamer(BaseStreamer):
-    """Streams text while transformers draws its tokens. Sends only complete characters, and none from `end_text` on."""
+    """Streams text while transformers generates tokens. Sends only complete characters, and stops before `end_text`."""
 
     def __init__(self, prompt: Prompt, on_text: Callable[[str], None]):
         self._decode, self._end_ids, self._on_text = prompt.decode, prompt.end_ids, on_text

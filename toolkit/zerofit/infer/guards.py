@@ -56,7 +56,7 @@ class _Guard(TorchDispatchMode):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence bars, reports and warnings of transformers and accelerate; zerofit prints its own."""
+    """Silence the progress bars, reports and warnings of transformers and accelerate; zerofit prints its own."""
     from transformers.utils import logging as theirs
 
     levels = {name: logging.getLogger(name).level for name in ("accelerate.big_modeling", "accelerate.utils.modeling")}

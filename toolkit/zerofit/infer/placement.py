@@ -84,9 +84,9 @@ class Placement:
 def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
     """Build the model in evaluation mode, with parameters of this type on the meta device.
 
-    Only transformers' models get fake buffers, since buffers of other models may have values that no file has. In the
-    other models, batch norms stay in float32. Their kernels support float32 parameters with inputs of lower precision.
-    Raises UserError if the model cannot be built.
+    Only transformers' models get fake buffers. Other models keep real buffers, since the values of some buffers may be
+    in no file. In other models, batch norms stay in float32: the kernels of batch norms support float32 parameters with
+    inputs of lower precision. Raises UserError if the model cannot be built.
     """
     try:
         if saved.source.family == "transformers":
@@ -179,9 +179,10 @@ def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
 def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | None:
     """Return accelerate's device map, completed with the direct parameters and buffers of split modules.
 
-    If accelerate splits a module, its map may lack these tensors or list them one by one. dispatch_model loads only
-    complete modules. So these tensors go to the device that runs their module. Returns None if accelerate 1.15
-    raises IndexError, as it does for some sizes of models with tied parameters.
+    If accelerate splits a module, accelerate's map may lack the module's direct parameters and buffers, or list them
+    one by one. But dispatch_model loads only complete modules. So this function assigns these parameters and buffers to
+    the device that runs the split module. Returns None if accelerate 1.15 raises IndexError, as it does for some sizes
+    of models with tied parameters.
     """
     if not any(size > 0 for size in memory.values()):
         return {"": "disk"}

@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ ops, compiled before the ranks start, and only those that the run needs."""
+"""Compile DeepSpeed's C++ ops before the ranks start. Only the ops that the run needs are compiled."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The rendezvous of a launcher's processes before their run: they report, and the first process sends orders.
 
-It uses torch's TCPStore on a known port: torchrun's store, or else a store that the first process opens.
+The rendezvous uses torch's TCPStore on a known port: torchrun's store, or else a store that the first process opens.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class LiveMemory(NamedTuple):
 
 
 def backward_moments(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> tuple[LiveMemory, ...]:
-    """Return the live memory at all moments of a backward that can be its peak.
+    """Return the live memory at each moment that can be the peak of a backward.
 
     Which moment is the peak depends on the size of the micro batch. Persistent memory is not included.
 
@@ -211,7 +211,7 @@ class _Bucketed:
         self.passed = waiting if layers else self.passed
 
     def _keep(self, parameters: Iterable[Parameter]) -> None:
-        """Allocate all gradients that a rank keeps, as soon as one of these parameters overlaps its partition."""
+        """If any of `parameters` overlaps a rank's partition, allocate all gradients that the rank keeps."""
         reached = (self.element * self.kept_of.get(parameter, 0) for parameter in parameters)
         self.kept_bytes = max(self.kept_bytes, max(reached, default=0))
 

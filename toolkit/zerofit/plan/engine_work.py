@@ -1,4 +1,4 @@
-"""Count the work of DeepSpeed's engine on gradients and in its step, besides the kernels of model and optimizer."""
+"""Count the work of DeepSpeed's engine on gradients and in a step, without the kernels of model and optimizer."""
 
 from __future__ import annotations
 

@@ -109,12 +109,13 @@ def margin_bytes(
 ) -> float:
     """Return the bytes that a GPU needs besides the allocated peak: fragmentation, context and communicators.
 
-    Fragmentation is the larger of two values: a share of the peak, or `large_bytes` plus LAST_SEGMENTS_BYTES. The
-    second value can be larger in a model of few layers.
+    If torch puts a small tensor into a large freed block, the next large tensor needs an extra block. `large_bytes` is
+    the sum of the largest activation, gradient, bucket and temporary. So `large_bytes` allows for one extra block of
+    each of these four kinds.
 
-    `large_bytes`: summed bytes of the largest activation, gradient, bucket and temporary. If torch puts a small tensor
-    into a large freed block, the next large tensor needs an extra block. `large_bytes` allows for one extra block of
-    each of these four kinds. `more_communicators`: number of communicators besides those for the layout's degrees.
+    Fragmentation is the larger of two values: a share of the peak, or `large_bytes` plus LAST_SEGMENTS_BYTES. The
+    second value can be larger in a model of few layers. `more_communicators`: number of communicators besides those for
+    the layout's degrees.
     """
     share = FRAGMENTATION
     if layout.zero_stage == 3:

@@ -20,13 +20,14 @@ def largest(
     """Return the largest value that fits, and the number of evaluations of `pressure`.
 
     The candidates are `smallest`, `smallest + step`, ..., up to `most`. A value fits if its `pressure` is at most 1.
-    `pressure` must grow with the value. If `smallest` does not fit, the returned value is None. Unless the result is
-    the last candidate, `pressure` was evaluated for the next candidate, too.
+    `pressure` must grow with the value. If `smallest` does not fit, the returned value is None.
 
-    The search tries `smallest`, then the next candidate (with `end_first`, the last candidate). It tries larger values
-    until a value does not fit. The result is now in a bracket: between a value that fits and a larger value that does
-    not fit. `pressure` grows nearly linearly. So the next guess is where a line through the bracket's ends reaches 1.
-    If this guess does not halve the bracket, the next guess is the bracket's middle.
+    The search tries `smallest`, then the next candidate (with `end_first`, the last candidate). It tries larger
+    candidates until one does not fit. The result is now in a bracket: the lower end fits, and the upper end does not
+    fit. `pressure` grows nearly linearly. So the next guess is where a line through the bracket's ends reaches 1. If
+    this guess does not halve the bracket, the next guess is the bracket's middle. Finally, the upper end is the
+    candidate after the result. So `pressure` was evaluated for that candidate, too, unless the result is the last
+    candidate.
     """
     seen: dict[int, float] = {}
 
@@ -76,9 +77,9 @@ def repeated_layer(profile: Profile) -> int:
 def fewest(pressure: Callable[[int, int], float], full: int) -> tuple[int, int] | None:
     """Return the fewest (devices per node, nodes) with a `pressure` of at most 1.
 
-    If several nodes are needed, all their devices are used. The number of nodes is bisected, assuming that more
-    nodes never need more memory per device. Return None if four times as many nodes do not reduce the pressure, or
-    if more than MOST_GPUS devices are needed.
+    If several nodes are needed, all their devices are used. The search doubles the number of nodes until the pressure
+    is low enough, then bisects. It assumes that more nodes never need more memory per device. Return None if two
+    doublings in a row do not reduce the pressure, or if more than MOST_GPUS devices are needed.
     """
     for gpus in range(1, full + 1):
         if pressure(gpus, 1) <= 1:

@@ -64,11 +64,11 @@ class _StageMoments(NamedTuple):
         return self.host_bytes + sum(pinned_bytes(round(a + b * samples)) for a, b in self.on_host)
 
     def large_at(self, samples: int, peak_bytes: int) -> int:
-        """Return the summed bytes of the largest blocks, one of each kind that a step allocates and frees.
+        """Return the bytes of large blocks that a step allocates and frees. The result is the larger of two values.
 
-        The result is the larger of two values. The first is the sum of the largest gradient, buckets, temporaries and
-        activation. The second is the number of bytes by which the optimizer's blocks raise the live bytes above
-        `peak_bytes`. (The optimizer flattens gradients when no activation is alive.)
+        The first value is the sum of the largest gradient, buckets, temporaries and activation. The second value is for
+        the optimizer's step: the largest sum of live bytes and newly allocated block, minus `peak_bytes`. (The
+        optimizer flattens gradients when no activation is alive.)
         """
         fixed, activations = self.large
         passes = fixed + round(max((a + b * samples for a, b in activations), default=0))

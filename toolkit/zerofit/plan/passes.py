@@ -1,6 +1,6 @@
 """Compute the seconds of each layer in one micro batch.
 
-These are kernels, launches, hooks, and the collectives that a layer waits for.
+The seconds include kernels, launches, hooks, and the collectives that a layer waits for.
 """
 
 from __future__ import annotations

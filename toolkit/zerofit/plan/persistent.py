@@ -144,10 +144,10 @@ def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
 
 @lru_cache(maxsize=1024)
 def heaviest_reached(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
-    """Return for each parameter the number of elements that its heaviest rank reaches.
+    """Return for each parameter the number of elements of its heaviest rank.
 
-    A rank reaches all parameters that overlap the rank's partitions, each with its full size. Of the ranks that store a
-    part of the parameter, the heaviest rank reaches the most elements.
+    A rank's elements are those of all parameters that overlap the rank's partitions. Each of these parameters counts in
+    full. Of the ranks that store a part of the parameter, the heaviest rank has the most elements.
     """
     totals, found = overlaps(line, ranks, int), dict[Parameter, int]()
     for rank, parameter, _ in _reaching(line, ranks):

@@ -187,7 +187,7 @@ def _passes(cluster: Cluster, measured: Calibration) -> float | None:
 
 
 def _of_streaming(cluster: Cluster, fitted: Coefficients) -> float:
-    """Return the bandwidth of the kernels between matrix multiplications, relative to one long addition."""
+    """Return the bandwidth of kernels without matrix multiplications, divided by the bandwidth of one long addition."""
     return 1.0 if cluster.on_cpu else fitted.memory / rate_of("streaming").value
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism that also splits the sequence between matmuls.
+"""Tensor parallelism that also splits the sequence: between two matmuls, each rank has only a part of the tokens.
 
 Megatron-LM and torch's DTensor do this.
 """
@@ -58,8 +58,8 @@ def _sum(*lines: Linear) -> Linear:
 def _kernels(whole: tuple[Kernel, ...], mine: tuple[Kernel, ...], block: bool, tp: int) -> tuple[Kernel, ...]:
     """Return the kernels of one rank.
 
-    In a block these are the rank's own matmuls, and a share of each other kernel. In other layers they are a share
-    of each kernel.
+    In a block these are the rank's own matmuls, and a share of all other kernels. In other layers they are a share of
+    each kernel.
     """
     split = (kernel for kernel in whole if not (block and kernel.shape))
     return (*(_share(kernel, tp) for kernel in split), *(kernel for kernel in mine if block and kernel.shape))

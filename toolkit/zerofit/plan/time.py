@@ -53,7 +53,7 @@ TRANSFERS = ("device to host", "host to device", "NVMe")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of one optimizer step and of its parts. Time that compute hides is not part of any part."""
+    """Seconds of one optimizer step and of its parts. The parts do not include time that is hidden by compute."""
 
     step_s: float
     compute_s: float  # forward and backward of all micro batches

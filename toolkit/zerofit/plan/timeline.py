@@ -233,11 +233,13 @@ class _Placed:
 def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_bytes: int) -> list[_Placed]:
     """Return a stage's layers, without memory that only the full model needs for a tied matrix.
 
-    The profile is of the full model. Its backward keeps the matrix's first gradient until the second gradient exists.
-    The sum of the two gradients is a third tensor. A pipeline has neither the waiting gradient nor the sum.
+    The profile is of the full model. The full model's backward computes two gradients of the matrix. It keeps the first
+    gradient until the second exists, then allocates a third tensor for their sum. A pipeline neither keeps the first
+    gradient nor allocates the sum.
 
-    If a matrix is tied to another stage, that stage has a copy (pipe/module.py, TiedLayerSpec). If embedding and head
-    are two parts of one stage, they share one matrix. The backward of each part then leaves its own gradient.
+    If embedding and head are in two stages, the head's stage has a copy of the matrix (pipe/module.py, TiedLayerSpec).
+    If embedding and head are two parts of one stage, they share one matrix. The backward of each part then leaves its
+    own gradient.
     """
     head, mine = expanded[-1], [placed for first, last in ranges for placed in expanded[first:last]]
     if head.layer.tied_to is None or ranges[0] == (0, len(expanded)):
@@ -256,7 +258,7 @@ def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_
 
 
 def _without_sums(cost: LayerCost, added: int) -> LayerCost:
-    """Return `cost` without the `live` entries of backward with `added` fixed bytes or more (a sum of gradients)."""
+    """Return `cost` without sums of gradients: backward's `live` entries whose `fixed` is `added` bytes or more."""
     moments = (
         replace(moment, live=tuple(line for line in moment.live if line.fixed < added)) for moment in cost.backward
     )

@@ -153,12 +153,14 @@ class _Fetch(NamedTuple):
 class _Gathering:
     """A step's gathered parameters, layer by layer. The first `still` layers have no backward.
 
-    If a step runs the model without gradients between forward and backward, DeepSpeed never has a trace of a step. Then
-    DeepSpeed neither prefetches parameters nor keeps them for reuse. This run also resets each module's number of
-    gradients to wait for (`ds_grads_remaining`, parameter_offload.py). So modules do not release their parameters in
-    backward. If a block is recomputed, the modules inside the block set their numbers again and release their
-    parameters. The block itself does not. But with use_reentrant=True, frozen weights are released with the block
-    (`ds_recompute_parameters`), so they stay gathered.
+    A step may run the model without gradients between forward and backward. Then DeepSpeed never has a trace of a step.
+    So DeepSpeed neither prefetches parameters nor keeps them for reuse. The run without gradients also resets each
+    module's number of gradients to wait for (`ds_grads_remaining`, parameter_offload.py). So modules do not release
+    their parameters in backward.
+
+    If a block is recomputed, the modules inside the block set their numbers again and release their parameters. The
+    block itself does not release its own parameters. With use_reentrant=True, frozen weights are released only with the
+    block (`ds_recompute_parameters`). So frozen weights stay gathered.
     """
 
     def __init__(self, line: StageTimeline, element: int, sizes: _Sizes, spread: ParameterSharers, still: int):

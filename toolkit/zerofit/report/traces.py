@@ -152,7 +152,7 @@ def _part(module: str, kind: str) -> Part:
 
 
 def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
-    """Yield kind, start and microseconds of collectives, then of the training thread.
+    """Yield (kind, start, microseconds) for each collective, then for each piece of the training thread's time.
 
     An op counts without the time of the ops inside it. The time between ops counts as Python's time, except while
     Python waits for a collective.

@@ -28,9 +28,11 @@ def with_fused_head(
 ) -> Profile:
     """Return the profile with TRL's fused head in place of a loss that needs all logits.
 
-    `scored`: number of tokens per sample that get log-probs. `micro_batch`: number of samples. None stands for any
-    large number. `when`: value for the profile's `scored`. `teacher`: the loss is the divergence from a teacher's
-    logits. At stage 3, TRL gathers the teacher's head for this loss (`maybe_gather_lm_head_ctx`).
+    `scored`: number of tokens per sample that get log-probs. `micro_batch`: number of samples; None: any large number.
+    `when`: the attribute `scored` of the returned profile.
+
+    `teacher`: the loss is the divergence from a teacher's logits. At stage 3, TRL gathers the teacher's head for this
+    loss (`maybe_gather_lm_head_ctx`).
     """
     head, hidden = profile.layers[-1], profile.hidden_size or 0
     owner = next((layer for layer in profile.layers if layer.name == head.tied_to), head)
@@ -77,9 +79,9 @@ def with_head(
     when: Scored,
     sharded: Callable[[LayerCost], LayerCost] | None = None,
 ) -> Profile:
-    """Return a profile with other costs of the head. `changed` computes them from the head's old costs.
+    """Return a profile in which the head has new costs. `changed` computes the new costs from the old costs.
 
-    `sharded` computes them at stage 3; None: `changed` does. `read` sets which modules read the head's weight.
+    `sharded` computes the new costs at stage 3; None: `changed` does. `read` sets which modules read the head's weight.
     """
 
     def of(settings: dict[str, tuple[LayerCost, ...]], change: Callable[[LayerCost], LayerCost]) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def unquantized_modules(quantization: Any) -> tuple[str, ...]:
 
 
 def matches(module: str, pattern: str) -> bool:
-    """Return whether `pattern` matches a module or a module that contains it.
+    """Return whether `pattern` matches `module` or one of the modules that contain `module`.
 
     A pattern is "re:...", a name with *, or some parts of a dotted name.
     """

@@ -40,8 +40,8 @@ def online_dpo(scored: float) -> LogitBytes:
     """Return the bytes per logit of TRL's OnlineDPOTrainer.
 
     `scored` is the share of the tokens whose log-softmax the trainer keeps (in 16 bits). For the log-softmax, torch
-    copies the logits of these tokens. Backward needs two gradients of the copy's size, then one of all logits
-    (trl/experimental/online_dpo, `_forward`).
+    copies the logits of these tokens. Backward first needs two gradients with the size of this copy. Then it needs a
+    gradient with the size of all logits (trl/experimental/online_dpo, `_forward`).
     """
     return LogitBytes(forward=2 + 4 * scored, saved=2 * scored, backward=max(6 * scored, 2 + 2 * scored), product=2)
 
@@ -49,10 +49,10 @@ def online_dpo(scored: float) -> LogitBytes:
 def with_whole_head(
     profile: Profile, each: LogitBytes | None, element_bytes: int, *, when: Scored = "first"
 ) -> Profile:
-    """Return the profile with a head that computes the log-probs of all tokens, not a loss.
+    """Return the profile with a head that computes no loss, but the log-probs of all tokens.
 
     `each`: bytes of each logit. None stands for verl's use_fused_kernels with the backend "torch".
-    `when`: value for the profile's `scored`.
+    `when`: the attribute `scored` of the returned profile.
     """
     head, hidden, length = profile.layers[-1], profile.hidden_size or 0, profile.seq_len or 0
     owner = next((layer for layer in profile.layers if layer.name == head.tied_to), head)

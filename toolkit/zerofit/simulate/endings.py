@@ -138,7 +138,7 @@ def _crash(name: str, output: str) -> Problem:
 
 
 def shown_path(file: str) -> str:
-    """Return a file's path from its package on. If the file is in no package, return its name."""
+    """Return a file's path without the part before its package. If the file is in no package, return its name."""
     return file.rpartition("/site-packages/")[2] if "/site-packages/" in file else Path(file).name
 
 

@@ -129,8 +129,9 @@ def open_jsonl(path: Path) -> TextIO:
 class JsonlTail:
     """Reader of a growing JSON lines file that yields each added object once.
 
-    A line that cannot be parsed is skipped, and `on_bad_line` is called for the first such line. Network file systems
-    can show NULs while another host writes, and a full disk can cut a character. A line without an end is read later.
+    A line that cannot be parsed is skipped, and `on_bad_line` is called for the first such line. Known causes: network
+    file systems can show NULs while another host writes, and a full disk can cut a character. A line without an end is
+    read later.
     """
 
     def __init__(self, path: Path, *, on_bad_line: Callable[[str], None] = lambda text: None) -> None:

@@ -1,4 +1,4 @@
-"""Facts about a model and a machine on which the configuration depends."""
+"""Facts on which the configuration depends: about a model and about a machine."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ def reaching(numels: Sequence[int], partition: int, beside: int) -> Iterator[tup
     Args:
         numels: the elements of consecutive parameters in a flat buffer.
         partition: elements of a partition, with padding.
-        beside: number of ranks whose partitions start at the same element of their buffers. For experts, it is the
-            expert parallel degree: the ranks have different experts of the same sizes. For other parameters, it is 1.
+        beside: number of consecutive ranks whose partitions cover the same elements of their buffers. For
+            experts, it is the expert parallel degree, since each of these ranks has different experts of the same
+            sizes. For other parameters, it is 1.
 
     >>> list(reaching([6, 2], 4, 1))
     [(0, 0, 4), (1, 0, 2), (1, 1, 2)]

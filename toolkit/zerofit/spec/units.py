@@ -76,7 +76,7 @@ SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval: 500 (steps), 30min, 2h or 90s; 0 is never."""
+    """An interval: 500 (steps), 30min, 2h or 90s; 0 means never."""
 
     steps: int | None = None
     seconds: float | None = None

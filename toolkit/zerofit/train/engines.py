@@ -124,8 +124,9 @@ def learning_rate_factor(step: int, *, total: int, warmup: int, schedule: str, f
 def _forget_dummy_step(engine: Any) -> None:
     """Undo the step that DeepSpeed's bf16 and fp16 optimizers without ZeRO take on zero gradients to allocate states.
 
-    Adam counts it as its first step, so bias correction makes the first real steps too small. It also applies weight
-    decay to the master weights once (runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:125).
+    Adam counts this dummy step as its first step, so bias correction makes the first real steps too small. The dummy
+    step also applies weight decay to the master weights once (runtime/fp16/unfused_optimizer.py:425,
+    fused_optimizer.py:125).
     """
     optimizer = engine.optimizer
     if not hasattr(optimizer, "fp16_groups"):

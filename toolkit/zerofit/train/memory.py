@@ -59,8 +59,8 @@ class RankMemory:
     def _look(self) -> list[float]:
         """Return five figures in bytes: allocated, reserved, outside torch (device), resident and shared (host).
 
-        The kernel's peak is reset each time, to separate pages of data files from other resident memory. The kernel
-        reclaims such pages when memory is short.
+        The resident memory excludes pages of data files, since the kernel reclaims these pages when memory is short.
+        Each call subtracts them from the kernel's peak since the last call, and resets this peak.
         """
         now = resident_memory()
         forget_resident_peak()

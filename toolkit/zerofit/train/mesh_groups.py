@@ -81,7 +81,7 @@ class MeshGroups:
 
 
 def exchange_heads(config: Any, job: Job, group: Any) -> None:
-    """Make transformers' attention exchange parts of sequences for heads with the other ranks of the group.
+    """Replace transformers' attention by Ulysses attention: the group's ranks exchange parts of sequences for heads.
 
     `UlyssesSPAttentionHF.register_with_transformers` creates its own groups of neighboring ranks and exchanges all
     heads of the config. It cannot be used, since tensor ranks have only a part of the heads (ulysses_sp.py:401).

@@ -282,8 +282,8 @@ def _parts_of(stage: int, job: Job, bounds: list[int]) -> list[range]:
 def _tied_apart(layers: list[Layer], bounds: list[int], job: Job) -> set[str]:
     """Return the keys of weights that different stages share.
 
-    Two layers of one stage share the same Parameter and need no spec. With specs, DeepSpeed would call the first
-    layer's module instead of the second layer's module.
+    If two layers of the same stage share a weight, they have the same Parameter and need no spec. With specs, DeepSpeed
+    would call the first layer's module instead of the second layer's module.
     """
     holders = defaultdict[str | None, set[int]](set)
     for stage in range(job.layout.pp):
@@ -355,7 +355,7 @@ def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
 
 
 def _share_sequences(job: Job, coords: RankCoords, config: Any, layers: list[Layer], groups: MeshGroups) -> None:
-    """Set the position of this rank's first token in all blocks, and make attention exchange heads."""
+    """Set the position of this rank's first token in all blocks, and replace attention (see `exchange_heads`)."""
     assert job.run.seq_len  # a job's run on text is resolved
     exchange_heads(config, job, groups.sequence)
     first = own_tokens(job.run.seq_len, job.layout, coords).start

@@ -284,7 +284,7 @@ def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, s
 
 
 def _without_shared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights, with tensors that share memory copied, since safetensors cannot store shared memory."""
+    """Return the weights. Copy each that shares memory with an earlier one: safetensors cannot store shared memory."""
     seen: set[int] = set()
     out = {}
     for name, tensor in weights.items():

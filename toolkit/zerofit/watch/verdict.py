@@ -197,7 +197,7 @@ def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> Fai
 def _lossy(
     lossy: Sequence[RankState], alive: Sequence[RankState], now: float, timeout_s: float
 ) -> FailureVerdict | None:
-    """Return a verdict on ranks whose network loses packets; None until PATIENT times the timeout has passed."""
+    """Return a verdict on ranks whose network loses packets; None if a rank progressed within PATIENT * `timeout_s`."""
     seconds = min(s.beat["still_s"] for s in alive)
     if seconds <= timeout_s * PATIENT:
         return None

@@ -1,4 +1,4 @@
-"""Turn a run into the job of a comparison: checks, opened data, and whether a strategy's states fit into memory."""
+"""Check a run, open its data, and make the job of a comparison. Check whether a strategy's states fit into memory."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def write_torchtitan(folder: Path, layout: PlannedLayout, profile: Profile, clus
 def torchtitan_flags(layout: PlannedLayout, profile: Profile) -> dict[str, str | int]:
     """Return torchtitan's options and their values; "" for switches (torchtitan/config/configs.py).
 
-    CUDA graphs are off: they would keep the memory of a step, which plan does not forecast.
+    CUDA graphs are off: they would keep a step's memory allocated, and plan's forecasts do not include this effect.
     """
     return {
         "training.local_batch_size": layout.micro_batch,

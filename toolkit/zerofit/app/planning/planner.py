@@ -63,7 +63,8 @@ def plan(
         minimum: "gpus": plan for the fewest devices that suffice (`Plan.answer`).
         tuned: folder of `zerofit tune`; its trials correct step times.
         measured: "5.33samples/s", "21000tokens/s" or "0.52s" (per step): the measured speed of the layout that
-            `options` describe. It corrects the step times of all layouts. The search covers all layouts of this batch.
+            `options` describe. It corrects the step times of all layouts. The search covers all layouts with the
+            precision and the global batch of the measured layout.
         from_trace: a trace of `zerofit train --profile`, whose kernel times replace the catalog's.
         top: number of layouts to return.
         nvme_path: folder for layouts that offload to disk.

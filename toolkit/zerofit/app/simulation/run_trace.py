@@ -47,8 +47,9 @@ def trace_of_simulation(
 def simulated_memory(timeline: StepTimeline, stage: int, points: tuple[MemoryPoint, ...]) -> Iterator[MemorySample]:
     """Yield the memory of the last simulated step, spread evenly over the phases of the timeline.
 
-    A simulation has no times, so each forward and backward gets the times of its micro batch in the timeline. DeepSpeed
-    does nothing in `step` before the last micro batch, so only the last `step` gets the times of the timeline's step.
+    A simulation has no times, so its phases get times from the timeline. A forward or backward gets the times of the
+    same micro batch. DeepSpeed does nothing in `step` before the last micro batch. So only the last `step` of the
+    simulation gets times: those of the timeline's `step`.
     """
     last = [point for point in points if point.step == points[-1].step]
     phases = [(name, list(of)) for name, of in groupby(last, key=lambda point: point.phase)]

@@ -164,7 +164,7 @@ class _Clocks:
             self._free[work.stream] = max(self._free[work.stream], until_s)
 
     def _end(self, stream: int, before: int | None = None) -> float:
-        """Return when a stream finishes its work so far or, with `before`, the work issued before this index."""
+        """Return when a stream finishes its work so far. With `before`, count only work issued before this index."""
         done = self._done[stream]
         last = len(done) if before is None else bisect_left(done, (before, 0.0))
         return done[last - 1][1] if last else 0.0

@@ -14,7 +14,7 @@ from zerofit.compare.strategies.parameter_server_async import push_and_pull, run
 
 
 def train(work: BenchmarkTask, bound: int):
-    """Run a server, or one of its workers. The workers are those of the asynchronous server."""
+    """Run a server, or one of its workers. The workers run the same code as those of `parameter_server_async`."""
     dist.init_process_group("gloo")
     server = dist.get_world_size() - 1
     return serve(work, server, bound) if dist.get_rank() == server else push_and_pull(work, server)

@@ -1,4 +1,4 @@
-"""The optimizers that zerofit trains, one file each. A new optimizer needs a file and two lines here."""
+"""The optimizers that zerofit supports, one file each. A new optimizer needs a file and two lines here."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def simulate(
 
 
 def _alike(target: SimulationTarget) -> list[int]:
-    """Return the ranks with the same number of samples per micro batch; [] if it is the same for all ranks."""
+    """Return the ranks with as many samples per micro batch as the target rank; [] if all ranks have equally many."""
     samples = target.job.batch.by_rank
     return [rank for rank, size in enumerate(samples) if size == samples[target.rank]]
 

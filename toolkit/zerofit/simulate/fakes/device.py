@@ -1,8 +1,8 @@
 """Simulate a GPU: a new device type for torch, and an accelerator for DeepSpeed.
 
 Tensors on the device are always fake. The accelerator returns the same values as DeepSpeed's CUDA accelerator
-(accelerator/cuda_accelerator.py). DeepSpeed's C++ ops do nothing: they work in place, and all memory is allocated in
-Python.
+(accelerator/cuda_accelerator.py). DeepSpeed's C++ ops are replaced by functions that do nothing: the real ops
+allocate no memory.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def install(gpu: bool, meter: AllocationTracker, device_bytes: int) -> None:
 def register(meter: AllocationTracker) -> None:
     """Register the simulated device. If a backward hook fails, raise the hook's error in the script's thread.
 
-    While autograd's thread passes the error on, torch calls the method `type_` of the device's guard. If a Python
-    method returns a value while an error is set, the process ends (torch/csrc/acc/Module.cpp, PythonDeviceGuard). So
-    the guard clears and stores the error. `run_backward`, which replaces torch.autograd._engine_run_backward, raises
-    the stored error after the backward.
+    If a hook fails, a Python error is set. While autograd's thread passes this error on, torch calls the method `type_`
+    of the device's guard. This would end the process, because a Python method must not return a value while an error is
+    set (torch/csrc/acc/Module.cpp, PythonDeviceGuard). So the guard clears and stores the error. `run_backward`, which
+    replaces torch.autograd._engine_run_backward, raises the stored error after the backward.
     """
     guard, run = _SimulatedGuard(), _autograd._engine_run_backward
 
@@ -229,7 +229,7 @@ class _InPlace:
 class _AsyncHandle:
     """DeepSpeed's aio_handle for its swappers.
 
-    Writes record the size of the file. Reads do nothing. Every request is complete when `wait` is called.
+    A write records the file's size. A read does nothing. Every request is complete when `wait` is called.
     """
 
     def __init__(self, meter: AllocationTracker):

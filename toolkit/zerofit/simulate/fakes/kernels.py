@@ -136,15 +136,16 @@ def _fused_attention(
 ) -> Tensor:
     """Run the attention kernel that torch would choose on `device` (ATen's sdp_utils.cpp).
 
-    Fused kernels store no matrix of scores. If no fused kernel applies, torch computes the full matrix. On "cpu" no
-    fused kernel applies in three cases: with dropout, with a learned mask (Swin), or if values are not as wide as
-    queries. On "cuda" no fused kernel applies if query heads share the keys of a single head by broadcasting (Falcon).
-    In old releases of torch this is also true on "cpu".
+    Fused kernels store no matrix of scores. If no fused kernel applies, torch computes the full matrix. On "cpu" there
+    is one fused kernel. It does not apply with dropout, with a learned mask (Swin), or if values are not as wide as
+    queries. In old releases of torch, it also does not apply if query heads share the keys of a single head by
+    broadcasting (Falcon).
 
-    On "cuda" there are two fused kernels. torch uses the memory-efficient kernel in four cases: in float32, with a
-    mask, if values are not as wide as queries (multi-head latent attention), or if heads are wider than FLASH_WIDTH.
-    For this kernel with `enable_gqa`, keys and values are repeated for every query head. In other cases, the fused
-    kernel is flash attention.
+    On "cuda" there are two fused kernels. Neither applies if query heads share the keys of a single head by
+    broadcasting. torch uses the memory-efficient kernel in four cases: in float32, with a mask, if values are not as
+    wide as queries (multi-head latent attention), or if heads are wider than FLASH_WIDTH. Otherwise torch uses flash
+    attention. With `enable_gqa`, the memory-efficient kernel gets keys and values that are repeated for every query
+    head.
     """
     narrow = query.shape[-1] == value.shape[-1]
     learned = attn_mask is not None and attn_mask.requires_grad

@@ -126,7 +126,7 @@ def no_padding(padded: bool = False) -> None:
 def foreach_types() -> None:
     """Let optimizers and gradient clipping use their multi-tensor code on fakes.
 
-    For unknown tensor types torch steps each parameter alone, which needs another amount of memory.
+    For unknown tensor types torch steps each parameter alone, which needs a different amount of memory.
     (torch.optim.optimizer, torch.utils._foreach_utils)
     """
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):

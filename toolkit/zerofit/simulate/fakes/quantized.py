@@ -55,12 +55,12 @@ def eight_bits() -> None:
 
 
 def moments_of_eight_bits(gpu: bool) -> None:
-    """Allocate paged moments on the host (GPU), or count the memory of a step (CPU).
+    """If `gpu`, allocate paged moments on the host. Otherwise, count the memory of a step on the CPU.
 
     GPU: the driver can move paged moments to the host (bitsandbytes.functional.get_paged, fill, prefetch_tensor). The
     step needs no patch: CUDA's kernel allocates nothing, and the step's shape rule allocates nothing either.
 
-    CPU: the kernel unpacks all 8-bit moments (backends/cpu/ops.py). So this kernel replaces the shape rule
+    CPU: the kernel unpacks all 8-bit moments (backends/cpu/ops.py). So the CPU's kernel runs instead of the shape rule
     (torch.ops.bitsandbytes.optimizer_update_8bit_blockwise).
     """
     functional: Any = importlib.import_module("bitsandbytes.functional")

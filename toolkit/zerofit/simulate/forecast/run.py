@@ -1,8 +1,8 @@
 """Simulate jobs: with all layers, or with a few layers and a checked extrapolation.
 
-If a model has many equal layers, all figures are linear in the number of layers. Three peaks of each kind are
-linear, too: the first, the last and the highest (`record.KindPeak`). The highest of all peaks is determined at the
-full number of layers, since another moment may have the highest peak with few layers.
+If a model has many equal layers, all figures are linear in the number of layers. Three peaks of each kind are linear,
+too: the first, the last and the highest (`record.KindPeak`). Each of them is extrapolated to the full number of layers.
+The highest of all peaks is chosen only then: with few layers, the highest peak may be at another moment.
 """
 
 from __future__ import annotations
@@ -266,8 +266,8 @@ def _moments(few: RankRecord, more: RankRecord, line: Line, groups: list[list[in
 def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, peak: int, name: str) -> int:
     """Return the extrapolated reserved bytes: the peak, plus what is reserved but unused.
 
-    `counts`: the three records' numbers of layers. From each count to the next, the unused bytes grow by a number of
-    bytes per layer. The smaller number is used, because one extra segment can make the other too large.
+    `counts`: the three records' numbers of layers. Two growths of the unused bytes are known: from the first record to the
+    second, and to the third. The smaller one per layer is used: an extra segment may have made the other too large.
     """
     unused = [getattr(record, name) - record.peaks[0].bytes for record in records]
     steps = [(b - a) / (m - n) for (a, b), (n, m) in zip(pairwise(unused), pairwise(counts), strict=True)]
@@ -297,9 +297,9 @@ def _peaks(few: list[KindPeak], more: list[KindPeak], line: Line) -> list[KindPe
 def _without_first_states(peaks: list[KindPeak]) -> list[KindPeak]:
     """Leave out impossible peaks of the first optimizer step: those above the later steps' peaks.
 
-    In the first step, stage 3 allocates the states sub-group by sub-group. The highest moment of this step depends
-    on the size of the last sub-group, which is not linear in the layers. From the second step on all states exist,
-    so a later step's peak is at least as high.
+    In the first step, stage 3 allocates the states sub-group by sub-group. The highest moment of this step depends on
+    the size of the last sub-group, which is not linear in the layers. In every later step all states exist, so a later
+    step's peak is at least as high as the first step's.
     """
     later = max((peak.bytes for peak in peaks if peak.phase == "step" and peak.step > 0), default=math.inf)
     return [peak for peak in peaks if peak.phase != "step" or peak.step > 0 or peak.bytes <= later]

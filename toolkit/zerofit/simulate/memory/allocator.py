@@ -31,9 +31,9 @@ class RecordStream:
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronized:
-    """An event: the host has waited for the work issued on a stream before event `before`.
+    """An event: the host has waited for a stream (`stream` None: for every stream).
 
-    `stream` None: every stream.
+    The host has waited only for work that was issued before the event with the number `before`.
     """
 
     stream: int | None

@@ -136,7 +136,7 @@ class Ledger:
 def kind_peaks(ledger: Ledger) -> list[KindPeak]:
     """Return three peaks of each kind of allocation on the device: the highest, the first and the last in time.
 
-    All peaks are sorted by bytes, largest first. The storages must be classified before.
+    The peaks of all kinds are sorted together by bytes, largest first. Classify the storages before the call.
     """
     best: dict[tuple[object, ...], dict[str, _Moment]] = {}
     alive: Counter[str] = Counter()

@@ -135,9 +135,9 @@ def _copies(*places: int) -> Callable[[OpArguments, OpOutput], int]:
 
 
 def _reduced(args: OpArguments, out: OpOutput) -> int:
-    """Count the bytes of per-element losses, which exist if the op reduces them.
+    """Count the bytes of the per-element losses that an op stores before it reduces them.
 
-    args[2] is 0 if the op does not reduce.
+    Return 0 if the op does not reduce (args[2] is 0).
     """
     whole = torch.broadcast_tensors(*args[:2])[0]
     return whole.numel() * out.element_size() if args[2:3] != (0,) else 0

@@ -55,9 +55,10 @@ def as_stored(func: OpOverload, args: OpArguments, out: OpOutput) -> OpOutput:
 
 
 def sharing_pieces(function: Callable[..., object], cut: str) -> Callable[..., object]:
-    """Wrap a function that cuts tensors only to join the pieces: equal pieces share a fake.
+    """Wrap a function that cuts tensors, and uses the pieces only to join them.
 
-    `cut`: the method of torch.Tensor that cuts, "narrow" or "__getitem__" with a slice.
+    Pieces of the same size from one storage share a fake. `cut`: the method of torch.Tensor that cuts, "narrow" or
+    "__getitem__" with a slice.
     """
 
     def run_sharing(*args: object, **kwargs: object) -> Any:

@@ -1,9 +1,9 @@
 """Simulate a device's streams and events, and the work that the host has waited for.
 
-The host runs ahead of the device. It waits for a stream by `synchronize()`, for a value (`item()`) or for a copy
-without `non_blocking`. The work of this stream is then complete, and so is the work of streams that this stream has
-waited for. Before the host waits, `query()` returns False. If `query()` is called again without new work, the host
-is in a waiting loop. So this call waits and returns True.
+The host runs ahead of the device. The host waits for a stream if it calls `synchronize()`, reads a value (`item()`),
+or copies between host and device without `non_blocking`. Then the stream's work is complete, and so is the work on
+other streams that this stream has waited for. Before the host waits, `query()` returns False. If `query()` is called
+again without new work, the host is in a waiting loop. So this call waits and returns True.
 """
 
 from __future__ import annotations

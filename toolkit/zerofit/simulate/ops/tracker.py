@@ -146,7 +146,7 @@ class AllocationTracker(TorchDispatchMode):
     def tag(self, tensor: object, kind: str) -> None:
         """Set the kind of a tensor's storage, if it has no kind yet.
 
-        Other values than tensors with memory are ignored.
+        Ignore objects that are not tensors, and tensors without memory.
         """
         tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
         if isinstance(tensor, Tensor) and tensor.device.type != "meta":

@@ -97,8 +97,9 @@ def _starting_line(words: Sequence[str]) -> str:
 def started_inside(words: Sequence[str]) -> ScriptCommand | None:
     """Return the launcher command that a program (such as llamafactory-cli or axolotl) starts.
 
-    On one GPU, an installed program (such as swift) can start Python with a file of its package, not a launcher. Then
-    return this Python command. Return None if the command starts no ranks, e.g. a launcher with options only (--help).
+    On one GPU, an installed program (such as swift) may use no launcher: it starts Python with a file of its package.
+    Then return this Python command. Return None if the command starts no ranks, e.g. a launcher with options only
+    (--help).
     """
     if _is_of_package(words):
         return read_command(words)

@@ -92,7 +92,8 @@ def object_lists(meter: ScriptTracker, target: ScriptTarget) -> None:
 def reductions(meter: ScriptTracker) -> None:
     """Record whether an all-reduce is a sum. The op does not have this information.
 
-    If all values are equal, only a sum changes them. (torch.distributed.all_reduce)
+    All ranks are assumed to have equal values. A sum changes them; a mean or a maximum does not.
+    (torch.distributed.all_reduce)
     """
     original = c10d.all_reduce
 
@@ -242,10 +243,11 @@ def resized_storages(meter: ScriptTracker) -> None:
 def flat_sharding() -> None:
     """Let FSDP 1 use the GPU that scripts see: the GPU with the number `device_id`, or the current GPU.
 
-    Without this patch, FSDP uses `torch.device(0)`. The type of this device is the C++ accelerator's name, but scripts
-    see another name. FSDP moves buffers by assigning their `data`. An assignment cannot turn a real buffer into a fake
-    buffer. So this patch gives the module new buffers. (torch.distributed.fsdp.FullyShardedDataParallel.__init__;
-    _init_utils.py, _get_compute_device, _move_module_to_device)
+    Without this patch, FSDP uses `torch.device(0)`. The type of this device is the accelerator's name in C++, but
+    scripts see the type "cuda". FSDP moves buffers by assigning their `data`. An assignment cannot turn a real buffer
+    into a fake buffer. So this patch gives the module new buffers.
+    (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py, _get_compute_device,
+    _move_module_to_device)
     """
     from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 

@@ -146,7 +146,7 @@ def _involves_stand_ins(error: BaseException) -> bool:
 def _is_of_zerofit(error: BaseException) -> bool:
     """Return whether the simulation caused the error.
 
-    Its code raised the error, or the message names its code or its device.
+    The simulation did if its code raised the error, or if the message names its code or the simulated device.
     """
     last, text = (_entries(error) or [None])[-1], _TYPES.sub("", str(error))
     called = _SIGNATURE.match(text) if isinstance(error, TypeError) else None

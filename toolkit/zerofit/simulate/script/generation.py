@@ -31,8 +31,8 @@ _POSITIONS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type
 def generation(meter: ScriptTracker, log: PhaseLog) -> None:
     """Give generation its own phase, and let sequences reach their full length quickly.
 
-    A simulation does not know when an end-of-sequence token is sampled. A token of a large model takes a second to
-    simulate. So the tokens between the second and the last are left out, and the cache grows at once.
+    A simulation does not know when an end-of-sequence token is sampled. Each token of a large model takes 1 s to
+    simulate. So only the first two tokens and the last token are simulated, and the cache grows at once.
     (transformers.GenerationMixin._sample, _beam_search, _beam_search_has_unfinished_sequences,
     _update_model_kwargs_for_generation)
     """

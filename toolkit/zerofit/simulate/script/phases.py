@@ -34,7 +34,7 @@ WAITED = 10  # stop when the leading engine has made this many times the wanted 
 class ScriptPhases:
     """Begins phases, and stops the script when every engine that trains has made its optimizer steps.
 
-    Without an engine, phases begin at steps of optimizers, backwards of losses and forwards of models.
+    Without an engine, a phase begins when a model's forward, a loss's backward or an optimizer's step begins.
     """
 
     def __init__(

@@ -79,7 +79,8 @@ class ValueTracker(IssuingTracker):
     def read(self, tensor: Tensor, *, shapes: bool = False) -> Any:
         """Return a tensor's value; None if it is unknown. `shapes`: whether an output's shape depends on the value.
 
-        Values that Python reads outside of modules are metrics such as accuracy, and do not route tokens.
+        The first read of a router's assumed choice adds a note. Outside of modules, a read adds no note unless
+        `shapes`: zerofit assumes that it is for a metric such as accuracy, and does not route tokens.
         """
         if is_assumed(tensor) and not self.routed and (shapes or self._running):
             self.routed = True
@@ -142,8 +143,9 @@ class ValueTracker(IssuingTracker):
     ) -> OpOutput:
         """Return the output of an op whose shape depends on values.
 
-        If the values are unknown, ops in _BOUNDED return their largest possible output: for a mask that is all
-        True, or for distinct elements. Other ops, and ops with very large inputs, raise `error`.
+        If the values are unknown, return the largest possible output of an op in _BOUNDED, and add a note. Unknown
+        masks then count as all True, and other unknown inputs as distinct elements. For other ops, and for very large
+        inputs, raise `error`.
         """
         known = all(self.read(t, shapes=True) is not None for t in leaves)
         if not known:
@@ -246,5 +248,5 @@ class ValueTracker(IssuingTracker):
         return True
 
     def in_own_code(self) -> bool:
-        """Return False: if a script's own module reads an unknown value, zerofit assumes a value and adds a note."""
+        """Return False always. If a script's own module reads an unknown value, zerofit assumes one and adds a note."""
         return False

@@ -76,7 +76,7 @@ def choices(several: bool, args: OpArguments, shape: Sequence[int], *, crowded: 
 
 
 def largest(value: object) -> object:
-    """Return real values for a fake of unknown values. Masks are all True, other elements distinct and not 0."""
+    """Return real values for a fake of unknown values: all True for a mask, distinct and not 0 for other tensors."""
     if not isinstance(value, FakeTensor) or known_value(value) is not None:
         return value
     with on_host():
