@@ -28,7 +28,7 @@ DATA_FIELDS = (
     *("pair_field", "label_field", "target_len", "generate_samples"),
 )
 HEAD_SCORES = ("macro_f1", "micro_f1", "rouge1", "rouge2", "rouge_l")
-OFFLOAD_HELP = "folder for weights on disk that have to be converted first [a temporary folder]"
+OFFLOAD_HELP = "folder for converted copies of weights that stay on disk [a temporary folder]"
 MEMORY_HELP = "memory to use on each device, like 0=20GiB,cpu=60GiB; disk=0 excludes the disk [the free memory]"
 NEW_TOKENS_HELP = "maximum number of new tokens [128; with --chat: 512 per answer]"
 TEMPERATURE_HELP = "0 always selects the most likely token"

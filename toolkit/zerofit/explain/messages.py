@@ -215,7 +215,7 @@ def joined_message(lines: Sequence[LogLine], at: int) -> str:
 
 
 def device_figures(text: str) -> MemoryFigures:
-    """Return the figures of the first message of torch in a text."""
+    """Return the memory figures in the first of torch's messages in `text`."""
     starts = [match.start() for match in _TORCH.finditer(text)]
     text = text[: starts[1] if len(starts) > 1 else None]
     found: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Make each process of a launcher, except the first, wait and then become the guard of a rank."""
+"""The program of all but the first of a launcher's processes. It waits, then becomes the guard of a rank."""
 
 from __future__ import annotations
 
