@@ -147,7 +147,11 @@ def _head_apart(config: Any) -> Iterator[None]:
 
 
 def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str] | None) -> nn.Module:
-    """Load the folder's weights. Only a classifier's head may be missing or of other shape. It is then random."""
+    """Load the folder's weights. A classifier's head may be missing or of another shape; it is then random.
+
+    Raises ModelError if the files cannot be loaded, if another tensor has a wrong shape, or if another tensor of an
+    image model is missing. For other tasks, missing tensors are not refused here; they are random.
+    """
     quantized = source_config(source).get(QUANTIZED)
     if quantized:  # by one of the methods in DEQUANTIZED (`source_of`)
         config.quantization_config = {**quantized, "dequantize": True}

@@ -111,7 +111,7 @@ def test_weights_used_outside_of_their_module_are_explained(tmp_path):
     whole, _ = loaded(tmp_path / "model", 2.0, tmp_path)
     assert figures(tmp_path / "model", whole)["samples"] == SAMPLES
     spread, _ = loaded(tmp_path / "model", 0.0, tmp_path)
-    with pytest.raises(RunFailed, match="uses weights of another module") as failed:
+    with pytest.raises(RunFailed, match="uses another module's weights") as failed:
         figures(tmp_path / "model", spread)
     assert "--max-memory" in failed.value.problem.hint
 

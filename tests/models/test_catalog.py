@@ -34,7 +34,7 @@ def test_half_a_model_is_refused(tmp_path):
     """Of a model of several parts transformers' causal language model can be the decoder alone."""
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "musicgen", "architectures": ["MusicgenForConditionalGeneration"]}')
-    with pytest.raises(ModelError, match="would only have its decoder"):
+    with pytest.raises(ModelError, match="would lose its encoder"):
         find(str(file))
     file.write_text('{"model_type": "whisper", "architectures": ["WhisperForCausalLM"]}')
     assert find(str(file)).task == "causal-lm"

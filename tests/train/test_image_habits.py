@@ -138,7 +138,9 @@ def test_what_cannot_go_together_is_refused(tmp_path):
     assert "--ema with --pipeline 2" in said(model="lenet", data="digits", ema=0.9, pipeline=2)
     assert "llama-tiny (causal-lm) is not an image classifier" in said(model="llama-tiny", data="synthetic", mixup=0.2)
     assert "lenet does not accept images of shape" in said(model="lenet", data="digits", image_sizes="8:0.5,16")
-    assert "stages fix the shape" in said(model="resnet18-small", data="digits", image_sizes="8:0.5,16", pipeline=2)
+    assert "the first step sets the shape" in said(
+        model="resnet18-small", data="digits", image_sizes="8:0.5,16", pipeline=2
+    )
 
 
 def test_pretrained_folders_begin_alike_at_every_stage(pools, tmp_path):

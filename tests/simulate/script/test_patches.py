@@ -181,6 +181,7 @@ PATCHES = {
         [f"{HF}:PreTrainedModel.from_pretrained", f"{HF}:PreTrainedModel._from_config"],
         [Reason(HF, "PreTrainedModel._from_config", "cls config", "deepspeed.zero.Init(")],
     ),
+    "downloaded": (["torch.hub:load_state_dict_from_url", "torch.nn:Module.load_state_dict"], []),
     "flash_attention": (
         [f"{HF}:PreTrainedModel._check_and_adjust_attn_implementation"],
         [

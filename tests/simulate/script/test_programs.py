@@ -150,6 +150,6 @@ if __name__ == "__main__":
 def test_a_script_that_spawns_its_ranks_and_processes_of_its_data(folder):
     seen = facts(simulated(SPAWNED)).facts
     assert seen.ended == "stopped after 2 optimizer steps" and seen.parameters == 16 * 17 and seen.sharding == "DDP"
-    assert any("mask of unknown values is counted" in note.text for note in seen.notes)
+    assert any("mask with unknown values is summed" in note.text for note in seen.notes)
     assert not (folder / "prepared").exists()
     assert refused(SPAWNED, gpus=4).message == "the command starts 2 ranks, but --gpus is 4"

@@ -81,7 +81,10 @@ def plainly(word: str, name: str, synonyms: Mapping[str, str] | None = None) -> 
 
 
 def near(word: str, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str | None:
-    """Return the most likely intended name: one equal in lower case, a synonym, or the closest spelling; else None."""
+    """Return the most likely intended name; None if there is none.
+
+    It is a name that differs only in case, "_" or "-", else a synonym, else the closest spelling.
+    """
     names = list(known)
     plain = {n.lower().replace("_", "").replace("-", ""): n for n in names}
     bare = word.lower().replace("_", "").replace("-", "")

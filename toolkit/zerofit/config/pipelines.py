@@ -31,7 +31,7 @@ def most_stages(run: Run, ranks: int, layers: int | None) -> int:
 def check_schedule(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
     """Check the requirements of DualPipeV (DeepSpeed 0.19.8, runtime/pipe/dualpipev.py:97-104).
 
-    `run` must have all defaults filled in.
+    If `run.gradient_accumulation_steps` is None, it counts as 1.
     """
     if run.pipeline_schedule != "dualpipev":
         return

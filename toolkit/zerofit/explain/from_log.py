@@ -31,8 +31,8 @@ def explain_log(lines: Sequence[LogLine], source: str = "log") -> Explanation | 
 def _is_earlier(shortage: Shortage, failure: Failure) -> bool:
     """Return whether the shortage of memory, not the failure, explains the log.
 
-    The shortage explains the log in two cases. Either the failure is only a consequence of another rank's failure, or
-    the failure is an exception that was logged after the shortage.
+    The shortage explains the log in two cases. Either the failure is of a kind that often follows from another rank's
+    failure (`is_consequence`), or the failure is an exception that was logged after the shortage.
     """
     return failure.is_consequence or (failure.cause == EXCEPTION and shortage.line <= failure.line.number)
 

@@ -78,8 +78,8 @@ def fewest(pressure: Callable[[int, int], float], full: int) -> tuple[int, int] 
     """Return the fewest (devices per node, nodes) with a `pressure` of at most 1.
 
     If several nodes are needed, all their devices are used. The search doubles the number of nodes until the pressure
-    is low enough, then bisects. It assumes that more nodes never need more memory per device. Return None if two
-    doublings in a row do not reduce the pressure, or if more than MOST_GPUS devices are needed.
+    is low enough, then bisects. It assumes that more nodes never need more memory per device. Return None if four
+    times as many nodes do not reduce the pressure, or if more than MOST_GPUS devices are needed.
     """
     for gpus in range(1, full + 1):
         if pressure(gpus, 1) <= 1:

@@ -174,7 +174,7 @@ class _Replay:
         self._at = until
 
     def _reduce(self, call: _Call) -> None:
-        """Handle a reduced bucket. Each rank keeps only the gradients that overlap its partition (:2205)."""
+        """Handle a reduced bucket: count the bytes of its gradients that each rank keeps (:2205)."""
         if self._optimizer.cpu_offload:
             self._offload(call)
         elif all(group.is_compact for group in self._groups):

@@ -266,8 +266,9 @@ def _moments(few: RankRecord, more: RankRecord, line: Line, groups: list[list[in
 def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, peak: int, name: str) -> int:
     """Return the extrapolated reserved bytes: the peak, plus what is reserved but unused.
 
-    `counts`: the three records' numbers of layers. Two growths of the unused bytes are known: to the second and to the
-    third record. The smaller one per layer is used: an extra segment may have made the other too large.
+    `counts`: the numbers of layers of the three records. The growth of the unused bytes per layer is known twice: from
+    the first record to the second, and from the second to the third. The smaller growth is used, because one extra
+    segment can make the other too large.
     """
     unused = [getattr(record, name) - record.peaks[0].bytes for record in records]
     steps = [(b - a) / (m - n) for (a, b), (n, m) in zip(pairwise(unused), pairwise(counts), strict=True)]
