@@ -203,7 +203,7 @@ def show_strategies(result: Comparison[StrategyRow]) -> None:
     ran = [row for row in result.rows if row.samples_per_s]
     best = max(ran, key=lambda row: row.samples_per_s or 0, default=None)
     words = f"{best.strategy}, {best.samples_per_s:,.0f} samples/s" if best else "see the reasons below"
-    gain = f", {best.speedup:.2f} times as fast as one device" if best and best.speedup else ""
+    gain = f", {best.speedup:.2f} times as fast as one device" if best and (best.speedup or 0) > 1 else ""
     print_verdict(console, "FASTEST" if best else "NOTHING RAN", words + gain, good=best is not None)
     _print_rows(console, result)
     for row in result.rows:
