@@ -37,6 +37,15 @@ def test_a_moved_folder_keeps_split_and_cache(tmp_path, opened, cache):
     assert before.train.file.path == after.train.file.path
 
 
+def test_a_path_with_brackets_is_a_file_and_not_a_pattern(tmp_path, opened):
+    folder = tmp_path / "[a] b"
+    folder.mkdir()
+    (folder / "c[1].txt").write_text("a line\n" * 40)
+    (folder / "c1.txt").write_text("another\n" * 40)  # matches the same words as a pattern
+    (train,) = documents(opened(data=f"text:{folder}/c[1].txt", seq_len=16).train)
+    assert "a line" in train and "another" not in train
+
+
 def test_one_file_is_held_out_at_a_lines_end(tmp_path, opened):
     text = "".join(f"line {i}\n" for i in range(1000))
     (tmp_path / "a.txt").write_text(text)

@@ -257,6 +257,7 @@ def matching_files(kind: str, pattern: str) -> tuple[tuple[str, Path], ...]:
     Split and cache depend on the relative path, so they survive if the folder is moved.
     """
     full = str(Path(pattern).expanduser())
+    full = glob.escape(full) if Path(full).is_file() else full  # its path may have brackets
     paths = sorted(Path(p).absolute() for p in glob.glob(full, recursive=True) if Path(p).is_file())
     if not paths:
         message = f"--data {kind}:{pattern} matches no file"
@@ -264,7 +265,7 @@ def matching_files(kind: str, pattern: str) -> tuple[tuple[str, Path], ...]:
         hint = f"use a pattern: {kind}:{pattern.rstrip('/')}/*" if folder else "check the path; quote the *"
         raise UserError(Problem(kind="empty-data", message=message, hint=hint, where="--data"))
     refuse_others(paths, NAMED)
-    root = Path(glob.escape(full) if Path(full).is_file() else full).absolute()
+    root = Path(full).absolute()
     while glob.has_magic(str(root)) or root.is_file():
         root = root.parent
     return tuple((path.relative_to(root).as_posix(), path) for path in paths)
