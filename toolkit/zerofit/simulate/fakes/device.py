@@ -25,6 +25,9 @@ from zerofit.simulate.ops.streams import SimulatedEvent, SimulatedStream
 from zerofit.simulate.ops.tracker import AllocationTracker
 
 NAME = "simgpu"
+# ctypes raises the error that is set when the call returns. It is bound here: Python clears an error that is set while
+# it looks for an attribute in a type that lacks it (find_name_in_mro in CPython's Objects/typeobject.c)
+_raise_error_that_is_set = ctypes.pythonapi.PyErr_Occurred
 _native: Any = torch._C  # type stubs lack these
 _autograd: Any = torch.autograd
 _BACKEND = SimpleNamespace(  # the functions that torch needs of a device's module
@@ -79,7 +82,7 @@ class _SimulatedGuard(_native._acc.DeviceGuard):
 
     def type_(self) -> object:
         try:
-            ctypes.pythonapi.PyErr_Occurred()  # raises the error that is set, if there is one
+            _raise_error_that_is_set()
         except BaseException as error:  # of the script's code
             self.pending = error
         return _native._autograd.DeviceType.PrivateUse1
