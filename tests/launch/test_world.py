@@ -116,6 +116,8 @@ def test_the_first_node_of_a_list(nodes, first):
         (TORCHRUN | {"RANK": "2"}, ["RANK"]),
         (TORCHRUN | {"RANK": "one", "LOCAL_RANK": "-1", "MASTER_PORT": "0"}, ["RANK", "LOCAL_RANK", "MASTER_PORT"]),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, ["LOCAL_WORLD_SIZE"]),
+        (TORCHRUN | {"RANK": "1", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, ["RANK", "LOCAL_RANK"]),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "many"}, ["TORCHELASTIC_RESTART_COUNT"]),
         (STEP | {"WORLD_SIZE": "8"}, ["WORLD_SIZE"]),
         (OPENMPI | {"RANK": "0", "WORLD_SIZE": "1"}, ["RANK", "WORLD_SIZE"]),
         (OPENMPI | APART, ["MASTER_ADDR"]),

@@ -98,9 +98,10 @@ def given_world(env: Mapping[str, str]) -> World | None:
         return None
     problems = Problems()
     size = _number(names.size, env, 1, MOST_RANKS, problems)
-    rank = _number(names.rank, env, 0, (size or MOST_RANKS) - 1, problems)
-    local_size = next((_number(name, env, 1, size, problems) for name in names.local_sizes if name in env), None)
-    local_rank = _number(names.local_rank, env, 0, (local_size or size or MOST_RANKS) - 1, problems)
+    most = size or MOST_RANKS
+    rank = _number(names.rank, env, 0, most - 1, problems)
+    local_size = next((_number(name, env, 1, most, problems) for name in names.local_sizes if name in env), None)
+    local_rank = _number(names.local_rank, env, 0, (local_size or most) - 1, problems)
     for outer in (PLAIN.rank, PLAIN.size) if names is not PLAIN else ():
         own = names.rank if outer == PLAIN.rank else names.size
         if env.get(outer) not in (None, env.get(own)):
@@ -112,8 +113,9 @@ def given_world(env: Mapping[str, str]) -> World | None:
     if not address and size:
         hint = "set the host of rank 0: " + ("mpirun -x MASTER_ADDR=HOST" if names is not PLAIN else "MASTER_ADDR=HOST")
         problems.add(KIND, f"MASTER_ADDR is not set, but {size} ranks are on several hosts", hint, "MASTER_ADDR")
+    restarts = _number(RESTARTS, env, 0, MOST_RANKS, problems) if RESTARTS in env else 0
     problems.raise_if_any()
-    assert rank is not None and size is not None and local_rank is not None
+    assert rank is not None and size is not None and local_rank is not None and restarts is not None
     return World(
         launcher=_launcher(names, env),
         rank=rank,
@@ -121,7 +123,7 @@ def given_world(env: Mapping[str, str]) -> World | None:
         local_rank=local_rank,
         master=(address, port),
         job=job,
-        attempt=1 + (_number(RESTARTS, env, 0, None, problems) or 0 if RESTARTS in env else 0),
+        attempt=1 + restarts,
         agent_store=names is PLAIN and env.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
     )
 
@@ -236,14 +238,14 @@ def _is_given(names: Names, env: Mapping[str, str]) -> bool:
     return names.rank in env and (names is not NAMES[2] or names.local_rank in env)
 
 
-def _number(name: str, env: Mapping[str, str], least: int, most: int | None, problems: Problems) -> int | None:
+def _number(name: str, env: Mapping[str, str], least: int, most: int, problems: Problems) -> int | None:
     """Return a variable's number, or add a problem and return None."""
     text = env.get(name)
     if text is None:
         hint = "use a launcher that sets it (deepspeed, torchrun, srun, mpirun), or unset the other variables"
         problems.add(KIND, f"{name} is not set, but other variables of a launcher are", hint, name)
-    elif not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= (most or MOST_RANKS):
-        problems.add(KIND, f"{name} is {text!r}, not a number from {least} to {most or MOST_RANKS}", "", name)
+    elif not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
+        problems.add(KIND, f"{name} is {text!r}, not a number from {least} to {most}", "", name)
     else:
         return int(text)
     return None
