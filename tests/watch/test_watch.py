@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import socket
+import subprocess
 import threading
 import time
 from contextlib import closing, suppress
@@ -17,7 +19,8 @@ from zerofit.launch.host import address_to
 from zerofit.launch.hostfile import Host
 from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
 from zerofit.watch.launch_spec import LaunchSpec, as_argument, from_argument, rank_of
-from zerofit.watch.messages import Hello
+from zerofit.watch.messages import Hello, read_message
+from zerofit.watch.rank_guard import RankGuard
 from zerofit.watch.supervise import STRANGERS, Watch
 
 BEAT = {"step": 3, "phase": "forward", "training": True, "still_s": 0.1, "silent_s": 0.1, "cpu_s": 1.0}
@@ -115,6 +118,32 @@ def test_noise_is_not_heard(watch, noise):
         stranger.settimeout(2)
         assert stranger.recv(10) == b""
     assert not any(s.here for s in watch.states)
+
+
+def test_a_start_counts_from_when_it_is_expected(watch, monkeypatch):
+    """Ops are compiled for minutes between the making of a watch and the start: no time was lost by a stop."""
+    monkeypatch.setattr(watch, "_polled", time.monotonic() - 1000)
+    watch.expect(spec(watch.port))
+    watch.poll(0.01)
+    assert all(state.heard <= time.monotonic() for state in watch.states)
+
+
+def test_the_last_heartbeat_names_where_a_rank_ended(watch):
+    wire = guard(watch, 0)
+    wire.send({"beat": BEAT})
+    wire.send({"ended": 1, "last": {**{k: BEAT[k] for k in ("step", "training")}, "phase": "step", "collective": None}})
+    until(watch, lambda: watch.states[0].ended == 1)
+    assert watch.states[0].where == "step 4, step"
+
+
+def test_a_guard_that_was_stopped_has_heard_its_rank_at_most_now():
+    """It adds the time of its stop to when it heard its rank last, which may have been after it looked at the clock."""
+    reading, writing = os.pipe()
+    with subprocess.Popen(["sleep", "60"]) as process, closing(os.fdopen(reading)), closing(os.fdopen(writing, "w")):
+        one = RankGuard(spec(1), 0, process, reading)
+        one._heard = time.monotonic() + 0.09
+        assert read_message({"beat": one._beat()}).beat.silent_s == 0.0
+        process.kill()
 
 
 def test_a_rank_reports_once(watch):
@@ -263,6 +292,24 @@ def test_silent_strangers_are_few_and_do_not_keep_a_rank_out(watch):
     rank.send({"beat": BEAT})
     assert received(watch, rank) == [{"heard": True}]
     for connection in silent:
+        connection.close()
+
+
+def test_strangers_that_speak_and_are_closed_at_once(watch):
+    """More of them than are kept come in one poll: those that are closed have unread bytes."""
+    talking = [socket.create_connection(("127.0.0.1", watch.port)) for _ in range(STRANGERS + 20)]
+    until(watch, lambda: len(watch._unauthenticated) == STRANGERS + len(watch.states))
+    talking += [socket.create_connection(("127.0.0.1", watch.port)) for _ in range(20)]
+    for connection in talking:
+        with suppress(OSError):  # closed by the watch
+            connection.sendall(b"GET")
+    for _ in range(9):
+        watch.poll(0.02)
+    rank = guard(watch, 0)
+    until(watch, lambda: watch.states[0].here)
+    rank.send({"beat": BEAT})
+    assert received(watch, rank) == [{"heard": True}]
+    for connection in talking:
         connection.close()
 
 

@@ -174,7 +174,8 @@ class RankGuard:
             process = psutil.Process(self._process.pid)
             state, times = process.status(), process.cpu_times()
             cpu_s = times.user + times.system
-        return {**self._last, "silent_s": round(time.monotonic() - self._heard, 1), "state": state, "cpu_s": cpu_s}
+        silent_s = round(max(0.0, time.monotonic() - self._heard), 1)
+        return {**self._last, "silent_s": silent_s, "state": state, "cpu_s": cpu_s}
 
     def _handle(self, order: dict[str, Any], connection: JsonLineSocket) -> bool:
         self._answered |= "heard" in order

@@ -70,8 +70,8 @@ class Watch:
     def expect(self, spec: LaunchSpec) -> None:
         """Expect reports from the ranks of `spec` from now on."""
         self._token, self._timeout_s, self._coming_s = spec.token, spec.timeout_s, spec.coming_s
-        now = time.monotonic()
-        self.states = [RankState(rank, host, now) for rank, host in enumerate(spec.hosts)]
+        self._polled = time.monotonic()
+        self.states = [RankState(rank, host, self._polled) for rank, host in enumerate(spec.hosts)]
 
     def close(self) -> None:
         """Close all connections."""
@@ -89,7 +89,7 @@ class Watch:
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
-            else:
+            elif key.fileobj in self._known or key.fileobj in self._unauthenticated:  # `_accept` may have closed it
                 self._receive(key.fileobj)
         for connection, since in list(self._unauthenticated.items()):
             if time.monotonic() - since > HELLO_S:
@@ -208,7 +208,7 @@ class Watch:
                 raise InvalidMessage("another rank's failure")
             state.ended, state.beat = (
                 message.ended,
-                {**state.beat, **message.last.model_dump(exclude_unset=True, exclude_none=True)},
+                {**state.beat, **message.last.model_dump(exclude_unset=True)},
             )
             state.failure = message.failure and message.failure.model_dump(exclude_unset=True)
         else:
