@@ -13,7 +13,7 @@ import traceback
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from zerofit.launch.host import RUN_ID
 from zerofit.launch.parent_death import end_with_parent
@@ -37,6 +37,7 @@ PEER_LOST += ("Timed out waiting", "Watchdog caught", "remote process exited", "
 BACKENDS = ("gloo", "NCCL")
 NO_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc")
 LINES = 3  # of a library's message that are shown: validators name the key in the second line
+LONGEST = 10_000  # characters of a reported text: the command accepts lines of 1 MiB
 
 
 def main() -> NoReturn:
@@ -72,8 +73,8 @@ def _log_to(path: Path) -> None:
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    as_text: Any = {"mode": "w", "buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
+    sys.stdout, sys.stderr = os.fdopen(1, **as_text), os.fdopen(2, **as_text)
 
 
 def _limit_memory(folder: RunFolder, rank: int) -> None:
@@ -157,11 +158,18 @@ def _report_failure(folder: RunFolder, rank: int, error: BaseException, heartbea
     else:
         problems = [translate(error, folder.rank_log(rank))]
     host = {"host": os.environ[HOST_NAME]} if HOST_NAME in os.environ else {}
-    failure = {"rank": rank, **host, "time_s": time.time(), "problems": [p.as_dict() for p in problems]}
+    texts = [{key: _sendable(text) for key, text in problem.as_dict().items()} for problem in problems]
+    failure = {"rank": rank, **host, "time_s": time.time(), "problems": texts}
     with suppress(OSError):
         heartbeat.send({"failure": failure})
     with suppress(OSError):
         write_json(folder.rank_error(rank), failure)
+
+
+def _sendable(text: str) -> str:
+    """Shorten a text, and escape characters that UTF-8 does not have, such as those of a file name in Latin-1."""
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 def translate(error: BaseException, log: Path) -> Problem:

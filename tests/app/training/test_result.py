@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from zerofit.app.training.result import outcome
+from zerofit.launch.local import started
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, RunFailed
+from zerofit.spec.foreign import parse_json
 from zerofit.spec.run_folder import RunFolder
-from zerofit.worker import translate
+from zerofit.watch.json_lines import LONGEST
+from zerofit.worker import _report_failure, translate
 
 
 def folder_with(tmp_path, *words: dict) -> RunFolder:
@@ -51,6 +57,11 @@ def test_a_rank_that_was_killed_left_no_word(tmp_path):
     with pytest.raises(RunFailed) as error:
         outcome(folder, 1)
     assert error.value.problem.kind == "killed"
+    with started(folder, ["false"], os.environ, None) as process:  # the next start, whose launcher fails by itself
+        process.wait()
+    with pytest.raises(RunFailed) as error:
+        outcome(folder, 1)
+    assert error.value.problem.kind == "launcher"
 
 
 def test_exit_code_0_without_a_result_is_a_failure(tmp_path):
@@ -68,6 +79,32 @@ def test_library_errors_are_translated(tmp_path):
     assert translate(peer, tmp_path).kind == "peer-lost"
     other = translate(ValueError("first\nsecond"), tmp_path)
     assert (other.kind, other.message) == ("rank-failed", "ValueError: first; second")
+
+
+class Sent(list):
+    """A heartbeat that keeps what a rank sends."""
+
+    send = list.append
+
+
+def test_a_report_arrives_whatever_its_text_is(tmp_path):
+    """A name in Latin-1 has no UTF-8, and some libraries print a whole tensor."""
+    folder, sent = folder_with(tmp_path), Sent()
+    _report_failure(folder, 1, RuntimeError("cannot read caf\udce9.png " + "9" * 3_000_000), sent)
+    line = json.dumps(sent[0]).encode()
+    assert len(line) < LONGEST
+    (problem,) = parse_json(line)["failure"]["problems"]
+    assert r"cannot read caf\udce9.png 99" in problem["message"]
+    with pytest.raises(RunFailed, match="rank 1: RuntimeError: cannot read caf"):
+        outcome(folder, 3)
+
+
+def test_a_log_takes_every_character(tmp_path):
+    log = "zerofit.worker._log_to(pathlib.Path(sys.argv[1]))"
+    program = rf"import sys, pathlib, zerofit.worker; {log}; print('caf\udce9 \u65e5')"
+    env = {"PATH": "", "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", program, tmp_path / "log"], check=True, env=env)
+    assert (tmp_path / "log").read_text(encoding="utf-8") == "caf\\udce9 \u65e5\n"
 
 
 def raised(work) -> BaseException:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
@@ -24,6 +25,7 @@ from zerofit.spec.run_folder import Job, RunFolder
 
 HERE = "localhost"
 SAME_S = 2.0  # schedulers send two signals for one request (Slurm: SIGUSR1 and SIGTERM)
+STARTED = "zerofit starts this launcher:"  # begins the part of each start in launcher.log
 GRACE_S = 10.0  # time for a launcher to exit after its ranks
 GUARD = Path(__file__).parents[1] / "watch" / "rank_guard.py"
 
@@ -90,7 +92,8 @@ def started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run the launcher's process during the block. At the end, kill its remaining processes on this host."""
     with _requests_handed_on(folder) if handle_signals else nullcontext():
-        with (folder.logs / "launcher.log").open("ab") as log:
+        with (folder.logs / "launcher.log").open("ab", buffering=0) as log:
+            log.write(f"{STARTED} {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode())
             process = subprocess.Popen(
                 argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from zerofit.launch.local import STARTED
 from zerofit.report.html_table import html_table
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, RunFailed, Stopped
 from zerofit.spec.foreign import Unreadable, read_json, refused
@@ -134,7 +135,7 @@ def _reported(folder: RunFolder, failure: dict[str, Any]) -> Problem:
 def _silent_end(folder: RunFolder, code: int) -> Problem:
     """Explain why ranks ended without a report. The launcher's log has their exit code."""
     log = folder.logs / "launcher.log"
-    text = log.read_text(errors="replace") if log.exists() else ""
+    text = log.read_text(errors="replace").rpartition(STARTED)[2] if log.exists() else ""
     if -code == signal.SIGKILL or "return code = -9" in text:
         message = "a rank was killed (SIGKILL), most often by the kernel because host memory ran out"
         hint = "lower --micro-batch, use fewer ranks on this host, or check the kernel log (dmesg)"
