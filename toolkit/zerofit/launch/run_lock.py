@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from zerofit.spec.errors import Problem, UserError
@@ -40,8 +40,26 @@ def is_held(folder: RunFolder) -> bool:
 def held(folder: RunFolder, progress: Callable[[str], None]) -> Iterator[None]:
     """Lock the run folder during the block. Raises UserError if another command has locked it."""
     with _locked(folder.lock, fcntl.LOCK_EX, PROBE_S, folder, progress):
+        # left by a killed start: nodes start ranks from a spec while the folder is locked
+        folder.launch_spec.unlink(missing_ok=True)
         wait_for_ranks(folder, progress)
         yield
+
+
+class CommandLock:
+    """The lock of a command on its run folder, until `stack` closes."""
+
+    def __init__(self, stack: ExitStack, progress: Callable[[str], None]):
+        self.folder: RunFolder | None = None  # the locked folder
+        self._stack, self._progress = stack, progress
+
+    def take(self, folder: RunFolder) -> None:
+        """Lock the folder, or wait for ranks of an earlier start if it is locked already. Raises UserError."""
+        if self.folder is None:
+            self._stack.enter_context(held(folder, self._progress))
+            self.folder = folder
+        else:
+            wait_for_ranks(folder, self._progress)
 
 
 def wait_for_ranks(folder: RunFolder, progress: Callable[[str], None]) -> None:

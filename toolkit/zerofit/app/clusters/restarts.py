@@ -34,7 +34,7 @@ from zerofit.doctor.compare import disk
 from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
 from zerofit.launch.ops import libaio_problems, needed_ops
-from zerofit.launch.run_lock import held, wait_for_ranks
+from zerofit.launch.run_lock import CommandLock
 from zerofit.spec.errors import DoesNotFit, Problem, Problems, RunFailed, Stopped, UserError
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.files import open_jsonl
@@ -79,10 +79,11 @@ class RestartingRun:
 
         Raises UserError, DoesNotFit, RunFailed and Stopped.
         """
-        with ExitStack() as stack:  # keeps the run folder locked over all starts
+        with ExitStack() as stack:
+            lock = CommandLock(stack, self.report.status)  # over all starts
             for attempt in range(1, self.max_restarts + 2):
                 try:
-                    return self._start(attempt, stack)
+                    return self._start(attempt, lock)
                 except RunFailed as failure:
                     failed = time.time()
                     if self.job is None or self.folder is None:
@@ -96,7 +97,7 @@ class RestartingRun:
                     self._prepare_restart(failure, failed)
         raise AssertionError("the last attempt must return or raise")
 
-    def _start(self, attempt: int, stack: ExitStack) -> TrainingResult:
+    def _start(self, attempt: int, lock: CommandLock) -> TrainingResult:
         with closing(Watch(listening_address(self.hosts, self.options))) as watch:
             try:
                 found = self._ready(watch.port)
@@ -111,7 +112,7 @@ class RestartingRun:
             where = {"machine": machine, "hosts": self.hosts}
             fitter = partial(fitted, report=self.report, gate=gate, anyway=self.anyway, **where)
             try:
-                prepared = prepare(self.request, self.report, machine, self.folder, gate=gate, fitter=fitter)
+                prepared = prepare(self.request, self.report, machine, lock, gate=gate, fitter=fitter)
             except DoesNotFit:
                 self._remove_empty_folders()
                 raise
@@ -125,10 +126,6 @@ class RestartingRun:
                 self.report.note(f"all {job.steps} steps of this run are done")
                 os.utime(folder.result)  # nodes that start by themselves check this file's age
                 return finished
-            if self.folder is None:
-                stack.enter_context(held(folder, self.report.status))
-            else:
-                wait_for_ranks(folder, self.report.status)
             self.job, self.folder = job, folder
             for note in make_ready(folder, job.start):
                 self.report.note(note)

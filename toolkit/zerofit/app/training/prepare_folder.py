@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import re
+import secrets
 import shutil
 import sys
 import time
@@ -21,7 +22,7 @@ from zerofit.checkpoint.compatible import obstacles, same_storage
 from zerofit.checkpoint.foreign import Foreign, foreign_at
 from zerofit.checkpoint.store import CheckpointEntry, Manifest, Store, is_own, quick_look, verify
 from zerofit.features.optimizers import of_json
-from zerofit.launch.run_lock import refuse_if_held
+from zerofit.launch.run_lock import CommandLock, refuse_if_held
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import atomic_write, number_in, parse_line, write_json
@@ -41,6 +42,8 @@ SAME_RUN = (*MODEL, *PART_FIELDS, "loss", "data", "text_field", "tokenizer", "ch
 SAME_RUN += ("seq_len", "stream", "seed", "optimizer")
 UNREMARKABLE = {"output", "resume", "ds_config", "steps", "epochs", "ranks", "log_every", "tensorboard", "wandb"}
 UNREMARKABLE |= {"profile", "profile_ranks", "check_loss", "record_memory"}
+# all that a start has written if it was killed before plan.json was complete
+BEGUN = re.compile(r"logs|(run|profile)\.json|\.(run|profile|plan)\.json\.\w+")
 ADAMS = ("adam", "adamw")  # optimizers whose states are called exp_avg and exp_avg_sq by other programs
 
 
@@ -61,20 +64,20 @@ def prepare(
     request: RunRequest,
     report: Reporter,
     machine: Machine | None = None,
-    folder: RunFolder | None = None,
+    lock: CommandLock | None = None,
     model: nn.Module | None = None,
     gate: Gate | None = None,
     fitter: Fitter | None = None,
 ) -> PreparedRun:
     """Resolve the run, prepare its data, find the checkpoint to resume from and create the run folder.
 
-    `machine`: the devices of all hosts together; this machine if None. `folder`: the run folder, if this command
-    has locked it already. `model`: used instead of the run's model. `gate`: forecasts memory. If the run does not
-    fit, the gate raises an error before any file is written. `fitter`: chooses the layout if the run requests it.
+    `machine`: the devices of all hosts together; this machine if None. `lock`: locks the run folder before files are
+    written into it. `model`: used instead of the run's model. `gate`: forecasts memory. If the run does not fit, the
+    gate raises an error before any file is written. `fitter`: chooses the layout if the run requests it.
     Raises UserError with all problems.
     """
     problems = Problems()
-    folder = folder or problems.attempt(lambda: find_folder(request.run))
+    folder = (lock and lock.folder) or problems.attempt(lambda: find_folder(request.run))
     fit = None
     if fitter and folder:
         request, fit = fitter(request, folder)
@@ -96,6 +99,8 @@ def prepare(
     except OSError as error:
         problem = Problem(kind="output-unwritable", message=f"cannot create the run folder: {error}", where="--output")
         raise UserError(problem) from None
+    if lock:
+        lock.take(folder)
     job.write(folder, resolved.ds_source)
     device = {name: getattr(resolved.machine, name) for name in ("accelerator", "devices", "cores")}
     python = {"versions": versions(), "python": sys.version.split()[0], "platform": platform.platform()}
@@ -104,7 +109,7 @@ def prepare(
 
 
 def find_folder(run: Run) -> RunFolder:
-    """Return the run folder: a new folder, an empty folder, or the folder of a run that may resume.
+    """Return the run folder: a new or empty folder, one that a start was killed in, or one of a run that may resume.
 
     Raises UserError for any other folder.
     """
@@ -112,7 +117,8 @@ def find_folder(run: Run) -> RunFolder:
         return RunFolder(_new_path(run).absolute())
     path = run.output.absolute()
     folder = RunFolder(path)
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    names = [entry.name for entry in path.iterdir()] if path.is_dir() else [""] * path.exists()
+    if not names or (folder.lock.exists() and all(map(BEGUN.fullmatch, names))):
         return folder
     if run.resume != "never" and folder.plan.is_file():
         refuse_if_held(folder)
@@ -135,11 +141,8 @@ def resuming(request: RunRequest, folder: RunFolder) -> RunRequest:
 def _new_path(run: Run) -> Path:
     model = Path(run.model.removesuffix("/config.json")).name
     name = re.sub(r"[^\w.-]+", "-", f"{model}-{run.data or 'default'}").strip("-")[:80]
-    stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, n = stem, 1
-    while path.exists():
-        path, n = stem.with_name(f"{stem.name}-{n}"), n + 1
-    return path
+    mark = secrets.token_hex(2)  # a sweep starts several runs of a model in the same second
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{mark}"
 
 
 def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
@@ -149,7 +152,7 @@ def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
     the earlier result and incomplete checkpoints are deleted. Call this only while no rank runs in the folder.
     """
     failures = [*folder.logs.glob("rank-*.error.json"), *folder.logs.glob("rank-*.memory.pickle")]
-    for path in [*failures, folder.stopped, folder.stop_request, folder.launch_spec]:
+    for path in [*failures, folder.stopped, folder.stop_request]:
         path.unlink(missing_ok=True)
     shutil.rmtree(folder.model_parts, ignore_errors=True)
     step = start.step if start else 0

@@ -24,7 +24,7 @@ from zerofit.app.training.result import TrainingResult
 from zerofit.launch.host import this_machine
 from zerofit.launch.hostfile import Host
 from zerofit.launch.local import free_port
-from zerofit.launch.run_lock import alive, held
+from zerofit.launch.run_lock import CommandLock, alive
 from zerofit.spec.errors import DoesNotFit, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.run import Run, RunRequest
@@ -149,8 +149,8 @@ class Session:
             machine = replace(machine, devices=max(machine.devices, dist.get_world_size()))
             try:
                 gate = self._gate() if model is None else None
-                prepared = prepare(self._request(model), self._report, machine, model=model, gate=gate)
-                self._locks.enter_context(held(prepared.folder, self._report.status))
+                lock = CommandLock(self._locks, self._report.status)
+                prepared = prepare(self._request(model), self._report, machine, lock, model, gate)
                 for note in make_ready(prepared.folder, prepared.job.start):
                     self._report.note(note)
                 found = [str(prepared.folder.path)]

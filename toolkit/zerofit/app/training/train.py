@@ -19,7 +19,7 @@ from zerofit.app.training.run_ranks import run_ranks
 from zerofit.launch.hostfile import Host
 from zerofit.launch.local import LaunchSite, local_site
 from zerofit.launch.ops import build_ops, needed_ops
-from zerofit.launch.run_lock import held
+from zerofit.launch.run_lock import CommandLock
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter, shielded
 from zerofit.spec.files import read_jsonl
@@ -109,17 +109,15 @@ def claim(
     """Check a run and prepare its folder. Its memory and folder stay reserved until `stack` closes.
 
     `machine`: the devices of all hosts together. `hosts`: the hosts of the ranks, this host first. If the run uses
-    only this machine, omit both. If the run is already complete, also return its result, and do not lock its
-    folder.
+    only this machine, omit both. If the run is already complete, also return its result.
     """
     gate = stack.enter_context(closing(MemoryGate(report, anyway=anyway, hosts=hosts or None)))
     fitter = partial(fitted, report=report, gate=gate, anyway=anyway, machine=machine, hosts=hosts)
-    prepared = prepare(request, report, machine, gate=gate, fitter=fitter)
+    prepared = prepare(request, report, machine, CommandLock(stack, report.status), gate=gate, fitter=fitter)
     finished = finished_before(prepared.job, prepared.folder)
     if finished:
         report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps continues it")
         return prepared, finished
-    stack.enter_context(held(prepared.folder, report.status))
     for note in make_ready(prepared.folder, prepared.job.start):
         report.note(note)
     return prepared, None
