@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,11 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.simulate.forecast.result import SimulatedRun
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run import Run, RunRequest
+from zerofit.spec.run_folder import Batch, Layout
+from zerofit.train.loop import Loop
+from zerofit.train.loss import weighted_cross_entropy
 
 LR, MOMENTUM, SEED = 0.05, 0.9, 3
 RUN = {"data": "digits", "image_size": 8, "optimizer": "sgd", "lr": LR, "momentum": MOMENTUM, "weight_decay": 0.0}
@@ -53,6 +59,19 @@ def agree(trained, reference: tuple[list[float], dict[str, torch.Tensor]]) -> No
     found = load_file(trained.folder.model / "model.safetensors")
     for name, weight in weights.items():
         torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0)
+
+
+def test_ignored_targets_of_unequal_micro_batches_count_for_nothing():
+    """Ranks have 5 and 3 positions. 2 of rank 1 are ignored, so its weight of 2/6 times 3 positions is 1."""
+    batch = Batch(micro=5, accumulation=1, dp=2, by_rank=(5, 3))
+    job = SimpleNamespace(batch=batch, layout=Layout(dp=2), samples_after=lambda step: 0)
+    data = SimpleNamespace(train=SimpleNamespace(targets=lambda indices: 6))
+    loop: Any = SimpleNamespace(job=job, data=data)
+    order: Any = SimpleNamespace(indices=lambda start, stop: np.arange(start, stop))
+    (micro,) = Loop._step_batches(loop, 0, iter([{"indices": np.arange(5, 8)}]), order, [])
+    logits, labels = torch.randn(3, 4), torch.tensor([1, IGNORE_INDEX, IGNORE_INDEX])
+    wanted = nn.functional.cross_entropy(logits[:1], labels[:1]) * 2 / 6
+    torch.testing.assert_close(weighted_cross_entropy(logits, labels, micro["weight"]), wanted)
 
 
 @pytest.mark.parametrize(("stage", "steps"), [(0, 2), (3, 1)])

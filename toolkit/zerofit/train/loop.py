@@ -157,7 +157,9 @@ class Loop:
         targets = self.data.train.targets(order.indices(first, first + batch.total))
         # The engine averages over micro batches (accumulation) and ranks (dp x sp). A micro batch's loss is a sum over
         # its targets, so this weight turns the engine's mean into the mean over all targets of the global batch.
-        weight = batch.accumulation * batch.dp * self.job.layout.sp / max(1, targets)
+        weight: float | Tensor = batch.accumulation * batch.dp * self.job.layout.sp / max(1, targets)
+        if batch.by_rank:  # from a number `weighted_cross_entropy` concludes what holds only for equal micro batches
+            weight = torch.tensor(weight)
         for loaded in islice(micro, batch.accumulation):
             indices.append(loaded["indices"])
             yield loaded | {"weight": weight}

@@ -25,7 +25,7 @@ def weighted_cross_entropy(
 
     Let weight = accumulation steps x (data x sequence parallel degree) / targets in the global batch. Then the engine's
     mean over micro batches and ranks is exactly the mean over all targets. It does not matter which rank has which
-    targets.
+    targets. If ranks have different micro batches, the weight must be a tensor.
     """
     if chunk is not None:
         return _Chunked.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), chunk) * weight
@@ -37,7 +37,8 @@ def weighted_cross_entropy(
     if smoothing:
         how = {"ignore_index": IGNORE_INDEX, "label_smoothing": smoothing}
         return functional.cross_entropy(flat, labels.reshape(-1), reduction="sum", **how) * weight
-    if isinstance(weight, float) and weight * labels.numel() == 1:  # no position is ignored, so the mean saves a kernel
+    # in equal micro batches no position is ignored then, so the mean saves a kernel
+    if isinstance(weight, float) and weight * labels.numel() == 1:
         return functional.cross_entropy(flat, labels.reshape(-1))
     return functional.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum") * weight
 
