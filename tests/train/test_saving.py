@@ -10,6 +10,7 @@ import pytest
 
 from tests.train.test_restore import same, state
 from zerofit.checkpoint.store import verify
+from zerofit.train.checkpoint_engine import SyncedCheckpointEngine
 
 MLP = {"model": "mlp", "data": "digits"}
 
@@ -24,6 +25,19 @@ def test_in_the_background_the_same_is_written(pools, tmp_path):
         one, other = (state(run, step) for run in runs.values())
         assert len(one) > 20
         assert [name for name in one if not same(one[name], other[name])] == []
+
+
+def test_a_file_that_cannot_be_written_fails_the_save_and_not_the_rank(tmp_path):
+    """Other ranks are in the same save, and a save before the last one is only a warning."""
+    files = SyncedCheckpointEngine(zero_stage=1)
+    for name in ("there", "missing"):
+        (tmp_path / "there").mkdir(exist_ok=True)
+        files.write_text("{}", tmp_path / name / "rank-00000.json")
+        files.save({"a": 1}, tmp_path / name / "rank-00000.pt")
+    with pytest.raises(OSError, match="missing"):
+        files.marks()
+    files.save({"a": 1}, tmp_path / "there" / "rank-00000.pt")
+    assert list(files.marks()) == [tmp_path / "there" / "rank-00000.pt"]
 
 
 @pytest.fixture

@@ -61,6 +61,13 @@ class SyncedCheckpointEngine(CheckpointEngine):
         else:
             self._write(state_dict, Path(path))
 
+    def write_text(self, text: str, path: Path) -> None:
+        """Write a text file at once. Like that of `save`, a failure is stored."""
+        try:
+            path.write_text(text)
+        except OSError as error:
+            self._failure = self._failure or error
+
     def load(self, path: str | Path, map_location: Any = None) -> Any:
         """Read a file without executing code in it. Raises UserError for a file that needs code.
 

@@ -122,7 +122,7 @@ class Saver:
             )
         own = staging / "ranks" / f"rank-{self._rank:05}"
         self._files.save(self._trainer.rank_state(), own.with_suffix(".pt"))
-        own.with_suffix(".json").write_text(json.dumps(build_index(self._trainer)))
+        self._files.write_text(json.dumps(build_index(self._trainer)), own.with_suffix(".json"))
 
     def _write_ack(self, staging: Path) -> None:
         """Acknowledge that this rank's files are on disk, or report why they are not."""
