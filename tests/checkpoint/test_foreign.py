@@ -422,6 +422,8 @@ def test_a_resume_names_the_settings_of_the_optimizer_that_change(runs, tmp_path
     prepare(load_run(None, {**run, "output": tmp_path / "run", "resume": str(saved)}), Reporter(events.append))
     changed = [event.text for event in events if event.text.startswith("the optimizer's")]
     assert changed == ["the optimizer's betas is now [0.9, 0.999] (was [0.9, 0.95])"]
+    with pytest.raises(UserError, match="is at step 2, which leaves nothing to train with --steps 2"):
+        prepare(load_run(None, {**run, "steps": 2, "output": tmp_path / "done", "resume": str(saved)}), Reporter())
 
 
 def test_the_scale_of_fp16_losses_survives_everything(runs, pools, tmp_path, monkeypatch):

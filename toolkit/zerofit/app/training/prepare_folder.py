@@ -254,8 +254,8 @@ def _foreign_start(found: Foreign, job: Job, report: Reporter) -> Start:
         raise UserError(Problem(kind="checkpoint-damaged", message=message, hint=hint, where="--resume"))
     facts, state = facts_of(found), FullState(found.path, run=job.run)
     step, problems = state.counters["global_steps"], Problems()
-    if step > job.steps:
-        message = f"{found.path} is at step {step}, past --steps {job.steps}"
+    if step >= job.steps:  # without a step, a run has no loss: the files have none
+        message = f"{found.path} is at step {step}, which leaves nothing to train with --steps {job.steps}"
         problems.add("steps", message, "raise --steps, or resume an older checkpoint", "--steps")
     kinds = {kind for name in state.names for kind in state.kinds(name)}
     entry = of_json(str(job.ds_config.get("optimizer", {}).get("type", "")).lower())

@@ -137,6 +137,8 @@ class Session:
     def _share_job(self, model: nn.Module | None) -> tuple[Job, RunFolder]:
         if "RANK" not in os.environ:
             os.environ.update(ALONE, MASTER_PORT=str(free_port()))
+        here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1")  # torchrun sets the first
+        os.environ.setdefault("LOCAL_SIZE", here)  # read by loaders, which share this host's cores
         machine = this_machine()
         os.environ.setdefault("DS_ACCELERATOR", machine.accelerator)  # read when deepspeed is imported
         from zerofit.train.process_group import leave, start
@@ -166,7 +168,7 @@ class Session:
 
     def _gate(self) -> MemoryGate:
         """Return the gate for the ranks of this host. The free memory of other hosts is not known."""
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or dist.get_world_size())
+        ranks = int(os.environ["LOCAL_SIZE"])
         hosts = [Host(socket.gethostname(), ranks)] if ranks < dist.get_world_size() else None
         return self._locks.enter_context(closing(MemoryGate(self._report, anyway=self._anyway, hosts=hosts)))
 
