@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+import zerofit as zf
 
 SCRIPT = """
 import copy, sys
@@ -18,7 +21,7 @@ import zerofit as zf
 STEPS = {"steps": int(sys.argv[1])}
 run = zf.Run(data="digits", micro_batch=4, gradient_accumulation_steps=2, lr=0.05, optimizer="sgd", momentum=0.9,
              schedule="constant", warmup_steps=0, weight_decay=0.0, gradient_clipping=0.0, ds_config="zero1",
-             output="run", **STEPS)
+             ema=0.5, output="run", **STEPS)
 session = zf.Session(run)
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10))
@@ -35,6 +38,7 @@ for batch in batches:
 of_all = [None] * dist.get_world_size()
 dist.all_gather_object(of_all, seen)
 optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), []
+averages = None
 for step in range(0, len(seen), 2):
     parts = [one[step + k] for one in of_all for k in range(2)]
     loss = torch.stack([cross_entropy(plain(x), y) for x, y in parts]).mean()
@@ -42,11 +46,15 @@ for step in range(0, len(seen), 2):
     loss.backward()
     optimizer.step()
     losses.append(loss.item())
+    now = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    averages = {name: (averages[name] + now[name]) / 2 for name in now} if averages else now
 if len(sys.argv) > 2:
     for ours, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     recorded = [__import__("json").loads(line)["loss"] for line in open("run/metrics.jsonl")]
     torch.testing.assert_close(torch.tensor(recorded), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+    saved = __import__("safetensors.torch").torch.load_file("run/model-ema/model.safetensors")
+    torch.testing.assert_close(saved, averages, rtol=1e-5, atol=1e-6)
 if dist.get_rank() == 0:
     result = session.result
     sys.stdout.write(f"ENDED {result.steps} {result.world_size} {result.resumed_from}\\n")
@@ -69,6 +77,13 @@ def test_an_own_loop_trains_what_plain_pytorch_does(tmp_path):
     assert (folder / "model" / "model.safetensors").is_file()
     assert ended("9") == f"ENDED 9 2 {folder}/checkpoints/step-00000006"
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 9
+
+
+def test_a_loop_that_weights_no_losses_has_equal_micro_batches(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    session = zf.Session(zf.Run(model="lenet", data="digits", micro_batch_by_rank="2,1", output="run"))
+    with pytest.raises(zf.UserError, match="micro_batch_by_rank 2,1: a custom loop"):
+        session._request(None)
 
 
 NAMED = """

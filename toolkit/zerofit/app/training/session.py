@@ -56,9 +56,9 @@ class Session:
     >>> session.result.steps
     5
 
-    Pipelines, sequence parallelism and GANs need another kind of loop and are refused. If the run names the model, its
-    memory is checked as in `zerofit train`. The memory of a model object is not checked, since no other process can
-    simulate it.
+    Refused are layouts that need another kind of loop (pipelines, sequence parallelism, GANs) or another loss
+    (different micro batches per rank). If the run names the model, its memory is checked as in `zerofit train`. The
+    memory of a model object is not checked, since no other process can simulate it.
     """
 
     def __init__(
@@ -126,6 +126,8 @@ class Session:
             if len(self._losses) != run.job.batch.accumulation:
                 got = f"{len(self._losses)} losses for {run.job.batch.accumulation} micro batches"
                 raise RuntimeError(f"step {step + 1} has {got}: call session.step(loss) once after each engine.step()")
+            if trainer.averaged:
+                trainer.averaged.update()
             run.loop.record(step, torch.stack(self._losses), indices, lr)
             done, stopped = step + 1, run.loop.save_and_stop(step + 1)
             if stopped:
@@ -181,8 +183,8 @@ class Session:
         if run.ranks not in (None, world):
             message = f"the run sets {run.ranks} ranks, but {world} were started"
             problems.add("ranks", message, "remove ranks", self._asked.place("ranks"))
-        for field in ("pipeline", "sequence_parallel", "expert_parallel"):
-            if getattr(run, field) != 1:
+        for field in ("pipeline", "sequence_parallel", "expert_parallel", "micro_batch_by_rank"):
+            if getattr(run, field) not in (1, None):
                 message = f"{field} {getattr(run, field)}: a custom loop does not support this layout"
                 problems.add("layout", message, "use `zerofit.train`", self._asked.place(field))
         if model is None and find_model(self._asked)[1] == "gan":
