@@ -13,6 +13,7 @@ from zerofit.config.decide import decide, with_recipe
 from zerofit.config.ds_json import bundled, find_config, read_document, read_for_run
 from zerofit.config.resolve import resolve
 from zerofit.config.validate import check_machine, check_model
+from zerofit.launch.ops import needed_ops
 from zerofit.spec.errors import Problems, UserError
 from zerofit.spec.model_facts import Machine, ModelFacts
 from zerofit.spec.run import load_run
@@ -71,6 +72,12 @@ def test_every_bundled_file_resolves_to_plain_json(name, tmp_path):
         "fp16": precision == "fp16",
     }
     assert plain["optimizer"]["type"] == "AdamW"
+
+
+def test_no_offloading_may_be_written_as_null():
+    _, plain = resolved({"zero_optimization": {"stage": 2, "offload_optimizer": None, "offload_param": None}})
+    assert plain["zero_optimization"] == {"stage": 2}
+    assert needed_ops(plain, CPU) == []
 
 
 def test_the_batch_identity_is_solved_from_any_two():

@@ -93,6 +93,9 @@ def resolve(
 ) -> dict[str, Any]:
     """Return the plain DeepSpeed JSON of a run. An "auto" that cannot be filled is added to `problems`."""
     resolved = copy.deepcopy(dict(config))
+    for part in ("offload_optimizer", "offload_param"):  # null is DeepSpeed's default for them
+        if get(resolved, f"{ZERO}.{part}") is None:
+            drop(resolved, f"{ZERO}.{part}")
     run, layout, batch = decision.run, decision.layout, decision.batch
     put(resolved, "train_micro_batch_size_per_gpu", batch.micro)
     put(resolved, "gradient_accumulation_steps", batch.accumulation)

@@ -204,7 +204,7 @@ class TuneJob:
         if layout.precision != self.run.precision:  # set by the space, so run.yaml sets it
             for key in ("fp16", "bf16"):
                 config.pop(key, None)
-        offload = config.get("zero_optimization", {}).get("offload_param", {})
+        offload = config.get("zero_optimization", {}).get("offload_param") or {}
         profile = self.profiles[layout.precision]
         planned = planned_config(layout, profile, offload.get("nvme_path") or "/local_nvme")
         for key in ("zero_optimization", "tensor_parallel", "sequence_parallel_size"):
