@@ -214,6 +214,11 @@ def test_who_says_which_rank_this_is():
     assert rank_of({"RANK": "3", "LOCAL_RANK": "1", "SLURM_PROCID": "9"}) == (3, 1)
     assert rank_of({"SLURM_PROCID": "5", "SLURM_LOCALID": "1"}) == (5, 1)
     assert rank_of({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}) == (2, 0)
+    in_slurm = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0"}  # of the batch script, or of mpirun's own daemon
+    assert rank_of(in_slurm | {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}) == (5, 2)
+    assert rank_of(in_slurm | {"PMI_RANK": "6", "MPI_LOCALRANKID": "3"}) == (6, 3)
+    assert rank_of({"SLURM_PROCID": "7", "SLURM_LOCALID": "3", "PMI_RANK": "7"}) == (7, 3)  # srun --mpi=pmi2
+    assert rank_of({"PMI_RANK": "1"}) == (1, 0)
     with pytest.raises(KeyError, match="no launcher"):
         rank_of({})
 

@@ -9,22 +9,17 @@ import base64
 import binascii
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerofit.launch.world import NAMES
 from zerofit.spec.files import write_json
 
 HEARTBEAT_FD = "ZEROFIT_HEARTBEAT_FD"  # variable of a rank: descriptor of the pipe to its guard
 HOST_NAME = "ZEROFIT_HOST"  # variable of a rank, with several hosts: the host's name in the hostfile
 JOINED = "--joined"  # argument of a guard that the user's launcher has started
-RANK_NAMES = (  # rank and local rank by the deepspeed launcher, Slurm, OpenMPI, MPICH
-    ("RANK", "LOCAL_RANK"),
-    ("SLURM_PROCID", "SLURM_LOCALID"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_RANK", "MPI_LOCALRANKID"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +75,10 @@ def from_argument(text: str) -> Path:
         raise ValueError(f"{text!r} is not a path encoded by zerofit") from error
 
 
-def rank_of(env: Mapping[str, str], names: Sequence[tuple[str, str]] = RANK_NAMES) -> tuple[int, int]:
-    """Return rank and local rank from the launcher's variables. Raises KeyError if there are none."""
-    for rank, local in names:
-        if rank in env:
-            return int(env[rank]), int(env.get(local, 0))
-    raise KeyError("no launcher has set a rank: " + ", ".join(rank for rank, _ in names))
+def rank_of(env: Mapping[str, str]) -> tuple[int, int]:
+    """Return rank and local rank from the variables of the innermost launcher. Raises KeyError if there are none."""
+    given = [names for names in NAMES if names.rank in env]
+    if not given:
+        raise KeyError("no launcher has set a rank: " + ", ".join(names.rank for names in NAMES))
+    names = next((names for names in given if names.local_rank in env), given[0])  # Slurm sets PMI_RANK alone
+    return int(env[names.rank]), int(env.get(names.local_rank, 0))
