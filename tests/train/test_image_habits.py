@@ -126,6 +126,17 @@ def test_averages_are_torchs_and_resume_exactly(pools, tmp_path, reference, stag
         torch.testing.assert_close(again[name], mean[name], **exact)
 
 
+def test_averages_that_come_after_the_last_step_are_the_weights(pools, tmp_path):
+    """A run was stopped in its last evaluation, and goes on with --ema: no step is left to average."""
+    run = {"model": "mlp", "data": "digits", "steps": 2}
+    pools(2).train(tmp_path / "run", **run, save_every=2)
+    trained = pools(2).train(tmp_path / "run", **run, ema=DECAY)
+    assert trained.job.start.step == 2
+    weights, mean = (load_file(tmp_path / f"run/{name}/model.safetensors") for name in ("model", "model-ema"))
+    torch.testing.assert_close(mean, weights, rtol=0, atol=0)
+    assert trained.result["eval"]["ema_loss"] == trained.result["eval"]["loss"]
+
+
 def test_what_cannot_go_together_is_refused(tmp_path):
     from zerofit.app.job.resolve import resolve_job
     from zerofit.spec.run import RunRequest

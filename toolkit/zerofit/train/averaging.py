@@ -53,7 +53,13 @@ class AveragedWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside this context, the model has the averages. At the end its weights are restored bit for bit."""
+        """Inside this context, the model has the averages. At the end its weights are restored bit for bit.
+
+        Before the first step there are no averages, and the weights stay.
+        """
+        if not self.tensors:
+            yield
+            return
         self._exchange()
         try:
             yield
