@@ -98,6 +98,12 @@ class DirectFile:
             self._direct = self._cached
             return call(self._cached)
 
+    def allocate(self) -> None:
+        """Allocate the file's disk space, if the system can. Without it, threads that write wait for one another."""
+        call = getattr(ctypes.CDLL(None), "fallocate", None)
+        if call:
+            call(self._cached, 0, ctypes.c_longlong(0), ctypes.c_longlong(os.fstat(self._cached).st_size))
+
     def write_bytes(self, place: int, data: memoryview) -> list[tuple[int, bytes]]:
         """Write the full blocks of `data`. Return the bytes before and after these blocks, for `write_edges`.
 

@@ -22,6 +22,11 @@ class NumbersFile(DirectFile):
         count = len(part) // dtype.itemsize
         return torch.frombuffer(part, dtype=dtype, count=count) if count else torch.empty(0)
 
+    def read_cached(self, place: int, out: Tensor) -> bool:
+        """Read flat numbers from byte `place` on into `out`. Return False if some are not in the page cache."""
+        part = out.view(torch.uint8).numpy().data
+        return self._read_cached(part, place) == len(part)
+
     def write(self, place: int, numbers: Tensor) -> list[tuple[int, bytes]]:
         """Write numbers that are in a `buffer`. Return the result of `write_bytes`."""
         return self.write_bytes(place, numbers.view(torch.uint8).numpy().data)

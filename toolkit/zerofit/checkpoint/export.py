@@ -149,8 +149,7 @@ def export_foreign(
     state, folder = FullState(found.path, repair=repair), config or found.config_folder
     for repaired in state.repaired:
         report.note(repaired)
-    precision = facts_of(found).precision
-    wanted = dtype or cast("Precision", precision or NAMES.get(state.saved_dtype, "fp32"))
+    wanted = dtype or cast("Precision", facts_of(found).precision or NAMES.get(state.saved_dtype, "fp32"))
     adapters = next((f for f in (found.path, found.path.parent) if is_adapters(f)), None)
     if adapters is not None:
         return _write_foreign_adapters(state, adapters, out, wanted)

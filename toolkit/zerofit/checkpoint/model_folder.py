@@ -8,12 +8,13 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -143,9 +144,6 @@ def _locked(staging: Path, plan: dict[str, Any] | None, where: str) -> Iterator[
         os.close(folder)
 
 
-Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]  # `map`, or that of a pool of threads
-
-
 @dataclass(frozen=True, kw_only=True)
 class LazyTensor:
     """A tensor in a checkpoint."""
@@ -200,43 +198,53 @@ class TensorFile:
         self.path, self.entries = path, sorted(entries, key=lambda e: -e.dtype.itemsize)
         header = _header(self.entries)
         path.write_bytes(header)
-        os.truncate(path, len(header) + sum(entry.bytes for entry in entries))
+        self._allocated = False
+        self._lock, self._left = Lock(), sum(entry.bytes for entry in entries)  # bytes to write
+        self._edges: list[tuple[int, bytes]] = []  # see `DirectFile.write_bytes`
+        os.truncate(path, len(header) + self._left)
         self._places: dict[str, tuple[int, TensorEntry]] = {}
         offset = len(header)
         for entry in self.entries:
             self._places[entry.name] = (offset, entry)
             offset += entry.bytes
 
-    def write(
-        self,
-        name: str,
-        tensor: Tensor | LazyTensor,
-        wrote: Callable[[int], None] = lambda count: None,
-        run: Map = map,
-    ) -> None:
-        """Write one tensor, in pieces that `run` may write at the same time.
+    def write(self, name: str, tensor: Tensor | LazyTensor, wrote: Callable[[int], None] = lambda count: None) -> None:
+        """Write one tensor. `wrote` gets the number of bytes of each piece. Raises the errors of `pieces`."""
+        for piece in self.pieces(name, tensor):
+            wrote(piece())
 
-        `wrote` gets the number of bytes of each piece. Raises UserError "overflow" if a number does not fit the
-        narrower type.
+    def pieces(self, name: str, tensor: Tensor | LazyTensor) -> Iterator[Callable[[], int]]:
+        """Yield functions that write the pieces of one tensor and return their bytes.
+
+        Threads may call them at the same time, also those of several tensors. A function raises UserError "overflow"
+        if a number does not fit the narrower type.
         """
         place, entry = self._places[name]
         if not entry.shape and isinstance(tensor, Tensor):
             tensor = tensor.reshape(())  # engines store scalars as vectors of length 1
         assert tuple(tensor.shape) == entry.shape, f"{name} is {tuple(tensor.shape)}, not {entry.shape}"
         fill = tensor.fill if isinstance(tensor, LazyTensor) else partial(_copy_part, tensor.reshape(-1))
+        if not self._allocated:  # not in __init__: finished files may be moved to another disk meanwhile
+            with NumbersFile(self.path, os.O_RDWR) as file:
+                file.allocate()
+            self._allocated = True
+        for start, end in _spans(place, entry):
+            yield partial(self._write_piece, name, fill, start, end)
+
+    def _write_piece(self, name: str, fill: Callable[[Tensor, int], None], start: int, end: int) -> int:
+        """Write the elements `start` to `end` of a tensor. The last piece of the file also writes all edges."""
+        place, entry = self._places[name]
+        out = buffer(place + start * entry.dtype.itemsize, end - start, entry.dtype)
+        fill(out, start)
+        _refuse_overflow(name, out, fill, start)
         with NumbersFile(self.path, os.O_RDWR) as file:
-
-            def put(span: tuple[int, int]) -> tuple[int, list[tuple[int, bytes]]]:
-                start = place + span[0] * entry.dtype.itemsize
-                out = buffer(start, span[1] - span[0], entry.dtype)
-                fill(out, span[0])
-                _refuse_overflow(name, out, fill, span[0])
-                return out.nbytes, file.write(start, out)
-
-            spans = _spans(place, entry)
-            for count, edges in run(put, spans) if len(spans) > 1 else map(put, spans):
-                file.write_edges(edges)
-                wrote(count)
+            edges = file.write(place + start * entry.dtype.itemsize, out)
+            with self._lock:
+                self._edges += edges
+                self._left -= out.nbytes
+                if not self._left:
+                    file.write_edges(self._edges)
+        return out.nbytes
 
 
 def write_file(

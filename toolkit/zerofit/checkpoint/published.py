@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHARD_BYTES = 1 << 30  # some tools, such as accelerate, load a full shard into host memory
-THREADS = 4  # that read and write at the same time
+THREADS = 8  # that read and write at the same time
 INDEX = "model.safetensors.index.json"
 
 
@@ -66,10 +66,22 @@ class PublishedFiles:
         files = {name: TensorFile(folder / name, entries) for name, entries in self._files.items()}
         where = {entry.name: file for file in files.values() for entry in file.entries}
         with ThreadPoolExecutor(THREADS) as pool:
+            running: deque[Future[int]] = deque()
+
+            def wait(most: int) -> None:
+                while len(running) > most:
+                    wrote(running.popleft().result())
+
             for name, tensor in tensors:
-                if name in parts:
-                    for output, piece in self._outputs(parts.pop(name), tensor).items():
-                        where[output].write(output, piece, wrote, pool.map)
+                if name not in parts:
+                    continue
+                for output, content in self._outputs(parts.pop(name), tensor).items():
+                    for piece in where[output].pieces(output, content):
+                        running.append(pool.submit(piece))
+                        wait(2 * THREADS)
+                    if isinstance(content, Tensor):  # free its memory before the next tensor is read
+                        wait(0)
+            wait(0)
         assert not parts, f"no tensors for {', '.join(parts)}"
         for name, entries in self._files.items():
             check_file(folder / name, entries)
@@ -138,6 +150,8 @@ class PublishedModel:
         model's tensors, keep the model's names. transformers can load these too.
         """
         together = self._converted(dict(state))
+        if together.keys() == state.keys() and all(together[name] is state[name] for name in state):
+            return
         try:
             parts = [(name, self._converted({name: tensor})) for name, tensor in state.items()]
         except (RuntimeError, ValueError, IndexError, KeyError):

@@ -175,8 +175,10 @@ def copy_numbers(out: torch.Tensor, stored: torch.Tensor) -> None:
         return
     with NumbersFile(place[0]) as file:
         for first in range(0, count, PIECE // size):
-            part = out[first : first + PIECE // size]
-            numbers = file.read(place[1] + first * size, len(part), stored.dtype)
+            part, start = out[first : first + PIECE // size], place[1] + first * size
+            if part.dtype == stored.dtype and file.read_cached(start, part):
+                continue
+            numbers = file.read(start, len(part), stored.dtype)
             if len(numbers) < len(part):
                 raise _damaged(place[0], "the file became shorter while it was read")
             copy(part, numbers)
