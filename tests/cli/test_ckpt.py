@@ -9,6 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from tests.checkpoint.made import Made, make
+from zerofit.checkpoint.conversion import ConvertResult
+from zerofit.cli.ckpt import show_converted
 from zerofit.cli.main import main
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -102,6 +104,20 @@ def test_export_takes_the_newest_that_is_whole(run, tmp_path):
 def test_convert(run, tmp_path):
     done = zerofit("convert", run, tmp_path / "out")
     assert done["tag"] == "step-00000003" and done["parameters"] == 310 and done["bytes"] == 310 * 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("file", "how"),
+    [
+        ("config.json", "from_pretrained(folder)"),
+        ("adapter_config.json", "PeftModel.from_pretrained(model, folder)"),
+        ("model.safetensors", "load_state_dict(safetensors.torch.load_file"),
+    ],
+)
+def test_how_to_load_converted_weights(tmp_path, capsys, file, how):
+    (tmp_path / file).touch()
+    show_converted(ConvertResult(out=tmp_path, tag="", parameters=1, bytes=4, format="hf"))
+    assert how in "".join(capsys.readouterr().out.split("\n"))
 
 
 def test_diff(run):

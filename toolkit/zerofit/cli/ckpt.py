@@ -57,7 +57,11 @@ LOADING = {
     ),
     "deepspeed": ("DeepSpeed checkpoint", "engine.load_checkpoint(folder) with the same parameter groups"),
     "dcp": ("distributed checkpoint", "torch.distributed.checkpoint.load with the keys model and optimizer"),
-    "hf": ("weights", "from_pretrained(folder)"),
+    "hf": ("weights", 'model.load_state_dict(safetensors.torch.load_file("model.safetensors"))'),
+}
+LOADING_HF = {  # by a file in the folder
+    "config.json": "from_pretrained(folder)",
+    "adapter_config.json": "peft.PeftModel.from_pretrained(model, folder)",
 }
 FORMATS = tuple(LOADING)
 
@@ -259,6 +263,8 @@ def show_converted(result: ConvertResult) -> None:
     """Print the path of the converted checkpoint, and how to load it."""
     console = out()
     what, use = LOADING[result.format]
+    if result.format == "hf":
+        use = next((how for file, how in LOADING_HF.items() if (result.out / file).is_file()), use)
     print_verdict(console, "WRITTEN", f"{result.out}, {what} {result.tag}".rstrip() + f", {shown_bytes(result.bytes)}")
     print_facts(console, [("to load", use)], indent=9)
 
