@@ -4,8 +4,9 @@
 
 `engine`: DeepSpeed engines of ZeRO 2 and 3 on two ranks write checkpoints of 168M parameters. Both programs export
 them in turns in one process; a ratio is the median of the turns, because other work may disturb a turn. `large`: the
-files of eight ranks of a 7B with random weights (the moments are holes); both programs run in turns as commands, with
-their imports. `sparse`: the files of eight ranks of a 70B, whose tensors are holes, in a memory cgroup of 4 GiB; the
+files of eight ranks of a 7B with random weights (the moments are holes), not in the page cache; both programs run in
+turns as commands, with their imports. For the limit of the disk, a third program reads and writes as many bytes, and
+computes nothing. `sparse`: the files of eight ranks of a 70B, whose tensors are holes, in a memory cgroup of 4 GiB; the
 disk is smaller than the result, so an observer frees finished shards.
 Each time ends when the files are on the disk.
 """
@@ -27,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ from torch._subclasses import FakeTensorMode
 from benchmarks.export_memory import GIB, limited, watched
 from benchmarks.foreign_writer import start_ranks
 from zerofit.app.checkpoints import Checkpoint
+from zerofit.checkpoint.direct_file import BLOCK, PIECE, DirectFile
+from zerofit.checkpoint.published import THREADS
 from zerofit.launch.host import this_machine
 from zerofit.spec.files import sync_file
 from zerofit.spec.local_machine import versions
@@ -57,7 +61,7 @@ RANKS, SUB_GROUP = 8, 10**9
 LIMIT_BYTES = 4 * GIB
 TURNS = 2
 PAIRS = 4  # turns of `engine`
-OURS, THEIRS = "zerofit ckpt export", "zero_to_fp32, safetensors"
+OURS, THEIRS, DISK = "zerofit ckpt export", "zero_to_fp32, safetensors", "read and write only"
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 LARGE_DISK = """
 import runpy, shutil
@@ -153,6 +157,7 @@ def beside_at(stage: int, scratch: Path) -> dict[str, Any]:
         turn = {}
         for name, (out, work) in works.items():
             shutil.rmtree(out, ignore_errors=True)
+            os.sync()  # the disk frees the blocks of the previous turn
             turn[name] = until_on_disk(work, out)
         equal = equal or same_weights(ours, theirs)
         if number:  # the first turn reads the checkpoint from the disk
@@ -207,12 +212,57 @@ def large(scratch: Path, dtypes: list[str]) -> dict[str, Any]:
                 out = ours if program == OURS else theirs
                 for old in (ours, theirs) if dtype == "fp32" else (out,):  # both results in fp32 need too much disk
                     shutil.rmtree(old, ignore_errors=True)
+                leave_cache(saved)
                 rows.append({"program": program, "dtype": dtype, "turn": turn, **timed(command, out)})
                 print(json.dumps(rows[-1]), flush=True)
         rows[-1]["tensors_equal"] = same_weights(ours, theirs) if dtype == "bf16" else None
         for out in (ours, theirs):
             shutil.rmtree(out, ignore_errors=True)
+        leave_cache(saved)
+        rows.append({"program": DISK, "dtype": dtype, "seconds": copy_seconds(saved, scratch, dtype)})
     return {**sizes(saved, shapes), "rows": rows}
+
+
+def leave_cache(saved: Path) -> None:
+    """Remove a checkpoint's files from the page cache, and wait until the disk has no other work."""
+    os.sync()
+    for path in saved.rglob("*.pt"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def copy_seconds(saved: Path, scratch: Path, dtype: str) -> float:
+    """Return the time to read the weights of all ranks and to write them, or half the bytes for bf16, unchanged."""
+    out, size = scratch / "copy", PIECE // (2 if dtype == "bf16" else 1)
+    spans = [span for path in sorted(saved.rglob("*_optim_states.pt")) for span in weight_pieces(path)]
+    start = time.perf_counter()
+    out.touch()
+    os.truncate(out, len(spans) * size)
+    with DirectFile(out, os.O_RDWR) as file, ThreadPoolExecutor(THREADS) as pool:
+        file.allocate()
+
+        def move(number: int) -> None:
+            path, place = spans[number]
+            with DirectFile(path) as source:
+                file.write_bytes(number * size, source.read_bytes(place, PIECE)[:size])
+
+        list(pool.map(move, range(len(spans))))
+    sync_file(out)
+    seconds = time.perf_counter() - start
+    out.unlink()
+    return round(seconds, 1)
+
+
+def weight_pieces(path: Path) -> list[tuple[Path, int]]:
+    """Return the places of a rank's weights in its file, in pieces."""
+    with FakeTensorMode():
+        saved = torch.load(path)["optimizer_state_dict"]["fp32_flat_groups"]
+    first = [group.untyped_storage()._checkpoint_offset // BLOCK * BLOCK for group in saved]
+    return [
+        (path, at)
+        for start, group in zip(first, saved, strict=True)
+        for at in range(start, start + 4 * len(group), PIECE)
+    ]
 
 
 def sparse(scratch: Path) -> dict[str, Any]:
