@@ -5,9 +5,9 @@
 `engine`: DeepSpeed engines of ZeRO 2 and 3 on two ranks write checkpoints of 168M parameters. Both programs export
 them in turns in one process; a ratio is the median of the turns, because other work may disturb a turn. `large`: the
 files of eight ranks of a 7B with random weights (the moments are holes), not in the page cache; both programs run in
-turns as commands, with their imports. For the limit of the disk, a third program reads and writes as many bytes, and
-computes nothing. `sparse`: the files of eight ranks of a 70B, whose tensors are holes, in a memory cgroup of 4 GiB; the
-disk is smaller than the result, so an observer frees finished shards.
+turns as commands, with their imports. For the limit of the disk, a third program reads and writes as many bytes in
+both measurements, and computes nothing. `sparse`: the files of eight ranks of a 70B, whose tensors are holes, in a
+memory cgroup of 4 GiB; the disk is smaller than the result, so an observer frees finished shards.
 Each time ends when the files are on the disk.
 """
 
@@ -61,6 +61,7 @@ RANKS, SUB_GROUP = 8, 10**9
 LIMIT_BYTES = 4 * GIB
 TURNS = 2
 PAIRS = 4  # turns of `engine`
+REST_S = 3  # before each program of a turn: a virtual disk limits its mean rate
 OURS, THEIRS, DISK = "zerofit ckpt export", "zero_to_fp32, safetensors", "read and write only"
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 LARGE_DISK = """
@@ -136,13 +137,13 @@ def write(folder: Path, stage: int) -> None:
 
 
 def beside(scratch: Path) -> dict[str, Any]:
-    """Export checkpoints of two ZeRO stages with both programs in turns, without their imports."""
+    """Export checkpoints of two ZeRO stages with both programs in turns, from the page cache, without their imports."""
     return {"shape": MIDDLE, **{f"zero{stage}": beside_at(stage, scratch) for stage in (2, 3)}}
 
 
 def beside_at(stage: int, scratch: Path) -> dict[str, Any]:
     """Export a checkpoint with both programs in turns; return the times and their ratios, and compare all weights."""
-    saved, ours, theirs = scratch / f"saved-zero{stage}", scratch / "ours", scratch / "theirs"
+    saved, ours, theirs, copy = scratch / f"saved-zero{stage}", scratch / "ours", scratch / "theirs", scratch / "copy"
     if not (saved / "latest").is_file():
         watched([sys.executable, "-m", "benchmarks.export_speed", "--write", str(saved), "--stage", str(stage)])
     from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as zero_to_fp32
@@ -150,6 +151,7 @@ def beside_at(stage: int, scratch: Path) -> dict[str, Any]:
     works: dict[str, tuple[Path, Callable[[], object]]] = {
         OURS: (ours, lambda: Checkpoint(saved).export(ours, dtype="fp32")),
         THEIRS: (theirs, lambda: zero_to_fp32(str(saved), str(theirs), "1GB", safe_serialization=True)),
+        DISK: (copy, lambda: copy_weights(saved, copy, "fp32")),
     }
     turns: list[dict[str, dict[str, float]]] = []
     equal = 0
@@ -158,6 +160,7 @@ def beside_at(stage: int, scratch: Path) -> dict[str, Any]:
         for name, (out, work) in works.items():
             shutil.rmtree(out, ignore_errors=True)
             os.sync()  # the disk frees the blocks of the previous turn
+            time.sleep(REST_S)
             turn[name] = until_on_disk(work, out)
         equal = equal or same_weights(ours, theirs)
         if number:  # the first turn reads the checkpoint from the disk
@@ -219,7 +222,10 @@ def large(scratch: Path, dtypes: list[str]) -> dict[str, Any]:
         for out in (ours, theirs):
             shutil.rmtree(out, ignore_errors=True)
         leave_cache(saved)
-        rows.append({"program": DISK, "dtype": dtype, "seconds": copy_seconds(saved, scratch, dtype)})
+        rows.append(
+            {"program": DISK, "dtype": dtype, **until_on_disk(lambda d=dtype: copy_weights(saved, ours, d), ours)}
+        )
+        shutil.rmtree(ours)
     return {**sizes(saved, shapes), "rows": rows}
 
 
@@ -231,14 +237,14 @@ def leave_cache(saved: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def copy_seconds(saved: Path, scratch: Path, dtype: str) -> float:
-    """Return the time to read the weights of all ranks and to write them, or half the bytes for bf16, unchanged."""
-    out, size = scratch / "copy", PIECE // (2 if dtype == "bf16" else 1)
+def copy_weights(saved: Path, out: Path, dtype: str) -> None:
+    """Read the weights of all ranks, and write them, or half the bytes for bf16, unchanged."""
+    size = PIECE // (2 if dtype == "bf16" else 1)
     spans = [span for path in sorted(saved.rglob("*_optim_states.pt")) for span in weight_pieces(path)]
-    start = time.perf_counter()
-    out.touch()
-    os.truncate(out, len(spans) * size)
-    with DirectFile(out, os.O_RDWR) as file, ThreadPoolExecutor(THREADS) as pool:
+    out.mkdir()
+    (out / "weights").touch()
+    os.truncate(out / "weights", len(spans) * size)
+    with DirectFile(out / "weights", os.O_RDWR) as file, ThreadPoolExecutor(THREADS) as pool:
         file.allocate()
 
         def move(number: int) -> None:
@@ -247,28 +253,23 @@ def copy_seconds(saved: Path, scratch: Path, dtype: str) -> float:
                 file.write_bytes(number * size, source.read_bytes(place, PIECE)[:size])
 
         list(pool.map(move, range(len(spans))))
-    sync_file(out)
-    seconds = time.perf_counter() - start
-    out.unlink()
-    return round(seconds, 1)
 
 
 def weight_pieces(path: Path) -> list[tuple[Path, int]]:
     """Return the places of a rank's weights in its file, in pieces."""
     with FakeTensorMode():
-        saved = torch.load(path)["optimizer_state_dict"]["fp32_flat_groups"]
-    first = [group.untyped_storage()._checkpoint_offset // BLOCK * BLOCK for group in saved]
-    return [
-        (path, at)
-        for start, group in zip(first, saved, strict=True)
-        for at in range(start, start + 4 * len(group), PIECE)
-    ]
+        saved = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    spans = []
+    for group in saved.get("fp32_flat_groups") or saved["single_partition_of_fp32_groups"]:
+        first = group.untyped_storage()._checkpoint_offset // BLOCK * BLOCK
+        spans += [(path, place) for place in range(first, first + 4 * len(group), PIECE)]
+    return spans
 
 
 def sparse(scratch: Path) -> dict[str, Any]:
     """Export a 70B whose tensors are holes, in a memory cgroup of 4 GiB, which counts cached pages too."""
     saved, out = scratch / "sparse", scratch / "out"
-    for folder in (out, *scratch.glob(".out.writing-*")):
+    for folder in (out, *scratch.glob(".out.writing*")):
         shutil.rmtree(folder, ignore_errors=True)
     shapes = written(saved, LLAMA_70B, hole)
     command = [sys.executable, "-c", LARGE_DISK, "ckpt", "export", str(saved), str(out), "--json"]
@@ -313,7 +314,7 @@ def free_finished(scratch: Path, ended: threading.Event, freed: list[int]) -> No
     while not ended.wait(0.2):
         begun = [
             file
-            for file in sorted(scratch.glob(".out.writing-*/*.safetensors"))
+            for file in sorted(scratch.glob(".out.writing*/*.safetensors"))
             if file.stat().st_blocks > HEADER // 512
         ]
         for file in begun[:-2]:
