@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -39,12 +40,45 @@ LOGS = {
     "collective-timeout": [
         WATCHDOG.format(rank=0) + WATCHDOG.format(rank=2) + LAUNCHER.format(code=-6, signal="6 (SIGABRT)"),
         "RuntimeError: [unbound_buffer.cc:84] Timed out waiting 1800000ms for recv operation to complete",
+        "EI0002: The wait execution of the Notify register times out.",
+        WATCHDOG.format(rank=0) + "DistBackendError: NCCL communicator was aborted on rank 0.",
     ],
     "illegal-memory-access": [
         CUDA.format("an illegal memory access was encountered"),
         "Memory access fault by GPU node-1 (Agent handle: 0x55d) on address 0x7f0. Reason: Page not present.",
     ],
     "index-out-of-range": [ASSERTION + logged("out = model(x)", error=NOT_INITIALIZED)],
+    "device-assertion": [
+        "Loss.cu:106: block: [0,0,0], thread: [1,0,0] Assertion `input_val >= zero && input_val <= one` failed.\n"
+        + CUDA.format("device-side assert triggered")
+    ],
+    "not-permitted": [
+        "[rank1]: PermissionError: [Errno 13] Permission denied: '/.cache'",
+        logged("save()", error="OSError: [Errno 30] Read-only file system: 'out'"),
+    ],
+    "other-ranks-in-checkpoint": [
+        "ZeRORuntimeException: The checkpoint being loaded used a DP world size of 8 but the current world size is 16.",
+        logged(
+            "engine.load_checkpoint(path)",
+            error="FileNotFoundError: [Errno 2] No such file or directory: 'zero_pp_rank_4_mp_rank_00_optim_states.pt'",
+        ),
+    ],
+    "no-ssh": [
+        "node2: Permission denied (publickey,password).\npdsh@node1: node2: ssh exited with exit code 255",
+        "RuntimeError: Using hostfile at hostfile but host=node2 was not reachable via ssh.",
+    ],
+    "wrong-arguments": ["usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --local_rank=0"],
+    "not-started": [
+        "srun: error: Task launch for 36.0 failed on node cn131: Job credential expired",
+        "Warning  FailedScheduling  default-scheduler  0/5 nodes are available: 5 Insufficient nvidia.com/gpu.",
+    ],
+    "device-not-visible": ["RuntimeError: Unexpected error. Error 802: system not yet initialized"],
+    "crash": [
+        "returned non-zero exit status 245.",
+        "code -1073741819 (0xC0000005)",
+        LAUNCHER.format(code=-11, signal=11),
+    ],
+    "aborted": ["['python', 'train.py'] exits with return code = -6", "Aborted (core dumped)"],
     "gpu-hardware": [
         CUDA.format("uncorrectable ECC error encountered"),
         "NVRM: Xid (PCI:0000:c1:00): 79, pid=8, GPU has fallen off the bus.",
@@ -67,12 +101,21 @@ LOGS = {
     ],
     "time-limit": ["slurmstepd: error: *** JOB 1132 ON node7 CANCELLED AT 2025-01-02T13:09:33 DUE TO TIME LIMIT ***"],
     "stopped-by-scheduler": ["*** STEP 1132.0 ON node7 CANCELLED AT 2025-01-02T13:09:33 DUE TO PREEMPTION ***"],
-    "bus-error": [LAUNCHER.format(code=-7, signal="7 (SIGBUS)")],
+    "bus-error": [
+        LAUNCHER.format(code=-7, signal="7 (SIGBUS)"),
+        "RuntimeError: Step 1 exited with non-zero status 249",
+    ],
+    "stopped": ["SignalException: Process 7 got signal: 15"],
     "versions-do-not-match": [
+        "Failed to initialize NVML: Driver/library version mismatch",
         CUDA.format("no kernel image is available for execution on the device"),
         "ImportError: flash_attn_2_cuda.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN3c104cuda9SetDeviceEab",
     ],
-    "not-finite": ["{'loss': 1.3, 'grad_norm': 2.0}\n{'loss': 0.0, 'grad_norm': nan}\n{'loss': nan, 'grad_norm': nan}"],
+    "not-finite": [
+        "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0",
+        "{'loss': 1.3, 'grad_norm': 2.0}\n{'loss': 0.0, 'grad_norm': nan}\n{'loss': nan, 'grad_norm': nan}",
+        "{'loss': 0.0, 'grad_norm': nan}\n{'train_runtime': 5.1, 'train_loss': 0.2}",
+    ],
     "exception": [
         logged("y = x.view(3, 5)", error="RuntimeError: shape '[3, 5]' is invalid for input of size 16")
         + WATCHDOG.format(rank=1)
@@ -99,7 +142,11 @@ LOGS = {
     "op-not-built": ["ninja: build stopped: subcommand failed.\nRuntimeError: Error building extension 'cpu_adam'"],
     "access-denied": ["huggingface_hub.errors.GatedRepoError: 401 Client Error.\nCannot access gated repo"],
     "gpu-too-old": ["RuntimeError: FlashAttention only supports Ampere GPUs or newer."],
-    "rendezvous": ["torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 3/4 joined."],
+    "rendezvous": [
+        "[W] [c10d] The IPv6 network addresses of (node1, 29500) cannot be retrieved (gai error: -2 - Name or service)",
+        "RuntimeError: Timed out initializing process group in store based barrier on rank: 0",
+        "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 3/4 joined.",
+    ],
     "saving-in-host-memory": [
         "{'loss': 2.1}\n  5%|#         | 200/4443 [11:11<25:23]Saving model checkpoint to out/checkpoint-200\n"
         "failed (exitcode: -9) local_rank: 3 (pid: 180497) of binary: /opt/env/bin/python3.11"
@@ -114,6 +161,10 @@ LOGS = {
     "unknown": [
         "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
         LAUNCHER.format(code=-9, signal="9 (SIGKILL)"),
+        LAUNCHER.format(code=1, signal=""),
+        "  Last State: Terminated\n    Reason: Error\n    Exit Code:    137",
+        "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
         "subprocess.CalledProcessError: Command '['python', 'train.py']' died with <Signals.SIGKILL: 9>.",
         "step 120 loss 2.31\nzsh: killed     python train.py",
         "Saving model checkpoint to out\n{'loss': 2.0}\n" + LAUNCHER.format(code=-9, signal="9 (SIGKILL)"),
@@ -153,14 +204,95 @@ def test_memory_that_ran_out_on_one_rank_explains_the_timeouts_of_the_others():
 
 
 def test_exceptions_that_did_not_end_the_run_are_no_failure():
-    handled = logged("wandb.log(x)", error="requests.exceptions.ReadTimeout: read timed out")
+    handled = logged("wandb.log(x)", error="requests.exceptions.ReadTimeout: read timed out").replace("<module>", "run")
     steps = "".join(f"{{'loss': 1.{step}}}\n" for step in range(3))
     assert explain_log(lines_of(handled + steps)) is None
     assert explained(steps + handled).cause == "exception"
+    assert "KeyError" in explained(handled + steps + logged("d[k]", error="KeyError: 3")).summary
+    ignored = "Exception ignored in: <function D.__del__ at 0x7f>\n" + logged("self.f", error="AttributeError: f")
+    assert "KeyError" in explained(ignored + logged("d[k]", error="KeyError: 3")).summary
+    failed = "--- Logging error ---\n" + logged("log.info('a', 3)", error="TypeError: not all arguments converted")
+    assert explain_log(lines_of(failed + 'Call stack:\n  File "train.py", line 3, in f\n    g()\nMessage: a')) is None
     first = (
         f"{logged('d[k]', error='KeyError: 3')}\nDuring handling of the above exception, another exception occurred:"
     )
     assert "ValueError" in explained(first + "\n\n" + logged("f(d)", error="ValueError: no layer 3")).summary
+
+
+HARMLESS = {
+    "a socket that is tried again": "[W] [c10d] The client socket has failed to connect to [localhost]:29500",
+    "a port of another program": "The server socket has failed to bind to [::]:6006 (98 - Address already in use)",
+    "a batch that is halved": "CUDA out of memory. Tried to allocate 2.00 GiB; the batch size is halved",
+    "an fp16 step that is skipped": "{'loss': 2.2, 'grad_norm': nan}",
+    "the initial value of a minimum": "best_loss=inf",
+}
+
+
+@pytest.mark.parametrize("line", HARMLESS.values(), ids=HARMLESS.keys())
+def test_a_line_after_which_the_run_continued_explains_nothing(line):
+    steps = "{'loss': 2.1}\n{'loss': 2.0}\n"
+    assert explain_log(lines_of(f"{line}\n{steps}")) is None
+    assert "KeyError" in explained(f"{line}\n{steps}" + logged("d[k]", error="KeyError: 3")).summary
+
+
+def test_steps_that_a_process_had_buffered_come_after_its_error(tmp_path):
+    """With -m, Python writes the buffer of standard output after the traceback."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    script = "for step in range(3):\n  print('step', step, 'loss:', 1.2)\nraise ValueError('CUDA out of memory')"
+    for text in (script, script.replace("CUDA out of memory", "bad")):
+        (tmp_path / "job.py").write_text(text)
+        done = subprocess.run(
+            [sys.executable, "-m", "job"],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout.index("ValueError") < done.stdout.index("step 0")
+        assert explained(done.stdout).place == ("device" if "CUDA" in text else "")
+        bars = "".join(f" 1%|1  | {step}/9 [00:01<00:10]\n" for step in range(1, 9))  # bars have no buffer
+        assert explain_log(lines_of(done.stdout + bars)) is None
+
+
+TITLE = "Traceback (most recent call last):\n"
+FAILED = TITLE + '  File "/home/me/train.py", line 7, in <module>\n    d[k]\nKeyError: 3\n'
+LOGGERS = (
+    *("[2024-09-15 20:18:0{}] [INFO] [rank2]: ", "2024-07-24 08:45:13,61{} ", "2024-07-24T08:45:13.61{}Z stderr F "),
+    *("Jul 24 08:45:1{} node7 python[1234]: ", "stderr: ", "[1,mpirank:2,algo-1]<stderr>:", "> ", "    | "),
+)
+
+
+@pytest.mark.parametrize("prefix", LOGGERS)
+def test_prefixes_of_loggers_are_no_part_of_a_traceback(prefix):
+    lines = FAILED.splitlines()
+    found = explained("starting\n" + "\n".join(prefix.format(at) + line for at, line in enumerate(lines)))
+    assert found.at == "/home/me/train.py:7" and found.summary.endswith("KeyError: 3")
+    assert found.ranks == (("2",) if "rank2]" in prefix else ())
+
+
+def test_a_traceback_without_its_first_lines():
+    for text in (FAILED.removeprefix(TITLE), "KeyError: 3", '  File "t.py", line 3\n    f(\n     ^\nSyntaxError: 3'):
+        assert explained(text).summary.endswith("Error: 3")
+
+
+def test_the_rank_that_failed_first_is_named_although_others_are_printed_before():
+    text = "".join(f"[rank{rank}]: {line}\n" for rank in (0, 3) for line in FAILED.splitlines())
+    report = "Root Cause (first observed failure):\n[0]:\n  time  : {}\n  host  : n\n  rank  : {} (local_rank: 0)\n"
+    assert explained(text).ranks == ("0",)
+    assert explained(
+        text + report.format("2025-02-17_16:43:27", 0) + report.format("2025-02-17_16:43:26", 3)
+    ).ranks == ("3",)
+    step = "slurmstepd: error: *** STEP 1132.0 ON node7 CANCELLED AT 2025-01-02T13:09:33 ***\n"
+    assert explained(step + text).cause == "exception"  # srun stops the other ranks
+    assert explained(step).cause == "stopped-by-scheduler"
+
+
+def test_an_exception_in_a_dataloader_worker_is_named_with_its_line():
+    caught = logged("for batch in loader:", error="KeyError: Caught KeyError in DataLoader worker process 0.")
+    found = explained(caught + "Original " + FAILED)
+    assert (found.at, found.summary.split(" with ")[1]) == ("/home/me/train.py:7", "KeyError: 3")
 
 
 def test_a_process_that_ended_without_a_message_may_have_run_out_of_memory():

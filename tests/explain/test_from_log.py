@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
+
 import pytest
 
 from tests.explain.logs import MESSAGES, OTHERS, PHASES, full, traceback
 from zerofit.explain.from_log import explain_log
 from zerofit.explain.log import lines_of, read_log
+from zerofit.spec.foreign import Unreadable
 
 GIB = 1 << 30
 
@@ -187,5 +192,12 @@ def test_a_log_without_a_message_and_files_of_any_content(tmp_path):
     assert explain_log(read_log(file)) is not None
     file.write_bytes(bytes(range(256)) * 50)
     assert explain_log(read_log(file)) is None
+    for archive in (gzip, bz2, lzma):
+        file.write_bytes(archive.compress(traceback("loss.backward()").encode()))
+        assert explain_log(read_log(file)) is not None
+    for content in (gzip.compress(b"loss")[:12], b"PK\x03\x04"):
+        file.write_bytes(content)
+        with pytest.raises(Unreadable, match="archive"):
+            read_log(file)
     file.write_text("CUDA out of memory. Tried to allocate 1.2.3 GiB (GPU 9999; -1 GiB total capacity; GiB free")
     assert explain_log(read_log(file)) is not None

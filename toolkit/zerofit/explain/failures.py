@@ -9,28 +9,36 @@ from __future__ import annotations
 import re
 import textwrap
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
-from zerofit.explain.log import LogLine
-from zerofit.explain.messages import joined_message, shortened
-from zerofit.explain.progress import progress_before
+from zerofit.explain.log import LONGEST_TRACEBACK, TRACEBACK, LogLine
+from zerofit.explain.messages import ended_by, joined_message, shortened
+from zerofit.explain.progress import Progress, went_on_after
+from zerofit.explain.tracebacks import CODE_LINE
 
 LAST_LINES = 50_000  # a failure is at the end of a log
-LONGEST_TRACEBACK = 400  # lines
+FRAME_LINES = 4  # lines of a frame: the place, the code, and marks below it
 NO_SHORTAGE = "Memory did not run out."
 NOT_FINITE = "not-finite"  # an entry
 EXCEPTION = "exception"  # the cause if only a traceback shows it
 
-_START = "Traceback (most recent call last)"
-_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: |$)")
+_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*(?=\w*[a-z])[A-Z]\w*(?::(?: |$)|$)")
+_ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")  # its traceback may lack its first lines
+_FRAME = re.compile(CODE_LINE.pattern + "$")
 _HANDLED = "During handling of the above exception"
-# raised by launchers, and in processes that they stop
-_LAUNCHERS = re.compile(r"ChildFailedError|CalledProcessError|SignalException|SystemExit|KeyboardInterrupt|\bEmpty\b")
+_IGNORED = re.compile(r"Exception ignored |--- Logging error ---")  # the line before such a traceback
+# torchrun's report: the time and the rank of the failure that it observed first
+_FIRST_FAILURE = re.compile(r"Root Cause \(first observed failure\):\n.*\n *time *: (\S+)\n.*\n *rank *: (\d+)")
+# raised by launchers, in processes that they stop, and before the original traceback of a worker
+_LAUNCHERS = re.compile(
+    r"ChildFailedError|CalledProcessError|SignalException|SystemExit|KeyboardInterrupt|\bEmpty\b|: Caught \w+ in "
+)
 _TIMEOUT = re.compile(r"OpType=(\w+).*?Timeout\(ms\)=(\d+)")
 
 
@@ -71,24 +79,27 @@ def _entries(kind: str) -> tuple[FailureEntry, ...]:
 
 
 def _entry(entry: dict[str, Any], is_consequence: bool) -> FailureEntry:
-    pattern, changes = re.compile(entry.pop("pattern")), tuple(entry.pop("changes", ()))
+    patterns, changes = [entry.pop("pattern")], tuple(entry.pop("changes", ()))
+    if "signal" in entry:
+        patterns.append(ended_by(entry.pop("signal")))
     entry.setdefault("may_be_memory", is_consequence)
-    return FailureEntry(pattern=pattern, changes=changes, is_consequence=is_consequence, **entry)
+    return FailureEntry(pattern=re.compile("|".join(patterns)), changes=changes, is_consequence=is_consequence, **entry)
 
 
-def find_failure(lines: Sequence[LogLine]) -> Failure | None:
-    """Return the failure that explains a log's end best; None if the log has none."""
+def find_failure(lines: Sequence[LogLine], whole: Progress) -> Failure | None:
+    """Return the failure that explains a log's end best; None if the log has none. `whole` is the log's progress."""
     last = lines[-LAST_LINES:]
-    return _listed(last, "causes") or _exception(last) or _listed(last, "consequences")
+    return _listed(last, whole, "causes") or _exception(last, whole) or _listed(last, whole, "consequences")
 
 
-def _listed(lines: Sequence[LogLine], kind: str) -> Failure | None:
+def _listed(lines: Sequence[LogLine], whole: Progress, kind: str) -> Failure | None:
     text = "\n".join(line.text for line in lines)
     starts = [0, *accumulate(len(line.text) + 1 for line in lines)]
     for entry in _entries(kind):
         found = [bisect_right(starts, match.start()) - 1 for match in entry.pattern.finditer(text)]
-        if found:
-            return _failure(entry, lines, found)
+        last = [at for at in found if not went_on_after(lines, lines[at].number, whole)]
+        if last:  # a run may continue with a loss that is not finite
+            return _failure(entry, lines, found if entry.cause == NOT_FINITE else last)
     return None
 
 
@@ -108,15 +119,17 @@ def _failure(entry: FailureEntry, lines: Sequence[LogLine], found: Sequence[int]
     )
 
 
-def _exception(lines: Sequence[LogLine]) -> Failure | None:
-    """Return the first exception that ended the script; None if the run continued after the exception."""
-    for at in _exceptions(lines):
-        name, _, text = lines[at].text.strip().partition(": ")
-        if any(entry.pattern.search(lines[at].text) for entry in _entries("consequences")):
-            continue
+def _exception(lines: Sequence[LogLine], whole: Progress) -> Failure | None:
+    """Return the first exception that ended the script; None if the run continued after every exception."""
+    reports = _FIRST_FAILURE.findall("\n".join(line.text for line in lines))
+    first = min(reports)[1] if reports else ""
+    for at in sorted(_exceptions(lines), key=lambda at: (lines[at].rank != first, at)):
         line = lines[at]
-        if progress_before(lines, lines[-1].number + 1).went_on_after(progress_before(lines, line.number)):
-            return None
+        if any(entry.pattern.search(line.text) for entry in _entries("consequences")):
+            continue
+        if went_on_after(lines, line.number, whole):
+            continue
+        name, _, text = line.text.strip().partition(": ")
         shown = f": {textwrap.shorten(text, 200, placeholder=' ...')}" if text else ""
         summary = f"{NO_SHORTAGE} The script stopped with {name}{shown}"
         ranks = (line.rank,) if line.rank else ()
@@ -126,14 +139,30 @@ def _exception(lines: Sequence[LogLine]) -> Failure | None:
     return None
 
 
-def _exceptions(lines: Sequence[LogLine]) -> Iterator[int]:
-    """Yield the index of the last line of each traceback, except tracebacks of launchers and of handled exceptions."""
-    for start, line in enumerate(lines):
-        if _START not in line.text:
-            continue
-        own = [at for at in range(start + 1, min(len(lines), start + LONGEST_TRACEBACK)) if lines[at].rank == line.rank]
-        ended = next((at for at in own if _EXCEPTION.match(lines[at].text)), None)
-        if ended is None or _LAUNCHERS.search(lines[ended].text):
-            continue
-        if not any(_HANDLED in lines[at].text for at in own if ended < at < ended + 8):
-            yield ended
+def _exceptions(lines: Sequence[LogLine]) -> list[int]:
+    """Return the index of the last line of each traceback, also of a traceback whose first lines are missing.
+
+    Leave out launchers' tracebacks, and exceptions that were handled or ignored.
+    """
+    found, opened, own = list[int](), dict[str, int](), dict[str, deque[str]]()
+    for at, line in enumerate(lines):
+        before = own.setdefault(line.rank, deque(maxlen=FRAME_LINES))
+        if TRACEBACK in line.text:
+            is_ignored = bool(before and _IGNORED.match(before[-1]))
+            opened[line.rank] = -LONGEST_TRACEBACK if is_ignored else at
+        elif _HANDLED in line.text:
+            found = [other for other in found if lines[other].rank != line.rank]
+        elif _EXCEPTION.match(line.text):
+            is_cut = _ERROR.match(line.text) and (not before or _ends_frame(before))
+            start = opened.pop(line.rank, at if is_cut else -LONGEST_TRACEBACK)
+            if at - start < LONGEST_TRACEBACK and not _LAUNCHERS.search(line.text):
+                found.append(at)
+        if line.text.strip():
+            before.append(line.text)
+    return found
+
+
+def _ends_frame(texts: Sequence[str]) -> bool:
+    """Return whether the last of these lines belongs to a frame of a traceback."""
+    indented = takewhile(lambda text: text.startswith(" "), reversed(texts))
+    return any(_FRAME.match(text) for text in indented)

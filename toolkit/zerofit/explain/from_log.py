@@ -10,7 +10,7 @@ from zerofit.explain.evidence import LogEvidence
 from zerofit.explain.failures import EXCEPTION, Failure, find_failure
 from zerofit.explain.log import LogLine
 from zerofit.explain.messages import Shortage, ranked, shortages
-from zerofit.explain.progress import progress_before
+from zerofit.explain.progress import Progress, progress_before, went_on_after
 from zerofit.explain.result import Change, Explanation
 from zerofit.explain.tracebacks import caller_of_torch, frames_before, own_frame, phase_of
 
@@ -19,10 +19,11 @@ WORKER = "in DataLoader worker process"
 
 def explain_log(lines: Sequence[LogLine], source: str = "log") -> Explanation | None:
     """Return why memory ran out, or which other failure ended the run; None if the log shows neither."""
-    found = ranked(shortages(lines))
+    whole = progress_before(lines, lines[-1].number + 1) if lines else Progress()
+    found = ranked([one for one in shortages(lines) if one.ends_process or not went_on_after(lines, one.line, whole)])
     if found and found[0].is_certain:
         return _of_shortage(lines, found, source)
-    failure = find_failure(lines)
+    failure = find_failure(lines, whole)
     if failure and not (found and _is_earlier(found[0], failure)):
         return _of_failure(lines, failure, source)
     return _of_shortage(lines, found, source) if found else None

@@ -88,6 +88,21 @@ class Shortage:
         """Whether this message always means a shortage of memory."""
         return self.kind not in ("killed", "dataloader-killed", "notebook") and not _OTHERS_TOO.search(self.message)
 
+    @property
+    def ends_process(self) -> bool:
+        """Whether the message reports the end of a process. Other errors may be handled."""
+        return self.kind in ("kernel-oom", "scheduler", "killed", "dataloader-killed", "notebook")
+
+
+def ended_by(signal: int) -> str:
+    """Return the pattern of a line by which a launcher, shell or scheduler reports that `signal` ended a process."""
+    codes = rf"(?:{128 + signal}|{256 - signal})\b"
+    return (
+        rf"return code = -{signal}\b|\bcode -{signal}\b|exitcode *: -{signal}\b"
+        rf"|Signal {signal} \(|[Ss]ignals?\.\w+: {signal}\b"
+        rf"|(?i:exit(?:ed)?|non-zero)(?: with)?(?: exit)? ?(?i:code|status)?(?: of)?[\"']?[:=]? *\(?{codes}"
+    )
+
 
 # kind -> (place, pattern). The first matching pattern gives a line its kind. The first kind in this order explains the
 # log: an error with figures explains more than the signal that followed it.
@@ -143,10 +158,8 @@ _SIGNS: dict[str, tuple[str, str]] = {
     ),
     "killed": (
         HOST,
-        r"return code = -9\b|exitcode *: -9|Signal 9 \(SIGKILL\)|[Ss]ignals?\.SIGKILL: 9|^zsh: killed\b"
-        r"|exit(?:ed)?(?: with)?(?: exit)?"
-        r"(?: code|[Ss]tatus)?:? ?\(?137\b|exit[Cc]ode[\"']?[:=] ?137\b|^\S*:? ?(?:line \d+: *)?(?:\d+ )?Killed\b"
-        r"|signal (?:9|KILL)\b|code -9\b|was killed \(SIGKILL\)",
+        ended_by(9) + r"|^zsh: killed\b|^\S*:? ?(?:line \d+: *)?(?:\d+ )?Killed\b|signal (?:9|KILL)\b|signal: killed"
+        r"|was killed \(SIGKILL\)",
     ),
     "notebook": (HOST, r"[Kk]ernel \S+ died, restarting|kernel appears to have died|Kernel crashed while executing"),
     "xla": (DEVICE, r"RESOURCE_EXHAUSTED|ResourceExhaustedError|OOM when allocating tensor"),
@@ -154,7 +167,7 @@ _SIGNS: dict[str, tuple[str, str]] = {
 _SIGN_PATTERNS = {kind: (place, re.compile(pattern)) for kind, (place, pattern) in _SIGNS.items()}
 # a cheap test before the patterns; logs have millions of lines
 _MAYBE = re.compile(
-    r"memory|Memory|Memlimit|MEMLIMIT|oom|OOM|OUT_OF_|[Aa]lloc|ALLOC|paging|fraction|HostReg|_STATUS_|[Kk]ill|KILL|137|-9|resource|/dev/shm"
+    r"memory|Memory|Memlimit|MEMLIMIT|oom|OOM|OUT_OF_|[Aa]lloc|ALLOC|paging|fraction|HostReg|_STATUS_|[Kk]ill|KILL|137|247|-9|resource|/dev/shm"
     r"|mmap|signal|max seq len|RAM\b|EXHAUSTED|Exhausted|died|crashed"
 )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from zerofit.explain.log import LogLine
+from zerofit.explain.tracebacks import frames_before
 
 GIB = 1 << 30
 GROWING = 4  # number of readings at one place that must each grow to count as a leak
@@ -42,14 +43,11 @@ class Progress:
     """The progress of a run before its error."""
 
     steps: int = 0  # number of steps or losses in the log; also 0 if the run prints none
-    losses: int = 0  # lines with a loss
+    last_step: int = 0  # the last line on which the number of steps or losses grew
+    last_bar: int = 0  # the same for progress bars, which are written without a buffer
     started: bool = False  # whether a training step had begun
     activity: str = ""  # the last phase before training that the log names
     readings: tuple[MemoryReading, ...] = ()
-
-    def went_on_after(self, earlier: Progress) -> bool:
-        """Return whether the run made progress after `earlier`, a state of the same log."""
-        return (self.steps, self.losses) != (earlier.steps, earlier.losses)
 
     @property
     def leak(self) -> tuple[str, int, int] | None:
@@ -61,6 +59,19 @@ class Progress:
             if len(later) >= GROWING and rising and later[-1] > 1.05 * later[0]:
                 return label, later[0], later[-1]
         return None
+
+
+def went_on_after(lines: Sequence[LogLine], error: int, whole: Progress) -> bool:
+    """Return whether the run continued after the message on line `error`. `whole` is the progress of all `lines`.
+
+    An uncaught exception ends the process. Steps may come after it, from the buffer of standard output (`python -m`) or
+    from the log of another rank, so they prove nothing. Progress bars have no buffer.
+    """
+    if whole.last_step <= error:
+        return False
+    frames = frames_before(lines, error)
+    is_uncaught = bool(frames) and (frames[0].name == "<module>" or "runpy" in frames[0].file)
+    return not is_uncaught or whole.last_bar > error
 
 
 # text in a log -> the phase of the program, in the order of a run
@@ -80,7 +91,7 @@ _ACTIVITY_PATTERNS = tuple((re.compile(pattern), name) for pattern, name in _ACT
 
 def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
     """Return the progress of the run at a line of its log."""
-    steps, losses, activity, label, started = 0, 0, "", "", False
+    steps, losses, last_step, last_bar, activity, label, started = 0, 0, 0, 0, "", "", False
     numbers: set[int] = set()
     readings: list[MemoryReading] = []
     for line in lines:
@@ -88,10 +99,11 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
         if line.number >= error:
             break
         if (bar := _BAR.match(text.strip())) and not _NO_TRAINING.search(bar["about"]):
-            activity = "" if int(bar["done"]) > steps else activity  # the bar is also drawn between two steps
-            started, steps = True, max(steps, int(bar["done"]))
-        elif _LOSS.search(text):
-            started, losses, activity = True, losses + 1, ""
+            started = True
+            if int(bar["done"]) > steps:  # the bar is also drawn between two steps
+                steps, activity, last_step, last_bar = int(bar["done"]), "", line.number, line.number
+        elif _LOSS.search(text) and "train_runtime" not in text:
+            started, losses, activity, last_step = True, losses + 1, "", line.number
             if step := _STEP.search(text):
                 numbers.add(int(step["step"]))
         activity = next((name for pattern, name in _ACTIVITY_PATTERNS if pattern.search(text)), activity)
@@ -107,4 +119,11 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
             label = named["text"]
     # several ranks may print each step, so numbers are better than lines; the first number is 0 or 1
     steps = max(steps, len(numbers) or losses, *numbers)
-    return Progress(steps=steps, losses=losses, started=started, activity=activity, readings=tuple(readings))
+    return Progress(
+        steps=steps,
+        last_step=last_step,
+        last_bar=last_bar,
+        started=started,
+        activity=activity,
+        readings=tuple(readings),
+    )

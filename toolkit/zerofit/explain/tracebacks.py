@@ -13,10 +13,11 @@ LOOKED_BACK = 400  # lines; a traceback through a large model and DeepSpeed has 
 LOADING, INIT, FORWARD, LOSS, BACKWARD, STEP = "loading", "init", "forward", "loss", "backward", "step"
 EVALUATION, KEPT_LOGITS, GENERATION, SAVING, DATA = "evaluation", "kept logits", "generation", "saving", "data"
 
-_STANDARD = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>.+))?')
+CODE_LINE = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>.+))?')
 _NOTEBOOK = re.compile(
     r"^\s*(?:File )?(?P<file>(?:~|/|\w:|<ipython|Cell )[^:(]*?)(?::(?P<line>\d+))?,? in (?P<name>.+)$"
 )
+_CELL = re.compile(r"^(?P<file>Cell In ?\[\d+\]), line (?P<line>\d+)(?:, in (?P<name>.+))?$")
 _RICH = re.compile(r"^[│|]\s*(?P<file>\S+\.py):(?P<line>\d+) in (?P<name>\S+)")
 _ARROW = re.compile(r"^\s*(?:-+>|[│|]?\s*❱)\s*(?P<line>\d+)?\s*(?P<code>.*)")
 _ENDS = re.compile(r"Traceback \(most recent call last\)")
@@ -63,7 +64,8 @@ def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
             continue
         if _ENDS.search(line.text):
             break
-        match = _STANDARD.match(line.text) or _RICH.match(line.text) or _NOTEBOOK.match(line.text)
+        match = CODE_LINE.match(line.text) or _RICH.match(line.text) or _CELL.match(line.text)
+        match = match or _NOTEBOOK.match(line.text)
         if match:
             file, called = match["file"].strip(), (match["name"] or "").strip()
             found.append(CodeFrame(file, int(match["line"] or number), called, arrow or code))
