@@ -50,6 +50,14 @@ def test_no_name_that_a_shell_or_ssh_would_read(tmp_path, name):
     assert found
 
 
+def test_the_hint_for_a_form_of_another_launcher_names_ours(tmp_path):
+    found = problems_of(
+        tmp_path, "node1:8\n2001:db8::2 slots=8\nnode[1-4] slots=8\nroot@n slots=1\nb slots=1\nB slots=1\n"
+    )
+    words = ("node1 slots=8", "/etc/hosts", "one line per host", "~/.ssh/config", "on one line")
+    assert [word in problem.hint for word, problem in zip(words, found, strict=True)] == [True] * 5
+
+
 @pytest.mark.parametrize("slots", ["0", "4097", "9" * 12, "9" * 5000, "-1"])
 def test_slots_that_no_host_has(tmp_path, slots):
     (problem,) = problems_of(tmp_path, f"a slots={slots}\n")

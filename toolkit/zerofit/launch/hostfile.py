@@ -46,7 +46,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             host = _host(content, f"{path}:{number}", lines, problems)
             if host:
                 hosts.append(host)
-                lines[host.name] = number
+                lines[host.name.lower()] = number
     if not hosts and not problems:
         problems.add("hostfile", "no host in the hostfile", "write one line per host: `node1 slots=8`", str(path))
     problems.raise_if_any()
@@ -61,12 +61,11 @@ def _host(content: str, place: str, before: dict[str, int], problems: Problems) 
     column = indent + 1
     at = indent + len(name) + len(match["gap"] or "") + 1
     if not NAME.fullmatch(name):
-        message = f"{name!r} is not a valid host name: letters, digits, '.', '-' and '_' are allowed"
-        hint = "put users, ports and other ssh options into ~/.ssh/config"
-        problems.add("hostfile", message, hint, f"{place}:{column}")
+        message = f"{name!r} is not a valid host name: letters A to Z, digits, '.', '-' and '_' are allowed"
+        problems.add("hostfile", message, _other_form(name), f"{place}:{column}")
         return None
-    if name in before:
-        message = f"{name} is listed twice, first on line {before[name]}"
+    if name.lower() in before:  # DNS ignores case
+        message = f"{name} is listed twice, first on line {before[name.lower()]}"
         problems.add("hostfile", message, "put all its slots on one line", f"{place}:{column}")
         return None
     slots = SLOTS.fullmatch(rest)
@@ -79,6 +78,18 @@ def _host(content: str, place: str, before: dict[str, int], problems: Problems) 
         problems.add("hostfile", f"unknown text {slots['more']!r} after the slots of {name}", "remove it", where)
         return None
     return Host(name, int(slots["count"]))
+
+
+def _other_form(name: str) -> str:
+    """Return how to write a name of another launcher's hostfile."""
+    host, _, number = name.partition(":")
+    if NAME.fullmatch(host) and number.isdigit():
+        return f"write {host} slots={number}; if {number} is the port of ssh, use --ssh-port {number}"
+    if name.count(":") > 1:
+        return "name the host of an IPv6 address in /etc/hosts or ~/.ssh/config"
+    if re.search(r"[\[,]", name):
+        return "write one line per host; `--launcher slurm` needs no hostfile"
+    return "put users and other ssh options into ~/.ssh/config"
 
 
 def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
