@@ -71,6 +71,8 @@ def test_a_rank_that_left_its_error_only(folder):
     folder.rank_error(1).write_text(json.dumps({"problems": [{"message": f"out of memory: {full()}"}]}))
     folder.rank_error(0).write_text("[1")
     assert explain(folder.path).figures.total_bytes == 24 * GIB
+    folder.rank_error(1).unlink()  # a killed rank leaves none
+    assert explain(folder.path).run_next.startswith("sudo dmesg")
 
 
 def test_a_run_folder_with_the_last_allocations(folder):

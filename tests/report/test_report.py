@@ -13,7 +13,8 @@ from tests.report.browser import CHROMIUM, View, looked_at
 from tests.report.test_plot import a_run
 from zerofit.cli.main import main
 from zerofit.explain.not_finite import Replay
-from zerofit.report.page import COLORS, Bar, Bars
+from zerofit.report.page import COLORS, Bar, Bars, Page
+from zerofit.spec.errors import UserError
 
 GIB = 2**30
 MARKUP = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>{{ 7 * 7 }}'
@@ -377,6 +378,8 @@ def test_damaged_run_folders_still_have_a_page(tmp_path):
 def test_a_page_that_cannot_be_written_is_refused_before_any_work(command, tmp_path):
     done = run(*command, "--html", tmp_path / "missing" / "page.html", code=2)
     assert "cannot be written" in done.stderr
+    with pytest.raises(UserError, match="cannot write .*page.html"):
+        Page("a page").write(tmp_path / "missing" / "page.html", "--out")
 
 
 def test_many_large_results_stay_below_two_megabytes(tmp_path):

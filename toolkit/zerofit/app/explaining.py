@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerofit.explain.advice import KERNEL_LOG
 from zerofit.explain.failures import NO_SHORTAGE, NOT_FINITE
 from zerofit.explain.from_log import explain_log
 from zerofit.explain.from_snapshot import ENOUGH, FRAGMENTS, explain_snapshot
@@ -110,7 +111,9 @@ def _of_log(lines: Sequence[LogLine], source: str = "log") -> Explanation:
         cause=UNKNOWN,
         place="",
         summary=f"The {source} has no message about an out-of-memory error or another failure.",
-        run_next="give the output of every rank, with standard error: COMMAND 2>&1 | tee train.log",
+        run_next=f"{KERNEL_LOG}, on the host of the run"
+        if source == "run folder"
+        else "give the output of every rank, with standard error: COMMAND 2>&1 | tee train.log",
     )
 
 

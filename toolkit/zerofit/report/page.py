@@ -228,7 +228,7 @@ class Page:
 
     def write(self, path: Path, option: str) -> None:
         """Write the page into a file. If this fails, raise a UserError that names `option`."""
-        with refused(path, kind="unwritable", where=option):
+        with refused(path, kind="unwritable", where=option, doing="write"):
             write_text(path, self.to_html())
 
 

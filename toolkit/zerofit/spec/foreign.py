@@ -42,8 +42,10 @@ class Unreadable(ValueError):
 
 
 @contextmanager
-def refused(path: Path, *, kind: str = "unreadable", hint: str = "", where: str = "") -> Iterator[None]:
-    """Turn OSError and Unreadable into a UserError with the file, the line and the reason."""
+def refused(
+    path: Path, *, kind: str = "unreadable", hint: str = "", where: str = "", doing: str = "read"
+) -> Iterator[None]:
+    """Turn OSError and Unreadable into a UserError with the file, the line and the reason. `doing`: read or write."""
     try:
         yield
     except Unreadable as error:
@@ -51,7 +53,7 @@ def refused(path: Path, *, kind: str = "unreadable", hint: str = "", where: str 
         problem = Problem(kind=kind, message=f"cannot read {place}: {error.reason}", hint=hint, where=where or place)
         raise UserError(problem) from None
     except OSError as error:
-        message = f"cannot read {path}: {error.strerror or error}"
+        message = f"cannot {doing} {path}: {error.strerror or error}"
         raise UserError(Problem(kind=kind, message=message, hint=hint, where=where or str(path))) from None
 
 
