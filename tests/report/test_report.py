@@ -378,8 +378,8 @@ def test_damaged_run_folders_still_have_a_page(tmp_path):
 def test_a_page_that_cannot_be_written_is_refused_before_any_work(command, tmp_path):
     done = run(*command, "--html", tmp_path / "missing" / "page.html", code=2)
     assert "cannot be written" in done.stderr
-    with pytest.raises(UserError, match="cannot write .*page.html"):
-        Page("a page").write(tmp_path / "missing" / "page.html", "--out")
+    with pytest.raises(UserError, match=r"cannot write .*page\.html"):
+        Page(title="a page").write(tmp_path / "missing" / "page.html", "--out")
 
 
 def test_many_large_results_stay_below_two_megabytes(tmp_path):
