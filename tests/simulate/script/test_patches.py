@@ -46,7 +46,10 @@ SAVERS = {**writes.SAVERS, **writes.OF_PACKAGES}
 # patch -> attributes that it replaces, and the lines of the library that make it necessary
 PATCHES = {
     "parameters": (["torch.nn:Parameter.__new__"], []),
-    "parameter_types": (["torch._subclasses.fake_tensor:FakeTensor.__new__"], []),
+    "parameter_types": (
+        ["torch._subclasses.fake_tensor:FakeTensor.__new__", "torch._subclasses.fake_tensor:FakeTensor.__deepcopy__"],
+        [],
+    ),
     "parameter_data": (["torch._C:TensorBase.data"], []),
     "gradients": (["torch:Tensor.register_hook"], []),
     "four_bits": ([], []),

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -368,7 +369,15 @@ def is_counted(func: OpOverload) -> bool:
 @cache
 def is_own(file: str) -> bool:
     """Return whether a file is the user's own: not a library's, Python's or zerofit's."""
-    return "site-packages" not in file and not file.startswith((_PYTHON, "<", os.path.dirname(_SIMULATE), _MODELS))
+    if "site-packages" in file or file.startswith((_PYTHON, "<", os.path.dirname(_SIMULATE), _MODELS)):
+        return False
+    return not any(file.startswith(folder + os.sep) and _has_packages(folder) for folder in sys.path if folder)
+
+
+@cache
+def _has_packages(folder: str) -> bool:
+    """Return whether pip has installed packages into a folder, as `pip install --target` does."""
+    return any(Path(folder).glob("*.dist-info"))
 
 
 def own_line() -> str:

@@ -50,9 +50,10 @@ def parameters(meter: ScriptTracker) -> None:
 
 
 def parameter_types() -> None:
-    """Let `type(parameter)(tensor, requires_grad=...)` create a parameter, as in diffusers.
+    """Let `type(parameter)(tensor, requires_grad=...)` create a parameter, and copy parameters as torch does.
 
-    The type of a fake parameter is FakeTensor, whose constructor needs a mode. (FakeTensor.__new__)
+    The type of a fake parameter is FakeTensor, whose constructor needs a mode. A deep copy of a parameter has neither
+    its gradient nor the attributes that ZeRO-3 added. (FakeTensor.__new__, __deepcopy__)
     """
     original = FakeTensor.__new__
 
@@ -61,7 +62,11 @@ def parameter_types() -> None:
             return nn.Parameter(first, *args, **kwargs)
         return original(cls, first, *args, **kwargs)
 
+    def copied(self: Any, memo: dict[int, Any]) -> Any:
+        return (nn.Parameter if isinstance(self, nn.Parameter) else Tensor).__deepcopy__(self, memo)
+
     replace_in(FakeTensor, "__new__", staticmethod(new))
+    replace_in(FakeTensor, "__deepcopy__", copied)
 
 
 def parameter_data(meter: ScriptTracker) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -20,6 +20,7 @@ from zerofit.simulate.script.value_tracker import ValueTracker
 
 ROWS_S = 3.0  # time limit for reading a data set's rows
 _OF_ARGUMENTS = ("max_length", "max_seq_length")  # of TrainingArguments of TRL and others
+_SPECIAL = ("_token_id", "_token_index")
 _UNLIMITED = 1 << 24  # transformers uses 1e30 for "no limit"
 
 
@@ -29,6 +30,7 @@ class Lengths:
     def __init__(self) -> None:
         self.trainer = self.tokenizer = self.targets = 0  # tokens; 0: no limit
         self.positions = 0  # of the model
+        self.special: set[int] = set()  # tokens that the model's configuration names, such as image_token_id
         # id -> live instance of transformers' Trainer, whose subclass may be a dataclass, which has no hash
         self.trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.has_trainer = False
@@ -51,10 +53,13 @@ class Lengths:
         return next(((tokens * max(1, self.packed), by) for by, tokens in said.items() if tokens), (0, ""))
 
     def learn_model(self, model: nn.Module) -> None:
-        """Record how many positions a model has."""
+        """Record how many positions a model has, and its special tokens."""
         config: Any = getattr(model, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        self.positions = max(self.positions, getattr(config, "max_position_embeddings", None) or 0)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.positions = max(self.positions, getattr(text, "max_position_embeddings", None) or 0)
+        for owner in (config, text) if hasattr(config, "to_dict") else ():
+            named = [value for name, value in owner.to_dict().items() if name.endswith(_SPECIAL)]
+            self.special |= {value for value in named if isinstance(value, int)}
 
     def learn_batch(self, loader: Any, batch: object) -> None:
         """Record where a batch with tokens comes from."""
@@ -65,10 +70,19 @@ class Lengths:
             self.packed = self.packed or (rows if all(t.shape[0] == 1 for t in tokens) else 1)
 
     def longer(self, batch: object) -> object:
-        """Return a batch with every sequence at the longest allowed length. The batch's own values are repeated."""
+        """Return a batch with every sequence at the longest allowed length.
+
+        Each row repeats its own values. It does not repeat special tokens, since a model counts those of images.
+        """
         seen = max((padded_shape(t)[1] for t in token_tensors(batch)), default=0)
         wanted = self.limit()[0]
-        return _longer(batch, seen, wanted, self.targets) if 0 < seen < wanted else batch
+        if not 0 < seen < wanted:
+            return batch
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        known = isinstance(ids, Tensor) and not isinstance(ids, FakeTensor) and ids.dim() == 2
+        rows = ids if known and ids.shape[1] == seen else torch.full((1, seen), -1)
+        columns = [_columns(row, wanted, self.special) for row in rows]
+        return _longer(batch, seen, torch.stack(columns), self.targets)
 
 
 def token_tensors(batch: object) -> list[Tensor]:
@@ -220,23 +234,33 @@ def _longest_row(dataset: Any) -> int:
     return longest
 
 
-def _longer(value: Any, seen: int, wanted: int, targets: int) -> Any:
-    """Lengthen dimensions of `seen` elements to `wanted` elements by repeating the values.
+def _columns(row: Tensor, wanted: int, special: set[int]) -> Tensor:
+    """Return which `wanted` columns a longer row has: its own, and then again those of its text."""
+    text = (~torch.isin(row, torch.tensor(sorted(special)))).nonzero()[:, 0] if special else torch.arange(len(row))
+    text = text if len(text) else torch.arange(len(row))
+    return torch.cat([torch.arange(len(row)), text[torch.arange(wanted - len(row)) % len(text)]])
+
+
+def _longer(value: Any, seen: int, columns: Tensor, targets: int) -> Any:
+    """Lengthen dimensions of `seen` elements to the columns (rows, wanted), or (1, wanted) for all rows.
 
     Labels or decoder inputs that have fewer than `targets` elements are lengthened to `targets` instead.
     """
     if isinstance(value, Tensor):
         for dimension in range(1, value.dim()):
-            if value.shape[dimension] == seen:
-                value = value.index_select(dimension, torch.arange(wanted) % seen)
+            if value.shape[dimension] == seen and len(value) == len(columns) > 1:
+                value = torch.stack([one.index_select(dimension - 1, c) for one, c in zip(value, columns, strict=True)])
+            elif value.shape[dimension] == seen:
+                value = value.index_select(dimension, columns[0])
         return value
     if isinstance(value, MutableMapping):
         for name, one in value.items():
             decoded = (name == "labels" or name.startswith("decoder_")) and isinstance(one, Tensor) and one.dim() == 2
             own = one.shape[1] if decoded and targets > one.shape[1] else 0
-            value[name] = _longer(one, own, targets, 0) if own else _longer(one, seen, wanted, targets)
+            of_targets = torch.arange(targets)[None] % own if own else columns
+            value[name] = _longer(one, own or seen, of_targets, 0 if own else targets)
         return value
     if isinstance(value, (list, tuple)):
-        made = [_longer(one, seen, wanted, targets) for one in value]
+        made = [_longer(one, seen, columns, targets) for one in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     return value

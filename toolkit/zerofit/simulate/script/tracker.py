@@ -6,10 +6,12 @@ device keep their values, and ops on them are computed, so that a script takes t
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratc
 from zerofit.simulate.ops.tracker import FUNCTIONAL, is_collective, is_counted
 from zerofit.simulate.script.received import alike, replicate
 from zerofit.simulate.script.value_tracker import HOLDS_NOTHING_BYTES, SIMULATED, ValueTracker
-from zerofit.simulate.script.values import forget, known_value
+from zerofit.simulate.script.values import KEPT_DATA, forget, known_value
 
 _HOST = torch.device("cpu")
 OWN_LINE_BYTES = 1 << 20  # storages from this size on have the script's line
@@ -173,7 +175,10 @@ class ScriptTracker(ValueTracker):
         return pinned
 
     def _holds_nothing(self, name: str, args: OpArguments, kwargs: OpKeywords) -> bool:
-        """Return whether a new host tensor should be fake: a large one, or floats that DeepSpeed allocates."""
+        """Return whether a new host tensor should be fake: a large one, or floats that DeepSpeed allocates.
+
+        A tensor that a data loader makes is real, since the model may read which images or pixels are padding.
+        """
         if not name.startswith(_NEW) or getattr(kwargs.get("device"), "type", "cpu") != "cpu":
             return False
         count = 1
@@ -181,7 +186,7 @@ class ScriptTracker(ValueTracker):
             count *= int(n)
         kind = kwargs.get("dtype") or torch.get_default_dtype()
         if count * kind.itemsize >= HOLDS_NOTHING_BYTES:
-            return True
+            return count > KEPT_DATA or not _loads_batch()
         code = self._call_site()[1]
         return kind.is_floating_point and code is not None and "/deepspeed/" in code.co_filename
 
@@ -248,6 +253,13 @@ class ScriptTracker(ValueTracker):
         index = self._adopted.get(storage._cdata)
         if index is not None:
             self.ledger.resized(index, storage.nbytes())
+
+
+def _loads_batch() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith("torch/utils/data/dataloader.py"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_real(value: object) -> bool:

@@ -26,6 +26,7 @@ from zerofit.simulate.script.values import (
     decided,
     forget,
     is_assumed,
+    is_data,
     keep,
     known_value,
     largest,
@@ -190,9 +191,9 @@ class ValueTracker(IssuingTracker):
             return
         if self._keep_choices(func, args, outs) or (len(outs) == 1 and self._keep_decided(func, args, outs[0])):
             return
-        small = all(t.numel() <= (KEPT_FLOATS if t.is_floating_point() else KEPT_INTEGERS) for t in outs)
         drawn = name.startswith(_UNDEFINED) or torch.Tag.nondeterministic_seeded in func.tags
-        if not outs or not small or drawn or any(known_value(t) is None for t in leaves):
+        known = not drawn and all(known_value(t) is not None for t in leaves)
+        if not outs or not known or not all(_is_small(t) or is_data(func, leaves, t) for t in outs):
             if func._schema.is_mutable:
                 for t in outs:
                     forget(t)
@@ -250,3 +251,7 @@ class ValueTracker(IssuingTracker):
     def in_own_code(self) -> bool:
         """Return False always. If a script's own module reads an unknown value, zerofit assumes one and adds a note."""
         return False
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() <= (KEPT_FLOATS if tensor.is_floating_point() else KEPT_INTEGERS)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
@@ -24,6 +24,8 @@ _AND = (_aten.bitwise_and, _aten.bitwise_and_, _aten.logical_and, _aten.logical_
 _OF_ALL = (_aten.all, _aten.any, _aten.max, _aten.min)
 _NOT_FINITE = (_aten.isnan, _aten.isinf)
 KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64  # largest number of elements of a device tensor whose values are kept
+KEPT_DATA = 1 << 26  # the same for copies of the script's own data, and for comparisons with them
+_COPIES = (_aten._to_copy, _aten.clone, _aten.cat, _aten.stack, _aten.index, _aten.index_select)
 _MOST_EXPERTS = 1024  # a top-k of more choices selects tokens of a vocabulary, or boxes
 _EQUAL = {_aten.eq: True, _aten.ne: False}  # whether the op is True for equal operands
 _FILLED = {_aten.zeros_like: False, _aten.new_zeros: False, _aten.ones_like: True, _aten.new_ones: True}
@@ -45,6 +47,18 @@ def known_value(leaf: object) -> Any:
 def keep(fake: FakeTensor, value: Tensor, *, assumed: bool = False) -> None:
     """Store the value of a fake tensor. `assumed`: the value follows from an assumption about a router's choices."""
     vars(fake).update(_known=value, _assumed=assumed)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_data(func: OpOverload, leaves: Sequence[Tensor], out: Tensor) -> bool:
+    """Return whether `out` only copies or compares data that the script has read on the host, such as images.
+
+    `leaves`: the op's inputs, whose values are known. `out` must have at most as many elements as one of them. An op
+    in place counts as a copy, so that the values of all views stay right.
+    """
+    known = [known_value(t) for t in leaves if not isinstance(t, nn.Parameter)]
+    most = max((t.numel() for t in known if t.layout == torch.strided and 0 not in t.stride()), default=0)
+    kept = func.is_view or func._schema.is_mutable or func._overloadpacket in _COPIES or out.dtype == torch.bool
+    return kept and out.numel() <= min(most, KEPT_DATA)
 
 
 def forget(fake: FakeTensor) -> None:
