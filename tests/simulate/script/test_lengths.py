@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.meter.script_cases import save_tokenizer
 from tests.simulate.script.scripts import CONFIG, facts, simulated
-from zerofit.simulate.script.lengths import _longer
+from zerofit.simulate.script.lengths import Lengths, _longer
 from zerofit.spec.units import shown_bytes
 
 LONG = 40
@@ -77,10 +77,24 @@ def test_what_is_lengthened():
         "images": torch.ones(2, 3, 4, 4),
         "more": (torch.ones(2, 5), "text"),
     }
-    made = _longer(batch, 5, 8, 6)
+    made = _longer(batch, 5, (torch.arange(8) % 5)[None], 6)
     assert made["input_ids"].tolist()[0] == [0, 1, 2, 3, 4, 0, 1, 2]
     assert made["mask"].shape == (2, 1, 8, 8) and made["labels"].shape == (2, 6)
     assert made["images"].shape == (2, 3, 4, 4) and made["more"][0].shape == (2, 8)
+
+
+def test_the_tokens_of_an_image_are_not_repeated():
+    """A model compares their number with the image's features. Here 0 is padding, 9 an image's token."""
+    seen = Lengths()
+    seen.trainer, seen.special = 8, {0, 9}
+    rows = torch.tensor([[1, 9, 9, 2], [9, 9, 3, 0]])
+    batch = {"input_ids": rows, "attention_mask": (rows > 0).long(), "square": rows[:, :, None] * rows[:, None]}
+    made = seen.longer(batch)
+    ids = torch.tensor([[1, 9, 9, 2, 1, 2, 1, 2], [9, 9, 3, 0, 3, 3, 3, 3]])
+    assert torch.equal(made["input_ids"], ids) and torch.equal(made["attention_mask"], (ids > 0).long())
+    assert torch.equal(made["square"], ids[:, :, None] * ids[:, None])
+    only = seen.longer({"input_ids": torch.full((1, 4), 9)})  # no text
+    assert only["input_ids"].tolist() == [[9] * 8]
 
 
 TRAINER = """\

@@ -459,3 +459,25 @@ def test_all_that_is_wrong_with_a_command(folder):
     said = [problem.message for problem in caught.value.problems]
     assert said[:2] == ["no script nowhere.py", "the command starts 4 ranks, but --gpus is 8"]
     assert said[2].startswith("no rank 9: there are 8 ranks") and said[3].startswith("--steps 0")
+
+
+COPIED = """\
+import copy, torch, deepspeed
+
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "optimizer": {"type": "Adam"}}
+layer = torch.nn.Linear(8, 8)
+layer.weight.grad, layer.weight.name_of_mine = torch.ones(8, 8), "first"
+other = copy.deepcopy(layer)
+assert other.weight.grad is None and not hasattr(other.weight, "name_of_mine") and other.weight is not layer.weight
+with deepspeed.zero.Init(config_dict_or_path=CONFIG):
+    layers = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, 64), 2)
+assert all(p.shape == (0,) and not hasattr(p, "ds_shape") for p in layers.parameters())
+engine, *_ = deepspeed.initialize(model=layers, model_parameters=layers.parameters(), config=CONFIG)
+engine(torch.randn(5, 1, 32, device=engine.device))
+"""
+
+
+def test_copies_of_partitioned_parameters_are_empty(folder):
+    """As on real ranks, where this script fails with the same AssertionError."""
+    problem = refused(COPIED)
+    assert "AssertionError" in problem.message and "nn.TransformerEncoder" in (problem.hint or "")

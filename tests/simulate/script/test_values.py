@@ -103,3 +103,51 @@ def test_a_phase_that_does_not_end_is_named_with_its_line(folder, loop):
     problem = refused(ENDLESS.replace("LOOP", loop), gpus=1)
     assert problem.message.startswith("build did not end within")
     assert problem.where in [f"train.py:{line}" for line in (5, 6, 7)]  # the head of the loop runs, too
+
+
+IMAGES = """\
+import torch
+from torch.utils.data import DataLoader
+
+SIDE = 512
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, number):
+        images = torch.zeros(2, 3, SIDE, SIDE)  # the second image of every other row is padding
+        images[: 1 + number % 2] = 0.5
+        return images
+
+def check(number):
+    if number > 5:
+        raise ValueError("too near")
+
+net = torch.nn.Conv2d(3, 8, 16, 16).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for images in DataLoader(Rows(), batch_size=4):
+    images = images.cuda().to(torch.bfloat16).flatten(0, 1)
+    real = (images == 0.0).sum(dim=(-1, -2, -3)) != images.shape[1:].numel()
+    assert real.tolist() == [True, False, True, True] * 2
+    out = net(images[real].contiguous().float())
+    check(len(out) - LESS)
+    near = out.detach() < 1  # computed: unknown
+    CHECK
+    out.sum().backward()
+    optimizer.step()
+"""
+
+
+def test_images_that_are_padding_are_known(folder):
+    """As SmolVLM finds them. A batch is 25 MB, which is real since the data loader makes it."""
+    seen = facts(simulated(IMAGES.replace("LESS", "1").replace("CHECK", ""), gpus=1))
+    assert seen.facts.ended == "stopped after 2 optimizer steps" and not seen.is_upper_bound
+
+
+def test_an_error_after_sizes_were_assumed_is_not_the_scripts(folder):
+    assumed = "check(out[near].numel())"
+    problem = refused(IMAGES.replace("LESS", "1").replace("CHECK", assumed), gpus=1)
+    assert problem.kind == "not-simulated" and "assumed sizes before: ValueError: too near" in problem.message
+    assert "a mask of unknown values as an index: assumed to be all True" in (problem.hint or "")
+    problem = refused(IMAGES.replace("LESS", "0").replace("CHECK", ""), gpus=1)
+    assert problem.message.startswith("this is the script's error: ValueError: too near")

@@ -61,6 +61,10 @@ LEAF_HINT = (
     "if the inputs of a leaf module need no gradient, DeepSpeed also fails on real ranks: "
     "call x.requires_grad_() on these inputs, or call set_z3_leaf_modules only with modules after the first layer"
 )
+COPIED_HINT = (
+    "deepcopy does not copy weights that zero.Init has partitioned, on real ranks either; nn.TransformerEncoder "
+    "copies its layer: create each layer instead, or build the model outside of zero.Init"
+)
 
 
 def simulate_script(
@@ -258,6 +262,8 @@ def _run(target: ScriptTarget, meter: ScriptTracker, watched: FaultLog) -> tuple
             map(z3_leaf_module, (m for model in watched.models for m in model.modules()))
         ):
             problem = replace(problem, hint=LEAF_HINT)
+        elif "'ds_numel': 0," in str(error):
+            problem = replace(problem, hint=COPIED_HINT)
         raise UserError(problem) from error
     else:
         return "ended by itself", False
