@@ -35,6 +35,7 @@ MODELS = {
     "ModernBERT": "modernbert",
     "Whisper that generates": "whisper",
     "LLaVA": "vlm",
+    "SmolVLM": "smolvlm",
     "TRL sft of LLaVA": "trl-vlm",
 }
 # name -> package, GPUs, command; {programs} is the folder of the scripts
@@ -48,7 +49,7 @@ CASES: dict[str, tuple[str, int, str]] = {
             2,
             f"torchrun --nproc_per_node 2 {{programs}}/lightning_net.py {strategy}",
         )
-        for strategy in ("ddp", "fsdp", "deepspeed_stage_2")
+        for strategy in ("ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3")
     },
     "timm": ("timm", 1, "python {programs}/timm_net.py"),
     "torchvision detection": ("torchvision", 1, "python {programs}/detection.py"),

@@ -1,4 +1,4 @@
-"""Models of transformers by name: modernbert, whisper or vlm with its Trainer, or trl-vlm with TRL's SFT."""
+"""Models of transformers by name: modernbert, whisper, vlm or smolvlm with its Trainer, or trl-vlm with TRL's SFT."""
 
 import sys
 import warnings
@@ -8,6 +8,8 @@ from transformers import (
     AutoTokenizer,
     CLIPImageProcessor,
     CLIPVisionConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -73,6 +75,26 @@ def vlm():
     return Trainer(llava(500, 512), TrainingArguments(**SETTINGS), train_dataset=rows)
 
 
+def smolvlm():
+    """Rows of two images. The model drops the second image of every other row, whose pixels are all zero."""
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Idefics3Config(
+        text_config=LlamaConfig(**text, vocab_size=512, pad_token_id=0),
+        vision_config={**vision, "image_size": 56, "patch_size": 14},
+        scale_factor=2,
+        image_token_id=500,
+    )
+    rows = []
+    for n in range(40):
+        images = 1 + n % 2
+        ids = torch.cat([torch.full((4 * images,), 500), torch.arange(3, 48 - 4 * images)])
+        pixels = torch.zeros(2, 3, 56, 56)
+        pixels[:images] = torch.randn(images, 3, 56, 56)
+        rows += [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "pixel_values": pixels}]
+    return Trainer(Idefics3ForConditionalGeneration(config), TrainingArguments(**SETTINGS), train_dataset=rows)
+
+
 CHAT = """{% for m in messages %}{% for c in m['content'] %}{{ '<image>' if c['type'] == 'image' else c['text'] }}
 {% endfor %} {% endfor %}"""
 
@@ -96,4 +118,4 @@ def trl_vlm():
     return trl.SFTTrainer(model=model, args=arguments, train_dataset=rows, processing_class=processor)
 
 
-{"modernbert": modernbert, "whisper": whisper, "vlm": vlm, "trl-vlm": trl_vlm}[KIND]().train()
+{"modernbert": modernbert, "whisper": whisper, "vlm": vlm, "smolvlm": smolvlm, "trl-vlm": trl_vlm}[KIND]().train()
