@@ -9,6 +9,7 @@ import pytest
 
 from tests.simulate.script.scripts import facts, refused, simulated
 from tests.simulate.script.test_scripts import LOOP
+from zerofit.simulate.ops.tracker import is_own
 
 PROGRAM = f"""\
 #!{sys.executable}
@@ -153,3 +154,11 @@ def test_a_script_that_spawns_its_ranks_and_processes_of_its_data(folder):
     assert any("mask with unknown values is summed" in note.text for note in seen.notes)
     assert not (folder / "prepared").exists()
     assert refused(SPAWNED, gpus=4).message == "the command starts 2 ranks, but --gpus is 4"
+
+
+def test_packages_in_a_folder_of_pip_are_not_the_users_code(tmp_path, monkeypatch):
+    """As `pip install --target` makes them, for PYTHONPATH."""
+    (tmp_path / "site" / "tool-1.0.dist-info").mkdir(parents=True)
+    for name in ("site", "mine"):
+        monkeypatch.syspath_prepend(str(tmp_path / name))
+    assert [is_own(str(tmp_path / name / "code.py")) for name in ("site", "mine")] == [False, True]
