@@ -470,14 +470,15 @@ layer.weight.grad, layer.weight.name_of_mine = torch.ones(8, 8), "first"
 other = copy.deepcopy(layer)
 assert other.weight.grad is None and not hasattr(other.weight, "name_of_mine") and other.weight is not layer.weight
 with deepspeed.zero.Init(config_dict_or_path=CONFIG):
-    layers = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, 64), 2)
-assert all(p.shape == (0,) and not hasattr(p, "ds_shape") for p in layers.parameters())
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, 64), 2)
+    layers = torch.nn.Sequential(torch.nn.Linear(32, 32), encoder)
+assert all(p.shape == (0,) and not hasattr(p, "ds_shape") for p in encoder.parameters())
 engine, *_ = deepspeed.initialize(model=layers, model_parameters=layers.parameters(), config=CONFIG)
 engine(torch.randn(5, 1, 32, device=engine.device))
 """
 
 
 def test_copies_of_partitioned_parameters_are_empty(folder):
-    """As on real ranks, where this script fails with the same AssertionError."""
+    """As on real ranks: the engine then asserts that each parameter is available."""
     problem = refused(COPIED)
     assert "AssertionError" in problem.message and "nn.TransformerEncoder" in (problem.hint or "")
