@@ -78,6 +78,11 @@ def test_errors_name_the_file_that_was_to_be_written(tmp_path):
         write_text(tmp_path / "nowhere" / "value", "x")
     with pytest.raises(FileNotFoundError, match="source"), atomic_write(tmp_path / "value"):
         (tmp_path / "source").read_bytes()
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"file/value'$"):
+        write_text(tmp_path / "file" / "value", "x")
+    with pytest.raises(OSError, match=r"nnn'$"):
+        write_text(tmp_path / ("n" * 255), "x")
 
 
 def mode_of(path) -> int:

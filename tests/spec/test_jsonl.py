@@ -7,7 +7,7 @@ import pytest
 from zerofit.spec.files import JsonlTail, open_jsonl, read_jsonl
 
 
-@pytest.mark.parametrize("bad", [b"\0" * 10, b'{"step": 2, "loss', b'{"text": "\xc3"}', b"17", b"[]"])
+@pytest.mark.parametrize("bad", [b"\0" * 10, b"\0\r\0", b'{"step": 2, "loss', b'{"text": "\xc3"}', b"17", b"[]"])
 def test_a_bad_line_is_skipped_with_one_warning(tmp_path, bad):
     path, told = tmp_path / "metrics.jsonl", []
     tail = JsonlTail(path, on_bad_line=told.append)

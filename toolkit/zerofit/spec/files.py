@@ -8,7 +8,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TextIO
@@ -52,7 +52,8 @@ def atomic_write(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
         sync_folder(path.parent)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # it may not exist, for example if the folder cannot be written
+            temporary.unlink()
         if isinstance(error, OSError) and error.filename in (None, str(temporary)):
             error.filename = str(path)
         raise
@@ -143,7 +144,7 @@ class JsonlTail:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
-                lines = file.read().splitlines(keepends=True)
+                lines = file.readlines()
         except OSError:
             return  # not created yet, or the file system is temporarily unavailable
         for line in lines:
