@@ -115,6 +115,8 @@ def test_compressed(written):
     content = pickle.dumps(ran_out_in_forward(2).snapshot())
     path = written(gzip.compress(content), "oom.pickle.gz")
     assert is_pickle(path) and explain_snapshot(path).cause == "activations"
+    path.write_bytes(path.read_bytes()[:10] + b"\xff" * 100)  # not compressed data
+    assert not is_pickle(path)
 
 
 @pytest.mark.parametrize("frames", [3, "ab", [3, None], [{"filename": 3, "line": "x"}], [{}]])

@@ -7,6 +7,7 @@ import gzip
 import pickle
 import resource
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,7 @@ def is_pickle(path: Path) -> bool:
     try:
         with _opened(path) as file:
             return file.read(1) == PICKLE
-    except (EOFError, gzip.BadGzipFile):
+    except (EOFError, gzip.BadGzipFile, zlib.error):
         return False
 
 
