@@ -70,6 +70,30 @@ def test_a_process_that_is_gone_reserves_nothing(tmp_path):
     assert not list(Path(tmp_path, "cache").rglob("*.json"))
 
 
+@pytest.mark.root
+def test_another_container_keeps_what_runs_here_have_reserved(tmp_path):
+    """Its processes have other numbers, so it cannot tell whether a run here lives."""
+    reserve(tmp_path / "run", 512 * MIB, {})
+    argv = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c"]
+    code = "from zerofit.spec.reservations import reserved_on_host; print(reserved_on_host())"
+    done = subprocess.run([*argv, code], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("cannot make a namespace here")
+    assert done.stdout == "0\n" and reserved_on_host() == 512 * MIB
+
+
+def test_what_another_user_has_left_is_not_counted(tmp_path, monkeypatch):
+    keeper = started(KEEPER, str(tmp_path / "run"))
+    keeper.kill()
+    keeper.wait()
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert reserved_on_host() == 0
+
+
 def test_a_cache_that_cannot_be_written_reserves_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "file"))

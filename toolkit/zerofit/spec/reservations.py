@@ -23,11 +23,12 @@ from zerofit.spec.units import shown_bytes
 #
 #   free for a new run = free now - sum over other runs of max(0, reserved - used by its ranks)
 #
-# Each run has a file in the cache, under the machine's boot id, since hosts may share the cache. A file counts while
-# the process that wrote it lives. On a GPU the used bytes of a run are unknown, so its whole reservation counts.
+# Each run has a file in the cache. Hosts and containers may share the cache, so the file is in a folder for the
+# machine's boot and the namespace of its process ids. A file counts while the process that wrote it lives. On a GPU the
+# used bytes of a run are unknown, so its whole reservation counts.
 RANK = "zerofit.worker"  # in each rank's command line, whose last word is the run folder
 CLOCK_S = 2.0  # by which two readings of a start time can differ if the clock is adjusted
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_BOOT, _PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,8 @@ def reservations_locked() -> Iterator[None]:
 
 def _folder() -> Path:
     boot = _BOOT.read_text().strip() if _BOOT.exists() else "any"
-    return cache_root() / "reserved" / boot
+    namespace = f"-{_PROCESSES.stat().st_ino}" if _PROCESSES.exists() else ""
+    return cache_root() / "reserved" / f"{boot}{namespace}"
 
 
 def _file(run: Path) -> Path:
@@ -148,7 +150,8 @@ def _living() -> list[Reservation]:
         if reservation and _lives(reservation):
             found.append(reservation)
         else:
-            file.unlink(missing_ok=True)
+            with suppress(OSError):  # another user's
+                file.unlink()
     return found
 
 
