@@ -140,9 +140,9 @@ def test_what_runs_have_reserved_is_not_free(tmp_path, monkeypatch):
 
 def test_everything_wrong_with_limits_at_once():
     with pytest.raises(UserError) as wrong:
-        read_limits("99=1GiB,cpu=lots,gpu=1GiB,disk=1GiB,disk=2GiB,7")
+        read_limits("99=1GiB,cpu=lots,gpu=1GiB,²=1GiB,disk=1GiB,disk=2GiB,7")
     assert [p.kind for p in wrong.value.problems] == [
-        *("unknown-device", "bad-size", "unknown-device", "bad-value", "bad-value"),
+        *("unknown-device", "bad-size", "unknown-device", "unknown-device", "bad-value", "bad-value"),
     ]
     assert {p.where for p in wrong.value.problems} == {"--max-memory"}
 

@@ -76,7 +76,7 @@ def _pair(part: str, gpus: int) -> tuple[Device, int]:
     if not equals:
         message, hint = f"{part!r} does not have the form DEVICE=SIZE", "write it like 0=20GiB,cpu=60GiB"
         raise UserError(Problem(kind="bad-value", message=message, hint=hint, where=FLAG))
-    device: Device = int(name) if name.isdigit() else name
+    device: Device = int(name) if name.isdecimal() else name
     if device not in {*range(gpus), "cpu", "disk"}:
         here = ", ".join([*map(str, range(gpus)), "cpu", "disk"])
         message = f"there is no device {name!r} here"
