@@ -93,6 +93,14 @@ def test_what_needs_as_much_as_what_ran_out_of_memory_is_left_out():
     assert search.regret().untried == sum(c.peak_bytes < smallest for c in found) - sum(p < smallest for p in peaks)
 
 
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_too_little_host_memory_rules_out_only_what_uses_it(offload):
+    small = PlannedLayout(zero_stage=2, micro_batch=1, offload_optimizer=offload)
+    sizes = {small: 10, replace(small, micro_batch=2): 20, PlannedLayout(zero_stage=2, micro_batch=4): 30}
+    found = [Candidate(layout=one, forecast_step_s=1.0, peak_bytes=size) for one, size in sizes.items()]
+    assert Search(found, [failed(found[0], "does-not-fit")]).next() == (found[2] if offload == "cpu" else None)
+
+
 @pytest.mark.parametrize("status", ["crash", "hang"])
 def test_what_keeps_failing_is_left_alone(status):
     found = candidates(2)

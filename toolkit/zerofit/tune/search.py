@@ -133,16 +133,19 @@ class Search:
     def _open(self) -> list[Candidate]:
         """Return untried candidates that need less memory than every candidate that did not fit.
 
-        Families that kept failing are left out.
+        With offloading, a candidate may not have fit into host memory. This only rules out candidates that offload the
+        same states. Families that kept failing are left out.
         """
         tried, by_key = {trial.key for trial in self.trials}, self._by_key()
         failed = [(by_key[t.key], t.status) for t in self.trials if t.key in by_key and t.status != "ok"]
-        too_large = min((c.peak_bytes for c, status in failed if status in NO_ROOM), default=math.inf)
+        too_large = [c for c, status in failed if status in NO_ROOM]
         crashed = [_family(c) for c, status in failed if status in ("crash", "hang")]
         return [
             c
             for c in self.candidates
-            if c.key not in tried and c.peak_bytes < too_large and crashed.count(_family(c)) < CRASHES
+            if c.key not in tried
+            and all(c.peak_bytes < f.peak_bytes for f in too_large if f.layout.offload in ("none", c.layout.offload))
+            and crashed.count(_family(c)) < CRASHES
         ]
 
 
