@@ -11,7 +11,7 @@ import yaml
 from zerofit.spec import device_file
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.device_file import CATALOG, KEYS, REQUIRED
-from zerofit.spec.devices import DEVICES, INSTANCES, by_name, cpu_device, find_device, peak_flops, supports
+from zerofit.spec.devices import DEVICES, INSTANCES, by_name, cpu_device, find_device, peak_flops
 from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import blas_workspace_bytes, context_figure
 from zerofit.spec.units import parse_bytes, shown_bytes, shown_count, shown_score
@@ -180,7 +180,7 @@ def test_names_that_torch_reports(name, kind):
 
 def test_peaks():
     assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
-    assert peak_flops("Tesla V100-SXM2-32GB", "bf16") is None and not supports("v100-32gb", "bf16")
+    assert peak_flops("Tesla V100-SXM2-32GB", "bf16") is None
     assert peak_flops("CPU (x86_64)", "fp32") is None
 
 
@@ -194,6 +194,8 @@ def test_unknown_kinds_get_the_nearest():
 def test_ranks_share_a_host():
     one, two = cpu_device(8, 64 * GIB, 1), cpu_device(8, 64 * GIB, 2)
     assert two.memory_bytes == one.memory_bytes // 2 and two.peak("fp32") == one.peak("fp32") / 2
+    many = cpu_device(8, 64 * GIB, 32)  # they take turns
+    assert many.peak("fp32") == one.peak("fp32") / 32 and many.bandwidth == one.bandwidth / 32
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def find_device(kind: str, where: str = "--gpu") -> Device:
 
 def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
     """Return a device for one of `ranks` processes that share a host's cores and memory."""
-    share = max(1, cores // ranks)
+    share = cores // ranks or cores / ranks  # more ranks than cores take turns
     return Device(
         kind="cpu",
         name="CPU",
@@ -117,8 +117,3 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the peak FLOP/s of a device at a precision, or None for a CPU or an unknown device."""
     device = by_name(device_name) if device_name != "cpu" else None  # reads all of the catalog
     return device.peak(precision) if device else None
-
-
-def supports(kind: str, precision: str) -> bool:
-    """Return whether a kind of GPU supports a precision ("bf16", "fp16", "fp32")."""
-    return precision in DEVICES[kind].tflops

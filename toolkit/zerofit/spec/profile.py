@@ -254,7 +254,3 @@ def expert_degree(key: str) -> int:
 def _sum(lines: Iterable[Linear]) -> Linear:
     pairs = [(line.fixed, line.per_sample) for line in lines]
     return Linear(fixed=sum(fixed for fixed, _ in pairs), per_sample=sum(slope for _, slope in pairs))
-
-
-def _lines(entries: Iterable[dict[str, float]]) -> tuple[Linear, ...]:
-    return tuple(Linear(**entry) for entry in entries)
