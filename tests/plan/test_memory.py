@@ -400,6 +400,13 @@ def test_a_pipeline_is_balanced_and_keeps_micro_batches_in_flight():
     assert memory.peak_bytes == max(first, last) == last
 
 
+def test_stages_of_equally_many_layers_may_need_different_memory():
+    runs = tuple(replace(PROFILE.layers[0], name=str(n), matrices=(n * 100_000,)) for n in (1, 2, 9, 3))
+    profile = replace(PROFILE, layers=runs, costs={SETTING: (COSTS[0],) * 4})
+    memory = forecast(profile, layout(0, pp=4, accumulation=4, micro_batch=1))
+    assert memory.breakdown["parameters"] == 2 * 900_000
+
+
 def test_stages_hold_less_without_more_micro_batches():
     few, many = (
         forecast(PROFILE, layout(0, precision="fp32", pp=3, accumulation=n, micro_batch=10 * K)) for n in (1, 8)

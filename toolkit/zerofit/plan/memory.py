@@ -6,7 +6,7 @@ the communication library, the device's context and the allocator's rounding are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -186,7 +186,8 @@ class Forecaster:
             yield self._stage(layout, 0, *self._passes(layout, None, 0))
             return
         stages = stage_parts(self.profile, layout)
-        for stage in _distinct_stages(stages):
+        runs = [run for run, layer in enumerate(self.profile.layers) for _ in range(layer.count)]
+        for stage in _distinct_stages(stages, runs):
             yield self._stage(layout, stage, *self._passes(layout, stages[stage], stage))
 
     def _passes(
@@ -324,14 +325,14 @@ def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator
         yield LiveMemory(before, gradients, buckets, whole, copy, layer=layer)
 
 
-def _distinct_stages(stages: tuple[tuple[tuple[int, int], ...], ...]) -> list[int]:
-    """Choose the stages to forecast: the first, the last, and some between them.
+def _distinct_stages(stages: tuple[tuple[tuple[int, int], ...], ...], runs: Sequence[int]) -> list[int]:
+    """Choose the stages to forecast: the first, the last, and some between them. `runs`: the kind of each layer.
 
-    Stages between them with equal numbers of layers form a group, and the first stage of each group is chosen. With two
-    parts per stage, the last stage of each group is chosen, too: its second part has the most micro batches in flight.
+    Stages between them with equal layers form a group, and the first stage of each group is chosen. With two parts per
+    stage, the last stage of each group is chosen, too: its second part has the most micro batches in flight.
     """
     kinds: dict[tuple, list[int]] = {}
     for stage, parts in enumerate(stages):
-        sizes = tuple(last - first for first, last in parts)
-        kinds.setdefault((sizes, stage == 0, stage == len(stages) - 1), []).append(stage)
+        layers = tuple(tuple(runs[first:last]) for first, last in parts)
+        kinds.setdefault((layers, stage == 0, stage == len(stages) - 1), []).append(stage)
     return [stage for same in kinds.values() for stage in dict.fromkeys(same[:: len(same) - 1 or 1][: len(stages[0])])]
