@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -19,7 +20,9 @@ from zerofit.plan.goodput import (
     spare_nodes,
     young_interval,
 )
+from zerofit.plan.interval import PublishedErrors
 from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.outlook import Work, outlook_of
 from zerofit.spec.cluster import Cluster
 
 DAY = 86400.0
@@ -119,3 +122,13 @@ def test_hopeless_and_perfect_machines(mtbf_s):
     found = goodput_of(failures(mtbf_s=mtbf_s, repair_s=DAY))
     assert 0 <= found.share <= 1 and 0 <= found.low <= found.high <= 1 and found.save_every_s > 0
     assert found.share < 1e-3 if mtbf_s < 10 else found.share > 0.999
+
+
+@pytest.mark.parametrize(("mtbf_h", "ends"), [(1e-5, False), (1e4, True)])
+def test_a_training_that_never_ends_has_no_hours(mtbf_h, ends):
+    work = Work(samples=100, prices={"": 1.0}, reliability=Reliability(mtbf_h=mtbf_h))
+    errors, cluster = PublishedErrors("some", 1, 0.9, 1.1), Cluster("h100-80gb")
+    found = outlook_of(work, PlannedLayout(zero_stage=0, micro_batch=1), 1.0, errors, 10**9, 1024, cluster)
+    each = (found.hours, found.hours_range, found.gpu_hours, found.cost)
+    assert found.steps == 100 and [one is not None for one in each] == 4 * [ends]
+    json.dumps(found.to_dict(), allow_nan=False)

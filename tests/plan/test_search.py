@@ -14,7 +14,9 @@ from zerofit.plan.fit import check_fit, margin_bytes
 from zerofit.plan.inverse import fewest, largest, with_layers
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster
+from zerofit.plan.outlook import Work
 from zerofit.plan.pipeline import stage_bounds
+from zerofit.plan.result import with_outlooks
 from zerofit.plan.search import host_needed, pressure, search
 from zerofit.plan.software import Software
 from zerofit.plan.space import PlanRequest, space_of
@@ -186,6 +188,56 @@ def test_eager_attention_has_no_sequence_parallel_layouts():
         found(request=replace(eager, sp=2))
 
 
+def test_a_pipeline_keeps_to_stage_1_whatever_the_states_are():
+    keep = {"zero_stage": 2, "offload_optimizer": "cpu"}
+    every = layouts(make_profile(), make_cluster(), PlanRequest(precision="bf16", micro_batch=1, keep=keep))
+    assert every and {(one.pp, one.zero_stage) for one in every} == {(1, 2)}
+
+
+def test_dualpipev_needs_a_micro_batch_for_each_part():
+    request = PlanRequest(precision="bf16", micro_batch=1, accumulation=4, schedule="dualpipev")
+    assert {one.pp for one in layouts(make_profile(), make_cluster(), request)} == {2}
+    with pytest.raises(UserError) as error:
+        found(request=replace(request, pp=4))
+    assert error.value.problems[0].hint == "use --gradient-accumulation-steps 8 or more"
+
+
+@pytest.mark.parametrize(("optimizer", "named"), [("adamw", True), ("adafactor", False)])
+def test_a_remedy_is_one_that_the_optimizer_takes(optimizer, named):
+    small = make_cluster(memory_bytes=15 * GIB)
+    request = PlanRequest(precision="bf16", global_batch=8, tp=1, keep={"optimizer": optimizer, "zero_stage": 0})
+    profile = make_profile(80)
+    hints = [one.hint for one in found(profile, small, request).rejections]
+    assert hints and any("ZeRO" in hint for hint in hints) == named
+
+
+def test_frozen_weights_are_not_saved():
+    profile, saves = make_profile(), []
+    frozen = replace(profile.layers[0], matrices=(8,), frozen=(profile.layers[0].matrices[0] - 8,))
+    for one in (profile, replace(profile, layers=(frozen,))):
+        saves.append(with_outlooks(found(one), Work(samples=1), one).layouts[0].outlook.goodput.save_s)
+    assert saves[1] < 1e-4 * saves[0]
+
+
+def test_padding_saves_no_more_than_the_slowest_stage_takes():
+    profile = make_profile()
+    product = Kernel(
+        kind="product",
+        dtype="bfloat16",
+        count=1.0,
+        flops=Linear(per_sample=2.0 * 1024 * 1023 * 1023),
+        moved_bytes=Linear(per_sample=1.0),
+        shape=(Linear(per_sample=1024), Linear(fixed=1023), Linear(fixed=1023)),
+    )
+    costs = {
+        key: tuple(replace(one, forward_kernels=(product,) * 99, backward_kernels=(product,) * 99) for one in mine)
+        for key, mine in profile.costs.items()
+    }
+    request = PlanRequest(precision="bf16", global_batch=512, pp=8, micro_batch=1)
+    padding = found(replace(profile, costs=costs), request=request).padding
+    assert 1 <= float(padding.partition(" saves ")[2].partition("%")[0]) < 100
+
+
 def test_a_batch_that_does_not_divide():
     with pytest.raises(UserError) as error:
         found(request=PlanRequest(precision="bf16", global_batch=60, tp=1))
@@ -242,6 +294,19 @@ def test_the_largest_micro_batch_and_depth_are_the_last_that_fit():
         value, _ = largest(wants, 1, 1, 4096)
         assert wants(value) <= 1 < wants(value + 1)
     assert with_layers(profile, 20).layers[0].count == 20
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "sgd"])
+@pytest.mark.parametrize("tp", [1, 8])
+def test_what_is_far_too_large_needs_at_least_what_is_said_of_it(tp, optimizer):
+    profile = make_profile(blocks=400)
+    request = PlanRequest(precision="bf16", micro_batch=1, tp=tp, pp=2, keep={"optimizer": optimizer})
+    forecast = Forecaster(profile).memory
+    for memory in (GIB, 12 * GIB):
+        cluster = make_cluster(gpus=8, nodes=4, memory_bytes=memory)
+        every = [family[0] for family in space_of(profile, cluster, request).families]
+        least = min(check_fit(forecast(one), one, cluster).utilization for one in every)
+        assert 0 < pressure(profile, cluster, request, forecast) <= least
 
 
 def test_more_devices_never_fit_less():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from zerofit.features.optimizers import refusals
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.model_facts import BUCKET_LIMIT
@@ -161,6 +162,8 @@ def explain(memory: LayoutMemory, fit: Fit) -> str:
 def remedy(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> str:
     """Return the first single change that makes the layout fit; "" if no single change does."""
     for words, changed in _changes(layout, cluster):
+        if any(refusals(changed.optimizer, changed.optimizer_setting)):
+            continue
         try:
             if check_fit(forecast(changed), changed, cluster).exceeded is None:
                 return f"{words} would fit"

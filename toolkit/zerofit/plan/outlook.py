@@ -59,7 +59,7 @@ class Outlook:
 
     steps: int | None  # None: the length is unknown
     train_h: float | None  # of steps alone
-    hours: float | None  # with saves and failures
+    hours: float | None  # with saves and failures; None if failures are so frequent that no step is ever saved
     hours_range: tuple[float, float] | None  # from the step time's interval
     gpu_hours: float | None  # of training devices, without spare nodes
     price: Price | None
@@ -76,27 +76,30 @@ def outlook_of(
     layout: PlannedLayout,
     step_s: float,
     errors: PublishedErrors | None,
-    parameters: int,
+    trained: int,
     seq_len: int | None,
     cluster: Cluster,
 ) -> Outlook:
-    """Return the duration and the cost of the work. The number of steps is rounded up."""
-    found = goodput_of(work.reliability.failures(parameters, layout, cluster))
+    """Return the duration and the cost of the work. The number of steps is rounded up.
+
+    `trained`: number of parameters that a checkpoint has. Frozen ones are not saved.
+    """
+    found = goodput_of(work.reliability.failures(trained, layout, cluster))
     samples, price = work.samples_of(seq_len), work.price(cluster)
     if samples is None:
         nothing = dict.fromkeys(("steps", "train_h", "hours", "hours_range", "gpu_hours", "cost"))
         return Outlook(**nothing, price=price, goodput=found)
     steps = max(1, math.ceil(samples / layout.global_batch))
     train_h = steps * step_s / 3600
-    hours = train_h / found.share if found.share else math.inf
-    gpu_hours = hours * cluster.ranks
+    hours = train_h / found.share if found.share else None
+    gpu_hours = hours and hours * cluster.ranks
     return Outlook(
         steps=steps,
         train_h=train_h,
         hours=hours,
-        hours_range=(errors.low * hours, errors.high * hours) if errors else None,
+        hours_range=(errors.low * hours, errors.high * hours) if errors and hours else None,
         gpu_hours=gpu_hours,
         price=price,
-        cost=price and gpu_hours * price.per_gpu_hour,
+        cost=price and gpu_hours and gpu_hours * price.per_gpu_hour,
         goodput=found,
     )

@@ -195,7 +195,7 @@ def with_outlooks(result: PlanResult, work: Work, profile: Profile) -> PlanResul
     """Return `result` with an outlook on a full run for each layout."""
 
     def seen(ranked: RankedLayout) -> RankedLayout:
-        of_model = (profile.parameters, profile.seq_len)
+        of_model = (profile.trained, profile.seq_len)
         return replace(
             ranked, outlook=outlook_of(work, ranked.layout, ranked.step_s, ranked.errors, *of_model, result.cluster)
         )

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
+from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.plan.degrees import degree_problem
 from zerofit.plan.fit import CLOSE, Fit, Forecast, check_fit, explain, remedy
 from zerofit.plan.interval import errors_of
@@ -119,7 +120,7 @@ def search(
         misfits=tuple(ranked[len(best) : len(best) + len(near)]),
         close=tuple(ranked[len(best) + len(near) :]),
         frontier=tuple(_frontier(pairs, cluster, forecast)),
-        padding=_padding(profile, ranked[0], timer.rates) if ranked else "",
+        padding=_padding(profile, ranked[0], timer) if ranked else "",
         rejections=tuple(_rejections(misfits, space, cluster, forecast)),
         considered=sum(map(len, space.families)),
         fitting=len(fitting),
@@ -140,18 +141,22 @@ def timer_of(
     return Timer(profile, cluster, rates)
 
 
-def _padding(profile: Profile, best: RankedLayout, rates: Rates) -> str:
-    """Return a hint on which sizes to pad, and the time that this saves; "" if it saves less than 1 %."""
+def _padding(profile: Profile, best: RankedLayout, timer: Timer) -> str:
+    """Return a hint on which sizes to pad, and the time that this saves; "" if it saves less than 1 %.
+
+    In a pipeline, only layers of the slowest stage count.
+    """
     layout, lengths, slow_s, padded_s = best.layout, set[int](), 0.0, 0.0
-    profile = profile.of_engine(layout.engine)
-    for layer, cost in zip(profile.layers, profile.costs[layout.setting], strict=True):
+    costs = profile.of_engine(layout.engine).costs[layout.setting]
+    for layer, count in timer.parts(layout).rank_pass.slowest:
+        cost = costs[layer]
         for kernel in (*cost.forward_kernels, *cost.backward_kernels):
             if found := unaligned_lengths(kernel):
                 lengths |= set(found)
                 shape = tuple(size if size.per_sample else Linear(fixed=_padded(size.fixed)) for size in kernel.shape)
-                times = layer.count * layout.accumulation
-                slow_s += times * kernel_s(kernel, layout.micro_batch, rates)
-                padded_s += times * kernel_s(replace(kernel, shape=shape), layout.micro_batch, rates)
+                times = count * layout.accumulation
+                slow_s += times * kernel_s(kernel, layout.micro_batch, timer.rates)
+                padded_s += times * kernel_s(replace(kernel, shape=shape), layout.micro_batch, timer.rates)
     if slow_s - padded_s < 0.01 * best.step_s:
         return ""
     pairs = ", ".join(f"{n:,} to {_padded(n):,}" for n in sorted(lengths))
@@ -175,14 +180,16 @@ def pressure(profile: Profile, cluster: Cluster, request: PlanRequest, forecast:
 def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, forecast: Forecast) -> float:
     """Return the utilization of the fullest memory, or a lower bound for a pipeline that is far too large.
 
-    Dividing hundreds of layers into pipeline stages takes seconds. If parameters and moments of an average stage are
-    already too large, the division is skipped. A pipeline runs at ZeRO stage 0 or 1, so parameters and moments stay on
-    the device.
+    Dividing hundreds of layers into pipeline stages takes seconds. If a rank's part of the weights and optimizer states
+    in an average stage is already too large, the division is skipped. A pipeline runs at ZeRO stage 0 or 1, so both
+    stay on the device.
     """
     if layout.pp > 1:
-        share = profile.parameters / layout.pp
-        moments = 8 * profile.trained / layout.pp
-        least = layout.element_bytes * share + moments / (layout.dp if layout.zero_stage else 1)
+        quantized = sum(layer.count * sum(layer.quantized) for layer in profile.layers)
+        states = OPTIMIZERS[layout.optimizer].states.least_bytes * profile.trained
+        least = layout.element_bytes * (profile.parameters - quantized)
+        least += states / (layout.zero_ranks if layout.zero_stage else 1)
+        least /= layout.pp * layout.tp * layout.ep
         if least > cluster.device.memory_bytes:
             return least / cluster.device.memory_bytes
     return _forecast_fit(layout, cluster, forecast)[1].utilization

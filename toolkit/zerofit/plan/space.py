@@ -115,10 +115,9 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
         traced: list[Checkpointing] = [
             c for c in checkpointings if degrees.setting(request.precision, c) in profile.costs
         ]
-        sharding = [
-            places for places in _sharding(degrees, cluster, request) if _takes_bits(profile, places[0], places[2])
-        ]
-        if not sharding:
+        every = list(_sharding(degrees, cluster, request))
+        sharding = [places for places in every if _takes_bits(profile, places[0], places[2])]
+        if every and not sharding:
             space.leave_out(_SHARDED_BITS)
         options = product(sharding, traced, batches)
         for (stage, optimizer, param), checkpointing, (micro, accumulation) in options:
@@ -285,13 +284,16 @@ def _decided(request: PlanRequest) -> Problem:
 
 def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Iterator[tuple[int, Offload, Offload]]:
     keep = request.keep
+    least = 0 if degrees.ep == 1 and request.schedule != "dualpipev" else 1  # DualPipeV: config/pipelines.py
+    most = 1 if degrees.pp > 1 else 3  # the limit of DeepSpeed's pipeline (pipe/engine.py:73)
     if "zero_stage" in keep and "offload_optimizer" in keep:  # the user's own combination
-        yield keep["zero_stage"], keep["offload_optimizer"], keep.get("offload_param", "none")
+        if least <= keep["zero_stage"] <= most:
+            yield keep["zero_stage"], keep["offload_optimizer"], keep.get("offload_param", "none")
         return
-    if degrees.ep == 1 and request.schedule != "dualpipev":  # DualPipeV trains at stage 1 (config/pipelines.py)
+    if least == 0:
         yield 0, "none", "none"
     yield 1, "none", "none"
-    if degrees.pp > 1:  # the limit of DeepSpeed's pipeline (pipe/engine.py:73)
+    if most == 1:
         return
     yield 2, "none", "none"
     yield 3, "none", "none"
@@ -314,6 +316,12 @@ def _batches(
     if request.global_batch is None:
         most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task in ("image", "segmentation", "table") else 1)
         micros = [request.micro_batch] if request.micro_batch else [2**n for n in range(most.bit_length())]
+        if request.schedule == "dualpipev" and (request.accumulation or fewest) < fewest:
+            message = f"DualPipeV with {request.accumulation} micro batches: {degrees.pp} stages need {fewest} or more"
+            hint = f"use --gradient-accumulation-steps {fewest} or more"
+            where = "--gradient-accumulation-steps"
+            space.leave_out(Problem(kind="dualpipev-micro-batches", message=message, hint=hint, where=where))
+            return
         yield from ((micro, request.accumulation or fewest) for micro in micros)
         return
     if request.global_batch % dp:
