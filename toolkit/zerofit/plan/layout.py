@@ -102,6 +102,9 @@ class PlannedLayout:
         zero, layout = job.ds_config.get("zero_optimization", {}), job.layout
         zero3 = layout.zero_stage == 3
         offload = {part: zero.get(f"offload_{part}") or {} for part in ("optimizer", "param")}
+        places = {part: place.get("device", "none") for part, place in offload.items()}
+        if places["optimizer"] == "nvme" and not zero3:  # DeepSpeed uses the host instead (stage_1_and_2.py:220)
+            places["optimizer"] = "cpu"
         optimizer = job.run.optimizer if job.run.optimizer in PLANNED else "adamw"  # others' states are unknown
         sizes = {
             "prefetch": "stage3_prefetch_bucket_size",
@@ -124,7 +127,7 @@ class PlannedLayout:
             optimizer=optimizer,
             checkpointing=job.run.activation_checkpointing,
             ema=job.run.ema,
-            **{f"offload_{part}": place.get("device", "none") for part, place in offload.items()},
+            **{f"offload_{part}": place for part, place in places.items()},
             **{f"pin_{part}": place.get("pin_memory", True) for part, place in offload.items()},
             **{field: zero.get(key, DEFAULTS[field]) for field, key in sizes.items() if key in zero or zero3},
             steps_early=steps_early(job.ds_config),

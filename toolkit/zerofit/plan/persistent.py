@@ -259,7 +259,7 @@ def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str)
         return PersistentMemory(parameters | kept, _paged(states.host))
     locked = _locking(device)
     masters = sum(locked(MASTER_BYTES * size) for size in sizes)
-    host = {  # stages 1 and 2 treat "nvme" as "cpu" (:220)
+    host = {
         "master weights": masters,
         "optimizer state": host_state_bytes(layout) * part,
         "gradients": masters,  # of equal size (:941)
