@@ -246,6 +246,12 @@ def test_a_batch_that_does_not_divide():
         found(request=PlanRequest(precision="bf16", global_batch=64, micro_batch=3))
 
 
+def test_an_engines_own_model_has_as_many_layers():
+    profile = replace(make_profile(), own_models={"torchtitan": make_profile(3)})
+    assert with_layers(profile, 5).of_engine("torchtitan").layers[0].count == 5
+    assert profile.of_engine("torchtitan").layers[0].count == 3
+
+
 def test_what_is_asked_is_kept():
     request = PlanRequest(precision="bf16", global_batch=64, micro_batch=2, checkpointing=True, tp=4)
     for layout in layouts(make_profile(), make_cluster(), request):

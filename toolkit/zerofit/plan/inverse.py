@@ -62,11 +62,12 @@ def _crossing(seen: dict[int, float], low: int, high: int) -> int:
 
 
 def with_layers(profile: Profile, count: int) -> Profile:
-    """Return the profile with `count` copies of the repeated layer."""
+    """Return the profile with `count` copies of the repeated layer, also in engines' own models."""
     index = repeated_layer(profile)
     layers = list(profile.layers)
     layers[index] = replace(layers[index], count=count)
-    return replace(profile, layers=tuple(layers))
+    own = {engine: with_layers(model, count) for engine, model in profile.own_models.items()}
+    return replace(profile, layers=tuple(layers), own_models=own)
 
 
 def repeated_layer(profile: Profile) -> int:
