@@ -143,3 +143,20 @@ def test_a_cluster_is_no_larger_than_the_largest(tmp_path):
     (tmp_path / "mine.yaml").write_text(OWN.replace("gpus: 4", "gpus: 1000000"))
     with pytest.raises(UserError, match="gpus: got 1000000"):
         Cluster(str(tmp_path / "mine.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 4), ("2,0", 2), ("GPU-3", 1), ("", 0), ("-1", 0), ("MIG-5", 4), ("0, 1,2", 3)]
+)
+def test_only_visible_gpus_count(monkeypatch, visible, count):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    figures = {"name": "NVIDIA H100 80GB HBM3", "memory.total": "81559", "memory.free": "81000"}
+    gpus = [figures | {"index": str(n), "uuid": f"GPU-{n}"} for n in range(4)]
+    monkeypatch.setattr(local_machine, "_ask_nvidia", lambda *fields: [[gpu[f] for f in fields] for gpu in gpus])
+    here = Cluster.here()
+    assert here.on_cpu if not count else (here.device.kind, here.gpus) == ("h100-80gb", count)
+    assert len(local_machine.gpu_memory(4)) == (0 if visible == "MIG-5" else count)
+    if visible == "2,0":
+        assert [gpu.uuid for gpu in local_machine.gpu_memory(4)] == ["GPU-2", "GPU-0"]

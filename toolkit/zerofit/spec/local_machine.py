@@ -95,8 +95,10 @@ def _statistic(path: Path, name: str) -> int:
 
 
 def nvidia_gpus() -> list[tuple[str, int]]:
-    """Return name and memory in bytes of each GPU, from nvidia-smi."""
-    return [(name, int(mib) * 2**20) for name, mib in _ask_nvidia("name", "memory.total") if mib.isdigit()]
+    """Return name and memory in bytes of each visible GPU, from nvidia-smi. A part of a GPU (MIG) counts as a GPU."""
+    rows = _ask_nvidia("name", "index", "uuid", "memory.total")
+    parts = rows if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "") else []
+    return [(row[0], int(row[3]) * MIB) for row in _visible(rows) or parts if row[3].isdigit()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +112,19 @@ class GpuMemory:
 
 def gpu_memory(count: int) -> list[GpuMemory]:
     """Return the memory of the first `count` visible GPUs, or an empty list without nvidia-smi."""
-    answer = _ask_nvidia("index", "uuid", "memory.total", "memory.free")
-    rows = [row for row in answer if row[2].isdigit() and row[3].isdigit()]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        wanted = [word.strip() for word in visible.split(",")]
-        rows = [row for word in wanted for row in rows if word and (word == row[0] or row[1].startswith(word))]
-    sizes = [(uuid, int(total) * MIB, int(free) * MIB) for _, uuid, total, free in rows[:count]]
+    answer = _ask_nvidia("name", "index", "uuid", "memory.total", "memory.free")
+    rows = _visible([row for row in answer if row[3].isdigit() and row[4].isdigit()])
+    sizes = [(uuid, int(total) * MIB, int(free) * MIB) for _, _, uuid, total, free in rows[:count]]
     return [GpuMemory(uuid=uuid, total_bytes=total, free_bytes=free) for uuid, total, free in sizes]
+
+
+def _visible(rows: list[list[str]]) -> list[list[str]]:
+    """Return the rows of the GPUs that CUDA_VISIBLE_DEVICES names, in its order. A row: name, index, UUID, ..."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return rows
+    wanted = [word.strip() for word in visible.split(",")]
+    return [row for word in wanted for row in rows if word and (word == row[1] or row[2].startswith(word))]
 
 
 def _ask_nvidia(*fields: str) -> list[list[str]]:
