@@ -6,10 +6,12 @@ import json
 
 import pytest
 import torch
+from transformers.utils import logging
 
 from tests.infer.small import CPU, SAMPLES, data_of, figures, loaded, reference, save, save_small, session
 from tests.models.small import TRANSFORMERS
 from zerofit.infer.evaluate import EvalSamples, evaluate, figures_of
+from zerofit.infer.guards import quiet
 from zerofit.infer.saved_model import open_saved
 from zerofit.spec.errors import RunFailed, UserError
 from zerofit.spec.events import Reporter
@@ -17,6 +19,17 @@ from zerofit.spec.events import Reporter
 OWN = "tests.infer.own"
 VISION = ("simplecnn", f"{OWN}:tiny_vit", f"{OWN}:tiny_swin", f"{OWN}:tiny_densenet")
 FLAWLESS = {"rel": 1e-6, "abs": 1e-7}
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_progress_bars_are_afterwards_as_before(shown):
+    (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+    try:
+        with quiet():
+            assert not logging.is_progress_bar_enabled()
+        assert logging.is_progress_bar_enabled() is shown
+    finally:
+        logging.enable_progress_bar()
 
 
 @pytest.mark.versions

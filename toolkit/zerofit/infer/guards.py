@@ -60,7 +60,7 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging as theirs
 
     levels = {name: logging.getLogger(name).level for name in ("accelerate.big_modeling", "accelerate.utils.modeling")}
-    verbosity = theirs.get_verbosity()
+    verbosity, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
     theirs.set_verbosity_error()
     theirs.disable_progress_bar()
     for name in levels:
@@ -71,6 +71,7 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         theirs.set_verbosity(verbosity)
-        theirs.enable_progress_bar()
+        if bars:
+            theirs.enable_progress_bar()
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
