@@ -280,7 +280,11 @@ class WeightRewrite:
         self._saved, self._empty, self._dtype = saved, empty, dtype
         self._stored = saved.weights.tensors
         self._merged = _merged(saved, empty)
-        self._wanted = {name: self._type(name) for name in self._stored}
+        types = {name: tensor.dtype for name, tensor in empty.state_dict().items()}
+        self._wanted = {
+            name: types.get(name, dtype) if where.dtype and where.dtype.is_floating_point else where.dtype
+            for name, where in self._stored.items()
+        }
         alike = all(where.dtype == self._wanted[name] for name, where in self._stored.items())
         known = None not in self._wanted.values()
         self.needed = known and (bool(self._merged) or saved.weights.pickled or not alike)
@@ -299,9 +303,9 @@ class WeightRewrite:
         """
         folder = scratch / "rewritten"
         folder.mkdir()
-        parts = {part.source: part for part in self._merged}
+        parts, own = {part.source: part for part in self._merged}, self._empty.state_dict()
         gone = {name for part in self._merged for name in part.outputs}
-        shapes = {name: tuple(self._empty.state_dict()[name].shape) for name in parts}
+        shapes = {name: tuple(own[name].shape) for name in parts}
         shapes |= {name: where.shape for name, where in self._stored.items() if name not in gone}
         types = {name: wanted for name, wanted in self._wanted.items() if wanted} | dict.fromkeys(parts, self._dtype)
         entries = [TensorEntry(name=name, shape=shape, dtype=types[name]) for name, shape in shapes.items()]
@@ -316,13 +320,6 @@ class WeightRewrite:
         for config in self._saved.folder.glob("*config.json"):
             shutil.copy(config, folder)
         return replace(self._saved, folder=folder, weights=read_weights(folder))
-
-    def _type(self, name: str) -> torch.dtype | None:
-        stored = self._stored[name].dtype
-        if stored is None or not stored.is_floating_point:
-            return stored
-        parameter = self._empty.state_dict(keep_vars=True).get(name)
-        return self._dtype if parameter is None else parameter.dtype
 
     def _merge(self, part: PublishedTensor) -> Tensor:
         """Merge several stored tensors into one tensor of the model, as transformers does."""
