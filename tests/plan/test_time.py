@@ -14,6 +14,9 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
 from zerofit.plan.time import StepTime, Timer, model_flops
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.model_facts import ModelFacts
+from zerofit.spec.run import Run
+from zerofit.spec.run_folder import Batch, Job, Layout
 
 PARAMETERS = BLOCKS * BLOCK
 
@@ -173,6 +176,20 @@ def test_stage_2_moves_whole_gradients_of_earlier_micro_batches(timer):
 def test_disks_are_the_slowest(timer):
     nvme = timer.step(choose(zero_stage=3, offload_optimizer="nvme"))
     assert nvme.transfer_s > 2 * timer.step(choose(zero_stage=3, offload_optimizer="cpu")).transfer_s
+
+
+@pytest.mark.parametrize(("stage", "place"), [(1, "cpu"), (2, "cpu"), (3, "nvme")])
+def test_deepspeed_uses_disks_at_stage_3_only(stage, place):
+    states = {"device": "nvme", "nvme_path": "/disk"}
+    job = Job(
+        run=Run(model="mlp"),
+        layout=Layout(dp=1, zero_stage=stage),
+        batch=Batch(micro=1, accumulation=1, dp=1),
+        steps=1,
+        facts=ModelFacts(task="image", parameters=1, largest_parameter=1, hidden_size=1, forward_flops=None),
+        ds_config={"zero_optimization": {"stage": stage, "offload_optimizer": states}},
+    )
+    assert PlannedLayout.of(job).offload == f"optimizer:{place}"
 
 
 def test_a_pipeline_waits_to_fill(timer):
