@@ -240,7 +240,7 @@ def _others(choices: dict[str, Any], savings: Savings) -> dict[str, Any]:
 def _deepest(setup: SearchSetup, cluster: Cluster, report: Reporter) -> tuple[SearchSetup, LargestFit]:
     layer = setup.profile.layers[repeated_layer(setup.profile)]
     if layer.count == 1:
-        message = f"--max layers repeats a layer, but no kind of layer occurs more than twice in {setup.profile.model}"
+        message = f"--max layers repeats a layer, but no kind of layer occurs more than once in {setup.profile.model}"
         hint = "use --max micro-batch, or the same model with more layers (--model-args)"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--max"))
 
