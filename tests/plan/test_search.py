@@ -202,6 +202,13 @@ def test_dualpipev_needs_a_micro_batch_for_each_part():
     assert error.value.problems[0].hint == "use --gradient-accumulation-steps 8 or more"
 
 
+@pytest.mark.parametrize(("gpus", "degrees"), [(1, {}), (4, {"pp": 1}), (4, {"tp": 2})])
+def test_dualpipev_needs_a_pipeline(gpus, degrees):
+    request = PlanRequest(precision="bf16", micro_batch=1, schedule="dualpipev", **degrees)
+    with pytest.raises(UserError, match="dualpipev needs a pipeline"):
+        found(cluster=make_cluster(gpus=gpus), request=request)
+
+
 @pytest.mark.parametrize(("optimizer", "named"), [("adamw", True), ("adafactor", False)])
 def test_a_remedy_is_one_that_the_optimizer_takes(optimizer, named):
     small = make_cluster(memory_bytes=15 * GIB)

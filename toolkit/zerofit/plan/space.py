@@ -40,6 +40,13 @@ _SHARDED_BITS = Problem(
     where="--quantize",
 )
 
+_NO_PIPELINE = Problem(
+    kind="dualpipev-pipeline",
+    message="--pipeline-schedule dualpipev needs a pipeline, but --pipeline is 1",
+    hint="use --pipeline 2 or more, or leave the schedule out",
+    where="--pipeline-schedule",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
@@ -104,9 +111,10 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
             _add_by_layer(engine, profile, cluster, request, space)
     kept = {name: value for name, value in request.keep.items() if name in REPLACED}
     for degrees in _degrees(cluster, profile, request) if "deepspeed" in request.engines else ():
-        problem = degree_problem(degrees, profile, cluster, request.schedule or "1f1b") or _untraced(
-            degrees, profile, request
-        )
+        schedule = request.schedule or "1f1b"
+        problem = degree_problem(degrees, profile, cluster, schedule) or _untraced(degrees, profile, request)
+        if schedule == "dualpipev" and degrees.pp == 1:
+            problem = _NO_PIPELINE
         if problem:
             space.leave_out(problem)
             continue
@@ -131,7 +139,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 pp=degrees.pp,
                 sp=degrees.sp,
                 ep=degrees.ep,
-                schedule=request.schedule or "1f1b",
+                schedule=schedule,
                 precision=request.precision,
                 checkpointing=checkpointing,
                 offload_optimizer=optimizer,
