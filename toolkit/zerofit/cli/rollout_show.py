@@ -122,9 +122,10 @@ def _rollout_facts(plan: RolloutPlan) -> Iterator[tuple[str, str]]:
         trl = "TRL 1.15 and later; others: --rollout trainer=verl or openrlhf"
     elif METHODS[plan.name].head is None:
         trl = "GRPO in TRL with critic and reward model, since TRL 1.16 has no PPO"
+    other = " (FSDP 1, the default; or fsdp2)" if settings.strategy == "fsdp" else ""
     trainer = {
         "trl": trl,
-        "verl": f"verl {settings.trainer_release} with strategy=fsdp2 (the default, FSDP 1, is not forecast)",
+        "verl": f"verl {settings.trainer_release} with strategy={settings.strategy}{other}",
         "openrlhf": "OpenRLHF with --train.colocate_all and --ds.packing_samples",
     }[settings.trainer]
     phases = f"the phases are those of {trainer}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Engine = Literal["deepspeed", "fsdp2", "torchtitan", "verl"]
+Engine = Literal["deepspeed", "fsdp2", "torchtitan", "verl-fsdp", "verl-fsdp2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,7 @@ class EngineEntry:
     releases_head: bool = False  # the head is released after the forward; the loss is computed outside the model
     single_thread: bool = False  # backward runs in the thread of forward
     loss_in_chunks: bool = False  # the head runs forward and backward for each chunk of the sequence
+    flattens: bool = False  # FSDP 1: one flat parameter for each block, and one for embedding, norm and head
     only_methods: bool = False  # trains only by the methods of `plan --method`
     own_models: tuple[str, ...] = ()  # model types that it trains with its own code, not with transformers'
     configurations: Mapping[int, tuple[str, str]] = field(default_factory=dict)  # its own: parameters -> module, name
@@ -51,11 +52,15 @@ ENGINES: dict[Engine, EngineEntry] = {
     ),
     # verl/workers/engine/fsdp/transformer_impl.py, _build_fsdp_module and _gradient_sync_context; utils/fsdp_utils.py,
     # apply_fsdp2: the root gets an explicit reshard_after_forward, which torch obeys (_fsdp_state.py, _lazy_init)
-    "verl": EngineEntry(
+    "verl-fsdp2": EngineEntry(
         title="FSDP2",
         reduces_in_float32=True,
         accumulates_full_gradients=True,
         releases_head=True,
         only_methods=True,
+    ),
+    # its default; get_fsdp_wrap_policy wraps each block
+    "verl-fsdp": EngineEntry(
+        title="FSDP 1", reduces_in_float32=True, accumulates_full_gradients=True, flattens=True, only_methods=True
     ),
 }

@@ -1,8 +1,11 @@
-"""Replay FSDP2, which gathers parameters and scatters gradients layer by layer.
+"""Replay FSDP, which gathers parameters and scatters gradients layer by layer.
 
 References are to torch 2.14, below torch/distributed/fsdp/_fully_shard/. Accelerate and torchtitan make the same
 groups: the embedding, each block, and the final norm with the head. The last group stays gathered. A tied matrix is in
 the group of the head. Other parameters of the embedding are in the root's group, which stays gathered too.
+
+FSDP 1 (`flattens`; _flat_param.py and _runtime_utils.py, one folder above) flattens each group into one parameter.
+Embedding, norm and head are one group, which is gathered first and stays gathered.
 """
 
 from __future__ import annotations
@@ -31,11 +34,48 @@ class _GatheredGroup(NamedTuple):
     last: int = 0  # the last trained parameter, full
 
     @classmethod
-    def of(cls, parameters: Sequence[Parameter], ranks: int, width: int) -> _GatheredGroup:
-        every, trained = (sum(shard(p, ranks, width) for p in found) for found in (parameters, _trained(parameters)))
-        largest = max((shard(p, ranks, width) for p in _trained(parameters)), default=0)
+    def of(cls, parameters: Sequence[Parameter], layout: PlannedLayout, width: int) -> _GatheredGroup:
+        trained, frozen = (_parts(found, layout, width) for found in _by_training(parameters))
         numels = [p.numel for p in _trained(parameters)]
-        return cls(every, trained, sum(numels), largest, numels[-1] if numels else 0)
+        last = numels[-1] if numels else 0
+        return cls(sum(trained + frozen), sum(trained), sum(numels), max(trained, default=0), last)
+
+
+def _groups(line: StageTimeline, layout: PlannedLayout) -> tuple[list[Sequence[Parameter]], list[Parameter]]:
+    """Return the parameters that are gathered together for each layer, and those of the root alone."""
+    first, *blocks, head = line.layers
+    embedding = max(first, key=lambda p: p.numel)
+    others = [p for p in first if p is not embedding]
+    tail = [*sorted(head, key=lambda p: -p.group), *([embedding] if line.tied else [])]  # the norm comes first
+    own = [] if line.tied else [embedding]
+    return ([[], *blocks, [*others, *own, *tail]], []) if layout.flattens else ([own, *blocks, tail], others)
+
+
+def root_elements(line: StageTimeline, layout: PlannedLayout) -> int:
+    """Return the number of elements of the group that FSDP 1 leaves gathered after a forward."""
+    return sum(parameter.numel for parameter in _groups(line, layout)[0][-1])
+
+
+def _parts(parameters: Sequence[Parameter], layout: PlannedLayout, width: int) -> list[int]:
+    """Return a rank's elements of each parameter of a group. FSDP 1 makes one parameter of all that are trained."""
+    if layout.flattens and parameters:
+        return [-(-sum(p.numel for p in parameters) // layout.shard_ranks)]
+    return [shard(p, layout.shard_ranks, width) for p in parameters]
+
+
+def _all_parts(line: StageTimeline, layout: PlannedLayout) -> tuple[list[int], list[int]]:
+    """Return a rank's elements of each trained, and of each frozen parameter."""
+    groups, root = _groups(line, layout)
+    trained: list[int] = []
+    frozen: list[int] = []
+    for group in (*groups, root):
+        for parts, kind in zip((trained, frozen), _by_training(group), strict=True):
+            parts.extend(_parts(kind, layout, line.width))
+    return trained, frozen
+
+
+def _by_training(parameters: Sequence[Parameter]) -> tuple[list[Parameter], list[Parameter]]:
+    return _trained(parameters), [parameter for parameter in parameters if parameter.group == FROZEN]
 
 
 def _trained(parameters: Iterable[Parameter]) -> list[Parameter]:
@@ -58,9 +98,9 @@ def block_persistent(line: StageTimeline, layout: PlannedLayout) -> PersistentMe
 
     Offloaded parameters and their gradients are page-locked (_fsdp_param.py:345).
     """
-    parts = [shard(p, layout.shard_ranks, line.width) for p in _trained(chain(*line.layers))]
+    parts, frozen = _all_parts(line, layout)
     sizes = [layout.weight_bytes * part for part in parts]
-    frozen = [layout.element_bytes * shard(p, layout.shard_ranks, line.width) for p in line.frozen]
+    frozen = [layout.element_bytes * part for part in frozen]
     buffers = {"buffers of the model": line.buffers_bytes}
     if layout.offload_param == "none":
         states = states_of(layout, parts, "cuda").device
@@ -71,7 +111,12 @@ def block_persistent(line: StageTimeline, layout: PlannedLayout) -> PersistentMe
 
 
 def block_init(line: StageTimeline, layout: PlannedLayout) -> Iterator[dict[str, int]]:
-    """Yield the start-up moment when the largest layer is still undivided and all other layers are divided."""
+    """Yield the start-up moment when the largest layer is still undivided and all other layers are divided.
+
+    verl starts while the GPU is empty, so its start is no peak.
+    """
+    if ENGINES[layout.engine].only_methods:
+        return
     kept = block_persistent(line, layout).device.get("parameters", 0)
     if ENGINES[layout.engine].builds_in_parts:
         yield {"parameters": kept}
@@ -82,7 +127,7 @@ def block_init(line: StageTimeline, layout: PlannedLayout) -> Iterator[dict[str,
 
 def block_step(line: StageTimeline, layout: PlannedLayout) -> Iterator[StepMemory]:
     """Yield the moment of the optimizer step, with a rank's gradients. Fused Adam allocates nothing."""
-    parts = (shard(p, layout.shard_ranks, line.width) for p in _trained(chain(*line.layers)))
+    parts = _all_parts(line, layout)[0]
     yield StepMemory(gradients=layout.weight_bytes * sum(parts) if layout.offload_param == "none" else 0)
 
 
@@ -95,10 +140,12 @@ def block_moments(line: StageTimeline, layout: PlannedLayout) -> tuple[list[Live
 def block_fetches(elements: Sequence[int], layout: PlannedLayout) -> tuple[tuple[tuple[float, float], ...], ...]:
     """Return the bytes and the number of all-gathers for each kind of layer, in forward and in backward.
 
-    `elements`: number of parameter elements of each kind of layer. The last kind, the head, stays gathered.
+    `elements`: number of parameter elements of each kind of layer. The last kind, the head, stays gathered. The first
+    kind, the embedding, stays gathered with FSDP 1.
     """
     forward = tuple((float(layout.element_bytes * numel), 1.0 if numel else 0.0) for numel in elements)
-    return forward, (*forward[:-1], (0.0, 0.0)) if layout.reshard else ((0.0, 0.0),) * len(forward)
+    again = range(1 if layout.flattens else 0, len(forward) - 1 if layout.reshard else 0)
+    return forward, tuple(fetch if n in again else (0.0, 0.0) for n, fetch in enumerate(forward))
 
 
 # What a rank has gathered, and what waits for the network (_fsdp_param_group.py):
@@ -109,6 +156,9 @@ def block_fetches(elements: Sequence[int], layout: PlannedLayout) -> tuple[tuple
 #                the input of the scatter stays until the next layer's gradients are scattered (post_backward)
 #
 # Without `reshard`, layers stay gathered from forward to backward.
+#
+# FSDP 1 copies nothing out and has no buffer besides a gathered group. It gathers k - 1 when the backward of k begins,
+# joins the gradients of k into a flat one, releases k, converts the flat gradient, and scatters it at once.
 class _LayerReplay:
     """One rank's forward and backward."""
 
@@ -117,29 +167,32 @@ class _LayerReplay:
         self.stored, self.reduced = layout.weight_bytes, layout.reduced_bytes
         self.half = self.element < self.stored  # a gather converts the weights
         self.offloaded = layout.offload_param != "none"
+        self.copies = not layout.flattens  # parameters are copied out of the buffer into which they are gathered
         layers, self.last = line.layers, len(line.layers) - 1
-        tied = max(layers[0], key=lambda p: p.numel)
-        tail = [*sorted(layers[-1], key=lambda p: -p.group), *([tied] if line.tied else [])]  # the norm comes first
-        parts = [[] if line.tied else [tied], *layers[1:-1], tail]
-        self.groups = [_GatheredGroup.of(part, self.ranks, line.width) for part in parts]
-        self.root = _GatheredGroup.of([p for p in layers[0] if p is not tied], self.ranks, line.width)
+        groups, root = _groups(line, layout)
+        self.groups = [_GatheredGroup.of(group, layout, line.width) for group in groups]
+        self.root = _GatheredGroup.of(root, layout, line.width)
+        self.early = line.tied or layout.flattens  # whether the last group is gathered for the first layer
         self.kept = self.flat = self.input = 0  # bytes: gathered parameters, the flat buffer, a scatter's input
         # full or scattered gradients of earlier micro batches
         every = sum(p.numel for p in _trained(chain(*layers)))
         self.whole = layout.keeps_full_gradients
         self.adds_up = layout.accumulation > 1 and not self.whole
-        self.full = self.reduced * every if self.whole else 0
+        self.full = layout.full_gradient_bytes * every if self.whole else 0
         self.scattered = next(block_step(line, layout)).gradients if self.adds_up else 0
-        self.in_place = self.whole and self.reduced == self.element  # autograd adds to the gradient
+        self.merges = self.whole and self.copies  # FSDP 1 first joins the new gradients of a group
+        self.in_place = self.merges and self.reduced == self.element  # autograd adds to the gradient
         self.trained = [sum(p.numel for p in _trained(layer)) for layer in layers]
         self.in_chunks = ENGINES[layout.engine].loss_in_chunks
-        self.releases = layout.reshard and ENGINES[layout.engine].releases_head
+        # one rank of FSDP 1 has only a copy in the compute precision, which the root releases too (post_reshard)
+        alone = self.ranks == 1 and not self.copies
+        self.releases = layout.reshard and (ENGINES[layout.engine].releases_head or alone)
         if self.in_chunks and line.tied:  # torchtitan ties after it divides, so both places have a copy
             head = self.groups[-1]
-            self.groups[-1] = head._replace(shard=head.shard + shard(tied, self.ranks, line.width))
+            self.groups[-1] = head._replace(shard=head.shard + shard(groups[-1][-1], self.ranks, line.width))
         self.late = self.groups[-1]
         if self.in_chunks:  # the head's gradient is scattered before the norm's
-            self.late = _GatheredGroup.of(tail[:-1], self.ranks, line.width)._replace(shard=self.late.shard)
+            self.late = _GatheredGroup.of(groups[-1][:-1], layout, line.width)._replace(shard=self.late.shard)
             self.trained[-1] = self.late.numel
 
     def forward(self) -> Iterator[LiveMemory]:
@@ -148,10 +201,11 @@ class _LayerReplay:
             before, points = moments.get(n, (None, ()))
             for opened in self._opened(n):
                 # a local variable keeps the buffer before until the parameters are copied out (wait_for_unshard)
-                gathered = self.kept + self.flat + self._flat(opened) + max(self._sent(opened), self._gathered(opened))
+                sent, gathered, flat = self._sent(opened), self._gathered(opened), self._flat(opened)
+                made = flat + max(sent, gathered) if self.copies else sent + gathered
                 if before is not None:
-                    yield self._live(before, gathered, n)
-                self.kept, self.flat = self.kept + self._gathered(opened), self._flat(opened)
+                    yield self._live(before, self.kept + self.flat + made, n)
+                self.kept, self.flat = self.kept + gathered, flat
             for place, point in enumerate(points):
                 released = self.releases and n == self.last and place  # all but the head's product
                 yield self._live(point, 0 if released else self.kept + self.flat, n)
@@ -181,14 +235,14 @@ class _LayerReplay:
                     gathered = 0 if self.releases and not began else self.kept + ahead
                     yield self._live(point, gathered, n, gradients)
             end = layer[-1].end if layer else None
-            own = 0 if self.whole else self.element * self.trained[n]
-            if n and not (self.line.tied and n == self.last):
+            own = 0 if self.merges else self.element * self.trained[n]
+            if n and not (self.early and n == self.last):
                 yield from self._scatter(group, end, pending + own, n)
             else:
                 pending += own
-        for group in (self.root, self.groups[-1] if self.line.tied else self.groups[0]):
+        for group in (self.root, self.groups[-1] if self.early else self.groups[0]):
             yield from self._scatter(group, NOTHING, pending, 0)
-            pending -= 0 if self.whole else self.element * group.numel
+            pending -= 0 if self.merges else self.element * group.numel
 
     def _loss(self, head: TimelineEvent) -> Iterator[LiveMemory]:
         """Replay the head, whose chunks run forward and backward one by one (torchtitan/components/loss.py).
@@ -206,9 +260,9 @@ class _LayerReplay:
 
     def _opened(self, n: int) -> list[_GatheredGroup]:
         if n == 0:
-            found = [self.root, self.groups[-1] if self.line.tied else self.groups[0]]
+            found = [self.root, self.groups[-1] if self.early else self.groups[0]]
             return [group for group in found if group.shard]
-        return [] if self.line.tied and n == self.last else [self.groups[n]]
+        return [] if self.early and n == self.last else [self.groups[n]]
 
     def _gather(self, n: int, end: Point | None, gradients: int) -> Iterator[LiveMemory]:
         """Copy layer n out of its buffer, and gather the layer before it (pre_backward)."""
@@ -216,15 +270,18 @@ class _LayerReplay:
             return
         if n < self.last:
             self.kept += self._gathered(self.groups[n])
-            if end is not None:
+            if end is not None and self.copies:
                 yield self._live(end, self.kept + self.flat, n, gradients)
         ahead = self.groups[n - 1] if n else _GatheredGroup()
-        self.flat = self._flat(ahead)
+        self.flat = self._flat(ahead) if self.copies else self._gathered(ahead)
         if end is not None:
             yield self._live(end, self.kept + self.flat + self._sent(ahead), n, gradients)
 
     def _scatter(self, group: _GatheredGroup, end: Point | None, gradients: int, layer: int) -> Iterator[LiveMemory]:
         """Release a group and scatter its gradients (post_backward, foreach_reduce)."""
+        if not self.copies:
+            yield from self._scatter_flat(group, end, gradients, layer)
+            return
         self.kept -= self._gathered(group)
         self.input = self.reduced * self.ranks * group.trained
         if not group.trained:
@@ -245,18 +302,40 @@ class _LayerReplay:
             # each group keeps what its replicas have reduced (_all_reduce_state), unless it is the gradient itself
             self.scattered += self.reduced * group.trained
 
+    def _scatter_flat(
+        self, group: _GatheredGroup, end: Point | None, gradients: int, layer: int
+    ) -> Iterator[LiveMemory]:
+        """Join a group's gradients, release the group, and scatter the flat gradient (_post_backward_hook)."""
+        own, moment = self.element * group.numel, end if group.numel else None
+        if moment is not None:
+            yield self._live(moment, self.kept + self.flat, layer, gradients + own)
+        self.kept -= self._gathered(group)
+        if moment is not None:
+            converted, padded = (self.reduced * size for size in (group.numel, self.ranks * group.trained))
+            self.input = (converted if self.reduced > self.element else 0) + (padded if padded > converted else 0)
+            part = self.stored * group.trained if self.ranks > 1 else 0
+            yield self._live(moment, self.kept + self.flat, layer, gradients, part)
+            self.input = 0
+        if self.whole:
+            self.full -= own
+        if not self.adds_up:
+            self.scattered += self.stored * group.trained
+
     def _gathered(self, group: _GatheredGroup) -> int:
         return self.element * self.ranks * group.shard
 
     def _flat(self, group: _GatheredGroup) -> int:
         """Return the bytes of the buffer into which a group is gathered; 0 with one rank."""
-        return self._gathered(group) if self.ranks > 1 else 0
+        return self._gathered(group) if self.ranks > 1 and self.copies else 0
 
     def _sent(self, group: _GatheredGroup) -> int:
         """Return the bytes of a gather's input: the shards in the compute precision.
 
         Offloaded shards are copied from the host (_fsdp_collectives.py:382, _fsdp_param.py:1051).
         """
+        if not self.copies:
+            low, host = self.element * self.half * (self.ranks > 1), self.stored * self.offloaded
+            return (low + host) * group.shard
         if self.ranks == 1:
             return self.element * group.largest if self.half else 0
         if not self.half:

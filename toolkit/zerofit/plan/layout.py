@@ -173,22 +173,32 @@ class PlannedLayout:
 
     @property
     def by_layer(self) -> bool:
-        """Whether the engine is FSDP2, which gathers parameters layer by layer."""
+        """Whether the engine is FSDP, which gathers parameters layer by layer."""
         return self.engine != "deepspeed"
 
     @property
+    def flattens(self) -> bool:
+        """Whether the engine is FSDP 1, which flattens the parameters of a block into one."""
+        return ENGINES[self.engine].flattens
+
+    @property
     def shard_ranks(self) -> int:
-        """The number of ranks that FSDP2 divides parameters among."""
+        """The number of ranks that FSDP divides parameters among."""
         return self.zero_ranks // self.replicas
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes per element of the gradients that FSDP2 reduces."""
+        """Bytes per element of the gradients that FSDP reduces."""
         return 4 if ENGINES[self.engine].reduces_in_float32 else self.element_bytes
 
     @property
+    def full_gradient_bytes(self) -> int:
+        """Bytes per element of the full gradients that FSDP accumulates. FSDP 1 converts them only in the reduction."""
+        return self.element_bytes if self.flattens else self.reduced_bytes
+
+    @property
     def keeps_full_gradients(self) -> bool:
-        """Whether FSDP2 accumulates full gradients and reduces them once per step."""
+        """Whether FSDP accumulates full gradients and reduces them once per step."""
         return self.accumulation > 1 and not self.sync_each_batch and ENGINES[self.engine].accumulates_full_gradients
 
     @property

@@ -173,7 +173,7 @@ def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: P
     profile = profile.of_engine(engine)
     usual: tuple[Checkpointing, ...] = tuple(WORDS) if ENGINES[engine].own_models else (False, True)
     checkpointings = usual if request.checkpointing is None else (request.checkpointing,)
-    offloads: tuple[Offload, ...] = ("none", "cpu")
+    offloads: tuple[Offload, ...] = ("none",) if ENGINES[engine].flattens else ("none", "cpu")
     reductions = (False, True) if ENGINES[engine].accumulates_full_gradients else (False,)
     powers = [n for n in divisors(cluster.gpus) if ENGINES[engine].own_models or n == 1]
     for tp in [request.tp] if request.tp else powers:

@@ -363,7 +363,9 @@ class Timer:
             return (), (StepTask("compute", ADDED, added, added / self.rates.streaming),)
         first, later = ((self._handled(layout, rank_pass, later=again),) for again in (False, True))
         if layout.by_layer:
-            added = 3 * layout.reduced_bytes * rank_pass.trained_parameters if layout.keeps_full_gradients else 0.0
+            added = (
+                3 * layout.full_gradient_bytes * rank_pass.trained_parameters if layout.keeps_full_gradients else 0.0
+            )
             return first, (*later, StepTask("compute", ADDED, added, added / self.rates.streaming))
         if layout.offload_optimizer == "none" or (layout.zero_stage == 2 and layout.accumulation == 1):
             return first, later

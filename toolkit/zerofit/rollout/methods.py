@@ -9,6 +9,7 @@ from zerofit.spec.errors import Problems
 
 Mode = Literal["colocate", "server"]
 Trainer = Literal["trl", "verl", "openrlhf"]
+Strategy = Literal["fsdp", "fsdp2"]
 # a trainer's own names of the settings
 OWN_NAMES: dict[str, dict[str, str]] = {
     # verl/trainer/config/actor/actor.yaml, rollout/rollout.yaml, engine/fsdp.yaml
@@ -37,7 +38,7 @@ OWN_NAMES: dict[str, dict[str, str]] = {
 ONLY: dict[str, tuple[Trainer, ...]] = {
     **dict.fromkeys(("vllm_mode", "server_gpus", "sleep_level"), ("trl",)),
     **dict.fromkeys(("param_offload", "use_fused_kernels", "use_no_sync_for_gradient_accumulation"), ("verl",)),
-    "trainer_release": ("verl",),
+    **dict.fromkeys(("trainer_release", "strategy"), ("verl",)),
     "reference_offload": ("openrlhf",),
     **dict.fromkeys(("optimizer_offload", "log_prob_micro_batch_size_per_gpu"), ("verl", "openrlhf")),
 }
@@ -106,6 +107,7 @@ class RolloutSettings:
     log_prob_micro_batch_size_per_gpu: int | None = None  # None: as in training
     use_no_sync_for_gradient_accumulation: bool = False
     trainer_release: str = "0.9"
+    strategy: Strategy = "fsdp"
 
     @classmethod
     def read(cls, values: dict[str, Any], where: str) -> RolloutSettings:
@@ -157,7 +159,7 @@ class RolloutSettings:
 
 def _wrong(name: str, value: Any) -> str:
     """Return a hint on the allowed values of a setting; "" if `value` is allowed."""
-    choices = {"vllm_mode": get_args(Mode), "trainer": get_args(Trainer)}
+    choices = {"vllm_mode": get_args(Mode), "trainer": get_args(Trainer), "strategy": get_args(Strategy)}
     switches = ("vllm_enable_sleep_mode", "param_offload", "optimizer_offload", "use_fused_kernels")
     switches += ("use_no_sync_for_gradient_accumulation", "reference_offload")
     shares = {"vllm_gpu_memory_utilization": 0.01, "beta": 0.0}

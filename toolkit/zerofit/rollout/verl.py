@@ -1,8 +1,12 @@
-"""Compute the memory of a step of verl, whose FSDP2 workers share each GPU with vLLM.
+"""Compute the memory of a step of verl, whose FSDP workers share each GPU with vLLM.
 
 Files are those of verl 0.9, below verl/. The order is that of trainer/ppo/ray_trainer.py, `fit`. vLLM sleeps before
 the log-probs and wakes after the checkpoint. Its weights wake first, then its cache (workers/engine_workers.py,
 `update_weights`).
+
+With FSDP 1, a forward without backward leaves the root's weights (embedding, norm and head) gathered: those of the
+actor until its backward, and those of the reference for good. verl releases them only if fsdp_size is set
+(`EngineEvalModeCtx.__exit__`).
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zerofit.plan.fsdp2 import block_moments, block_persistent, block_step
+from zerofit.plan.fsdp2 import block_moments, block_persistent, block_step, root_elements
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.timeline import NOTHING, Point, StageTimeline, add, timeline
 from zerofit.rollout.phases import ENGINE, GENERATE, SAVE, SYNC, TRAIN, Phase
@@ -19,6 +23,7 @@ from zerofit.rollout.processes import OLD, PROCESS, REFERENCE, ProcessMemory
 
 BUCKET_BYTES = 2**31  # update_weights_bucket_megabytes (trainer/config/rollout/rollout.yaml)
 WEIGHTS, MOMENTS = "actor weights", "actor moments"
+ROOT, REFERENCE_ROOT = "actor's gathered root", "reference's gathered root"  # left by a forward of FSDP 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +39,12 @@ class VerlMemory(ProcessMemory):
         found[OLD] = self._weights | self._asleep | scoring(self._line, self.layout, inputs, self.scored)
         if self._reference:
             host = replace(self.layout, offload_optimizer="cpu", offload_param="cpu")
-            found[REFERENCE] = self._asleep | scoring(self._line, host, inputs, self.scored)
+            left = {REFERENCE_ROOT: 0, ROOT: 0 if self.layout.replicas > 1 else self._root_bytes}
+            found[REFERENCE] = self._asleep | left | scoring(self._line, host, inputs, self.scored)
         found[TRAIN] = self._weights | self._moments | self._asleep | {"training step": self._step}
-        found[SAVE] = self._weights | self._asleep
-        found[SYNC] = {**self._asleep, f"{ENGINE} weights": self.engine_weights, **self._sent_bucket}
+        part = {"copied parameter": self._largest_stored // self.layout.shard_ranks} if self._unfolds else {}
+        found[SAVE] = self._weights | self._asleep | self._full_root | part
+        found[SYNC] = {**self._asleep, f"{ENGINE} weights": self.engine_weights, **self._sent}
         return tuple(self._phase(name, parts) for name, parts in found.items())
 
     @cached_property
@@ -45,6 +52,7 @@ class VerlMemory(ProcessMemory):
         """Bytes that stay on the GPU in all phases: the context, and what is not offloaded."""
         kept = {} if self._offloads("param_offload") else self._weights
         kept = kept | ({} if self._offloads("optimizer_offload") else self._moments)
+        kept = kept | ({REFERENCE_ROOT: self._root_bytes} if self._reference else {})
         kinds = {**kept, "workspaces": self.memory.breakdown.get("workspaces", 0), PROCESS: self.process_bytes}
         return {kind: size for kind, size in kinds.items() if size}
 
@@ -73,7 +81,8 @@ class VerlMemory(ProcessMemory):
             found += parts["parameters"]
         if self._offloads("optimizer_offload"):
             found += self._moments.get(MOMENTS, 0)
-        found += parts["parameters"] if self._reference else 0
+        if self._reference:  # FSDP 1 also allocates its gradients (init_flat_param_attributes)
+            found += parts["parameters"] + (parts["gradients"] if self.layout.flattens else 0)
         sleeps = self.settings.vllm_enable_sleep_mode and self._adapts
         return found + (self.engine_weights if sleeps else 0)
 
@@ -112,16 +121,48 @@ class VerlMemory(ProcessMemory):
         return max(passes, 2 * gradients)
 
     @property
-    def _sent_bucket(self) -> dict[str, int]:
+    def _sent(self) -> dict[str, int]:
         """The weight bucket that both processes share, and the gathered parameter (`get_per_tensor_param`).
 
-        With adapters, or with a verl release before 0.9, an offloaded actor is on the GPU during the transfer.
+        With adapters, or with a verl release before 0.9, an offloaded actor is on the GPU during the transfer. FSDP 1
+        gathers all weights in their own precision to read adapters (`summon_full_params`), and copies a rank's part of
+        the blocks. Without adapters it copies a rank's part of all weights, the root's last, while the root is
+        gathered. This copy stays during the transfer.
         """
         layout, bucket = self.layout, {"weight bucket": BUCKET_BYTES}
         if self._adapts:
-            return bucket | self._weights
-        gathered = {"gathered parameter": layout.weight_bytes * self._largest // layout.element_bytes}
-        return bucket | gathered | (self._weights if self.settings.is_early else {})
+            blocks = self._line.elements - root_elements(self._line, layout)
+            every = layout.weight_bytes * (self._line.elements + blocks // layout.shard_ranks)
+            return self._weights | ({"gathered parameters": every} if self._unfolds else bucket)
+        gathered = {"gathered parameter": self._largest_stored}
+        sent = bucket | gathered | (self._weights if self.settings.is_early else {})
+        if not layout.flattens:
+            return sent
+        twice = self._largest_stored if self._line.tied else 0  # the state dict has a tied matrix twice
+        copied = {"copied weights": (layout.weight_bytes * self._line.elements + twice) // layout.shard_ranks}
+        collected = self._weights | copied | self._full_root
+        return max(collected, sent | copied, key=lambda parts: sum((self.resident | parts).values()))
+
+    @property
+    def _unfolds(self) -> bool:
+        """Whether the engine is FSDP 1 with several ranks, which gathers flat parameters."""
+        return self.layout.flattens and self.layout.shard_ranks > 1
+
+    @property
+    def _largest_stored(self) -> int:
+        """Bytes of the largest parameter in the precision of the weights."""
+        return self.layout.weight_bytes * self._largest // self.layout.element_bytes
+
+    @property
+    def _root_bytes(self) -> int:
+        """Bytes of the gathered root in 16 bits. Only FSDP 1 leaves it gathered."""
+        return self.layout.element_bytes * root_elements(self._line, self.layout) if self._unfolds else 0
+
+    @property
+    def _full_root(self) -> dict[str, int]:
+        """What FSDP 1 allocates for a state dict: the root as it is stored, and a copy of its largest parameter."""
+        stored = self._root_bytes * self.layout.weight_bytes // self.layout.element_bytes
+        return {"gathered root": stored + self._largest_stored} if self._unfolds else {}
 
 
 def scoring(line: StageTimeline, layout: PlannedLayout, inputs: Point, samples: int) -> dict[str, int]:

@@ -94,7 +94,7 @@ def verl_overrides(chosen: Chosen, cluster: Cluster) -> dict[str, Any]:
     prompts = layout.global_batch // s.num_generations
     scored = s.log_prob_micro_batch_size_per_gpu or layout.micro_batch
     actor = {
-        "strategy": "fsdp2",
+        "strategy": s.strategy,
         "ppo_mini_batch_size": prompts,
         "ppo_micro_batch_size_per_gpu": layout.micro_batch,
         "use_kl_loss": s.needs_reference(METHODS[chosen.method]),

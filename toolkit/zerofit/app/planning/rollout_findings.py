@@ -45,10 +45,10 @@ def findings(memory: RolloutMemory) -> Iterator[tuple[str, str]]:
         twice = " (twice that in float32)" if trainer == "trl" else ""
         yield "logits", f"computing log-probs needs {size} for logits{twice}: {change}lower the micro batch"
     if trainer == "verl" and memory.layout.keeps_full_gradients:
-        size = shown_bytes(memory.layout.reduced_bytes * memory.profile.trained)
+        size = shown_bytes(memory.layout.full_gradient_bytes * memory.profile.trained)
         yield (
             "full-gradients",
-            f"each GPU keeps float32 gradients of all weights, {size}, until the last micro batch: "
+            f"each GPU keeps gradients of all weights, {size}, until the last micro batch: "
             "use_no_sync_for_gradient_accumulation=false avoids it (0.9.0 has no such setting)",
         )
     weights = memory.layout.element_bytes * memory.profile.parameters

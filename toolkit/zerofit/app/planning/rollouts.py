@@ -181,7 +181,7 @@ def plan_rollouts(
         message = (
             f"--method cannot be combined with --engine {','.join(request.engines)}: the trainer decides the engine"
         )
-        hint = f"remove --engine; {SETTINGS} trainer=verl plans FSDP2"
+        hint = f"remove --engine; {SETTINGS} trainer=verl,strategy=fsdp2 plans FSDP2"
         problems.add("usage", message, hint, "--method, --engine")
     if settings and settings.trainer != "trl" and name not in WITH_PROCESSES:
         message = f"--method {name} with trainer={settings.trainer}: zerofit does not forecast a critic or other models"
@@ -191,6 +191,10 @@ def plan_rollouts(
         problems.add("usage", message, "use --zero-stage 2 or --lora", "--method, --zero-stage")
     if settings and "num_generations" in values and not method.scores_first:
         problems.add("usage", f"--method {name} does not use num_generations", "remove num_generations", SETTINGS)
+    offloads = any(request.pins.get(name, "none") != "none" for name in ("offload", "offload_param"))
+    if settings and settings.trainer == "verl" and settings.strategy == "fsdp" and offloads:
+        hint = f"use {SETTINGS} param_offload=true,optimizer_offload=true, or strategy=fsdp2"
+        problems.add("usage", "FSDP 1 of verl has no offload_policy", hint, f"--offload, {SETTINGS}")
     if settings and settings.trainer == "openrlhf" and request.pins.get("lora"):
         problems.add(
             "usage", "--lora with trainer=openrlhf is not forecast", "remove one of them", f"--lora, {SETTINGS}"
@@ -204,9 +208,8 @@ def plan_rollouts(
     problems.raise_if_any()
     assert settings and isinstance(request.model, str)
     group = settings.num_generations if method.scores_first else 2 if method.pairs else 1
-    verl = settings.trainer == "verl"
     request = _data_parallel(request, cluster, group)
-    request = replace(request, engines=("verl",)) if verl else request
+    request = replace(request, engines=(f"verl-{settings.strategy}",)) if settings.trainer == "verl" else request
     for note in request.notes:
         report.note(note)
     setup = replace(setup_of(cluster, request, report)[0], top=TRIED)
