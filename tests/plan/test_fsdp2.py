@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.test_memory import COSTS, PROFILE, SETTING, cost
-from zerofit.plan.fsdp2 import shard
+from zerofit.plan.fsdp2 import block_moments, shard
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster, forecast
 from zerofit.plan.rates import rates_of
 from zerofit.plan.space import PlanRequest, space_of
 from zerofit.plan.time import Timer
-from zerofit.plan.timeline import Parameter
+from zerofit.plan.timeline import Parameter, timeline
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.profile import LayerRun
 
@@ -90,6 +90,37 @@ def test_frozen_weights_are_kept_and_gathered_in_16_bits_without_states():
     memory = forecast(partly, layout())
     assert memory.static_bytes == (12 * 200_000 + 2 * 1_400_000) // 4
     assert "communication buckets" not in memory.breakdown
+
+
+@pytest.mark.parametrize(("ranks", "root", "block"), [(4, 300_000, 50_000), (7, 171_429, 28_572)])
+def test_fsdp_1_flattens_a_block_and_embedding_with_head(ranks, root, block):
+    """Forward begins with the root and a rank's bf16 part of it, or ends with root, block and part. Backward ends with the root's gradient in bf16 and
+    float32 (with 7 ranks, also with padding), and a rank's part; the parts of the blocks are there."""
+    found = peaks(layout(engine="verl-fsdp", dp=ranks))
+    kept, padding = 12 * (root + 2 * block), 0 if ranks == 4 else 4 * ranks * root
+    assert found["forward"] == kept + 2 * max((ranks + 1) * root, ranks * (root + block) + block)
+    assert found["backward"] == kept + (2 + 4) * 1_200_000 + padding + 4 * root + 4 * 2 * block
+    assert found["step"] == kept + 4 * (root + 2 * block)
+
+
+def test_fsdp_1_gathers_the_block_before_in_backward():
+    """The root, both blocks, and a rank's bf16 part of the first block."""
+    forward, backward = block_moments(timeline(UNTIED, SETTING), layout(engine="verl-fsdp"))
+    assert max(live.gathered for live in backward) == 2 * (1_200_000 + 2 * 200_000 + 50_000)
+    assert max(live.gathered for live in forward if live.layer == 2) == 2 * (1_200_000 + 200_000 + 50_000)
+
+
+def test_fsdp_1_accumulates_full_gradients_in_bf16():
+    """Gradients of earlier micro batches, those of the last one, their float32 copy, and a rank's part."""
+    found, kept = peaks(layout(engine="verl-fsdp", accumulation=2)), 12 * SIZE // 4
+    assert found["forward"] == kept + 2 * (1_200_000 + 300_000) + 2 * SIZE
+    assert found["backward"] == kept + (2 + 2 + 4) * 1_200_000 + 4 * SIZE // 4
+
+
+def test_one_rank_of_fsdp_1_keeps_float32_gradients_and_releases_the_root():
+    found, kept = peaks(layout(engine="verl-fsdp", dp=1)), 12 * SIZE
+    assert found["backward"] == kept + (2 + 4) * 1_200_000 + 4 * 400_000
+    assert found["step"] == kept + 4 * SIZE
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,17 @@ from click.testing import CliRunner
 
 from tests.rollout.live_bytes import Live
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
+from zerofit.app.simulation.scripts import simulate_script
 from zerofit.cli.main import main
 from zerofit.cli.options import JsonObject
 from zerofit.rollout.methods import RolloutSettings
 from zerofit.rollout.whole_head import CHUNK_TOKENS, EARLY_VERL, VERL, with_whole_head
+from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
 
 MODEL, PARAMETERS, VOCABULARY, HIDDEN, LENGTH = "qwen2.5-0.5b", 494_032_768, 151_936, 896, 1024
+ROOT = VOCABULARY * HIDDEN + HIDDEN  # the tied matrix and the norm
 CASE = (MODEL, "--gpu", "h100-80gb", "--gpus", "4", "--seq-len", "1024", "--micro-batch", "2", "--global-batch", "32")
 SETTINGS = "trainer=verl,response_length=512,kl_loss_coef=0.001"
 
@@ -141,10 +144,46 @@ def test_offloading_moves_the_actor_to_the_host(planned):
     assert not {"actor weights", "actor moments"} & both["phases"]["generate"].keys()
     assert "actor weights" in both["phases"]["old log-probs"] and "actor moments" not in both["phases"]["old log-probs"]
     assert both["phases"]["train"]["actor moments"] == kept["phases"]["train"]["actor moments"]
-    # the reference is on the host in any case, and page-locked like the weights: each tensor at most twice its size
+    # the reference is on the host in any case, with gradients, and page-locked: each tensor at most twice its size
     assert "actor weights" not in both["phases"]["reference log-probs"]
-    assert share <= kept["host_bytes"] <= 2 * share
-    assert both["host_bytes"] == pytest.approx(2 * kept["host_bytes"] + 2 * share, rel=0.001)
+    assert 2 * share <= kept["host_bytes"] <= 4 * share
+    assert both["host_bytes"] == pytest.approx(1.5 * kept["host_bytes"] + 2 * share, rel=0.001)
+
+
+def test_plan_and_simulate_agree():
+    """A model of two layers, without checkpointing, with four micro batches."""
+    script = Path(__file__).parent / "verl_step.py"
+    simulated = simulate_script(["torchrun", "--nproc_per_node", "4", str(script)], Cluster("h100-80gb", gpus=4))
+    _, found = run("--no-activation-checkpointing", "--model-args", '{"num_hidden_layers": 2}')
+    parts = rows(found)["hybrid engine"]["phases"]["train"]
+    shared = {"process", "fragmentation", "reference's gathered root"}
+    planned = sum(size for kind, size in parts.items() if not kind.startswith("vLLM") and kind not in shared)
+    assert planned == pytest.approx(simulated.peak_bytes, rel=0.001)
+    scored = simulated.phases[0].end_bytes  # a step begins after the log-probs
+    assert scored == pytest.approx(parts["actor weights"] + 2 * ROOT + parts["workspaces"] / 2, rel=0.001)
+
+
+def test_fsdp_1_leaves_embedding_norm_and_head_gathered(planned):
+    phases = rows(planned)["hybrid engine"]["phases"]
+    left = {name for name, parts in phases.items() if parts.get("reference's gathered root") == 2 * ROOT}
+    assert left == phases.keys() - {"reference log-probs"}
+    scored = phases["reference log-probs"]
+    assert scored["actor's gathered root"] == scored["gathered parameters"] == 2 * ROOT
+
+
+def test_fsdp_1_copies_weights_to_send_and_to_save_them(planned):
+    """A tied matrix has two names in the state dict. `simulate` has both figures, but for 32 bytes."""
+    phases = rows(planned)["hybrid engine"]["phases"]
+    assert phases["sync weights"]["copied weights"] == 4 * (PARAMETERS + VOCABULARY * HIDDEN) // 4
+    assert phases["checkpoint"]["gathered root"] == 4 * (ROOT + VOCABULARY * HIDDEN)
+    assert phases["checkpoint"]["copied parameter"] == 4 * VOCABULARY * HIDDEN // 4
+
+
+def test_fsdp_1_gathers_all_weights_to_send_adapters():
+    _, found = run("--lora", "16")
+    sent = found["arrangements"][0]["phases"]["sync weights"]
+    blocks = PARAMETERS - ROOT
+    assert sent["gathered parameters"] == pytest.approx(4 * PARAMETERS + 4 * blocks / 4, rel=0.03)  # and the adapters
 
 
 def test_earlier_releases_return_the_weights_to_send_them():
@@ -159,11 +198,12 @@ def test_earlier_releases_return_the_weights_to_send_them():
 
 
 def test_deferred_reduction_keeps_float32_gradients_of_all_weights():
-    """verl#7458 measured 4 bytes of each parameter on each of 1 to 8 ranks, beside the bf16 gradients."""
+    """verl#7458 measured 4 bytes of each parameter on each of 1 to 8 ranks, beside the bf16 gradients, with FSDP2."""
     peaks = []
     for defers in ("false", "true"):
-        _, found = run(settings=f"{SETTINGS},use_no_sync_for_gradient_accumulation={defers}")
+        _, found = run(settings=f"{SETTINGS},strategy=fsdp2,use_no_sync_for_gradient_accumulation={defers}")
         peaks.append(rows(found)["hybrid engine"]["phases"]["train"]["training step"])
+        assert found["arrangements"][0]["layout"]["engine"] == "verl-fsdp2"
         slugs = [finding["slug"] for finding in found["findings"]]
         assert ("full-gradients" in slugs) is (defers == "true")
     assert peaks[1] - peaks[0] == pytest.approx(4 * PARAMETERS * 3 / 4, rel=0.15)  # instead of a quarter
@@ -178,7 +218,7 @@ def test_the_script_has_verls_keys(planned):
     prompts, n = int(values["data.train_batch_size"]), int(values["actor_rollout_ref.rollout.n"])
     assert prompts * n == 32 and int(values["actor_rollout_ref.actor.ppo_mini_batch_size"]) == prompts
     assert int(values["data.max_prompt_length"]) + int(values["data.max_response_length"]) == 1024
-    assert values["actor_rollout_ref.actor.strategy"] == "fsdp2"
+    assert values["actor_rollout_ref.actor.strategy"] == "fsdp"
     assert values["actor_rollout_ref.actor.kl_loss_coef"] == "0.001"
 
 
@@ -200,6 +240,8 @@ def test_adapters_keep_the_frozen_weights_in_float32():
         ((), f"{SETTINGS},tensor_model_parallel_size=3"),
         (("--engine", "fsdp2"), SETTINGS),
         (("--zero-stage", "2"), SETTINGS),
+        (("--offload", "cpu"), SETTINGS),  # FSDP2's
+        ((), f"{SETTINGS},strategy=megatron"),
     ],
 )
 def test_what_makes_no_sense_is_refused(args, settings):
