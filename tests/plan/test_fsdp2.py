@@ -94,8 +94,8 @@ def test_frozen_weights_are_kept_and_gathered_in_16_bits_without_states():
 
 @pytest.mark.parametrize(("ranks", "root", "block"), [(4, 300_000, 50_000), (7, 171_429, 28_572)])
 def test_fsdp_1_flattens_a_block_and_embedding_with_head(ranks, root, block):
-    """Forward begins with the root and a rank's bf16 part of it, or ends with root, block and part. Backward ends with the root's gradient in bf16 and
-    float32 (with 7 ranks, also with padding), and a rank's part; the parts of the blocks are there."""
+    """Forward has the root and a rank's bf16 part of it or of a block. Backward ends with the root's bf16 gradient, its
+    float32 copy (with 7 ranks also a padded one), and a rank's part; the parts of the blocks are there."""
     found = peaks(layout(engine="verl-fsdp", dp=ranks))
     kept, padding = 12 * (root + 2 * block), 0 if ranks == 4 else 4 * ranks * root
     assert found["forward"] == kept + 2 * max((ranks + 1) * root, ranks * (root + block) + block)

@@ -313,8 +313,8 @@ class _LayerReplay:
         if moment is not None:
             converted, padded = (self.reduced * size for size in (group.numel, self.ranks * group.trained))
             self.input = (converted if self.reduced > self.element else 0) + (padded if padded > converted else 0)
-            part = self.stored * group.trained if self.ranks > 1 else 0
-            yield self._live(moment, self.kept + self.flat, layer, gradients, part)
+            part = self.reduced * (self.ranks > 1) + (self.stored if self.stored < self.reduced else 0)
+            yield self._live(moment, self.kept + self.flat, layer, gradients, part * group.trained)
             self.input = 0
         if self.whole:
             self.full -= own
