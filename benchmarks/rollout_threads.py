@@ -19,7 +19,7 @@ from zerofit.app.planning.rollouts import RolloutPlan, plan_rollouts
 from zerofit.spec.cluster import Cluster
 
 HERE = Path(__file__).parent
-MOST = 0.08
+MOST = 0.02
 NOT_ALLOCATED = ("process", "fragmentation")
 
 
