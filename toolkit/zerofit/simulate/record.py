@@ -196,8 +196,9 @@ class ScriptFacts:
 class SentTensors:
     """The tensors that a pipeline stage sends to the next stage for each micro batch."""
 
-    tensors: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype ("bfloat16") of each
-    is_tuple: bool  # whether they arrive as a tuple, even a single one
+    tensors: tuple[tuple[tuple[int, ...], str], ...] = ()  # shape and dtype ("bfloat16") of each (DeepSpeed)
+    is_tuple: bool = False  # whether they arrive as a tuple, even a single one (DeepSpeed)
+    torch_meta: str = ""  # torch's description of them, pickled, as hexadecimal digits (torch's PipelineStage)
 
 
 @dataclass(frozen=True, kw_only=True)

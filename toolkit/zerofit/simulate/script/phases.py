@@ -29,6 +29,7 @@ WAITED = 10  # stop when the leading engine has made this many times the wanted 
 #   with an engine      DeepSpeedEngine.__init__ -> init   forward -> forward   backward -> backward   step -> step
 #   without an engine   Module.__call__ of the outermost trained module -> forward
 #                       autograd.backward of a loss -> backward   hooks of torch's optimizers -> step
+#   a torch pipeline    PipelineStage.forward_one_chunk -> forward   backward_one_chunk and its weights' -> backward
 #
 # Calls that are made inside another of these calls belong to it: `_busy` and `_inside` count the depth.
 class ScriptPhases:
@@ -77,6 +78,8 @@ class ScriptPhases:
             (PipelineEngine, "__init__", self._init_pipeline),
             (PipelineEngine, "train_batch", self._train_batch),
             (PipelineStage, "forward_one_chunk", self._chunk),
+            (PipelineStage, "backward_one_chunk", self._plain_backward),  # without autograd.backward in zero-bubble
+            (PipelineStage, "backward_weight_one_chunk", self._plain_backward),
         ):
             method = getattr(engine, name)
             setattr(engine, name, functools.wraps(method)(wrap(method)))

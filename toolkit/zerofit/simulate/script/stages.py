@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import _utils as pipes
+from torch.distributed.tensor import Replicate
 
 from zerofit.simulate.engine.stage_input import give_input
 from zerofit.simulate.fakes.patches import replace_in
@@ -89,16 +91,16 @@ class StageJoints:
             if isinstance(meta, pipes._StageForwardMeta) and self._sent is None:
                 self._sent = meta
                 if self.stage.stage < max(self.stage.stage_of_rank):  # otherwise to a later stage of an earlier rank
-                    self.stage = replace(self.stage, sends=_sizes(meta))
+                    self.stage = replace(self.stage, sends=SentTensors(torch_meta=pickle.dumps(meta).hex()))
 
         def recv_meta(stage: Any, src_stage: int) -> object:
             if src_stage > stage.stage_index:
-                return pipes._StageBackwardMeta(backward_metas=pipes._derive_grad_metas(stage._stage_meta.outputs))
+                return pipes._StageBackwardMeta(backward_metas=tuple(map(_gradient, stage._stage_meta.outputs)))
             if self._sent is not None:
                 return self._sent
             if self._received is None:
                 raise later_stage(stage.stage_index + 1)
-            return pipes._StageForwardMeta(forward_metas=tuple(map(_meta, self._received.tensors)))
+            return pickle.loads(bytes.fromhex(self._received.torch_meta))
 
         replace_in(PipelineStage, "_warmup_forward_vote", own_vote)
         replace_in(PipelineStage, "_warmup_backward_result", lambda _, received_result: received_result)
@@ -117,17 +119,14 @@ def _stage_of(stage: Any) -> ScriptStage:
     return ScriptStage(stage=stage.group_rank, stage_of_rank=of_rank, sends=None)
 
 
-def _sizes(meta: Any) -> SentTensors:
-    """Return the shapes and dtypes that the next rank receives. Raises NotSimulated for DTensors."""
-    if any(type(one) is not pipes._TensorMeta for one in meta.forward_metas):
-        hint = "simulate the first rank (--rank 0), or let stages return local tensors"
-        raise not_simulated("a pipeline stage that sends DTensors", hint)
-    sizes = ((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in meta.forward_metas)
-    return SentTensors(tensors=tuple(sizes), is_tuple=True)
+def _gradient(output: Any) -> Any:
+    """Return torch's description of an output's gradient, as the next stage would send it; None without a gradient.
 
-
-def _meta(sent: tuple[tuple[int, ...], str]) -> Any:
-    """Return torch's description of a contiguous tensor that a stage receives."""
-    shape, dtype = torch.Size(sent[0]), getattr(torch, sent[1])
-    strides = torch.empty(shape, device="meta").stride()
-    return pipes._TensorMeta(shape=shape, stride=strides, dtype=dtype, requires_grad=dtype.is_floating_point)
+    A replicated DTensor's gradient may also arrive as a partial sum, which has the same size.
+    """
+    if not output.requires_grad:
+        return None
+    if not isinstance(output, pipes._DTensorMeta):
+        return replace(output, requires_grad=False)
+    placements = tuple(Replicate() if placement.is_partial() else placement for placement in output.placements)
+    return replace(output, requires_grad=False, placements=placements)
