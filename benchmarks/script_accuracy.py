@@ -2,8 +2,8 @@
 
 python benchmarks/script_accuracy.py [--cases WORDS] [--out FOLDER]
 
-Each script is run for two optimizer steps by two real ranks (gloo, CPUs) under an exact allocator meter, and simulated
-for both. Exit code 1 where an error is above its target, or a script fails.
+Each script is run for two optimizer steps by two or four real ranks (gloo, CPUs) under an exact allocator meter, and
+simulated for all of them. Exit code 1 where an error is above its target, or a script fails.
 """
 
 from __future__ import annotations
@@ -107,11 +107,14 @@ def compare(name: str, asked: ScriptTask, ranks: Ranks) -> ScriptComparison:
 
 
 def simulated(asked: ScriptTask, ranks: Ranks) -> list[dict[str, Any]]:
-    """Simulate both ranks; of two pipeline stages the later one with what the first one sends."""
-    first, last = ranks.script("script_simulated", asked)
-    if last["phases"] is None:
-        _, last = ranks.script("script_simulated", replace(asked, received=first["sends"]))
-    return [first, last]
+    """Simulate all ranks; those of a pipeline's later stages one after the other, with what the one before sends."""
+    answers = ranks.script("script_simulated", asked)
+    sends = answers[0].get("sends")
+    for rank, answer in enumerate(answers):
+        if answer["phases"] is None:
+            (answers[rank],) = ranks.script("script_simulated", replace(asked, received=sends), [rank])
+            sends = answers[rank]["sends"] or sends
+    return answers
 
 
 def met(found: list[ScriptComparison]) -> bool:

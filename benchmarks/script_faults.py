@@ -2,8 +2,8 @@
 
 python benchmarks/script_faults.py [--cases WORDS]
 
-The scripts are those of script_accuracy.py, for two ranks. Their Llama is wider: a fault would be large enough to be
-named. Exit code 1 where a script has a fault or fails.
+The scripts are those of script_accuracy.py. Their Llama is wider: a fault would be large enough to be named. Exit code
+1 where a script has a fault or fails.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def main() -> int:
 
 def faults(name: str, folder: Path) -> str:
     """Return what is said of a case's script: the codes and lines of its faults, its error, or ""."""
-    command = task(name, folder / name.replace(" ", "-")).command
+    asked = task(name, folder / name.replace(" ", "-"))
     config = folder / "llama" / "config.json"
     if config.exists():  # only the configuration is read
         config.write_text(json.dumps(json.loads(config.read_text()) | WIDE))
     os.chdir(folder / name.replace(" ", "-"))
     try:
-        run = simulate_script(command, Cluster("cpu", gpus=2), rank=0).run
+        run = simulate_script(asked.command, Cluster("cpu", gpus=asked.ranks), rank=0).run
     except UserError as error:
         return str(error)
     assert isinstance(run, SimulatedScript)

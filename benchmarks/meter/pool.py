@@ -67,9 +67,10 @@ class Ranks:
         """The forecast of `zerofit plan` for the rank that needs most."""
         return self._ask("planned", [target], "forecasting")[0]
 
-    def script(self, call: str, task: ScriptTask) -> list[dict[str, Any]]:
-        """All ranks of a script at the same time: "script_metered" for real, or "script_simulated"."""
-        return self._ask(call, [replace(task, rank=rank) for rank in range(task.ranks)], call.replace("_", " "))
+    def script(self, call: str, task: ScriptTask, ranks: Sequence[int] = ()) -> list[dict[str, Any]]:
+        """All ranks of a script, or these, at the same time: "script_metered" for real, or "script_simulated"."""
+        chosen = [replace(task, rank=rank) for rank in ranks or range(task.ranks)]
+        return self._ask(call, chosen, call.replace("_", " "))
 
     def _all(self, call: str, target: SimulationTarget, doing: str) -> list[dict[str, Any]]:
         return self._ask(call, [replace(target, rank=rank) for rank in range(target.job.layout.world_size)], doing)

@@ -31,6 +31,16 @@ FLAT = {
     "hybrid": ("--strategy", "HYBRID_SHARD", "--together", "2"),
     "copies": ("--strategy", "HYBRID_SHARD"),  # a node has one CPU: each rank holds the whole model
 }
+MESHES = {
+    "fsdp": (),
+    "fsdp-tp": ("--tp", "2"),
+    "fsdp-cp": ("--cp", "2"),
+    "tp-cp": ("--tp", "2", "--cp", "2"),
+    "replicas": ("--replicas", "2", "--fp32"),
+    "offload": ("--offload",),
+}
+SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+FOUR = ("mesh", "stages", "experts")  # kinds of scripts that run on four ranks; the others on two
 _TRAINING = ("--output_dir", "out", "--report_to", "none", "--logging_steps", "1", "--save_strategy", "no")
 _TRAINING += ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "10")
 RL = tuple(f"{kind} {stage}" for kind in ("grpo", "grpo-reference", "grpo-lora") for stage in ("zero2", "zero3"))
@@ -41,7 +51,10 @@ Words = Callable[[Path, str], tuple[str, ...]]
 def names() -> list[str]:
     """All cases: a kind of script and how DeepSpeed divides its state."""
     divided = [f"{kind} {stage}" for kind in KINDS for stage in STAGES if (kind, stage) not in IMPOSSIBLE]
-    return ["plain zero1", *divided, *ALONE, *RL, *(f"fsdp1 {how}" for how in FLAT), "sharded fsdp2", "sharded tp"]
+    flat, meshes = (f"fsdp1 {how}" for how in FLAT), (f"mesh {name}" for name in MESHES)
+    stages = ("stages fsdp", *(f"stages {schedule}" for schedule in SCHEDULES))
+    sharded = ("sharded fsdp2", "sharded tp")
+    return ["plain zero1", *divided, *ALONE, *RL, *flat, *sharded, *meshes, *stages, "experts even"]
 
 
 def task(name: str, folder: Path) -> ScriptTask:
@@ -50,7 +63,7 @@ def task(name: str, folder: Path) -> ScriptTask:
     folder.mkdir(parents=True, exist_ok=True)
     words = _WORDS[kind](folder, stage)
     launcher = () if words[0] == "accelerate" else ("python",)
-    return ScriptTask(command=(*launcher, *words), folder=str(folder))
+    return ScriptTask(command=(*launcher, *words), folder=str(folder), ranks=4 if kind in FOUR else 2)
 
 
 def _zero(stage: str) -> dict[str, Any]:
@@ -182,6 +195,20 @@ def _sharded(folder: Path, how: str) -> tuple[str, ...]:
     return (str(SCRIPTS / "sharded.py"), _llama(folder), "--tp_size", "2" if how == "tp" else "1")
 
 
+def _mesh(folder: Path, how: str) -> tuple[str, ...]:
+    return (str(SCRIPTS / "parallel.py"), *MESHES[how])
+
+
+def _stages(folder: Path, schedule: str) -> tuple[str, ...]:
+    """Four stages, or two that FSDP2 shards."""
+    options = ("--pp", "2") if schedule == "fsdp" else ("--pp", "4", "--schedule", schedule)
+    return (str(SCRIPTS / "stages.py"), *options)
+
+
+def _experts(folder: Path, how: str) -> tuple[str, ...]:
+    return (str(SCRIPTS / "experts.py"),)
+
+
 def _llama(folder: Path) -> str:
     """A pretrained folder of a tiny Llama, made once, with a tokenizer of bytes."""
     path = folder.parent / "llama"
@@ -237,4 +264,7 @@ _WORDS: dict[str, Words] = {
     "torch": _torch,
     "fsdp1": _fsdp1,
     "sharded": _sharded,
+    "mesh": _mesh,
+    "stages": _stages,
+    "experts": _experts,
 }

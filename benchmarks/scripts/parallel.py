@@ -110,8 +110,8 @@ def main():
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda") if args.offload else OffloadPolicy()}
     if not args.fp32:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    sharded = mesh["fsdp", "cp"]._flatten("shard")
-    options["mesh"] = mesh["dp", "shard"] if args.replicas > 1 else mesh["shard"]
+    sharding = mesh["fsdp", "cp"]._flatten("sharding")
+    options["mesh"] = mesh["dp", "sharding"] if args.replicas > 1 else sharding
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)

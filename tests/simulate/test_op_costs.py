@@ -111,6 +111,26 @@ def _changes(function: Any, *args: Any) -> tuple[Any, list[int]]:
     return out, [e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
 
 
+PARTS = [torch.empty(4, device="meta")] * 3  # of three ranks; real ranks of Gloo allocate as much
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "gloo", "nccl"),
+    [
+        ("allgather_", ([PARTS], PARTS[:1]), 48, 48),
+        ("reduce_scatter_", (PARTS[:1], [PARTS]), 32, 48),
+        ("reduce_scatter_", (PARTS[:1], [[*PARTS[1:], torch.empty(3, device="meta")]]), 28, 0),
+        ("scatter_", (PARTS[:1], [PARTS]), 48, 0),
+        ("scatter_", (PARTS[:1], []), 0, 0),
+        ("gather_", ([PARTS], PARTS[:1]), 48, 0),
+        ("alltoall_", (PARTS, PARTS), 96, 0),
+    ],
+)
+def test_collectives_of_lists_copy_them_into_flat_tensors(op, args, gloo, nccl):
+    found = [scratch_on(device)(f"c10d::{op}", args, {}, None) for device in ("cpu", "cuda")]
+    assert found == [gloo, nccl]
+
+
 def scratch_of(op: Any, args: Any) -> tuple[int, Any]:
     """What an op takes and gives back while it runs, and its output."""
     out, changes = _changes(op, *args)

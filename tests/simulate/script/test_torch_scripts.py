@@ -509,6 +509,60 @@ def test_stages_of_torchs_pipelines(folder, kind, of_rank):
     assert sum(row.count for row in sent) == 4 * both and sum(row.bytes for row in sent) == 4 * both * micro
 
 
+def test_a_zero_bubble_schedule_has_backward_phases(folder):
+    """It calls no torch.autograd.backward: weights' gradients come after the inputs'."""
+    text = PIPELINE.replace("KIND", "InterleavedZeroBubble").replace("OF_RANK", "2")
+    result = simulated(text, TWO, rank=0)
+    phases = [p for p in result.phases if p.step == 0]
+    assert [p.name for p in phases[-2:]] == ["backward", "step"] and phases[0].name == "forward"
+    gradients = 4 * (2 + 4) * 1025 * 1024  # of stages 0 and 2
+    grown = phases[-1].start_bytes - phases[0].start_bytes
+    assert grown == pytest.approx(gradients + 2 * CUBLAS_HOPPER_BYTES, rel=0.02)
+
+
+def test_stages_exchange_dtensors(folder):
+    """A stage allocates its part of what it receives; real ranks of gloo allocate the same."""
+    found = []
+    for sent, received in (("x", "x"), ("DTensor.from_local(x, mesh['tp'], [Shard(1)])", "x.to_local()")):
+        text = HANDED_ON.replace("SENT", sent).replace("RECEIVED", received)
+        found.append(simulated(text, "torchrun --nproc_per_node 4 train.py", gpus=4))
+        assert [stage.rank for stage in found[-1].stages] == [0, 2]
+    plain, dtensors = found
+    assert [p.peak_bytes for p in plain.phases] == [p.peak_bytes for p in dtensors.phases]
+    assert plain.stages == dtensors.stages and plain.comm == dtensors.comm
+
+
+HANDED_ON = """\
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Shard
+
+mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("pp", "tp"))
+number = mesh["pp"].get_local_rank()
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1024, 1024)
+
+    def forward(self, x):
+        x = self.layer(RECEIVED if number else x)
+        return x if number else SENT
+
+part, group = Part().cuda(), mesh["pp"].get_group()
+stage = PipelineStage(part, number, 2, torch.device("cuda"), group=group, get_mesh=lambda *_: mesh["tp"])
+schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+optimizer = torch.optim.AdamW(part.parameters())
+for i in range(50):
+    x = torch.randn(32, 512, 1024, device="cuda")
+    schedule.step(target=x) if number else schedule.step(x)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 ROUTED = """\
 import torch
 from torch import nn

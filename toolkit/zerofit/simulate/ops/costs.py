@@ -143,6 +143,11 @@ def _reduced(args: OpArguments, out: OpOutput) -> int:
     return whole.numel() * out.element_size() if args[2:3] != (0,) else 0
 
 
+def _flattened(tensors: object) -> int:
+    """Count the bytes of NCCL's flat copy of a list of tensors. It makes none if their sizes differ."""
+    return bytes_of(tensors) if len({t.shape for t in leaves_of(tensors)}) == 1 else 0
+
+
 # ATen/native: SoftMax.cpp, cuda/SoftMax.cu, layer_norm.cpp and cuda/layer_norm_kernel.cu copy tensors that are not
 # contiguous; Loss.cpp stores the loss of each element before it adds them up
 _ANYWHERE: dict[str, Callable[[OpArguments, OpOutput], int]] = {
@@ -156,15 +161,20 @@ _ANYWHERE: dict[str, Callable[[OpArguments, OpOutput], int]] = {
     "aten::smooth_l1_loss": _reduced,
     "aten::huber_loss": _reduced,
 }
-# Kind of device -> op -> bytes of (args, out). torch/csrc/distributed/c10d/ProcessGroupGloo.cpp: all-gather uses a flat
-# copy of the output, reduce-scatter an all-reduced clone of the input. aten: batch_norm_cpu's backward multiplies into
-# a copy of the input, _safe_softmax compares all scores with -inf.
+# Kind of device -> op -> bytes of (args, out). torch/csrc/distributed/c10d: Gloo's all-gather uses a flat copy of the
+# output, its reduce-scatter an all-reduced clone of the input. Both backends copy lists of tensors into flat tensors.
+# Gloo leaves out the rank's own part of a reduce-scatter. aten: batch_norm_cpu's backward multiplies into a copy of
+# the input, _safe_softmax compares all scores with -inf.
 KERNEL_SCRATCH: dict[str, dict[str, Callable[[OpArguments, OpOutput], int]]] = {
     "cpu": {
         **_ANYWHERE,
         "c10d::_allgather_base_": lambda args, out: bytes_of(args[0]),
         "c10d::allgather_": lambda args, out: bytes_of(args[0]),
         "c10d::_reduce_scatter_base_": lambda args, out: bytes_of(args[1]),
+        "c10d::reduce_scatter_": lambda args, out: bytes_of(args[1]) - bytes_of(args[0]),
+        "c10d::scatter_": lambda args, out: bytes_of(args[1]),
+        "c10d::gather_": lambda args, out: bytes_of(args[0]),
+        "c10d::alltoall_": lambda args, out: bytes_of(args[:2]),
         "_c10d_functional::all_gather_into_tensor": lambda args, out: bytes_of(out),
         "_c10d_functional::reduce_scatter_tensor": lambda args, out: bytes_of(args[0]),
         "aten::native_batch_norm": lambda args, out: 8 * args[0].shape[1],
@@ -174,7 +184,12 @@ KERNEL_SCRATCH: dict[str, dict[str, Callable[[OpArguments, OpOutput], int]]] = {
         "aten::mkldnn_rnn_layer": lambda args, out: bytes_of(args[1:4]) + 4 * bytes_of(out[0]),
         "aten::mkldnn_rnn_layer_backward": lambda args, out: 2 * bytes_of(args[1:3]) + 4 * bytes_of(args[7]),
     },
-    "cuda": {**_ANYWHERE, "aten::_scaled_dot_product_flash_attention_backward": _flash_backward},
+    "cuda": {
+        **_ANYWHERE,
+        "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+        "c10d::allgather_": lambda args, out: _flattened(args[0]),
+        "c10d::reduce_scatter_": lambda args, out: _flattened(args[1]),
+    },
 }
 
 
