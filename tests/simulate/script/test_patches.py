@@ -40,6 +40,7 @@ MESH, NESTED = "torch.distributed.device_mesh", "torch.nested._internal.ops"
 PARAMETER, INIT = "torch.nn.parameter", "torch.distributed.fsdp._init_utils"
 TOKENIZERS = "transformers.tokenization_utils_base"
 GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available", "destroy_process_group")
+HYBRID = "deepspeed.runtime.hybrid_engine:DeepSpeedHybridEngine"
 GRAPHS, GENERATION = "torch.cuda._graph_annotations", "transformers:GenerationMixin"
 LOOPS = ("_sample", "_beam_search", "_beam_search_has_unfinished_sequences")
 SAVERS = {**writes.SAVERS, **writes.OF_PACKAGES}
@@ -73,7 +74,7 @@ PATCHES = {
     ),
     "host_layers": (["torch:mkldnn_rnn_layer"], []),
     "replicas": (["torch.nn:DataParallel.forward"], []),
-    "hybrid_engine": (["deepspeed.runtime.hybrid_engine:DeepSpeedHybridEngine.__init__"], []),
+    "hybrid_engine": ([f"{HYBRID}.generate", f"{HYBRID}.new_inference_container"], []),
     "addresses": (
         ["torch:UntypedStorage.data_ptr", "torch._subclasses.fake_tensor:FakeTensor.data_ptr"],
         [Reason(FLAT, "_same_storage", "a b", "a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()")],

@@ -15,6 +15,7 @@ from zerofit.config.ds_json import write_for_trainer
 from zerofit.simulate.forecast.result import ALIKE
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
+from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS
 
 WIDTH = 64
 BEGIN = """\
@@ -442,14 +443,38 @@ def test_weights_that_cannot_be_simulated(folder):
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
-def test_deepspeeds_hybrid_engine_is_refused(folder):
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 2},
-        "hybrid_engine": {"enabled": True},
-    }
-    problem = refused(f"import deepspeed, torch\ndeepspeed.initialize(model=torch.nn.Linear(2, 2), config={config})\n")
-    assert problem.message == "DeepSpeed's hybrid engine cannot be simulated" and "hybrid_engine" in problem.hint
+HYBRID = """
+import deepspeed, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **sizes))
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {}},
+    "zero_optimization": {"stage": 3},
+    "hybrid_engine": {"enabled": True, "release_inference_cache": True},
+}
+engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+for _ in range(2):
+    engine.eval()
+    ids = engine.module.generate(torch.ones(2, 8, dtype=torch.long, device=engine.device), max_new_tokens=8)
+    engine.train()
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+"""
+
+
+def test_hybrid_engine_without_kernels_needs_the_memory_of_a_plain_engine(folder):
+    hybrid, plain = simulated(HYBRID), simulated(HYBRID.replace('"enabled": True', '"enabled": False'))
+    assert hybrid.peak_bytes == plain.peak_bytes
+    problem = refused(HYBRID.replace("engine.module.generate", "engine.generate"))
+    assert "engine.generate() fails" in problem.message and "engine.module.generate()" in problem.hint
+
+
+def test_hybrid_engine_is_refused_for_models_that_it_fails_with(folder):
+    problem = refused(HYBRID.replace("qwen2", "llama"))
+    assert "llama" in problem.message and HYBRID_ENGINE_FAULTS["llama"] in problem.message
+    assert "hybrid_engine" in problem.hint and problem.where.endswith(":12")
 
 
 def test_all_that_is_wrong_with_a_command(folder):

@@ -14,6 +14,7 @@ import psutil
 
 from zerofit.check.subject import ZERO, CheckSubject
 from zerofit.features.optimizers import ENTRIES, of_json
+from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS
 from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.overhead import HOST_RESERVE
 from zerofit.spec.units import shown_bytes
@@ -147,6 +148,16 @@ def uses_lora(c: CheckSubject) -> bool:
     return c.argument("use_peft") is True or any(name in ("lora", "qlora") for name in adapters)
 
 
+def hybrid_engine_fault(c: CheckSubject) -> str | None:
+    """Return how the model fails in DeepSpeed's hybrid engine; None if it does not, or if it is unknown."""
+    return HYBRID_ENGINE_FAULTS.get(c.facts.model_type or "") if c.facts else None
+
+
+def hybrid_engine_models(_: CheckSubject) -> str:
+    """Return the model types that DeepSpeed's hybrid engine does not work with."""
+    return ", ".join(HYBRID_ENGINE_FAULTS)
+
+
 def reference_argument(c: CheckSubject) -> str | None:
     """Return the argument that makes a trainer load a reference model; None if there is none.
 
@@ -257,7 +268,7 @@ TERMS: dict[str, Callable[[CheckSubject], Any]] = {
         *(scheduler_is_deepspeeds, optimizer_is_wrapped, nested_tensor_parallel, dualpipev_parts),
         *(refused_with_split_experts, compile_passes, steps_in_one_copy, needs_full_gradients),
         *(full_gradient_optimizers, has_betas, uses_lora, reference_argument, pads_to_maximum, lost_below),
-        *(gathered_experts, offloaded_bytes, exceeds_host),
+        *(gathered_experts, offloaded_bytes, exceeds_host, hybrid_engine_fault, hybrid_engine_models),
     )
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {

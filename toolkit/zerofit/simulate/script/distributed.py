@@ -24,9 +24,10 @@ from torch.utils._pytree import tree_map
 
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.ops.tracker import own_line
-from zerofit.simulate.script.errors import not_simulated
+from zerofit.simulate.script.errors import not_simulated, script_fault
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker, is_real
+from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS, WITHOUT_HYBRID_ENGINE
 from zerofit.spec.memory_kinds import BUCKETS, GRADIENTS
 
 
@@ -214,13 +215,23 @@ def replicas() -> None:
 
 
 def hybrid_engine() -> None:
-    """Refuse DeepSpeed's hybrid engine, which generates with inference kernels. (deepspeed/runtime/hybrid_engine.py)"""
-    hint = "remove hybrid_engine from the JSON, and generate with transformers or vLLM"
+    """Refuse models that DeepSpeed's hybrid engine fails with, and `engine.generate()` for all other models.
 
-    def init(*_: object, **__: object) -> None:
-        raise not_simulated("DeepSpeed's hybrid engine", hint)
+    For the other models, DeepSpeed leaves `engine.module.generate()` to transformers, and never sets the attribute that
+    `engine.generate()` needs. (deepspeed/runtime/hybrid_engine.py)
+    """
 
-    replace_in(DeepSpeedHybridEngine, "__init__", init)
+    def new_inference_container(_: object, layer: nn.Module, *__: object) -> None:
+        model = type(layer).__module__.split(".")[-2]  # transformers.models.llama.modeling_llama
+        fault = HYBRID_ENGINE_FAULTS.get(model, "zerofit cannot simulate its inference kernels")
+        raise script_fault(f"DeepSpeed's hybrid engine with {model}: {fault}", WITHOUT_HYBRID_ENGINE)
+
+    def generate(*_: object, **__: object) -> None:
+        message = "engine.generate() fails: DeepSpeed's hybrid engine has no inference kernels for this model"
+        raise script_fault(message, "call engine.module.generate()")
+
+    replace_in(DeepSpeedHybridEngine, "new_inference_container", new_inference_container)
+    replace_in(DeepSpeedHybridEngine, "generate", generate)
 
 
 def resized_storages(meter: ScriptTracker) -> None:

@@ -25,6 +25,11 @@ def not_simulated(what: str, hint: str) -> NotSimulated:
     return NotSimulated(Problem(kind="not-simulated", message=message, hint=hint, where=own_line()))
 
 
+def script_fault(message: str, hint: str) -> NotSimulated:
+    """Return the error for a script that fails on the real machine, at a call that is not simulated."""
+    return NotSimulated(Problem(kind="script", message=message, hint=hint, where=own_line()))
+
+
 def later_stage(number: int) -> NotSimulated:
     """Return the error for pipeline stage `number`. The previous stage must be simulated first."""
     message = f"stage {number} of a pipeline needs the output of the previous stage"

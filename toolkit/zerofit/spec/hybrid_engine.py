@@ -1,0 +1,24 @@
+"""Models that DeepSpeed's hybrid engine does not work with. (DeepSpeed 0.19.8 and transformers 5)"""
+
+from __future__ import annotations
+
+_INIT = "deepspeed.initialize fails: "
+_NO_WEIGHTS = "object has no attribute 'set_params_wo_copy'"
+# the kernels fill their own KV cache; transformers' cache stays empty, so its mask of a new token has one element
+_SHORT_MASK = "generate() returns wrong tokens, because the kernels read beyond the attention mask of transformers 5"
+
+# transformers' model types that DeepSpeed has inference kernels for, except OPT -> what happens
+# (deepspeed/runtime/hybrid_engine.py, module_inject/containers, model_implementations/transformers/ds_transformer.py)
+HYBRID_ENGINE_FAULTS = {
+    "bert": f"{_INIT}'DS_BERTContainer' {_NO_WEIGHTS}",
+    "bloom": f"{_INIT}BLOOM needs transformers 4.43.4 or older",
+    "clip": f"{_INIT}'NoneType' object has no attribute 'set_tensor_parallel_config'",
+    "distilbert": f"{_INIT}'DS_DistilBERTContainer' {_NO_WEIGHTS}",
+    "gpt2": f"{_INIT}'DS_GPT2Container' {_NO_WEIGHTS}",
+    "gpt_neo": _SHORT_MASK,
+    "gpt_neox": f"{_INIT}'GPTNeoXAttention' object has no attribute 'hidden_size'",
+    "gptj": _SHORT_MASK,
+    "llama": "generate() fails: 'tuple' object has no attribute 'size'",
+    "roberta": f"{_INIT}'DS_BERTContainer' {_NO_WEIGHTS}",
+}
+WITHOUT_HYBRID_ENGINE = "remove hybrid_engine from the JSON: engine.module.generate() works without it"
