@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from zerofit.app.planning.training_methods import compare_methods, read_methods
 from zerofit.app.simulation.runs import prepare_simulation
 from zerofit.cli.main import main
 from zerofit.plan.layout import PlannedLayout
+from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS
 
 H100 = zf.Cluster("h100-80gb", gpus=8)
 
@@ -185,3 +187,20 @@ def test_ligers_kernels_keep_what_they_keep(tmp_path: Path):
         ds_config=config,
     )
     assert plan.layouts[0].peak_bytes == pytest.approx(22_572_481_412, rel=1e-4)
+
+
+def test_a_hybrid_engine_is_refused_for_models_that_it_fails_with(profile):
+    config = {"hybrid_engine": {"enabled": True}}
+    for model_type, fault in (("llama", HYBRID_ENGINE_FAULTS["llama"]), ("qwen2", None)):
+        file = profile.parent / f"{model_type}.json"
+        file.write_text(json.dumps(json.loads(profile.read_text()) | {"model_type": model_type}))
+        planning = partial(zf.plan, profile=file, cluster=H100, ds_config=config)
+        if fault is None:
+            assert planning().layouts
+            continue
+        with pytest.raises(zf.UserError) as caught:
+            planning()
+        assert fault in caught.value.problems[0].message
+    with pytest.raises(zf.UserError) as caught:  # a run of zerofit generates nothing
+        zf.simulate(zf.Run(model="llama-tiny", data="synthetic", ds_config=config), H100)
+    assert [problem.kind for problem in caught.value.problems] == ["hybrid-engine"]

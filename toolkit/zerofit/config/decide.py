@@ -50,6 +50,7 @@ SETTLED = frozenset(
 )
 # warnings that are errors on the training machine
 FATAL = frozenset({"nvme-path", "monitor-package", "autotuning-on"})
+UNUSED = frozenset({"hybrid-engine"})  # warnings that are errors in zerofit's runs, which generate nothing
 
 # field of the run -> dotted path in the DeepSpeed JSON
 PAIRS = {
@@ -146,7 +147,7 @@ def _check_json(document: Document, run: Run, machine: Machine, place: str, prob
     entry = of_json(get(document.config, "optimizer.type"))
     settled = {(rule.code, rule.path) for rule in (entry.rules if entry else ()) if rule.settled}
     found = [f for f in check(document, setting) if f.code not in SETTLED and (f.code, f.path) not in settled]
-    fatal = FATAL if machine.here else frozenset()
+    fatal = UNUSED | FATAL if machine.here else UNUSED
     errors = [f for f in found if f.severity == "error" or f.code in fatal]
     for finding in errors:
         problems.add(finding.code, f"{finding.message}. {finding.why}", finding.fix, where(finding, document, place))

@@ -22,3 +22,8 @@ HYBRID_ENGINE_FAULTS = {
     "roberta": f"{_INIT}'DS_BERTContainer' {_NO_WEIGHTS}",
 }
 WITHOUT_HYBRID_ENGINE = "remove hybrid_engine from the JSON: engine.module.generate() works without it"
+
+
+def hybrid_engine_error(model_type: str, fault: str) -> str:
+    """Return the message for a model that the hybrid engine does not work with. `fault`: what happens to it."""
+    return f"DeepSpeed's hybrid engine with {model_type}: {fault}"

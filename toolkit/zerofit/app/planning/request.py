@@ -10,6 +10,7 @@ from typing import Any, Literal
 from zerofit.app.job.requests import PACKED, parse_input
 from zerofit.app.planning.corrections import MeasuredSpeed, TunedLayouts, read_tuned
 from zerofit.app.planning.layout_pins import LayoutPins, knobs_of, read_config, refuse_impossible, uncounted
+from zerofit.check.dotted import get
 from zerofit.config.part import check_part
 from zerofit.features.engines import Engine
 from zerofit.features.optimizers import PLANNED
@@ -18,6 +19,7 @@ from zerofit.models.names import left_out
 from zerofit.models.presets import PRESETS
 from zerofit.plan.outlook import Work
 from zerofit.spec.errors import Problems
+from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS, WITHOUT_HYBRID_ENGINE, hybrid_engine_error
 from zerofit.spec.model_facts import gives_loss, is_text
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.profile import Profile, Savings
@@ -127,7 +129,7 @@ class PlanningRequest:
         return read_tuned(self.tuned) if self.tuned else None
 
     def refuse_meaningless(self, profile: Profile) -> None:
-        """Raise a UserError for flags that do not apply to this kind of model."""
+        """Raise a UserError for flags and keys of the DeepSpeed JSON that do not apply to this kind of model."""
         problems = Problems()
         taken, size = ("rows of a table", "features:N") if profile.task == "table" else ("images", "image:CxHxW")
         if not is_text(profile.task) and self.pins.get("seq_len"):
@@ -139,6 +141,10 @@ class PlanningRequest:
         if profile.seq_len is not None and self.image not in (None, PACKED) and not gives_loss(profile.task):
             message = f"{profile.model} uses tokens, but --input is for images"
             problems.add("flag", message, "remove it; --seq-len sets the number of tokens", "--input")
+        fault = HYBRID_ENGINE_FAULTS.get(profile.model_type or "")
+        if fault and get(self.ds_config, "hybrid_engine.enabled") is True:
+            message = hybrid_engine_error(profile.model_type or "", fault)
+            problems.add("combination", message, WITHOUT_HYBRID_ENGINE, "--ds-config")
         problems.raise_if_any()
 
     def _check_engines(self, problems: Problems) -> None:

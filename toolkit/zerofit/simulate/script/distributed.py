@@ -27,7 +27,7 @@ from zerofit.simulate.ops.tracker import own_line
 from zerofit.simulate.script.errors import not_simulated, script_fault
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker, is_real
-from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS, WITHOUT_HYBRID_ENGINE
+from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS, WITHOUT_HYBRID_ENGINE, hybrid_engine_error
 from zerofit.spec.memory_kinds import BUCKETS, GRADIENTS
 
 
@@ -224,7 +224,7 @@ def hybrid_engine() -> None:
     def new_inference_container(_: object, layer: nn.Module, *__: object) -> None:
         model = type(layer).__module__.split(".")[-2]  # transformers.models.llama.modeling_llama
         fault = HYBRID_ENGINE_FAULTS.get(model, "zerofit cannot simulate its inference kernels")
-        raise script_fault(f"DeepSpeed's hybrid engine with {model}: {fault}", WITHOUT_HYBRID_ENGINE)
+        raise script_fault(hybrid_engine_error(model, fault), WITHOUT_HYBRID_ENGINE)
 
     def generate(*_: object, **__: object) -> None:
         message = "engine.generate() fails: DeepSpeed's hybrid engine has no inference kernels for this model"
