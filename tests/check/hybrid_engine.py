@@ -29,6 +29,7 @@ SIZES = {
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global"], 2]]},
     "gptj": {"rotary_dim": 16},
+    "llama": {"num_key_value_heads": 4},
     "qwen2": {"num_key_value_heads": 2},
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 64},
 }

@@ -446,7 +446,8 @@ def test_weights_that_cannot_be_simulated(folder):
 HYBRID = """
 import deepspeed, torch
 from transformers import AutoConfig, AutoModelForCausalLM
-sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=512)
+sizes |= dict(num_attention_heads=4, num_key_value_heads=4)
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **sizes))
 config = {
     "train_micro_batch_size_per_gpu": 2,
@@ -474,7 +475,7 @@ def test_hybrid_engine_without_kernels_needs_the_memory_of_a_plain_engine(folder
 def test_hybrid_engine_is_refused_for_models_that_it_fails_with(folder):
     problem = refused(HYBRID.replace("qwen2", "llama"))
     assert "llama" in problem.message and HYBRID_ENGINE_FAULTS["llama"] in problem.message
-    assert "hybrid_engine" in problem.hint and problem.where.endswith(":12")
+    assert "hybrid_engine" in problem.hint and problem.where.endswith(":13")
 
 
 def test_all_that_is_wrong_with_a_command(folder):
