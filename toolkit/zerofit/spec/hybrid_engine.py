@@ -18,7 +18,7 @@ HYBRID_ENGINE_FAULTS = {
     "gpt_neo": _SHORT_MASK,
     "gpt_neox": f"{_INIT}'GPTNeoXAttention' object has no attribute 'hidden_size'",
     "gptj": _SHORT_MASK,
-    "llama": "generate() fails: 'tuple' object has no attribute 'size' (with scaled rotary embeddings: initialize fails)",
+    "llama": "generate() fails: 'tuple' object has no attribute 'size', or initialize fails with scaled RoPE",
     "roberta": f"{_INIT}'DS_BERTContainer' {_NO_WEIGHTS}",
 }
 WITHOUT_HYBRID_ENGINE = "remove hybrid_engine from the JSON: engine.module.generate() works without it"
