@@ -79,8 +79,9 @@ class Lengths:
         if not 0 < seen < wanted:
             return batch
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        known = isinstance(ids, Tensor) and not isinstance(ids, FakeTensor) and ids.dim() == 2
-        rows = ids if known and ids.shape[1] == seen else torch.full((1, seen), -1)
+        rows: Tensor = torch.full((1, seen), -1)
+        if isinstance(ids, Tensor) and not isinstance(ids, FakeTensor) and ids.dim() == 2 and ids.shape[1] == seen:
+            rows = ids
         columns = [_columns(row, wanted, self.special) for row in rows]
         return _longer(batch, seen, torch.stack(columns), self.targets)
 
