@@ -252,8 +252,28 @@ def test_steps_that_a_process_had_buffered_come_after_its_error(tmp_path):
         )
         assert done.stdout.index("ValueError") < done.stdout.index("step 0")
         assert explained(done.stdout).place == ("device" if "CUDA" in text else "")
-        bars = "".join(f" 1%|1  | {step}/9 [00:01<00:10]\n" for step in range(1, 9))  # bars have no buffer
-        assert explain_log(lines_of(done.stdout + bars)) is None
+        assert explain_log(lines_of(done.stdout + bars(*range(1, 9)))) is None  # bars have no buffer
+
+
+def bars(*done):
+    return "".join(f" 1%|1  | {step}/9 [00:01<00:10]\n" for step in done)
+
+
+def test_one_more_step_of_another_rank_does_not_hide_an_error():
+    error = "".join(f"[rank3]: {line}\n" for line in logged("model(x)", error="CUDA out of memory. Tried").splitlines())
+    assert explained(bars(0, 1, 2) + error + bars(2, 3, 3)).ranks == ("3",)
+    assert explained("{'loss': 2.1}\nCUDA out of memory. Tried\n" + bars(3) + "{'loss': 2.0}\n").place == "device"
+    assert explain_log(lines_of(bars(0, 1) + error + bars(2, 3))) is None
+
+
+def test_bars_that_start_again_in_each_epoch_show_that_the_run_continued():
+    error = "CUDA out of memory. Tried to allocate 2.00 GiB; the batch size is halved\n"
+    assert explain_log(lines_of(bars(*range(10), 0, 1, 2) + error + bars(3, 4))) is None
+
+
+def test_a_step_after_the_traceback_of_an_ignored_exception_is_no_part_of_it():
+    ignored = "Exception ignored in: <function D.__del__ at 0x7f>\n" + logged("self.f", error="AttributeError: f")
+    assert explain_log(lines_of(ignored + "{'loss': 2.2, 'grad_norm': nan}\n{'loss': 2.1}\n{'loss': 2.0}\n")) is None
 
 
 TITLE = "Traceback (most recent call last):\n"

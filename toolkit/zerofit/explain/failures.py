@@ -20,7 +20,7 @@ from typing import Any
 from zerofit.explain.log import LONGEST_TRACEBACK, TRACEBACK, LogLine
 from zerofit.explain.messages import ended_by, joined_message, shortened
 from zerofit.explain.progress import Progress, went_on_after
-from zerofit.explain.tracebacks import CODE_LINE
+from zerofit.explain.tracebacks import CODE_LINE, ERROR_LINE
 
 LAST_LINES = 50_000  # a failure is at the end of a log
 FRAME_LINES = 4  # lines of a frame: the place, the code, and marks below it
@@ -29,7 +29,6 @@ NOT_FINITE = "not-finite"  # an entry
 EXCEPTION = "exception"  # the cause if only a traceback shows it
 
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*(?=\w*[a-z])[A-Z]\w*(?::(?: |$)|$)")
-_ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")  # its traceback may lack its first lines
 _FRAME = re.compile(CODE_LINE.pattern + "$")
 _HANDLED = "During handling of the above exception"
 _IGNORED = re.compile(r"Exception ignored |--- Logging error ---")  # the line before such a traceback
@@ -153,7 +152,7 @@ def _exceptions(lines: Sequence[LogLine]) -> list[int]:
         elif _HANDLED in line.text:
             found = [other for other in found if lines[other].rank != line.rank]
         elif _EXCEPTION.match(line.text):
-            is_cut = _ERROR.match(line.text) and (not before or _ends_frame(before))
+            is_cut = ERROR_LINE.match(line.text) and (not before or _ends_frame(before))
             start = opened.pop(line.rank, at if is_cut else -LONGEST_TRACEBACK)
             if at - start < LONGEST_TRACEBACK and not _LAUNCHERS.search(line.text):
                 found.append(at)

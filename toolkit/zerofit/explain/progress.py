@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from zerofit.explain.log import LogLine
-from zerofit.explain.tracebacks import frames_before
+from zerofit.explain.tracebacks import ERROR_LINE, frames_before
 
 GIB = 1 << 30
 GROWING = 4  # number of readings at one place that must each grow to count as a leak
 
-_BAR = re.compile(r"^(?P<about>[^|%]*?):?\s*\d+%\|.*?\|\s*(?P<done>\d+)/\d+ \[")
+_BAR = re.compile(r"^(?P<about>[^|%]*?):?\s*\d+%\|.*?\|\s*(?P<done>\d+)/(?P<total>\d+) \[")
 _NO_TRAINING = re.compile(
     r"load|shard|map|token|generat|download|fetch|eval|valid|predict|filter|proces|pack|split|saving|sanity|test", re.I
 )
@@ -43,7 +45,7 @@ class Progress:
     """The progress of a run before its error."""
 
     steps: int = 0  # number of steps or losses in the log; also 0 if the run prints none
-    last_step: int = 0  # the last line on which the number of steps or losses grew
+    last_step: int = 0  # the last line but one of a new step or loss
     last_bar: int = 0  # the same for progress bars, which are written without a buffer
     started: bool = False  # whether a training step had begun
     activity: str = ""  # the last phase before training that the log names
@@ -64,14 +66,17 @@ class Progress:
 def went_on_after(lines: Sequence[LogLine], error: int, whole: Progress) -> bool:
     """Return whether the run continued after the message on line `error`. `whole` is the progress of all `lines`.
 
-    An uncaught exception ends the process. Steps may come after it, from the buffer of standard output (`python -m`) or
-    from the log of another rank, so they prove nothing. Progress bars have no buffer.
+    One step proves nothing: another rank may end its step after the error. An uncaught exception ends the process.
+    Steps may come after it, from the buffer of standard output (`python -m`) or from the log of another rank. Progress
+    bars have no buffer.
     """
-    if whole.last_step <= error:
-        return False
+    if whole.last_bar > error or whole.last_step <= error:
+        return whole.last_bar > error
+    line = lines[bisect_left(lines, error, key=lambda line: line.number)].text
+    if _LOSS.search(line) and not ERROR_LINE.match(line):
+        return True  # a step of the program, not the message of a traceback before it
     frames = frames_before(lines, error)
-    is_uncaught = bool(frames) and (frames[0].name == "<module>" or "runpy" in frames[0].file)
-    return not is_uncaught or whole.last_bar > error
+    return not frames or (frames[0].name != "<module>" and "runpy" not in frames[0].file)
 
 
 # text in a log -> the phase of the program, in the order of a run
@@ -91,21 +96,30 @@ _ACTIVITY_PATTERNS = tuple((re.compile(pattern), name) for pattern, name in _ACT
 
 def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
     """Return the progress of the run at a line of its log."""
-    steps, losses, last_step, last_bar, activity, label, started = 0, 0, 0, 0, "", "", False
+    steps, losses, activity, label, started = 0, 0, "", "", False
     numbers: set[int] = set()
+    latest: int | None = None  # number of the last step
+    bars, printed = deque([0, 0], 2), deque([0, 0], 2)  # lines of the last two new steps, in bars and with a loss
+    highest: dict[str, int] = {}  # total of a bar -> steps done in its epoch
     readings: list[MemoryReading] = []
     for line in lines:
         text = line.text
         if line.number >= error:
             break
         if (bar := _BAR.match(text.strip())) and not _NO_TRAINING.search(bar["about"]):
-            started = True
-            if int(bar["done"]) > steps:  # the bar is also drawn between two steps
-                steps, activity, last_step, last_bar = int(bar["done"]), "", line.number, line.number
+            started, done = True, int(bar["done"])
+            if done > highest.get(bar["total"], 0):  # the bar is also drawn between two steps
+                steps, activity = max(steps, done), ""
+                bars.append(line.number)
+            highest[bar["total"]] = max(done, highest.get(bar["total"], 0)) if done else 0
         elif _LOSS.search(text) and "train_runtime" not in text:
-            started, losses, activity, last_step = True, losses + 1, "", line.number
-            if step := _STEP.search(text):
-                numbers.add(int(step["step"]))
+            started, losses, activity = True, losses + 1, ""
+            step = _STEP.search(text)
+            if step is None or int(step["step"]) != latest:
+                printed.append(line.number)
+            if step:
+                latest = int(step["step"])
+                numbers.add(latest)
         activity = next((name for pattern, name in _ACTIVITY_PATTERNS if pattern.search(text)), activity)
         if memory := _MEMORY.search(text):
             allocated, peak, reserved = (int(float(size) * GIB) for size in memory.groups())
@@ -121,8 +135,8 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
     steps = max(steps, len(numbers) or losses, *numbers)
     return Progress(
         steps=steps,
-        last_step=last_step,
-        last_bar=last_bar,
+        last_step=max(bars[0], printed[0]),
+        last_bar=bars[0],
         started=started,
         activity=activity,
         readings=tuple(readings),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ LOADING, INIT, FORWARD, LOSS, BACKWARD, STEP = "loading", "init", "forward", "lo
 EVALUATION, KEPT_LOGITS, GENERATION, SAVING, DATA = "evaluation", "kept logits", "generation", "saving", "data"
 
 CODE_LINE = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>.+))?')
+ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception)\b")
 _NOTEBOOK = re.compile(
     r"^\s*(?:File )?(?P<file>(?:~|/|\w:|<ipython|Cell )[^:(]*?)(?::(?P<line>\d+))?,? in (?P<name>.+)$"
 )
@@ -54,7 +56,7 @@ def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
 
     Skip the traceback of a launcher.
     """
-    at = next((index for index, line in enumerate(lines) if line.number >= error), len(lines))
+    at = bisect_left(lines, error, key=lambda line: line.number)
     rank = lines[at].rank if at < len(lines) else ""
     found: list[CodeFrame] = []
     code = arrow = ""
