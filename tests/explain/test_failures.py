@@ -276,6 +276,20 @@ def test_a_step_after_the_traceback_of_an_ignored_exception_is_no_part_of_it():
     assert explain_log(lines_of(ignored + "{'loss': 2.2, 'grad_norm': nan}\n{'loss': 2.1}\n{'loss': 2.0}\n")) is None
 
 
+def test_exceptions_are_found_by_their_order_and_each_is_handled_alone():
+    first = "".join(f"[rank3]: {line}\n" for line in logged("d[k]", error="KeyError: 3").splitlines())
+    assert explained(first + logged("start()", error="ValueError: rank 3 failed")).ranks == ("3",)
+    handled = logged("pipe.send(x)", error="BrokenPipeError: no reader") + "\nDuring handling of the above exception, "
+    handled += "another exception occurred:\n\n" + logged("stop()", error="SystemExit: 1")
+    assert "KeyError" in explained(logged("d[k]", error="KeyError: 3") + handled).summary
+
+
+def test_exceptions_whose_class_is_called_error():
+    for name in ("cv2.error", "struct.error", "socket.gaierror"):
+        found = explained(logged("f(x)", error=f"{name}: bad input") + "Epoch: 2\n")
+        assert found.summary.endswith(f"{name}: bad input")
+
+
 TITLE = "Traceback (most recent call last):\n"
 FAILED = TITLE + '  File "/home/me/train.py", line 7, in <module>\n    d[k]\nKeyError: 3\n'
 LOGGERS = (

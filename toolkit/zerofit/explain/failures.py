@@ -28,7 +28,7 @@ NO_SHORTAGE = "Memory did not run out."
 NOT_FINITE = "not-finite"  # an entry
 EXCEPTION = "exception"  # the cause if only a traceback shows it
 
-_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*(?=\w*[a-z])[A-Z]\w*(?::(?: |$)|$)")
+_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:(?=\w*[a-z])[A-Z]\w*|(?<=\.)\w*error)(?::(?: |$)|$)")
 _FRAME = re.compile(CODE_LINE.pattern + "$")
 _HANDLED = "During handling of the above exception"
 _IGNORED = re.compile(r"Exception ignored |--- Logging error ---")  # the line before such a traceback
@@ -122,7 +122,7 @@ def _exception(lines: Sequence[LogLine], whole: Progress) -> Failure | None:
     """Return the first exception that ended the script; None if the run continued after every exception."""
     reports = _FIRST_FAILURE.findall("\n".join(line.text for line in lines))
     first = min(reports)[1] if reports else ""
-    for at in sorted(_exceptions(lines), key=lambda at: (lines[at].rank != first, at)):
+    for at in sorted(_exceptions(lines), key=lambda at: (bool(first) and lines[at].rank != first, at)):
         line = lines[at]
         if any(entry.pattern.search(line.text) for entry in _entries("consequences")):
             continue
@@ -143,19 +143,21 @@ def _exceptions(lines: Sequence[LogLine]) -> list[int]:
 
     Leave out launchers' tracebacks, and exceptions that were handled or ignored.
     """
-    found, opened, own = list[int](), dict[str, int](), dict[str, deque[str]]()
+    found, opened, closed, own = list[int](), dict[str, int](), dict[str, int](), dict[str, deque[str]]()
     for at, line in enumerate(lines):
         before = own.setdefault(line.rank, deque(maxlen=FRAME_LINES))
         if TRACEBACK in line.text:
             is_ignored = bool(before and _IGNORED.match(before[-1]))
             opened[line.rank] = -LONGEST_TRACEBACK if is_ignored else at
         elif _HANDLED in line.text:
-            found = [other for other in found if lines[other].rank != line.rank]
+            found = [other for other in found if other != closed.get(line.rank)]
         elif _EXCEPTION.match(line.text):
             is_cut = ERROR_LINE.match(line.text) and (not before or _ends_frame(before))
             start = opened.pop(line.rank, at if is_cut else -LONGEST_TRACEBACK)
-            if at - start < LONGEST_TRACEBACK and not _LAUNCHERS.search(line.text):
-                found.append(at)
+            if at - start < LONGEST_TRACEBACK:
+                closed[line.rank] = at
+                if not _LAUNCHERS.search(line.text):
+                    found.append(at)
         if line.text.strip():
             before.append(line.text)
     return found

@@ -33,7 +33,7 @@ _PREFIX = re.compile(
     | \[\d+,(?P<mpi>\d+)\]<\w+>:\ ?
     | (?P<srun>\d+):[ ]
     | \((?P<actor>\w[^()]*\bpid=\d+[^()]*)\)[ ]
-    | (?P<host>(?=[\w.-]*\d)(?!E[A-Z]\d+:)[A-Za-z][\w.-]*(?<!Error)(?<!Exception)(?<!Warning))(?::|\ +\|)[ ]
+    | (?P<host>(?=[\w.-]*\d)(?!E[A-Z]\d+:)[A-Za-z][\w.-]*(?<!Error)(?<!\.error)(?<!Exception)(?<!Warning))(?::|\ +\|)[ ]
     | \d{4}-\d\d-\d\dT[\d:.]+Z[ ]
     | ERROR[ ]\d\d-\d\d[ ][\d:]{8}[ ]\[[\w./]+:\d+\][ ]
     )""",
