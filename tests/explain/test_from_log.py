@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import lzma
+import random
 
 import pytest
 
 from tests.explain.logs import MESSAGES, OTHERS, PHASES, full, traceback
+from zerofit.explain import log
 from zerofit.explain.from_log import explain_log
-from zerofit.explain.log import lines_of, read_log
+from zerofit.explain.log import lines_of, read_ends, read_log
 from zerofit.spec.foreign import Unreadable
 
 GIB = 1 << 30
@@ -195,9 +198,23 @@ def test_a_log_without_a_message_and_files_of_any_content(tmp_path):
     for archive in (gzip, bz2, lzma):
         file.write_bytes(archive.compress(traceback("loss.backward()").encode()))
         assert explain_log(read_log(file)) is not None
-    for content in (gzip.compress(b"loss")[:12], b"PK\x03\x04"):
+    for content in (gzip.compress(b"loss")[:10], b"PK\x03\x04"):
         file.write_bytes(content)
         with pytest.raises(Unreadable, match="archive"):
             read_log(file)
+    noise = random.randbytes(500_000).hex()  # more than a block of bz2
+    for archive in (gzip, bz2, lzma):  # the writer was killed
+        file.write_bytes(archive.compress(f"CUDA out of memory\n{noise}".encode())[:-100])
+        assert read_log(file)[0].text == "CUDA out of memory"
     file.write_text("CUDA out of memory. Tried to allocate 1.2.3 GiB (GPU 9999; -1 GiB total capacity; GiB free")
     assert explain_log(read_log(file)) is not None
+
+
+def test_a_very_long_log_lacks_its_middle(monkeypatch):
+    monkeypatch.setattr(log, "MOST_BYTES", 1000)
+    monkeypatch.setattr(log, "HEAD_BYTES", 100)
+    monkeypatch.setattr(log, "CHUNK_BYTES", 70)
+    for size in (999, 1000, 1001, 2001, 50_000):
+        content = random.randbytes(size)
+        found = read_ends(io.BytesIO(content))
+        assert found == (content if size <= 1000 else content[:100] + b"\n" + content[-900:])

@@ -8,14 +8,15 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from io import BufferedIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from zerofit.explain.advice import KERNEL_LOG
 from zerofit.explain.failures import NO_SHORTAGE, NOT_FINITE
 from zerofit.explain.from_log import explain_log
 from zerofit.explain.from_snapshot import ENOUGH, FRAGMENTS, explain_snapshot
-from zerofit.explain.log import MOST_BYTES, LogLine, decoded_log, lines_of, read_log
+from zerofit.explain.log import LogLine, decoded_log, lines_of, read_ends, read_log
 from zerofit.explain.result import UNKNOWN, Change, Explanation, ForecastAtMoment
 from zerofit.explain.tracebacks import BACKWARD, FORWARD, INIT, LOADING, LOSS, STEP
 from zerofit.spec.errors import Problem, UserError
@@ -95,7 +96,7 @@ def explain(
 def _explained(what: str | Path, report: Reporter) -> Explanation:
     path = Path(what)
     if str(what) == STANDARD_INPUT:
-        return _of_log(lines_of(decoded_log(sys.stdin.buffer.read(MOST_BYTES))))
+        return _of_log(lines_of(decoded_log(read_ends(cast(BufferedIOBase, sys.stdin.buffer)))))
     if path.is_dir():
         return _of_run_folder(RunFolder(path))
     with refused(path, hint=HINT, where="WHAT"):

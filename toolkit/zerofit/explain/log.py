@@ -8,13 +8,15 @@ import lzma
 import re
 import zlib
 from dataclasses import dataclass
+from io import BufferedIOBase
 from itertools import zip_longest
 from pathlib import Path
 
 from zerofit.spec.foreign import Unreadable
 
-MOST_BYTES = 64 << 20  # bytes of a log; of a longer log only the beginning and the end are read
+MOST_BYTES = 64 << 20  # bytes of a log; of a longer log only the beginning and the end are explained
 HEAD_BYTES = 8 << 20
+CHUNK_BYTES = 1 << 20
 
 TRACEBACK = "Traceback (most recent call last)"
 LONGEST_TRACEBACK = 400  # lines
@@ -60,17 +62,31 @@ def read_log(path: Path) -> list[LogLine]:
     if start.startswith(_ARCHIVES):
         raise Unreadable("it is an archive: unpack it first")
     opener = next((opener for mark, opener in _OPENERS.items() if start.startswith(mark)), open)
-    content = b""
     with opener(path, "rb") as file:
-        try:
-            while more := file.read(MOST_BYTES):
-                content += more
-                if len(content) > MOST_BYTES:
-                    content = content[:HEAD_BYTES] + b"\n" + content[HEAD_BYTES - MOST_BYTES :]
-        except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile):
-            if not content:
-                raise Unreadable("it is a damaged archive") from None
-    return lines_of(decoded_log(content))
+        return lines_of(decoded_log(read_ends(file)))
+
+
+def read_ends(file: BufferedIOBase) -> bytes:
+    """Return the content of a log without the middle of a very long one; of an incomplete archive, its beginning.
+
+    Raises OSError, or Unreadable for an archive from which nothing can be read.
+    """
+    content = bytearray()
+    try:
+        while more := file.read1(CHUNK_BYTES):
+            content += more
+            if len(content) > 2 * MOST_BYTES:
+                _remove_middle(content)
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile):
+        if not content:
+            raise Unreadable("it is a damaged archive") from None
+    if len(content) > MOST_BYTES:
+        _remove_middle(content)
+    return bytes(content)
+
+
+def _remove_middle(content: bytearray) -> None:
+    content[HEAD_BYTES : HEAD_BYTES - MOST_BYTES] = b"\n"
 
 
 def decoded_log(content: bytes) -> str:
