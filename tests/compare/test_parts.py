@@ -135,13 +135,15 @@ def test_sizes_over_their_seeds():
         row(16, seconds_to_target=s, steps_to_target=10, final_accuracy=0.9, seconds=5.0, noise_scale=n)
         for s, n in ((1.0, 10.0), (3.0, None), (2.0, 30.0))
     ]
-    rows += [row(64, final_accuracy=0.5, seconds=4.0), row(64, status="failed", reason="x")]
+    rows += [row(64, final_accuracy=0.5, test_accuracy=a, seconds=4.0) for a in (0.0, 0.4, 0.8)]
+    rows += [row(64, status="failed", reason="x")]
     first, second = summarize_sizes(rows)
     assert (first.batch_size, first.runs, first.reached) == (16, 3, 3)
     assert first.seconds_to_target == [2.0, 1.0, 3.0]
     assert first.samples_to_target == [160, 160, 160]
     assert first.noise_scale == [20.0, 10.0, 30.0]
-    assert (second.runs, second.reached, second.seconds_to_target) == (1, 0, None)
+    assert (second.runs, second.reached, second.seconds_to_target) == (3, 0, None)
+    assert second.test_accuracy == [0.4, 0.0, 0.8]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +191,15 @@ def test_only_what_cannot_fit_is_refused(tmp_path, monkeypatch):
     assert lacks("zero3", state // 4, job=gpus) is None and lacks("zero3", state // 4 - 1, job=gpus)
     assert lacks("ddp", state, job=gpus) is None and lacks("ddp", state - 1, job=gpus)
     assert strategy_row(STRATEGIES["ddp"], job, [{"does_not_fit": "why"}], 0.0).status == "does-not-fit"
+
+
+def test_traffic_of_a_step_if_the_first_rank_is_slow():
+    job = CompareJob(strategy="backup-workers", model="mlp", global_batch=64)
+    report = {"seconds": 2.0, "tokens_a_sample": None, "sent_bytes": 100, "received_bytes": 0}
+    report |= {"peak_bytes": 1, "host_bytes": 1}
+    judged = {"timed_steps": 10, "loss": 1.0, "accuracy": 0.5, "batch_norm": False}
+    row = strategy_row(STRATEGIES[job.strategy], job, [{**report, "timed_steps": 2}, {**report, **judged}], 3.0)
+    assert (row.samples_per_s, row.comm_bytes_per_step) == (320.0, 20.0)
 
 
 def strategy(name, **figures):

@@ -204,8 +204,8 @@ def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[RankRepo
     if status != "ok":
         return row
     timed = [report for report in reports if report["seconds"]]
-    samples = job.global_batch * max(report["timed_steps"] for report in timed)
-    samples_per_s = samples / max(report["seconds"] for report in timed)
+    steps = max(report["timed_steps"] for report in timed)  # slow ranks of some strategies make fewer
+    samples_per_s = job.global_batch * steps / max(report["seconds"] for report in timed)
     tokens = timed[0]["tokens_a_sample"]
     sent = None
     if all(report["sent_bytes"] is not None for report in timed):
@@ -219,7 +219,7 @@ def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[RankRepo
         tokens_per_s=samples_per_s * tokens if tokens else None,
         peak_bytes_per_rank=max(report["peak_bytes"] for report in reports),
         host_bytes_per_rank=max(report["host_bytes"] for report in reports),
-        comm_bytes_per_step=None if sent is None else sent / timed[0]["timed_steps"],
+        comm_bytes_per_step=None if sent is None else sent / steps,
         loss=judged["loss"],
         accuracy=judged["accuracy"],
         max_weight_difference=difference,
@@ -310,7 +310,7 @@ def summarize_sizes(rows: Sequence[SizeRow]) -> list[SizeSummary]:
 
 
 def _spread(figures: Sequence[float | None]) -> list[float] | None:
-    measured = [value for value in figures if value]
+    measured = [value for value in figures if value is not None]
     return [statistics.median(measured), min(measured), max(measured)] if measured else None
 
 
