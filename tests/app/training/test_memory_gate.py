@@ -332,6 +332,26 @@ def test_a_host_that_could_not_be_asked_looks_for_itself(tmp_path, monkeypatch, 
         launch.run()
 
 
+@pytest.mark.parametrize("error", [zf.UserError, zf.DoesNotFit, KeyboardInterrupt])
+def test_a_launch_that_starts_no_rank_leaves_no_folder(tmp_path, monkeypatch, error):
+    def fail(*_):
+        assert (tmp_path / "runs" / "new").is_dir()
+        raise error(zf.Problem(kind="host", message="node1 did not answer"))
+
+    monkeypatch.setattr(restarts, "examine_hosts", fail)
+    launch = RestartingRun(
+        request=as_request(zf.Run(output=tmp_path / "runs" / "new")),
+        hosts=[Host("localhost", 1)],
+        options=HostRequest(),
+        report=Reporter(),
+        run_file=None,
+        max_restarts=0,
+    )
+    with pytest.raises(error):
+        launch.run()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_gpu_that_others_have_taken_is_not_free(unhinted):
     run = zf.Run(**{**LLAMA, "precision": "bf16"})
     there = host(32 * GIB, gpus=1)

@@ -35,7 +35,7 @@ from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
 from zerofit.launch.ops import libaio_problems, needed_ops
 from zerofit.launch.run_lock import CommandLock
-from zerofit.spec.errors import DoesNotFit, Problem, Problems, RunFailed, Stopped, UserError
+from zerofit.spec.errors import Problem, Problems, RunFailed, Stopped, UserError
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.files import open_jsonl
 from zerofit.spec.run import RunRequest
@@ -80,6 +80,7 @@ class RestartingRun:
         Raises UserError, DoesNotFit, RunFailed and Stopped.
         """
         with ExitStack() as stack:
+            stack.callback(self._remove_empty_folders)
             lock = CommandLock(stack, self.report.status)  # over all starts
             for attempt in range(1, self.max_restarts + 2):
                 try:
@@ -111,11 +112,7 @@ class RestartingRun:
             gate = MemoryGate(self.report, anyway=anyway, hosts=self.hosts, facts=facts)
             where = {"machine": machine, "hosts": self.hosts}
             fitter = partial(fitted, report=self.report, gate=gate, anyway=self.anyway, **where)
-            try:
-                prepared = prepare(self.request, self.report, machine, lock, gate=gate, fitter=fitter)
-            except DoesNotFit:
-                self._remove_empty_folders()
-                raise
+            prepared = prepare(self.request, self.report, machine, lock, gate=gate, fitter=fitter)
             job, folder = prepared.job, prepared.folder
             if found:
                 disks = disk(found.facts, job.facts.checkpoint_bytes(job.precision))
@@ -151,20 +148,16 @@ class RestartingRun:
         if not self.options.over_ssh:
             return None
         folder = self.folder or find_folder(self.request.run)
-        self._new_folders = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
+        self._new_folders += [p for p in (folder.path, *folder.path.parents) if not p.exists()]
         folder.path.mkdir(parents=True, exist_ok=True)
         found = examine_hosts(self.hosts, self.options, folder.path, self.request.run.model, self.run_file, port)
-        try:
-            self._refuse(found.findings)
-        except UserError:
-            self._remove_empty_folders()
-            raise
+        self._refuse(found.findings)
         # later starts use this folder
         self.request = self.request.updated(output=folder.path)
         return found
 
     def _remove_empty_folders(self) -> None:
-        """Remove the empty run folder that was created for the hosts' checks."""
+        """Remove the run folder that was created for the hosts' checks, if it is still empty."""
         for path in self._new_folders:
             with suppress(OSError):  # the folder is no longer empty
                 path.rmdir()
