@@ -161,5 +161,7 @@ def test_bad_settings_are_reported_at_once():
     assert run("--method", "grpo", "--rollout", "max_completion_length=1024")[0] == 2
     assert run("--method", "grpo", "--engine", "fsdp2")[0] == 2
     assert run("--method", "distill", "--rollout", "num_generations=4")[0] == 2
+    for own in ("server_gpus=4", "server_gpus=1,vllm_tensor_parallel_size=2"):  # no GPU is left; half an engine
+        assert run("--method", "grpo", "--global-batch", "48", "--gpus", "4", "--rollout", own)[0] == 2
     # TRL copies the model for its reference, which ZeRO-3 forbids
     assert [run("--method", "online-dpo", "--zero-stage", "3", *more)[0] for more in ((), ("--lora", "8"))] == [2, 0]

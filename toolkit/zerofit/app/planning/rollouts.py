@@ -203,6 +203,11 @@ def plan_rollouts(
         own = settings.own_name("vllm_tensor_parallel_size")
         message = f"{own}={settings.vllm_tensor_parallel_size} does not divide the {cluster.gpus} GPUs of a node"
         problems.add("usage", message, "use a divisor", SETTINGS)
+    if settings and (own := settings.server_gpus):
+        degree = settings.vllm_tensor_parallel_size
+        if own >= cluster.gpus or own % degree:
+            message = f"server_gpus={own} with {cluster.gpus} GPUs and vllm_tensor_parallel_size={degree}"
+            problems.add("usage", message, f"use a multiple of {degree} below {cluster.gpus}", SETTINGS)
     if cluster.on_cpu:
         problems.add("usage", "--method is for GPUs", "name a kind with --gpu", "--gpu")
     problems.raise_if_any()
