@@ -55,6 +55,8 @@ def test_the_fields_of_a_run_are_pins(profile):
     run = zf.Run(model="llama-tiny", global_batch=64, micro_batch=3)
     with pytest.raises(zf.UserError, match="does not divide"):
         zf.plan(run, H100)
+    with pytest.raises(zf.UserError, match="--optimizer muon: plan cannot forecast its states"):
+        zf.plan(zf.Run(model="llama-tiny", optimizer="muon"), H100)
     with pytest.raises(zf.UserError) as error:
         zf.plan("gpt2", H100, seq_len=5000, micro_batch=0, image="image:3x2")
     assert {p.where for p in error.value.problems} == {"--seq-len", "--micro-batch", "--input"}

@@ -55,14 +55,14 @@ class PlanningRequest:
 
     def __post_init__(self) -> None:
         problems = Problems()
-        if (optimizer := self.pins.get("optimizer")) and optimizer not in PLANNED:
-            message = f"--optimizer {optimizer}: plan cannot forecast its states"
-            problems.add("usage", message, f"use one of {', '.join(PLANNED)}, or simulate", "--optimizer")
         if isinstance(self.model, Run):
             fields = {name: getattr(self.model, name) for name in self.model.model_fields_set}
             pins = {name: fields[name] for name in LayoutPins.__annotations__ if name in fields}
             object.__setattr__(self, "pins", {**pins, **self.pins})
             object.__setattr__(self, "model", self.model.model)
+        if (optimizer := self.pins.get("optimizer")) and optimizer not in PLANNED:
+            message = f"--optimizer {optimizer}: plan cannot forecast its states"
+            problems.add("usage", message, f"use one of {', '.join(PLANNED)}, or simulate", "--optimizer")
         if kernel := self.pins.get("attn_implementation"):
             args = {**(self.pins.get("model_args") or {}), "attn_implementation": kernel}
             object.__setattr__(self, "pins", {**self.pins, "model_args": args})
