@@ -56,6 +56,12 @@ def test_what_cannot_be_simulated_stands_by_its_forecast(plan, monkeypatch):
     monkeypatch.setattr(confirm, "_simulate", fail)
     found = confirm.confirm_written(plan, Reporter(None))
     assert found.chosen == plan.chosen and "looks at values" in str(found.confirmed[0])
+    first = plan.layouts[plan.chosen].layout
+    monkeypatch.setattr(
+        confirm, "_simulate", lambda planned, _: simulated(False) if planned.layout == first else fail(planned, _)
+    )
+    found = confirm.confirm_written(plan, Reporter(None))
+    assert [one.layout for one in found.confirmed if one.problem] == [found.chosen] != [plan.chosen]
 
 
 def test_the_best_layouts_are_confirmed_on_request(plan, monkeypatch):

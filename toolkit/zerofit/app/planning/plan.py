@@ -182,7 +182,7 @@ class Plan:
 
     @property
     def chosen(self) -> int | None:
-        """Index of the layout to write: the simplest of the fastest, or the first that fits in simulation.
+        """Index of the layout to write: the simplest of the fastest, or the first that simulation does not refuse.
 
         None if nothing fits.
         """
@@ -191,7 +191,7 @@ class Plan:
         }
         if self.result.plainest not in refused:
             return self.result.plainest  # within the error, its forecast time equals that of the fastest
-        return next((confirmation.layout for confirmation in self.confirmed if confirmation.fits), None)
+        return next((one.layout for one in self.confirmed if one.layout not in refused), None)
 
     @property
     def shown(self) -> int:
