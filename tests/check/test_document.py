@@ -121,6 +121,12 @@ def test_everything_can_be_removed():
     assert parse(apply(document, [Removal("a"), Removal("b")])).config == {}
 
 
+@pytest.mark.parametrize("text", ['{"a": {"b": 1,}}', '{"a": {\n  "b": 1 // one\n  ,\n}, "c": 2}'])
+def test_the_only_member_is_removed_with_its_comma(text):
+    document = parse(text)
+    assert parse(apply(document, [Removal("a.b")])).config == {**document.config, "a": {}}
+
+
 def test_cuts_come_before_the_other_edits():
     text = '{"a": 1, "b": 2,}'
     assert json.loads(apply(parse(text), [Assignment("b", 3), Deletion(text.rindex(","), text.rindex(",") + 1)])) == {

@@ -16,6 +16,9 @@ from typing import Any
 from zerofit.check.document import Document
 from zerofit.check.scan import ObjectMember, ParsedValue
 
+# blanks and comments after a value, and its comma
+TO_COMMA = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*(?:[^*]|\*(?!/))*\*/)*,")
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -114,14 +117,15 @@ def _span_of(document: Document, path: str, member: ObjectMember) -> tuple[int, 
         return start, comma + len(_blanks(text[comma:]))
     if number:
         return after_comma(text, owner.members[number - 1].value.place.end) - 1, end
-    return start, end
+    trailing = TO_COMMA.match(text, end)
+    return start, trailing.end() if trailing else end
 
 
 def after_comma(text: str, end: int) -> int:
     """Return the offset after the comma that follows a value. There may be comments before the comma."""
-    found = re.match(r"(?:\s|//[^\n]*|#[^\n]*|/\*(?:[^*]|\*(?!/))*\*/)*,", text[end:])
+    found = TO_COMMA.match(text, end)
     assert found, "every member except the last needs a comma"
-    return end + found.end()
+    return found.end()
 
 
 def _set(document: Document, edit: Assignment) -> str:
