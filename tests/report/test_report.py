@@ -333,6 +333,8 @@ BAD = {
     "a wrong value": (json.dumps(a_simulation(peak_bytes="many")), "peak_bytes"),
     "no finite number": (json.dumps(a_simulation(knobs=[{"change": "a", "slowdown": float("nan")}])), "knobs.0"),
     "a negative size": (json.dumps(a_simulation(breakdown={"parameters": -1})), "breakdown.parameters"),
+    "no arrangement": (json.dumps(SEARCHES["rollout"] | {"arrangements": []}), "arrangements: "),
+    "no trial": (json.dumps(SEARCHES["tune"] | {"trials": []}), "trials: "),
 }
 
 

@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import FiniteFloat, NonNegativeInt, TypeAdapter
+from pydantic import Field, FiniteFloat, NonNegativeInt, TypeAdapter
 
 from zerofit.spec.foreign import MAX_BYTES, Unreadable, bounded, of_kind, parse_json, shaped
 
 Settings = dict[str, object]
 Sizes = dict[str, NonNegativeInt]
+Some = Field(min_length=1)
 NO_RESULT = "it contains no result of zerofit --json (plan, tune, simulate, explain, replay, check or train)"
 
 
@@ -267,7 +269,7 @@ class RolloutAnswer:
     ranks: int
     seq_len: int
     fits: bool
-    arrangements: list[ShownArrangement]  # the best first
+    arrangements: Annotated[list[ShownArrangement], Some]  # the best first
     findings: list[dict[str, str]] = field(default_factory=list)
 
     @property
@@ -303,7 +305,7 @@ class ShownRegret:
 class TuneAnswer:
     """`zerofit tune --json`."""
 
-    trials: list[ShownTrial]
+    trials: Annotated[list[ShownTrial], Some]
     regret: ShownRegret
     considered: int
     written: list[str] = field(default_factory=list)
