@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from tests.doctor.test_findings import put
-from zerofit.doctor import host_checks
+from zerofit.doctor import host_checks, measured
 from zerofit.doctor.check import FAIL, OK, WARN
 from zerofit.doctor.clashes import CLASHES, clashes, driver, version
 from zerofit.doctor.system import compilers
@@ -190,3 +191,16 @@ def test_figures_between_hosts(well):
     assert rate.status == WARN and H100.node.name in rate.expected and latency.status == OK
     figures = {"/nvme": {"disk_read": 1e9, "disk_write": 1e9}}
     assert [c.status for c in host_checks.nvme_speeds("a", figures)] == [OK, WARN]
+
+
+def test_nvme_file_systems_are_measured_in_folders(tmp_path, monkeypatch):
+    """Docker mounts /etc/hosts and other files from the host's disk."""
+    file, folder = tmp_path / "hosts", tmp_path / "data"
+    file.touch()
+    folder.mkdir()
+    parts = [SimpleNamespace(device="/dev/nvme0n1p1", mountpoint=str(place)) for place in (file, folder)]
+    monkeypatch.setattr(measured.psutil, "disk_partitions", lambda: parts)
+    monkeypatch.setattr(measured, "BYTES", measured.BLOCK)
+    found = measured.nvme_disks(lambda words: None)
+    assert list(found) == [str(folder)] and found[str(folder)].keys() == {"disk_write", "disk_read"}
+    assert not list(folder.iterdir())

@@ -144,7 +144,8 @@ def nvme_disks(say: Callable[[str], None]) -> dict[str, dict[str, float]]:
     """Measure each NVMe file system that this user can write to; return the figures by mount point."""
     mounts: dict[str, str] = {}
     for part in psutil.disk_partitions():
-        if "nvme" in os.path.basename(part.device) and os.access(part.mountpoint, os.W_OK):
+        folder = os.path.isdir(part.mountpoint)  # in a container, files like /etc/hosts are mounted, too
+        if "nvme" in os.path.basename(part.device) and folder and os.access(part.mountpoint, os.W_OK):
             mounts.setdefault(part.device, part.mountpoint)
     found = {}
     for mount in list(mounts.values())[:AT_MOST]:
