@@ -183,6 +183,25 @@ def test_a_host_that_hangs_does_not_hold_the_others_up(stand_in, replay, monkeyp
     assert not [p for p in after if p.status() != psutil.STATUS_ZOMBIE]
 
 
+def test_a_late_answer_is_not_taken_for_the_next_one(monkeypatch):
+    """`doctor` asks a host again whose first answer took too long."""
+    import asyncio
+
+    code = "import json, sys, time\n"
+    code += "say = lambda **what: print('zerofit-answers ' + json.dumps(what), flush=True)\nsay(greeting=True)\n"
+    code += "for line in sys.stdin: time.sleep(json.loads(line)['wait_s']); say(line=line, clock=[0, 0])\n"
+    monkeypatch.setattr(remote, "command", lambda *_: [sys.executable, "-c", code])
+
+    async def ask() -> list:
+        async with remote.conversations(["a", "b"]) as opened:
+            first = {"a": {"wait_s": 1.5}, "b": {"wait_s": 0}}
+            return [await remote.ask_all(opened, question, 1.0) for question in (first, {"ask": "", "wait_s": 0.2})]
+
+    early, late = asyncio.run(ask())
+    assert "no answer" in early["a"].message and late["a"] is early["a"]
+    assert json.loads(early["b"]["line"]) == {"wait_s": 0} and json.loads(late["b"]["line"])["wait_s"] == 0.2
+
+
 def test_nothing_is_left_when_the_asking_command_is_killed(stand_in, tmp_path):
     """The processes on the hosts end with the connection."""
     import subprocess

@@ -88,11 +88,14 @@ class Conversation:
     noise: asyncio.Task[bytes]  # its standard error
     clock_s: float = 0.0  # the host's clock minus this machine's, at the last answer
     clock_error_s: float = 0.0  # at most
+    lost: Unreachable | None = None  # after the first failure: a late answer is not that of the next question
 
     async def ask(
         self, question: dict[str, Any], patience_s: float = PATIENCE_S, say: Callable[[str], None] | None = None
     ) -> dict[str, Any]:
-        """Return the answer; lines of progress go to `say`. Raises Unreachable."""
+        """Return the answer; lines of progress go to `say`. Raises Unreachable, and again at each later question."""
+        if self.lost:
+            raise self.lost
         sent = time.time()
         try:
             assert self.process.stdin is not None
@@ -103,7 +106,8 @@ class Conversation:
                     if say:
                         say(answer["progress"])
         except (TimeoutError, OSError) as error:
-            raise await self._failure(error, patience_s) from None
+            self.lost = await self._failure(error, patience_s)
+            raise self.lost from None
         got, (heard, answered) = time.time(), answer["clock"]
         self.clock_s = ((heard - sent) + (answered - got)) / 2  # as in NTP
         self.clock_error_s = max(0.0, (got - sent) - (answered - heard)) / 2
