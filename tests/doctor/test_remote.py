@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -181,6 +182,15 @@ def test_a_host_that_hangs_does_not_hold_the_others_up(stand_in, replay, monkeyp
     assert check.host == "b" and "no answer in 4 s" in check.value and set(found.facts) == {"a"}
     after = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     assert not [p for p in after if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_child_that_keeps_the_pipe_holds_nobody_up(stand_in):
+    """An older ssh that shares its connection (ControlPersist) leaves a process with its standard error."""
+    stand_in("sleep 15 < /dev/null > /dev/null & exit 3")
+    begun = time.monotonic()
+    found = preflight([Host("a", 1), Host("b", 1)], PreflightRequest())
+    assert ["exit code 3" in check.value for check in found.findings] == [True, True]
+    assert time.monotonic() - begun < 12
 
 
 def test_a_late_answer_is_not_taken_for_the_next_one(monkeypatch):

@@ -134,7 +134,8 @@ class Conversation:
             return Unreachable("timeout", f"no answer in {patience_s:.0f} s", "check whether it is overloaded or hangs")
         with suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), END_S)
-        said = (await self.noise).decode(errors="replace") if self.process.returncode is not None else ""
+        await asyncio.wait([self.noise], timeout=END_S)  # a child process of ssh may keep the pipe open
+        said = self.noise.result().decode(errors="replace") if self.noise.done() else ""
         return why(self.host, self.process.returncode, said)
 
     async def close(self) -> None:
