@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from zerofit.cli.main import main
@@ -73,6 +74,25 @@ def test_shapes_give_kernels_what_they_computed(tmp_path):
         ("product", (8, 2, 4), 2 * 6 * 8 * 2 * 4, False, 4.0),
         ("attention", (16, 64, 64, 16), 4 * 16 * 64 * 64 * 16, True, 16.0),
     ]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("op", ["efficient_attention", "cudnn_attention"])
+def test_log_sums_of_a_forward_are_no_causal_mask(tmp_path, op, causal):
+    """In training, both ops compute the sums for their backward."""
+    values = ["", "", "", "", "True", "0.", str(causal)]
+    arguments = {
+        "Input Dims": [[2, 8, 64, 16]] * 3 + [[]] * 4,
+        "Input type": ["c10::Half"] * 3,
+        "Concrete Inputs": values,
+    }
+    path = tmp_path / "trace.json"
+    path.write_text(
+        json.dumps({"traceEvents": [event(f"aten::_scaled_dot_product_{op}", "cpu_op", 0, 5, **arguments)]})
+    )
+    assert [kernel.causal for kernel in measured_kernels(path)] == [causal]
+    schema = getattr(torch.ops.aten, f"_scaled_dot_product_{op}").default._schema
+    assert [argument.name for argument in schema.arguments][4:7:2] == ["compute_log_sumexp", "is_causal"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from zerofit.spec.measured_kernels import MeasuredKernel
 DTYPES = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "double": "float64"}
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 ATTENTION = "aten::_scaled_dot_product_"
+LOG_SUMS = ("efficient_attention", "cudnn_attention")  # their forward has `compute_log_sumexp` as a fifth argument
 BACKWARD = 2.5  # FLOPs relative to forward
 
 
@@ -78,12 +79,15 @@ def _attention(
     if len(shapes) < 3 + backward:
         return None
     (batch, heads, queries, width), (*_, keys, _) = shapes[backward], shapes[backward + 1]
+    values = _listed(arguments, "Concrete Inputs")
+    if name.endswith(LOG_SUMS):
+        values = values[:4] + values[5:]
     return MeasuredKernel(
         kind="attention",
         dtype=dtype,
         shape=(batch * heads, queries, keys, width),
         flops=(BACKWARD if backward else 1.0) * 4.0 * batch * heads * queries * keys * width,
-        causal="True" in map(str, _listed(arguments, "Concrete Inputs")),
+        causal="True" in map(str, values),
         seconds=0.0,
     )
 
