@@ -97,6 +97,14 @@ def test_the_trainers_arguments_as_the_trainer_takes_them(config, arguments, mon
     assert not list(autos(filled))
 
 
+@pytest.mark.parametrize(("steps", "refused"), [(10, []), (0, ["scheduler.params.warmup_num_steps"])])
+def test_warmup_steps_override_the_ratio(steps, refused):
+    """So says the documentation of warmup_steps in transformers 4, which had both."""
+    arguments = SAME | {"warmup_ratio": 0.5, "warmup_steps": steps}
+    found = zf.check(FIXED, Run(ranks=1), training_args=arguments).findings
+    assert [f.path for f in found if f.code == "flag-differs"] == refused
+
+
 def test_what_does_not_reach_deepspeed():
     config = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1}}
     config |= {"optimizer": {"type": "AdamW", "params": {}}}

@@ -207,7 +207,8 @@ def _schedule(arguments: ArgumentFile) -> Iterator[RequestedValue]:
     if total:
         place = arguments.place("max_steps")
         yield RequestedValue(path=f"{SCHEDULE}.total_num_steps", value=total, source=f"max_steps {total}", place=place)
-    older = "warmup_ratio" in arguments.values  # in transformers 5, warmup_steps below 1 is this ratio
+    # in transformers 5, warmup_steps below 1 is this ratio; before, the ratio counts only without warmup_steps
+    older = "warmup_ratio" in arguments.values and not arguments.get("warmup_steps")
     warmup = _argument(arguments, "warmup_ratio" if older else "warmup_steps")
     if warmup and (warmup.value >= 1 or warmup.value == 0 or total):
         count = int(warmup.value) if warmup.value >= 1 else math.ceil(total * warmup.value)
