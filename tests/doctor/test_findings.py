@@ -72,6 +72,11 @@ def test_one_fault_is_one_finding(side, path, value, name, status, found, hint):
     assert found in bad[0].value and hint in bad[0].hint
 
 
+def test_what_is_missing_here_is_not_to_be_installed_there(side):
+    (finding,) = [check for check in compared(put(side, "versions/torch", None), side) if check.status != OK]
+    assert "(here None)" in finding.value and finding.hint == "install the same environment on b"
+
+
 def test_hosts_in_order_have_no_finding(side):
     checks = compared(side, side)
     assert {check.status for check in checks} == {OK}

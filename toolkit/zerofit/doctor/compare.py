@@ -51,7 +51,8 @@ def _versions(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Che
     )
     hint = "no failure is known with this combination, but the same environment on all hosts is safer"
     if hard:
-        wanted = [f"{name}=={here[name]}" for name in ("torch", "deepspeed") if theirs.get(name) != here[name]]
+        differ = [name for name in ("torch", "deepspeed") if here[name] not in (None, theirs.get(name))]
+        wanted = [f"{name}=={here[name]}" for name in differ]
         hint = f"install the same environment on {host}"
         hint += f": {host_facts['python']} -m pip install {' '.join(wanted)}" if wanted else ""
     status, expected = FAIL if hard else WARN, "the same versions as on this machine"
