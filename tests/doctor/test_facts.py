@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from zerofit.doctor import system
-from zerofit.doctor.facts import collect
+from zerofit.doctor.facts import answer, collect
 from zerofit.doctor.serve import MARK
 from zerofit.doctor.software import code_hash, model_code
 from zerofit.spec import local_machine
@@ -156,6 +157,16 @@ def test_ports(tmp_path):
     free, refused = ask({"ask": "listen", "port": port}, {"ask": "reach", "targets": [["127.0.0.1", 1]]})
     assert free == {"error": None, "port": port, "clock": free["clock"]}
     assert refused["reached"] == [{"error": "refused"}]
+
+
+def test_a_port_that_only_root_may_use_is_not_in_use(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with ExitStack() as stack:
+        found = answer({"ask": "listen", "port": 80}, stack, lambda words: None)
+    assert found == {"error": "port 80: Permission denied"}
 
 
 SMI = """#!/bin/sh

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -96,8 +97,9 @@ def _listen(port: int, stack: ExitStack) -> dict[str, Any]:
     """Listen on all addresses of this host, as torch's rendezvous store does; return the port or an error."""
     try:
         server = stack.enter_context(socket.create_server(("", port), family=socket.AF_INET, backlog=256))
-    except OSError:
-        return {"error": system.port_taken(port)}
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        return {"error": system.port_taken(port) if taken else f"port {port}: {error.strerror}"}
     return {"error": None, "port": server.getsockname()[1]}
 
 
