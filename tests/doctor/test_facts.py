@@ -132,6 +132,9 @@ def test_a_run_folder_is_the_same_one_or_not(tmp_path):
         assert not other["same"] and other["writable"] and other["mark"] is None
         missing = collect({"run_folder": str(tmp_path / "a" / "b"), "token": "token"}, stack)["run_folder"]
         assert not missing["same"] and not missing["exists"] and not (tmp_path / "a").exists()
+        # stat fails, as in a folder of another user
+        refused = collect({"run_folder": str(tmp_path / ("a" * 300)), "token": "token"}, stack)["run_folder"]
+        assert not refused["same"] and not refused["exists"]
     assert [p.name for p in tmp_path.iterdir()] == ["token"]
 
 

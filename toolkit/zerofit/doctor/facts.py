@@ -75,9 +75,9 @@ def _look(folder: Path, token: str, stack: ExitStack) -> dict[str, Any]:
 
     `mark` is a new file, which the asking command looks for. It is removed when `stack` closes.
     """
-    there = folder.is_dir()
-    same = there and (folder / token).is_file()
-    nearest = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
+    there = os.path.isdir(folder)  # False also for a folder that this user may not enter; Path.is_dir raises
+    same = os.path.isfile(folder / token)
+    nearest = next(p for p in (folder, *folder.absolute().parents) if os.path.isdir(p))
     found = {"exists": there, "same": same, "free_bytes": shutil.disk_usage(nearest).free, "error": None}
     mark = nearest / f".zerofit-seen-by-{uuid.uuid4().hex}"
     try:
