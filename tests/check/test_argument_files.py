@@ -260,6 +260,13 @@ def test_a_script_is_read_as_the_shell_would():
     assert read_argument_file("run.sh", SCRIPT.replace("| tee", '"$@" | tee'), accelerate=False).open
 
 
+@pytest.mark.parametrize("end", ["> log", ">>$LOG 2>&1", "2>&1 | tee log", "&> 'a log'", "< /dev/null > log &"])
+def test_redirections_are_no_arguments(end):
+    read = read_argument_file("run.sh", f"deepspeed train.py --deepspeed 'a>b.json' --bf16 {end}\n", accelerate=False)
+    assert {name: one.value for name, one in read.values.items()} == {"deepspeed": "a>b.json", "bf16": True}
+    assert not read.open
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 UNKNOWN = "\0"  # marks the part of a word that is known only when the script runs
 RUN = r"\$\(\(.*?\)\)|\$\([^)]*\)|`[^`]*`"  # command substitution and arithmetic inside a word
+WORD = rf"""(?:'[^']*'|"(?:\\.|[^"\\])*"|{RUN}|\$\{{[^}}]*\}}|\\[^\n]|[^\s;&|'"\\`)])+"""
 TOKEN = re.compile(
     rf"""(?P<joined>\\\r?\n)
+    |(?P<redirection>(?<!\S)[\d&]?(?:>>?|<)(?!\()(?:&[\d-]|[ \t]*{WORD}))
     |(?P<end>\r?\n|;|&&|\|\|?|&)
     |(?P<comment>(?<!\S)\#[^\n]*)
     |(?P<array>[A-Za-z_]\w*\+?=\()|(?P<close>\))
-    |(?P<word>(?:'[^']*'|"(?:\\.|[^"\\])*"|{RUN}|\$\{{[^}}]*\}}|\\[^\n]|[^\s;&|'"\\`)])+)
+    |(?P<word>{WORD})
     |(?P<blank>.)""",
     re.DOTALL | re.VERBOSE,
 )
@@ -38,7 +40,7 @@ class Word:
 
 
 def commands(text: str) -> Iterator[list[Word]]:
-    """Yield the words of each command, with the script's own variables expanded."""
+    """Yield the words of each command without redirections, with the script's own variables expanded."""
     known: dict[str, list[Word]] = {}  # one word, or the words of an array
     words: list[Word] = []
     array: str | None = None
