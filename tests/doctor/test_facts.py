@@ -111,6 +111,10 @@ def test_the_code_of_a_model(tmp_path, monkeypatch):
     (tmp_path / "single.py").touch()
     assert model_code("own.nets:make") == Path("own") and model_code("single:Net") == Path("single.py")
     assert [model_code(name) for name in ("gpt2", "/models/x:y", "no_such_thing:make", "a b:c")] == [None] * 4
+    (tmp_path / "single").mkdir()  # weights of the model; Python imports single.py
+    assert model_code("single:Net") == Path("single.py")
+    (tmp_path / "single" / "__init__.py").touch()
+    assert model_code("single:Net") == Path("single")
     (tmp_path / "own" / "net.py").write_text("x = 1")
     before = code_hash(tmp_path)
     for aside in (".git", "__pycache__", "venv"):

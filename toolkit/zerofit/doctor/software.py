@@ -59,7 +59,10 @@ def model_code(model: str) -> Path | None:
         return None
     top = module.split(".")[0]
     places = [Path(place or ".") / name for place in ("", *sys.path) for name in (top, f"{top}.py")]
-    return next((place for place in places if place.exists()), None)
+    found = [place for place in places if place.exists()]
+    # like Python's import: a folder without __init__.py counts only if there is no module of this name
+    modules = (place for place in found if place.suffix or (place / "__init__.py").exists())
+    return next(modules, found[0] if found else None)
 
 
 def code_hash(path: Path) -> str | None:
