@@ -121,6 +121,12 @@ def test_everything_can_be_removed():
     assert parse(apply(document, [Removal("a"), Removal("b")])).config == {}
 
 
+@pytest.mark.parametrize("end", ["\n}", "}", ",}", " // two\n}", "\r\n}"])
+def test_the_comment_before_the_last_member_stays(end):
+    mended = apply(parse(f'{{\n  "a": 1, // one\n  "b": 2{end}'), [Removal("b")])
+    assert parse(mended).config == {"a": 1} and "// one" in mended
+
+
 @pytest.mark.parametrize("text", ['{"a": {"b": 1,}}', '{"a": {\n  "b": 1 // one\n  ,\n}, "c": 2}'])
 def test_the_only_member_is_removed_with_its_comma(text):
     document = parse(text)

@@ -98,12 +98,11 @@ def _apply(document: Document, edit: Edit) -> str:
         return _apply(moved, Removal(edit.path))
     if isinstance(edit, Renaming):
         return text[: member.place.start] + json.dumps(edit.key) + text[member.place.end :]
-    start, end = _span_of(document, edit.path, member)
-    return text[:start] + text[end:]
+    return _without(document, edit.path, member)
 
 
-def _span_of(document: Document, path: str, member: ObjectMember) -> tuple[int, int]:
-    """Return the offsets of a member with its comma and line break."""
+def _without(document: Document, path: str, member: ObjectMember) -> str:
+    """Return the text without a member, its comma and its line break."""
     parent = path.rpartition(".")[0]
     owner = document.value(parent)
     assert owner  # the object contains the member
@@ -113,12 +112,15 @@ def _span_of(document: Document, path: str, member: ObjectMember) -> tuple[int, 
         comma = after_comma(text, end)
         rest = re.match(r"[ \t]*\n", text[comma:])
         if rest and not text[text.rfind("\n", 0, start) + 1 : start].strip():
-            return text.rfind("\n", 0, start) + 1, comma + rest.end()
-        return start, comma + len(_blanks(text[comma:]))
+            return text[: text.rfind("\n", 0, start) + 1] + text[comma + rest.end() :]
+        return text[:start] + text[comma + len(_blanks(text[comma:])) :]
     if number:
-        return after_comma(text, owner.members[number - 1].value.place.end) - 1, end
+        comma = after_comma(text, owner.members[number - 1].value.place.end)
+        comments = text[comma:start].rstrip()  # of the member before
+        line_break = "\n" if comments and not re.match(r"[ \t]*\r?\n", text[end:]) else ""
+        return text[: comma - 1] + comments + line_break + text[end:]
     trailing = TO_COMMA.match(text, end)
-    return start, trailing.end() if trailing else end
+    return text[:start] + text[trailing.end() if trailing else end :]
 
 
 def after_comma(text: str, end: int) -> int:
