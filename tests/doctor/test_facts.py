@@ -88,6 +88,13 @@ def test_memory_is_the_control_groups(tmp_path, monkeypatch):
     assert local_machine.host_memory()[0] == psutil.virtual_memory().total
 
 
+def test_all_cores_count_if_the_physical_ones_are_unknown(monkeypatch):
+    """Some sandboxes have no topology in /sys, so psutil returns None."""
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    assert system.cores()["usable"] == local_machine.usable_cores() == 3
+
+
 def test_hashes_follow_the_bytes(tmp_path):
     (tmp_path / "net").mkdir()
     module = tmp_path / "net" / "a.py"

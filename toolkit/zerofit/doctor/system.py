@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from zerofit.launch.host import interface_of, run_id_of, unrelated_processes
+from zerofit.spec.local_machine import usable_cores
 
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "sshd", "pdsh", "srun", "mpirun", "py-spy")
@@ -75,8 +76,7 @@ def strays() -> list[dict[str, Any]]:
 
 def cores() -> dict[str, Any]:
     """Return the number of processor cores that this process may use, and the machine's architecture."""
-    usable = len(os.sched_getaffinity(0))
-    return {"usable": min(psutil.cpu_count(logical=False) or usable, usable), "machine": platform.machine()}
+    return {"usable": usable_cores(), "machine": platform.machine()}
 
 
 def gpus() -> dict[str, Any]:

@@ -23,8 +23,9 @@ LIBAIO_HINT = "install libaio-dev (Debian, Ubuntu) or libaio-devel (RHEL, Fedora
 
 
 def usable_cores() -> int:
-    """Return the number of physical cores that this process may use."""
-    return min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
+    """Return the number of physical cores that this process may use; of all cores if none is known to be physical."""
+    usable = len(os.sched_getaffinity(0))
+    return min(psutil.cpu_count(logical=False) or usable, usable)
 
 
 def cpu_ranks(cores: int) -> int:
