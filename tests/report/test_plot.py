@@ -31,6 +31,17 @@ def test_two_runs_in_one_picture(tmp_path):
         assert len(image.convert("RGB").getcolors(2**24)) > 10
 
 
+def test_repeated_evaluations_count_once(tmp_path):
+    """A run was killed after step 8, and resumed from step 4."""
+    run = a_run(tmp_path / "a")
+    evals = [{"event": "eval", "step": step, "loss": step / 8} for step in (4, 6, 8)]
+    starts = [{"event": "training", "steps": 8, "done": done} for done in (0, 4)]
+    again = {"event": "eval", "step": 6, "loss": 0.5}
+    events = [starts[0], evals[0], {"event": "training", "steps": 8}, *evals[1:], starts[1], again]
+    (run / "logs" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert plot.evaluations(run) == [evals[0], again]
+
+
 def test_loads_of_experts_have_axes_of_their_own(tmp_path, monkeypatch):
     figures: list[Figure] = []
     monkeypatch.setattr(plot, "save", lambda figure, *_, **__: figures.append(figure))

@@ -64,9 +64,14 @@ def steps_of(run: Path, problems: Problems) -> list[Record]:
 
 
 def evaluations(run: Path) -> list[Record]:
-    """Return the records of a run folder's evaluations."""
-    path = RunFolder(run).events
-    return [event for event in read_jsonl(path) if event.get("event") == "eval"] if path.is_file() else []
+    """Return the records of a run folder's evaluations, without those of steps that a resumed run repeated."""
+    path, found = RunFolder(run).events, list[Record]()
+    for event in read_jsonl(path) if path.is_file() else ():
+        if event.get("event") == "eval":
+            found.append(event)
+        elif event.get("event") == "training" and (done := number_in(event, "done")) is not None:  # a start
+            found = [kept for kept in found if (number_in(kept, "step") or 0) <= done]
+    return found
 
 
 def points(records: Sequence[Record], value: str | Callable[[Record], float | None]) -> tuple[list[float], list[float]]:
