@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from matplotlib.figure import Figure
 from PIL import Image
@@ -29,6 +30,16 @@ def test_two_runs_in_one_picture(tmp_path):
     with Image.open(out) as image:
         assert image.width > 600
         assert len(image.convert("RGB").getcolors(2**24)) > 10
+
+
+def test_runs_with_equal_folder_names_have_different_labels(tmp_path, monkeypatch):
+    figures: list[Figure] = []
+    monkeypatch.setattr(plot, "save", lambda figure, *_, **__: figures.append(figure))
+    monkeypatch.chdir(a_run(tmp_path / "one" / "run"))
+    plot.draw([Path("."), a_run(tmp_path / "two" / "run")], tmp_path / "out.png")
+    plot.draw([Path(".")], tmp_path / "out.png")
+    labels = [[line.get_label() for line in figure.axes[1].get_lines()] for figure in figures]
+    assert labels == [["one/run", "two/run"], ["run"]]
 
 
 def test_repeated_evaluations_count_once(tmp_path):

@@ -26,12 +26,21 @@ def draw(runs: list[Path], out: Path) -> dict[str, Any]:
     Return its path and each run's number of steps, for `--json`. Raises UserError if the file cannot be written, or if
     folders have no metrics. The error names all these folders.
     """
-    problems = Problems()
-    histories = {str(run): steps_of(run, problems) for run in runs}
+    problems, named = Problems(), dict(zip(names_of(runs), runs, strict=True))
+    histories = {name: steps_of(run, problems) for name, run in named.items()}
     check_picture(out, "--out", problems)
     problems.raise_if_any()
-    save(_figure(histories, {str(run): evaluations(run) for run in runs}), out, "--out", dpi=120)
-    return {"picture": str(out), "runs": {name: len(steps) for name, steps in histories.items()}}
+    save(_figure(histories, {name: evaluations(run) for name, run in named.items()}), out, "--out", dpi=120)
+    return {"picture": str(out), "runs": {str(run): len(histories[name]) for name, run in named.items()}}
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Name each path by its last n parts. n is the smallest number below 5 that makes all names differ."""
+    for length in range(1, 5):
+        names = ["/".join(path.resolve().parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
 
 
 def check_picture(path: Path, option: str, problems: Problems) -> None:
@@ -91,10 +100,9 @@ def _figure(histories: dict[str, list[Record]], validated: dict[str, list[Record
     loss, rate, memory, *loads = figure.subplots(4 if spread else 3, 1, sharex=True)
     text = all(any(number_in(record, "tokens_per_s") for record in steps) for steps in histories.values())
     key = "tokens_per_s" if text else "samples_per_s"
-    for name, steps in histories.items():
-        label = Path(name).name
+    for label, steps in histories.items():
         (line,) = loss.plot(*points(steps, "loss"), label=label, linewidth=1)
-        evals = points(validated[name], "loss")
+        evals = points(validated[label], "loss")
         if evals[0]:
             marks = {"marker": "o", "linestyle": "--", "color": line.get_color(), "label": f"{label} (validation)"}
             loss.plot(*evals, **marks)

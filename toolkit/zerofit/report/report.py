@@ -34,6 +34,7 @@ from zerofit.report.diagnoses import (
 )
 from zerofit.report.forecasts import plan_answer, plan_sections, simulation_answer, simulation_sections
 from zerofit.report.page import Answer, Block, Code, Page, Section, Table, named
+from zerofit.report.plot import names_of
 from zerofit.report.run_history import RunHistory, read_run, run_answer, run_sections
 from zerofit.report.searches import (
     rollout_answer,
@@ -88,7 +89,7 @@ ALONE: dict[type, Callable[..., Iterable[Section]]] = {
 def read_sources(paths: Sequence[Path]) -> Sources:
     """Read run folders and saved results. Raises UserError that names every path that is neither."""
     problems, found = Problems(), list[tuple[str, Reported]]()
-    for path, name in zip(paths, _names(paths), strict=True):
+    for path, name in zip(paths, names_of(paths), strict=True):
         if path.is_dir():
             found.append((name, read_run(path, problems)))
         else:
@@ -120,15 +121,6 @@ def _read_file(path: Path, problems: Problems) -> Sequence[RunHistory | Result]:
         if isinstance(folder, str) and "train_loss" in value:
             return [read_run(Path(folder), problems)]
         return results_of(value)
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Name each path by its last n parts. n is the smallest number below 5 that makes all names differ."""
-    for length in range(1, 5):
-        names = ["/".join(path.resolve().parts[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
 
 
 def make_page(sources: Sources) -> Page:
