@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from zerofit.check.check import check, mend
 from zerofit.check.document import of_data, parse
 from zerofit.check.explain import explain
@@ -119,6 +121,14 @@ def test_mending_needs_several_rounds_where_one_fix_uncovers_the_next():
     assert config["optimizer"]["type"] == "SGD"
     left = [f.code for f in check(of_data(config), TargetHardware()) if f.severity == "error"]
     assert left == ["optimizer-untested"]  # an error only now that there is a stage, and the user's to decide
+
+
+@pytest.mark.parametrize("zero", [True, 2, None, "auto"])
+def test_nothing_moves_into_a_section_that_is_no_object(zero):
+    document = of_data({"train_batch_size": 8, "zero_optimization": zero, "offload_optimizer": {"device": "cpu"}})
+    (finding,) = [f for f in check(document, TargetHardware()) if f.path == "offload_optimizer"]
+    assert finding.fix == "it belongs to zero_optimization" and not finding.edits
+    assert mend(document, TargetHardware()) == document.text
 
 
 def test_what_is_switched_off_or_decided_elsewhere_takes_no_effect():

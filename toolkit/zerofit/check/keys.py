@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from zerofit.check.catalog import Catalog, Schema, keys_of_programs, names
@@ -184,6 +185,9 @@ def _is_certain(path: str, place: str, value: Any, c: CheckSubject) -> bool:
     since another program may read that key.
     """
     parent, target = path.rpartition(".")[0], place.rpartition(".")[0]
+    sections = accumulate(target.split("."), "{}.{}".format)
+    if any(c.has(section) and not isinstance(c.get(section), Mapping) for section in sections):
+        return False  # no object, e.g. "zero_optimization": true
     if isinstance(value, Mapping):
         known = (c.catalog.node(place) or {}).get("properties", {})
         return not target or (bool(value) and value.keys() <= known.keys())
