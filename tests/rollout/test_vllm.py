@@ -102,6 +102,7 @@ def test_the_inverse_is_the_edge():
 
 def test_all_bad_settings_are_reported_at_once():
     values = {"gpu_memory_utilization": 2, "max_model_len": 0, "quantization": "q4", "release": "new", "foo": 1}
+    values |= {"enforce_eager": "no", "v1": "False"}  # any text is true in Python
     with pytest.raises(UserError) as caught:
         EngineSettings.read(values, "--rollout")
     assert len(caught.value.problems) == len(values)

@@ -87,10 +87,11 @@ class EngineSettings:
             "quantization": (None, FULL, *BITS),
             "kv_cache_dtype": ("auto", "fp8", "bf16", "fp16"),
             "dtype": PRECISIONS,
+            **dict.fromkeys(("enforce_eager", "v1"), (None, False, True)),
         }
         for name, allowed in choices.items():
             if name in found and found[name] not in allowed:
-                words = ", ".join(str(word) for word in allowed if word)
+                words = ", ".join(str(word).lower() for word in allowed if word is not None)
                 problems.add("bad-value", f"{name}={found[name]}", f"use one of {words}", where)
         problems.raise_if_any()
         return cls(**found)
