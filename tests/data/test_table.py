@@ -43,6 +43,12 @@ def test_features_are_standardized_from_the_training_part(tmp_path, opened):
     assert all(labels[round(a, 3)] == ("elm", "oak").index(kind) for a, _, kind in rows)
 
 
+def test_a_column_that_is_constant_in_the_training_part_becomes_zero(tmp_path, opened):
+    rows = [(0.1, a, kind) for _, a, kind in rows_of(100)]  # the deviation of eighty times 0.1 is 1.4e-17
+    x, _, held, _ = everything(opened("table", data=written(tmp_path / "t.csv", rows)))
+    assert x[:, 0].abs().max() < 1e-6 and held[:, 0].abs().max() < 1e-6
+
+
 def test_a_label_column_is_named_or_last_and_an_array_says_the_same(tmp_path, opened):
     rows = [(n % 3, float(n), float(n * n)) for n in range(30)]
     first = opened("table", data=written(tmp_path / "a.csv", rows, "kind,a,b\n") + ":kind")

@@ -223,7 +223,8 @@ def _as_classes(path: Path, table: _Table) -> tuple[np.ndarray, list[str]]:
 def _standardized(features: np.ndarray, train: np.ndarray) -> np.ndarray:
     """Return float32 (n, features) with mean 0 and deviation 1 over the training rows; constant columns become 0."""
     mean, std = features[train].mean(axis=0), features[train].std(axis=0)
-    return ((features - mean) / np.where(std > 0, std, 1.0)).astype(np.float32)
+    varies = np.ptp(features[train], axis=0) > 0  # rounding can make the deviation of equal numbers positive
+    return ((features - mean) / np.where(varies & (std > 0), std, 1.0)).astype(np.float32)
 
 
 def _unusable(kind: str, message: str, hint: str) -> UserError:
