@@ -55,6 +55,13 @@ def test_one_file_is_held_out_at_a_lines_end(tmp_path, opened):
     assert len(valid) / len(text) == pytest.approx(0.05, abs=0.01)
 
 
+def test_a_file_whose_last_character_is_at_95_percent_has_no_held_out_part(tmp_path, opened):
+    (tmp_path / "a.txt").write_text("你好你好", encoding="utf-8")  # 12 bytes: byte 11 is inside the last character
+    (tmp_path / "b.txt").write_text("a line\n" * 40)
+    data = opened(data=f"text:{tmp_path}/*.txt", seq_len=16)
+    assert documents(data.train)[0] == "你好你好"
+
+
 @pytest.mark.parametrize("chunk", [7, 64, 1 << 22])
 def test_long_files_are_read_in_pieces_without_a_loss(tmp_path, opened, monkeypatch, chunk):
     monkeypatch.setattr("zerofit.data.text_sources.CHUNK_BYTES", chunk)

@@ -187,7 +187,7 @@ def _cut_at_line(path: Path, wanted: int, size: int) -> int:
     line = tail.find(b"\n") + 1
     if line and wanted + line < size:
         return wanted + line
-    inside = next((i for i, byte in enumerate(tail) if byte & 0xC0 != 0x80), 0)
+    inside = next((i for i, byte in enumerate(tail) if byte & 0xC0 != 0x80), len(tail))
     return wanted + inside
 
 
