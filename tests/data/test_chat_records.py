@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +17,7 @@ import pytest
 from tests.data.chats import unmarked, write_tokenizer
 from zerofit.data.chat_records import CHAT_FIELDS, Arguments, ChatMessages, conversation_of
 from zerofit.data.chat_template import EncodedChat, open_chat_template
+from zerofit.data.limited import Exceeded, limited
 from zerofit.data.tokenizer import open_tokenizer
 
 CITY = {"city": "Tromsø", "days": [1, 2], "exact": None}
@@ -365,6 +371,34 @@ def test_templates_past_limits_are_refused(tmp_path, refused, monkeypatch):
         (tmp_path / "t.jinja").write_text(text)
         problem = refused(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=64, chat_template=tmp_path / "t.jinja")[0]
         assert problem.kind == "chat-template" and words in problem.message, (text[:40], problem)
+
+
+def test_a_limited_process_that_is_killed_within_an_answer_is_reported():
+    def work(number):
+        signal.setitimer(signal.ITIMER_REAL, 0.2)  # kills it while the pipe is full
+        return "a" * 300_000
+
+    answers = limited(work, range(2))
+    assert next(answers) == "a" * 300_000
+    time.sleep(0.5)
+    with pytest.raises(Exceeded, match="SIGALRM"):
+        next(answers)
+
+
+def test_a_limited_process_ends_with_its_parent():
+    code = "import os, signal; from zerofit.data.limited import limited\n"
+    code += "answers = limited(lambda n: (os.getpid(), 'a' * 300_000), range(9)); print(next(answers)[0], flush=True)\n"
+    code += "os.kill(os.getpid(), signal.SIGKILL)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        child = int(parent.stdout.readline())
+    for _ in range(100):
+        stat = Path(f"/proc/{child}/stat")
+        if not stat.exists() or stat.read_text().split()[2] == "Z":  # dead, perhaps not reaped
+            return
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the process waits for a reader that is gone")
 
 
 def test_weights_and_calls_go_through_bytes(tmp_path, opened):

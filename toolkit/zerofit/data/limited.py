@@ -34,13 +34,14 @@ def limited(work: Callable[[T], Any], items: Sequence[T]) -> Iterator[Any]:
     with patch.dict(os.environ, TOKENIZERS_PARALLELISM=os.environ.get("TOKENIZERS_PARALLELISM", "true")):
         child = os.fork()
     if child == 0:
+        os.close(reading)  # if the parent is killed, writing then fails and the child exits
         _work(work, items, writing)
     os.close(writing)
     status = None
     try:
         with open(reading, encoding="utf-8") as answers:
             for _ in items:
-                if not (line := answers.readline()):
+                if not (line := answers.readline()).endswith("\n"):  # the child may be killed within a line
                     _, status = os.waitpid(child, 0)
                     raise Exceeded(_why_ended(status))
                 yield json.loads(line)
