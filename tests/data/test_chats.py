@@ -14,7 +14,7 @@ from tests.data.chats import TEMPLATES, conversation, unmarked, write_chats, wri
 from zerofit.data import loader
 from zerofit.data.chat_records import ChatMessages
 from zerofit.data.chat_template import open_chat_template
-from zerofit.data.chats import pack
+from zerofit.data.chats import _count_targets, pack
 from zerofit.data.tokenizer import open_tokenizer
 from zerofit.spec.errors import UserError
 
@@ -194,6 +194,15 @@ def test_rows_have_each_conversation_once(tmp_path, opened, tokenizers, packing)
     assert len(opened(data=f"jsonl:{chats}", seq_len=length, tokenizer=str(folder), packing=packing).train) == len(
         data.train
     )  # from the cache
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.integers(1, 5))
+def test_targets_are_counted_also_with_empty_conversations(tokens, longest):
+    marks = np.random.default_rng(sum(tokens)).random(sum(tokens)) < 0.5
+    starts = np.concatenate([[0], np.cumsum(tokens)])
+    used = np.minimum(np.maximum(np.diff(starts) - 1, 0), longest)
+    expected = [marks[start + 1 : start + 1 + n].sum() for start, n in zip(starts, used, strict=False)]
+    assert _count_targets(marks, starts[:-1] + 1, used).tolist() == expected
 
 
 @given(st.lists(st.integers(1, 50), max_size=60))

@@ -178,8 +178,8 @@ def _count_targets(targets: np.ndarray, starts: np.ndarray, lengths: np.ndarray)
         past = max(first + 1, int(np.searchsorted(starts, starts[first] + BLOCK)))
         offset = int(starts[first])
         sums = np.concatenate([[0], np.cumsum(targets[offset : int(starts[past - 1] + lengths[past - 1])])])
-        begin = starts[first:past] - offset
-        counts[first:past] = sums[np.minimum(begin + lengths[first:past], len(sums) - 1)] - sums[begin]
+        begin = np.minimum(starts[first:past] - offset, len(sums) - 1)  # an empty conversation may be at the end
+        counts[first:past] = sums[begin + lengths[first:past]] - sums[begin]
         first = past
     return counts
 
