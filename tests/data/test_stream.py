@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.data.chats import write_tokenizer
 from zerofit.data import Order, stream
 
 LENGTH, WINDOWS = 16, 5
@@ -86,9 +87,12 @@ def test_a_split_to_validate_on_leaves_nothing_out(folder, opened):
     assert bytes(data.valid.file.array()[:8].astype(np.uint8)) == b"held out"
 
 
-def test_a_short_split_to_validate_on_is_read_once(folder, opened):
+def test_a_short_split_to_validate_on_is_read_once(folder, opened, tmp_path):
     path, _ = folder
     (path / "validation.jsonl").write_text(json.dumps({"text": "held out"}))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    data = opened(data=f"hf:{path}", stream=True, seq_len=LENGTH, tokenizer=str(tokenizer))
+    assert data.decode(data.valid.file.array().tolist()) == "held out</s>"
     data = opened(data=f"hf:{path}", stream=True, seq_len=LENGTH)
     assert data.valid.file.array().tolist() == [*b"held out", 256]
     batch = data.valid.batch(np.arange(1), np.arange(1))

@@ -103,6 +103,8 @@ def _transformers_tokenizer(name: str) -> Tokenizer:
     content = backend.to_str() if backend else repr(sorted(vocab.items()))
 
     def encode_all(texts: Sequence[str]) -> list[np.ndarray]:
+        if not texts:  # transformers fails for an empty list
+            return []
         ids = loaded(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         return [np.array(row, dtype=np.int64) for row in ids]
 
