@@ -42,7 +42,6 @@ def check_images(run: Run, layout: Layout, facts: ModelFacts, problems: Problems
     _check_targets(run, facts, problems)
     if run.image_sizes and run.image_size:
         message = f"--image-sizes {run.image_sizes} and --image-size {run.image_size} are both given"
-        message = message
         problems.add("conflict", message, "leave --image-size out: evaluation uses the last size", "--image-size")
     for name, why in {
         "image_sizes": "the first step sets the shape of all later messages between stages",
