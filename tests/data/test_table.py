@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from zerofit.spec.errors import UserError
+
 HEADER = "width,height,kind\n"
 
 
@@ -163,3 +165,5 @@ def test_made_up_rows_are_those_of_a_10_100_10_network_and_can_be_learned(opened
     nearest = torch.cdist(held, centers).argmin(dim=1)
     assert (nearest == labels).float().mean() > 0.6
     assert opened("table", data="synthetic:2").inputs.classes == 2
+    with pytest.raises(UserError, match="must be 2 to"):
+        opened("table", data="synthetic:²")

@@ -114,7 +114,7 @@ def _size(name: str, default: int, what: str) -> int:
     argument = name.partition(":")[2]
     if not argument:
         return default
-    if not argument.isdigit() or not 2 <= int(argument) <= 1_000_000:
+    if not argument.isdecimal() or not 2 <= int(argument) <= 1_000_000:
         message = f"--data {name}: the number of {what} must be 2 to 1,000,000"
         raise UserError(Problem(kind="data-argument", message=message, hint="use --data synthetic", where="--data"))
     return int(argument)
