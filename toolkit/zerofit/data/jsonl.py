@@ -33,6 +33,7 @@ from zerofit.spec.foreign import Unreadable, parse_json
 from zerofit.spec.run import Run
 
 CHUNK_CHARACTERS = 1 << 20
+PART_BYTES = 1 << 16  # of the beginning and the end of a long line, to check whether it is one record
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -139,8 +140,12 @@ class JsonlSource(JsonlSet, TextSource):
 
 
 def _bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the beginning of each line, to check whether it has a record. A file may be a single long line."""
-    return iter(lambda: file.readline(1 << 16), b"")
+    """Yield each line. Of a long line, which may be the full file, only the beginning, a NUL and the end."""
+    while line := file.readline(PART_BYTES):
+        end = line
+        while not end.endswith(b"\n") and (more := file.readline(PART_BYTES)):
+            end = end[-PART_BYTES:] + more
+        yield line if end is line else line + b"\0" + end
 
 
 def _text_of(line: JsonLine, field: str) -> str | Problem:
