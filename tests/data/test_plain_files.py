@@ -12,7 +12,8 @@ import lzma
 import pytest
 
 from zerofit.app.data_view import look_at_data
-from zerofit.data.jsonl import elements, is_spread
+from zerofit.data.jsonl import JsonlSource, elements, is_spread
+from zerofit.data.labelled_rows import LabelledRow, open_rows
 
 ROWS = [{"text": f"row {n} ä \n" * 5} for n in range(60)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
@@ -97,6 +98,26 @@ def test_elements_know_their_place(monkeypatch, chunk):
     assert is_spread(b'[{"a": 1}]\n', b"x\n") and not is_spread(b'[{"a": 1}]\n', b'[{"a": 1}]\n')
     assert not is_spread(b'{"a": 1} oops\n')
     assert not is_spread(b'{"a": 1}\n') and not is_spread(b"oops\n") and not is_spread(b'{"a": "')
+
+
+@pytest.mark.parametrize("part", [*range(1, 24), 1 << 16])
+def test_a_list_in_a_long_first_line_is_one_record(tmp_path, monkeypatch, part):
+    monkeypatch.setattr("zerofit.data.jsonl.PART_BYTES", part)
+    lists, objects = [[{"role": "a" * 20}], [{"role": "b"}]], [{"text": "a" * 20}, {"text": "b"}]
+    for content, records in (
+        ("".join(json.dumps(row) + "\n" for row in lists), [{"messages": row} for row in lists]),
+        (json.dumps(objects) + "\n", objects),
+        ("".join(json.dumps(row) + "\n" for row in objects), objects),
+    ):
+        (tmp_path / "a.jsonl").write_text(content)
+        source = JsonlSource(name="a", files=(("a.jsonl", tmp_path / "a.jsonl"),), what="text")
+        assert [line.read() for line in source.lines()] == records
+
+
+def test_a_cell_can_have_a_long_text(tmp_path):
+    (tmp_path / "a.csv").write_text(f"source,target\n{'word ' * 100_000},short\n")
+    (row,) = open_rows(f"csv:{tmp_path}/a.csv").rows(1)
+    assert isinstance(row, LabelledRow) and len(row.values["source"]) == 500_000
 
 
 def test_broken_arrays_are_named_by_line_and_column(tmp_path, refused):

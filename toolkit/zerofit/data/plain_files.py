@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import io
 import lzma
@@ -15,6 +16,7 @@ from zerofit.spec.errors import Problem, UserError
 
 SKIPPED_BYTES = 1 << 20  # bytes to skip at a time
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+LARGEST_CELL = 1 << 24  # characters; Python's limit of 131,072 is less than a long text
 MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
 # Files named .txt or .jsonl can have any format, so the content decides.
 # first bytes of a file, its type, and how to read or convert it
@@ -92,6 +94,7 @@ def open_cells(path: Path) -> tuple[IO[str], str]:
 
     The text is UTF-8, decompressed, without byte order mark. Raises UserError and UnicodeDecodeError.
     """
+    csv.field_size_limit(LARGEST_CELL)
     return io.TextIOWrapper(open_plain(path), encoding="utf-8-sig", newline=""), delimiter_of(path)
 
 
