@@ -80,6 +80,12 @@ def test_no_offloading_may_be_written_as_null():
     assert needed_ops(plain, CPU) == []
 
 
+@pytest.mark.parametrize("block", [{"bf16": None}, {"optimizer": {"type": "AdamW", "params": None}}])
+def test_other_objects_may_be_null(block):
+    plain = resolved({**block, "zero_optimization": {"stage": 2}}, precision="bf16")[1]
+    assert plain["bf16"] == {"enabled": True} and plain["optimizer"]["params"]["lr"] > 0
+
+
 def test_the_batch_identity_is_solved_from_any_two():
     for flags in (
         {"micro_batch": 4, "gradient_accumulation_steps": 3},

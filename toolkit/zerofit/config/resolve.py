@@ -47,6 +47,8 @@ SIZES: dict[str, tuple[Callable[[ModelFacts], int], str]] = {
         "the largest parameter must fit into one swap buffer",
     ),
 }
+# objects that may be null in DeepSpeed, as if they were missing
+NULLABLE = (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", "bf16", "optimizer.params")
 # key -> the reason for its value, if the value is not in the file
 _UNCLIPPED = "; ".join(f"0 with {entry.json_type}, {entry.clipping_why}" for entry in ENTRIES if not entry.clipping)
 _FULL = ", ".join(entry.json_type for entry in ENTRIES if entry.full_gradients)
@@ -93,9 +95,9 @@ def resolve(
 ) -> dict[str, Any]:
     """Return the plain DeepSpeed JSON of a run. An "auto" that cannot be filled is added to `problems`."""
     resolved = copy.deepcopy(dict(config))
-    for part in ("offload_optimizer", "offload_param"):  # null is DeepSpeed's default for them
-        if get(resolved, f"{ZERO}.{part}") is None:
-            drop(resolved, f"{ZERO}.{part}")
+    for path in NULLABLE:
+        if get(resolved, path) is None:
+            drop(resolved, path)
     run, layout, batch = decision.run, decision.layout, decision.batch
     put(resolved, "train_micro_batch_size_per_gpu", batch.micro)
     put(resolved, "gradient_accumulation_steps", batch.accumulation)
