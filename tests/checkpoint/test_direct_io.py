@@ -113,6 +113,15 @@ def test_zip_files_are_read_past_the_cache(tmp_path, file_system, shape):
         assert shape == (3,) or archive.testzip() is not None
 
 
+def test_a_zip_file_may_end_with_a_long_list_of_records(tmp_path):
+    with zipfile.ZipFile(tmp_path / "file", "w") as archive:
+        for number in range(90):
+            archive.writestr(f"{number:050000}", b"1")
+    with UncachedReader(tmp_path / "file") as file, zipfile.ZipFile(file) as archive:
+        assert archive.start_dir + PIECE < (tmp_path / "file").stat().st_size
+        assert len(archive.infolist()) == 90 and archive.testzip() is None
+
+
 def test_files_that_are_no_zip(tmp_path):
     for content in (b"", b"PK", b"x" * 100):
         (tmp_path / "file").write_bytes(content)

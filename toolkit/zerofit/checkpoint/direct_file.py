@@ -163,12 +163,12 @@ class UncachedReader(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] # any buffer
         """Read into a buffer. Return the number of bytes; 0 at the end."""
-        out = memoryview(buffer)[: max(self._length - self._place, 0)]
+        out, count = memoryview(buffer)[: max(self._length - self._place, 0)], 0
         if len(out) < FEW_BYTES:
             count = os.preadv(self._file._cached, [out], self._first + self._place)
-        else:
-            part = self._file.read_bytes(self._first + self._place, len(out))
-            count = len(part)
-            out[:count] = part
+        else:  # zipfile takes fewer bytes for the end of the file
+            while part := self._file.read_bytes(self._first + self._place + count, len(out) - count):
+                out[count : count + len(part)] = part
+                count += len(part)
         self._place += count
         return count
