@@ -59,6 +59,17 @@ def test_every_shard_is_verified(tmp_path):
     assert [p.file for p in Checkpoint(tmp_path).verify().problems] == ["pytorch_model-00002-of-00002.bin"]
 
 
+@pytest.mark.parametrize(("place", "value"), [(8, 1), (8, 32), (10, 8), (10, 99)], ids=str)  # flags, compression
+def test_a_changed_list_of_records_is_damage(tmp_path, place, value):
+    torch.save(WEIGHTS, tmp_path / "state.pt")
+    dcp.save(WEIGHTS, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    for file, path in ((tmp_path / "state.pt",) * 2, (tmp_path / "dcp/__0_0.distcp", tmp_path / "dcp")):
+        content = bytearray(file.read_bytes())
+        content[content.index(b"PK\x01\x02") + place] = value
+        file.write_bytes(content)
+        assert Checkpoint(path).verify().problems[0].file == file.name
+
+
 @pytest.mark.parametrize(
     "content",
     [
