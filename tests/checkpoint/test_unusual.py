@@ -178,6 +178,32 @@ def test_a_pipe_does_not_block(written, tmp_path):
     assert Checkpoint(tmp_path / "saved").verify().ok
 
 
+@pytest.mark.parametrize("name", ["global_step5.pt", "x" * 5000, "a\0b"])
+def test_a_damaged_latest_file_is_named(written, tmp_path, name):
+    saved = shutil.copytree(written[2], tmp_path / "saved")
+    (saved / "latest").write_text(name)
+    assert [(p.file, p.kind) for p in Checkpoint(saved).verify().problems] == [("latest", "misplaced")]
+
+
+def test_the_newest_of_several_files_is_read(tmp_path):
+    for step in (5, 10, 20):
+        torch.save({"w": torch.full((2,), float(step))}, tmp_path / f"epoch=0-step={step}.ckpt")
+    assert FullState(tmp_path).read("w").tolist() == [20, 20]
+    assert Checkpoint(tmp_path).describe().step == 20
+
+
+def test_the_named_one_of_several_universal_checkpoints_is_read(tmp_path):
+    for step in (5, 9, 12):
+        folder = tmp_path / f"global_step{step}_universal/zero/w"
+        folder.mkdir(parents=True)
+        torch.save({"param": torch.full((2,), float(step))}, folder / "fp32.pt")
+    assert [entry.step for entry in Checkpoint.list(tmp_path).checkpoints] == [5, 9, 12]
+    assert Checkpoint(tmp_path).describe().step == 12
+    (tmp_path / "latest_universal").write_text("global_step9_universal")
+    path = Checkpoint.latest(tmp_path).path
+    assert FullState(path).read("w").tolist() == [9, 9] and Checkpoint(path).verify().ok
+
+
 def test_a_universal_checkpoint_by_zerofit_is_read_again(written, tmp_path):
     """Its folder has the name of a run's checkpoint, and the files of an engine's model states."""
     Checkpoint(written[2]).convert(tmp_path / "universal")

@@ -110,13 +110,11 @@ def _in_folder(path: Path) -> Iterator[Foreign]:
         program = "Lightning (DeepSpeed)" if lightning else by % "DeepSpeed"
         root = path if len(tags) == 1 else tag  # one of several checkpoints is named by its own folder
         yield Foreign(path=root, files=tag, format="deepspeed", program=program, step=_step(tag, path))
-    for tag in () if tags else (path, *_children(path)):
-        if _is_universal(tag):
-            yield Foreign(
-                path=path, files=tag, format="universal", program="DeepSpeed universal", step=_step(tag, path)
-            )
-            return
-    if tags:
+    universal = [] if tags else [child for child in (path, *_children(path)) if _is_universal(child)]
+    for tag in universal:
+        root = path if len(universal) == 1 else tag
+        yield Foreign(path=root, files=tag, format="universal", program="DeepSpeed universal", step=_step(tag, path))
+    if tags or universal:
         return
     sharded = next((child for child in (path, *_children(path)) if _is_distributed_model(path, child)), None)
     if sharded:
@@ -129,11 +127,16 @@ def _in_folder(path: Path) -> Iterator[Foreign]:
         program = by % ("plain data parallelism" if with_states else "weights only")
         yield Foreign(path=path, files=path, format="safetensors", program=program, step=_step(path))
     else:
-        files = (file for pattern in STATE_DICTS for file in sorted(path.glob(pattern)) if file.name not in BESIDE)
-        file = next((file for file in files if not file.name.startswith(("rng_state", "random_states"))), None)
-        if file and file.is_file():
+        kinds = (_weights_in(path, pattern) for pattern in STATE_DICTS)
+        if files := next((files for files in kinds if files), None):
+            file = max(files, key=lambda file: _step(file) or 0)  # the first, if no name has a step
             program = "Accelerate (FSDP, full)" if file.name.startswith("pytorch_model_fsdp") else by % "a state dict"
             yield Foreign(path=path, files=file, format="torch", program=program, step=_step(file, path))
+
+
+def _weights_in(folder: Path, pattern: str) -> list[Path]:
+    files = (file for file in sorted(folder.glob(pattern)) if file.is_file() and file.name not in BESIDE)
+    return [file for file in files if not file.name.startswith(("rng_state", "random_states"))]
 
 
 def _children(path: Path) -> list[Path]:

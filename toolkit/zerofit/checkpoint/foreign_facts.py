@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import zipfile
 from collections import Counter
@@ -171,8 +172,9 @@ def _latest_damage(found: Foreign) -> list[Damage]:
     latest = latest_of(found.path) if found.path.is_dir() else None
     if latest is None or found.files in (found.path / latest, found.path):
         return []
-    what = "is incomplete" if latest and (found.path / latest).is_dir() else "does not exist"
-    message = f"it names {latest!r}, which {what}; the newest with files is {found.files.name}"
+    # for a damaged name, which may be too long, Path.is_dir raises an error
+    what = "is incomplete" if latest and os.path.isdir(found.path / latest) else "does not exist"
+    message = f"it names {latest[:200]!r}, which {what}; the newest with files is {found.files.name}"
     return [Damage(file="latest", kind="misplaced", message=message)]
 
 
