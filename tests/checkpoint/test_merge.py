@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,23 @@ def test_other_frozen_weights_are_refused(adapters, tmp_path):
     base.save_pretrained(tmp_path / "base")
     with pytest.raises(UserError, match="differ from the frozen weights"):
         list(merged_weights(part))
+
+
+@one
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lora_bias", True),
+        ("target_parameters", ["experts.down_proj"]),
+        ("trainable_token_indices", [1]),
+        ("layer_replication", [[0, 2], [1, 2]]),
+    ],
+)
+def test_settings_that_are_not_merged_are_refused(adapters, tmp_path, key, value):
+    file = adapters[0] / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(UserError, match=f"{key}, which zerofit does not merge"):
+        export(adapters[0], tmp_path / "merged")
 
 
 @one

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TASKS = {"SEQ_CLS": "classify", "TOKEN_CLS": "tag"}  # under the names that peft uses
+# settings of peft's LoraConfig that change more than the weights of linear layers
+UNMERGED = ("lora_bias", "target_parameters", "trainable_token_indices", "layer_replication")
+MERGE = "merge it with peft's merge_and_unload"
 PREFIX = "base_model.model."  # prefix of names in peft's files
 
 
@@ -66,7 +69,7 @@ def adapters_of(path: Path) -> Path | None:
 def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
     """Open a folder of adapters written by zerofit or peft. Tensors are read later.
 
-    Raises UserError if they are not LoRA adapters, or if the base model does not exist.
+    Raises UserError if they are not LoRA adapters of weights, or if the base model does not exist.
     """
     from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 
@@ -77,7 +80,9 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
         hint = f"it needs peft's {CONFIG} and {WEIGHTS}"
         raise _unreadable(folder, f"cannot be read: {' '.join(str(error).split())[:200]}", hint) from None
     if not isinstance(config, LoraConfig):
-        raise _unreadable(folder, f"has {config.peft_type} adapters, not LoRA", "merge it with peft's merge_and_unload")
+        raise _unreadable(folder, f"has {config.peft_type} adapters, not LoRA", MERGE)
+    if unmerged := next((key for key in UNMERGED if getattr(config, key, None)), None):
+        raise _unreadable(folder, f"has adapters with {unmerged}, which zerofit does not merge", MERGE)
     config.inference_mode = False  # otherwise peft would freeze the adapters
     trained, config.modules_to_save = config.modules_to_save or [], None  # peft would copy these modules
     info = read_model_info(folder)
