@@ -13,6 +13,7 @@ import transformers
 from transformers.trainer_utils import align_special_tokens
 
 from tests.data.chats import write_tokenizer
+from zerofit.app.checkpoints import Checkpoint
 from zerofit.checkpoint.adapters import read_adapters
 from zerofit.checkpoint.export import export
 from zerofit.checkpoint.merge import merged_weights
@@ -124,6 +125,25 @@ def test_settings_that_are_not_merged_are_refused(adapters, tmp_path, key, value
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(UserError, match=f"{key}, which zerofit does not merge"):
         export(adapters[0], tmp_path / "merged")
+
+
+@torch.no_grad()
+def test_peft_loads_the_adapters_of_embeddings_from_a_state_dict(tmp_path):
+    torch.manual_seed(0)
+    build(find("llama-tiny"), INPUTS, SHAPES["llama-tiny"]).save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=3, target_modules=["q_proj", "embed_tokens"], use_dora=True)
+    model: Any = peft.get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    model.peft_config["default"].save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved/tokenizer_cache").mkdir()  # no file of the tokenizer
+    torch.save(model.state_dict(), tmp_path / "saved/state.pt")
+    Checkpoint(tmp_path / "saved").export(tmp_path / "out")
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "out")
+    torch.testing.assert_close(loaded.eval()(TOKENS).logits, model.eval()(TOKENS).logits)
 
 
 @one

@@ -204,7 +204,7 @@ def _shape_model(state: FullState) -> nn.Module:
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
     for pattern in TOKENIZER_FILES:
-        for file in source.glob(pattern):
+        for file in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(file, folder / file.name)
 
 
@@ -216,7 +216,7 @@ def _write_foreign_adapters(state: FullState, source: Path, out: Path, dtype: Pr
         if rest:
             names[name] = f"{owner}.{rest.partition('.')[2]}"
         elif match := ADAPTER_NAME.fullmatch(name):
-            names[name] = match[1] + match[2]
+            names[name] = match[1] + (match[2] or "")  # embeddings have no ".weight"
     entries = [TensorEntry(name=new, shape=state.shape(old), dtype=DTYPES[dtype]) for old, new in names.items()]
     old = {new: name for name, new in names.items()}
     refuse_small_disk(out, sum(entry.bytes for entry in entries))
