@@ -184,21 +184,22 @@ def _named_model(folder: Path) -> nn.Module:
 
 
 def _shape_model(state: FullState) -> nn.Module:
-    """Return a module that has the checkpoint's names and shapes, but no forward."""
+    """Return a module that has the checkpoint's names and shapes, but no forward.
+
+    torch's methods would refuse names such as "type", which nn.Module has too.
+    """
     model = nn.Module()
     for name in state.tensors:
         owner = model
         *path, last = name.split(".")
         for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
+            owner = cast("nn.Module", owner._modules.setdefault(part, nn.Module()))
         buffer = name in state.buffers
         tensor = torch.empty(state.shape(name), dtype=state.read(name).dtype if buffer else None, device="meta")
         if buffer:
-            owner.register_buffer(last, tensor)
+            owner._buffers[last] = tensor
         else:
-            owner.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+            owner._parameters[last] = nn.Parameter(tensor, requires_grad=False)
     return model
 
 
