@@ -95,6 +95,32 @@ def test_tensors_without_elements_and_dimensions(tmp_path):
     assert got.keys() == content.keys() and all(torch.equal(got[name], content[name]) for name in got)
 
 
+def test_buffers_of_safetensors_keep_their_type(tmp_path):
+    buffers = {"n.num_batches_tracked": torch.tensor(2**24 + 1), "n.running_var": torch.full((3,), 1 + 2**-12)}
+    save_file(WEIGHTS | buffers, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path / "model.safetensors")
+    assert checkpoint.describe().parameters == sum(tensor.numel() for tensor in WEIGHTS.values())
+    checkpoint.export(tmp_path / "out", dtype="bf16")
+    got = load_file(tmp_path / "out/model.safetensors")
+    assert got["head.weight"].dtype == torch.bfloat16
+    assert all(got[n].dtype == t.dtype and torch.equal(got[n], t) for n, t in buffers.items())
+
+
+def test_names_that_modules_have_too(tmp_path):
+    content = {name: torch.ones(2) for name in ("type.weight", "half", "a", "a.b", "training.x")}
+    torch.save(content, tmp_path / "state.pt")
+    Checkpoint(tmp_path / "state.pt").export(tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors").keys() == content.keys()
+
+
+def test_a_link_to_an_empty_folder_is_written(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    Checkpoint(tmp_path / "model.safetensors").export(tmp_path / "out")
+    assert same(tmp_path / "disk") and (tmp_path / "out").is_symlink()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -260,6 +260,10 @@ class Safetensors(Mapping[str, torch.Tensor]):
         """Return a tensor's shape, from the header."""
         return tuple(self._file.get_slice(name).get_shape())
 
+    def is_floating_point(self, name: str) -> bool:
+        """Return whether a tensor has floating point numbers, from the header."""
+        return self._file.get_slice(name).get_dtype().startswith(("F", "BF"))
+
 
 def _refused(path: Path | str, reason: str) -> UserError:
     match = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", reason)

@@ -208,7 +208,10 @@ class _StateDict:
 
     def add_safetensors(self, content: safe_load.Safetensors, file: str) -> None:
         for name in content:
-            self.shapes[name], self.places[name] = content.shape(name), Location(file=file, keys=[name])
+            if not content.is_floating_point(name) or name.endswith(STATISTICS):
+                self.buffers.append(SavedBuffer(name, file, [name]))
+            else:
+                self.shapes[name], self.places[name] = content.shape(name), Location(file=file, keys=[name])
 
     def add_torch_file(self, content: Any, file: str) -> None:
         key = _weights_key(content, file)
