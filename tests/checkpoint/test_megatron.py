@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.nn.functional import gelu, layer_norm, silu
 
+from zerofit.app.checkpoints import Checkpoint
 from zerofit.checkpoint.full_state import FullState
 from zerofit.spec.errors import UserError
+from zerofit.spec.run_folder import Layout
 
 HIDDEN, HEADS, VOCAB, LENGTH = 16, 4, 24, 5
 EMBED = "tied_modules.embed"
@@ -99,6 +101,7 @@ def test_shares_are_joined(tmp_path, ranks, gated, inner):
     shares = [rank_weights(weights, rank, ranks, gated) for rank in range(ranks)]
     assert torch.allclose(logits(shares, gated), logits([weights], gated))
     state = FullState(saved(tmp_path, shares))
+    assert Checkpoint(tmp_path).describe().layout == Layout(dp=1, tp=ranks)
     assert {name: state.shape(name) for name in state.names} == {n: tuple(t.shape) for n, t in weights.items()}
     assert [name for name, tensor in weights.items() if not torch.equal(state.read(name), tensor.float())] == []
 

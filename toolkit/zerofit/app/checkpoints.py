@@ -286,7 +286,6 @@ class Checkpoint:
 
 
 def _foreign_summary(facts: ForeignFacts, damage: list[Damage]) -> dict[str, Any]:
-    known = facts.stage is not None and facts.ranks is not None
     return {
         "step": facts.step if facts.step is not None else 0,
         "path": facts.found.path,
@@ -294,7 +293,7 @@ def _foreign_summary(facts: ForeignFacts, damage: list[Damage]) -> dict[str, Any
         "created": facts.created,
         "world_size": facts.ranks,
         "bytes": facts.bytes,
-        "layout": Layout(dp=facts.ranks or 1, zero_stage=facts.stage or 0) if known else None,
+        "layout": facts.layout,
         "problems": damage,
         "program": facts.found.program,
     }

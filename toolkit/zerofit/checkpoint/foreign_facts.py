@@ -27,6 +27,7 @@ from zerofit.checkpoint.store import Damage
 from zerofit.checkpoint.torch_files import distributed_folders
 from zerofit.spec.errors import UserError
 from zerofit.spec.foreign import Unreadable, read_json
+from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import counted
 
 PRECISIONS = ("bf16", "fp16")  # sections of a DeepSpeed JSON
@@ -38,7 +39,7 @@ class ForeignFacts:
     """Facts from the metadata in the files. A fact is None if no file has it."""
 
     found: Foreign
-    stage: int | None = None  # of ZeRO
+    layout: Layout | None = None  # by DeepSpeed
     ranks: int | None = None
     step: int | None = None
     samples: int | None = None
@@ -54,7 +55,7 @@ class ForeignFacts:
     @property
     def name(self) -> str:
         """A description, e.g. "a DeepSpeed checkpoint of ZeRO-3, 2 ranks, step 3"."""
-        zero = f"ZeRO-{self.stage}" if self.stage is not None else None
+        zero = f"ZeRO-{self.layout.zero_stage}" if self.layout else None
         ranks = f"{self.ranks} rank" + "s" * (self.ranks != 1) if self.ranks else None
         step = f"step {self.step}" if self.step is not None else None
         facts = ", ".join(text for text in (zero, ranks, step) if text)
@@ -127,9 +128,12 @@ def _deepspeed_facts(found: Foreign) -> dict[str, Any]:
         stage = 1 if files.optimizers else 0
     precision = next((name for name in PRECISIONS if (config.get(name) or {}).get("enabled") is True), "fp32")
     named = (config.get("optimizer") or {}).get("type")
+    dp, tp = int(state.get("dp_world_size") or 1), files.tensor_ranks
+    stage = 3 if found.stage_three else stage
+    layout = Layout(dp=dp, tp=tp, pp=len(files.model_ranks) // tp, zero_stage=stage)
     return {
-        "stage": 3 if found.stage_three else stage,
-        "ranks": int(state.get("dp_world_size") or 1) * len(files.model_ranks),
+        "layout": layout,
+        "ranks": layout.world_size,
         "step": int(state.get("global_steps") or 0),
         "samples": state.get("global_samples"),
         "precision": precision if config else None,

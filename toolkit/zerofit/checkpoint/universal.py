@@ -72,13 +72,14 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None, run: Ru
 
 
 def _sources(checkpoint: Path) -> tuple[dict[str, Path | None], int, int]:
-    """Return the folder of each engine's files, the step, and the number of ranks.
+    """Return the folder of each engine's files, the step, and the data parallel degree.
 
     The folder is None if DeepSpeed did not write the files.
     """
     if not is_own(checkpoint) and (found := foreign_at(checkpoint)):
         facts = facts_of(found)
-        return {STATE: found.files if found.format == "deepspeed" else None}, facts.step or 0, facts.ranks or 1
+        source = found.files if found.format == "deepspeed" else None
+        return {STATE: source}, facts.step or 0, facts.layout.dp if facts.layout else facts.ranks or 1
     manifest = manifest_of(checkpoint)
     refuse_without_frozen(checkpoint, manifest)
     engines = GAN_ENGINES if manifest.job.facts.task == "gan" else ONE_ENGINE
