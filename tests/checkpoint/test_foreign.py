@@ -483,6 +483,36 @@ def test_fsdp_itself_reads_what_is_written_for_it(tmp_path):
     assert torch.equal(states["state"]["0.weight"]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
 
 
+def test_frozen_weights_are_written_for_stage_three(tmp_path):
+    """DeepSpeed's own script reads the result."""
+    model, optimizer = trained_model()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    Checkpoint(tmp_path / "state.pt").convert(tmp_path / "2", to="deepspeed", ranks=1, stage=2)
+    (file,) = tmp_path.glob("2/*/mp_rank_00_model_states.pt")
+    content = torch.load(file, weights_only=False)
+    content["module"]["frozen.weight"] = torch.arange(15.0).view(3, 5)
+    torch.save(content, file)
+    Checkpoint(tmp_path / "2").convert(tmp_path / "3", to="deepspeed", ranks=2, stage=3)
+    merged = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "3"))
+    assert torch.equal(merged["frozen.weight"], content["module"]["frozen.weight"])
+    assert all(torch.equal(merged[name], parameter) for name, parameter in model.named_parameters())
+    assert Checkpoint(tmp_path / "2").diff(tmp_path / "3", states=True).equal
+
+
+@pytest.mark.parametrize("how", [{"to": "dcp"}, {"to": "deepspeed", "ranks": 2, "stage": 1}], ids=lambda how: how["to"])
+def test_states_are_written_if_the_first_weight_is_frozen(tmp_path, how):
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(list(model[1].named_parameters(prefix="1")))
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out", **how)
+    state = FullState(tmp_path / "out")
+    assert torch.equal(state.read("1.weight", "exp_avg"), optimizer.state[model[1].weight]["exp_avg"])
+    assert torch.equal(state.read("0.weight"), model[0].weight)
+
+
 def test_deepspeed_needs_ranks_and_stage(tmp_path):
     with pytest.raises(UserError, match="--ranks"):
         Checkpoint(tmp_path).convert(tmp_path / "out", to="deepspeed")

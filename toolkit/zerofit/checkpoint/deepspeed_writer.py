@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,9 +56,11 @@ class _TargetWriter:
     scratch: Path  # a file's place on the disk of the result
     wrote: Callable[[int], None]
 
+    @cached_property
     def kinds(self) -> list[str]:
-        first = self.groups[0].names[0]
-        return [kind for kind in self.state.kinds(first) if kind != MASTER]
+        """The optimizer's states. Frozen weights in a group have none."""
+        every = (kind for group in self.groups for name in group.names for kind in self.state.kinds(name))
+        return [kind for kind in dict.fromkeys(every) if kind != MASTER]
 
     def mapped(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return zeros in a memory-mapped file. The file disappears when the tensor is no longer used."""
@@ -192,7 +194,7 @@ def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, Any]
         masters.append(writer.flat(group.names, MASTER, first, real))
         paddings.append(size - real)
         states[number] = {"step": writer.step()}
-        states[number] |= {kind: writer.flat(group.names, kind, first, size) for kind in writer.kinds()}
+        states[number] |= {kind: writer.flat(group.names, kind, first, size) for kind in writer.kinds}
         mappings.append(
             {
                 name: fragment_address(numel=end - start, start=start - first)
@@ -242,7 +244,7 @@ def _unpartitioned(writer: _TargetWriter) -> dict[str, Any]:
         for name in group.names:
             shape = writer.state.shape(name)
             states[number] = {"step": writer.step()} | {
-                kind: writer.flat([name], kind, 0, math.prod(shape)).view(shape) for kind in writer.kinds()
+                kind: writer.flat([name], kind, 0, math.prod(shape)).view(shape) for kind in writer.kinds
             }
             if writer.target.dtype != torch.float32:
                 masters[-1].append(writer.flat([name], MASTER, 0, math.prod(shape)).view(shape))
@@ -260,13 +262,20 @@ def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], place: Pat
     state, target = writer.state, writer.target
     subs = [(n, names) for n, group in enumerate(writer.groups) for names in _sub_groups(writer, group.names)]
     module = {name: torch.empty(0, dtype=target.dtype) for name in (*state.names, *state.ties)}
+    trained = {name for _, names in subs for name in names}
+    frozen = {name: torch.Size(state.shape(name)) for name in state.names if name not in trained}
     shapes = [{name: torch.Size(state.shape(name)) for name in names} for _, names in subs]
     model = common | {"module": module | {name: state.buffer(name) for name in state.buffers}, "param_shapes": shapes}
+    model |= {"frozen_param_shapes": frozen or None}
     numbered = [
         group.settings | {"params": [i for i, (owner, _) in enumerate(subs) if owner == n]}
         for n, group in enumerate(writer.groups)
     ]
     versions = {key: common[key] for key in ("ds_version", "ds_config")}
+
+    def weights(rank: int) -> dict[str, Any]:
+        fragments = {name: _share(writer, [name], MASTER, rank, target.dtype) for name in frozen}
+        return model | {"frozen_param_fragments": fragments or None}
 
     def partition(rank: int) -> dict[str, Any]:
         return {
@@ -276,7 +285,7 @@ def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], place: Pat
             "partition_count": target.ranks,
             "optimizer_state_dict": {
                 "state": {
-                    i: {"step": writer.step()} | {k: _share(writer, names, k, rank) for k in writer.kinds()}
+                    i: {"step": writer.step()} | {k: _share(writer, names, k, rank) for k in writer.kinds}
                     for i, (_, names) in enumerate(subs)
                 },
                 "param_groups": numbered,
@@ -285,7 +294,7 @@ def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], place: Pat
         }
 
     for rank in range(target.ranks):
-        writer.save(place / f"zero_pp_rank_{rank}_{MODEL}", lambda: model)
+        writer.save(place / f"zero_pp_rank_{rank}_{MODEL}", partial(weights, rank))
         writer.save(place / _optimizer_file(target, rank), _optimizer_states(partial(partition, rank), versions))
 
 
@@ -304,11 +313,13 @@ def _sub_groups(writer: _TargetWriter, names: list[str]) -> list[list[str]]:
     return subs
 
 
-def _share(writer: _TargetWriter, names: list[str], kind: str, rank: int) -> Tensor:
+def _share(
+    writer: _TargetWriter, names: list[str], kind: str, rank: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Return a rank's equal part of each parameter, concatenated."""
     state, ranks = writer.state, writer.target.ranks
     sizes = [-(-state.numel(name) // ranks) for name in names]
-    out, place = writer.mapped(sum(sizes)), 0
+    out, place = writer.mapped(sum(sizes), dtype), 0
     for name, size in zip(names, sizes, strict=True):
         numel = min(size, state.numel(name) - rank * size)
         if numel > 0 and kind in state.kinds(name):
