@@ -313,9 +313,7 @@ def _sub_groups(writer: _TargetWriter, names: list[str]) -> list[list[str]]:
     return subs
 
 
-def _share(
-    writer: _TargetWriter, names: list[str], kind: str, rank: int, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def _share(writer: _TargetWriter, names: list[str], kind: str, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a rank's equal part of each parameter, concatenated."""
     state, ranks = writer.state, writer.target.ranks
     sizes = [-(-state.numel(name) // ranks) for name in names]
