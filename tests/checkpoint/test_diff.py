@@ -89,3 +89,5 @@ def test_numbers_that_are_none_or_signed_zeros():
     assert compare("x", "fp32", a, torch.tensor([0.0, math.inf, 0.0, 1.0])).max_abs == math.inf
     row = compare("n", "fp32", torch.tensor(5), torch.tensor(4))
     assert (row.apart, row.elements, row.max_abs) == (1, 1, 1.0)
+    row = compare("c", "fp32", torch.tensor([1 + 2j]), torch.tensor([1 + 5j]))
+    assert (row.apart, row.max_abs) == (1, 3.0)

@@ -104,7 +104,8 @@ def test_distributed_checkpoints_of_torch(distributed):
     model, optimizer = trained_model()
     state = FullState(distributed)
     assert state.counters["step"] == 3
-    assert sorted(state.names) == sorted(n for n in model.state_dict() if "num_batches" not in n)
+    assert sorted(state.names) == sorted(name for name, _ in model.named_parameters())
+    assert sorted(state.buffers) == sorted(name for name, _ in model.named_buffers())
     for name, parameter in model.named_parameters():
         assert torch.equal(state.read(name), parameter)
         assert torch.equal(state.read(name, "exp_avg_sq"), optimizer.state[parameter]["exp_avg_sq"])

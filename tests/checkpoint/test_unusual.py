@@ -106,6 +106,36 @@ def test_buffers_of_safetensors_keep_their_type(tmp_path):
     assert all(got[n].dtype == t.dtype and torch.equal(got[n], t) for n, t in buffers.items())
 
 
+def test_distributed_tensors_of_several_types(tmp_path):
+    content = {"w": torch.ones(3).bfloat16(), "v": torch.full((3,), 1 + 2**-12), "n": torch.tensor(2**24 + 1)}
+    content["bn.running_mean"] = torch.full((3,), 1 + 2**-12)
+    dcp.save(content, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    Checkpoint(tmp_path / "dcp").export(tmp_path / "out")
+    got = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(got[name], tensor.to(got[name].dtype)) for name, tensor in content.items())
+    assert got["v"].dtype == torch.float32 and got["n"].dtype == torch.int64
+    Checkpoint(tmp_path / "dcp").export(tmp_path / "half", dtype="bf16")
+    got = load_file(tmp_path / "half/model.safetensors")
+    assert {name: t.dtype for name, t in got.items() if t.dtype != torch.bfloat16} == {
+        "n": torch.int64,
+        "bn.running_mean": torch.float32,
+    }
+
+
+def test_a_distributed_checkpoint_without_weights_is_refused(tmp_path):
+    dcp.save({"n": torch.tensor([5, 6])}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    with pytest.raises(UserError, match="it has no tensors"):
+        Checkpoint(tmp_path / "dcp").export(tmp_path / "out")
+
+
+def test_numbers_of_8_bits_next_to_others(tmp_path):
+    weights = {"w": torch.tensor([1.0, 3.0]).to(torch.float8_e4m3fn), "v": torch.ones(2).bfloat16()}
+    save_file(weights, tmp_path / "model.safetensors")
+    Checkpoint(tmp_path / "model.safetensors").export(tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors")["w"].dtype == torch.bfloat16
+    assert Checkpoint(tmp_path / "model.safetensors").diff(tmp_path / "out").equal
+
+
 def test_names_that_modules_have_too(tmp_path):
     content = {name: torch.ones(2) for name in ("type.weight", "half", "a", "a.b", "training.x")}
     torch.save(content, tmp_path / "state.pt")

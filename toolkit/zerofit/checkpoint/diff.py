@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
-from zerofit.checkpoint.direct_io import equal
+from zerofit.checkpoint.direct_io import equal, wider
 from zerofit.checkpoint.full_state import FullState, full_model
 from zerofit.checkpoint.index import MASTER
 from zerofit.checkpoint.store import locate
@@ -150,15 +150,16 @@ def _compare_kinds(
 def compare(name: str, kind: str, a: Tensor, b: Tensor) -> TensorRow:
     """Return the difference between two tensors of the same shape."""
     apart, max_abs, max_rel = 0, 0.0, 0.0
-    wider = torch.promote_types(a.dtype, b.dtype)
+    common = wider(a.dtype, b.dtype)
     for pair in zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE), strict=True):
         # the wider type: an element of a bf16 export equals its fp32 master weight if rounding did not change it
-        x, y = (piece.to(wider).contiguous() for piece in pair)
+        x, y = (piece.to(common).contiguous() for piece in pair)
         bits, other = x.view(BITS[x.itemsize]), y.view(BITS[y.itemsize])
         if not equal(bits, other):  # most are equal, and one thread finds out with the least CPU time
             differ = bits != other
             apart += int(differ.sum())
-            x, y = x[differ].double(), y[differ].double()
+            exact = torch.complex128 if common.is_complex else torch.float64
+            x, y = x[differ].to(exact), y[differ].to(exact)
             gap = (x - y).abs()
             max_abs = max(max_abs, _largest(gap))
             max_rel = max(max_rel, _largest(torch.where(gap == 0, gap, gap / torch.maximum(x.abs(), y.abs()))))

@@ -46,3 +46,10 @@ def copy(out: Tensor, numbers: Tensor) -> None:
 def equal(a: Tensor, b: Tensor) -> bool:
     """Return whether flat numbers of the same type are equal, computed in this thread."""
     return all(torch.equal(x, y) for x, y in zip(a.split(SERIAL), b.split(SERIAL), strict=True))
+
+
+def wider(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """Return the narrowest type that has all numbers of both types; bfloat16 stands for another type of 8 bits."""
+    if a == b:
+        return a
+    return torch.promote_types(*(torch.bfloat16 if t.is_floating_point and t.itemsize == 1 else t for t in (a, b)))

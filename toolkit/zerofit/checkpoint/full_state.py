@@ -21,6 +21,7 @@ from torch import Tensor
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.deepspeed_index import deepspeed_index
 from zerofit.checkpoint.direct_file import PIECE
+from zerofit.checkpoint.direct_io import wider
 from zerofit.checkpoint.foreign import Foreign, foreign_at
 from zerofit.checkpoint.index import (
     MASTER,
@@ -179,9 +180,9 @@ class FullState:
     @property
     def saved_dtype(self) -> torch.dtype:
         """The narrowest type that represents all master weights."""
-        firsts = [self._shards_of(name)[0] for name in self.names]
-        firsts = firsts[:1] if firsts[0].where[MASTER].span else firsts
-        return reduce(torch.promote_types, (self._stored(shard, MASTER, 0, 0).dtype for shard in firsts))
+        firsts = (self._shards_of(name)[0] for name in self.names)
+        known = ((shard, shard.where[MASTER].dtype) for shard in firsts)
+        return reduce(wider, (getattr(torch, d) if d else self._stored(s, MASTER, 0, 0).dtype for s, d in known))
 
     def read_flat(self, name: str, kind: str, start: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a part of the flattened full tensor, (numel,). Only this part is read."""

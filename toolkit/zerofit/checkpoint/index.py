@@ -67,7 +67,7 @@ class Location:
     """The place of a tensor: nested keys in a torch file, or a `raw` file of numbers.
 
     In a safetensors file the only key is the tensor's name. `span`: first byte and length of a torch file that is
-    embedded in this file.
+    embedded in this file. `dtype`: the tensor's type, if it is known without reading the tensor.
     """
 
     file: str
@@ -76,6 +76,7 @@ class Location:
     raw: Literal["float32", "bfloat16", "float16"] | None = None
     span: tuple[Count, Count] | None = None  # first byte, length in bytes
     lost: bool = False  # the file is lost: the numbers are taken as zero
+    dtype: str = ""
 
 
 @dataclass(frozen=True)

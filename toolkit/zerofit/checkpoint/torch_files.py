@@ -95,6 +95,7 @@ def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dic
             scalars[place.fqn] = where
             continue
         offset = tuple(place.offset or ())
+        where = replace(where, dtype=str(described.properties.dtype).removeprefix("torch."))
         chunk = next(chunk for chunk in described.chunks if tuple(chunk.offsets) == offset)
         tensors.setdefault(place.fqn, []).append((described, chunk, where))
 
@@ -117,10 +118,9 @@ def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Loc
     for key in weights:
         name, kinds = key.removeprefix(prefix), states.get(key.removeprefix(prefix), {})
         moments = {kind: k for kind, k in kinds.items() if kind != "step" and not kinds.keys() & {*PACKED}}
-        described = tensors[key][0][0]
+        described, _, where = tensors[key][0]
         shape = tuple(described.size)
-        if not str(described.properties.dtype).startswith(("torch.float", "torch.bfloat")):
-            where = tensors[key][0][2]
+        if not where.dtype.startswith(("float", "bfloat")) or name.endswith(STATISTICS):
             buffers.append(SavedBuffer(name, where.file, where.keys, where.span))
             continue
         for _, chunk, where in tensors[key]:
@@ -129,6 +129,8 @@ def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Loc
                 same = [w for _, c, w in tensors[other] if tuple(c.offsets) == tuple(chunk.offsets)]
                 places |= {kind: same[0]} if same else {}
             shards.append(_chunk_shard(found, name, shape, chunk, places))
+    if not shards:
+        raise incomplete(found.path, "it has no tensors", "name the folder or file that has the weights")
     step_key = next((kinds["step"] for kinds in states.values() if "step" in kinds), None)
     places = [tensors[step_key][0][2]] if step_key else [w for k, w in scalars.items() if k.split(".")[-1] == "step"]
     value = safe_load.load(found.path / places[0].file, span=places[0].span) if places else None
