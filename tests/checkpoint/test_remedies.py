@@ -59,6 +59,18 @@ def test_the_advice_works(written, tmp_path, stage, lost, more, advice):
             Checkpoint(saved).convert(tmp_path / "converted", **how)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_lost_parameters_are_named(written, tmp_path, rank):
+    """DeepSpeed splits each group, matrices and vectors, over both ranks."""
+    saved = shutil.copytree(written[2], tmp_path / "saved")
+    (file,) = saved.glob(f"*/*pp_rank_{rank}_*optim_states.pt")
+    groups = torch.load(file, weights_only=False)["optimizer_state_dict"]["param_slice_mappings"]
+    file.unlink()
+    (problem,) = Checkpoint(saved).verify().problems
+    ranges = ", ".join(f"{names[0]} to {names[-1]}" for names in map(list, groups))
+    assert f"are lost ({ranges})" in problem.message
+
+
 def export(saved, out, repair):
     try:
         Checkpoint(saved).export(out, repair=repair)

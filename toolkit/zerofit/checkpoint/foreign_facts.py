@@ -356,14 +356,15 @@ def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
     if found.stage_three:
         count = sum(len(group) for group in groups)
         return f"1/{ranks} of each of {counted(count, 'parameter')}, and of their optimizer states, are lost"
-    total = sum(shape.numel() for group in groups for shape in group.values())
-    first, end, place, lost = total * dp // ranks, total * (dp + 1) // ranks, 0, []
-    for group in groups:
+    ranges = []
+    for group in groups:  # each is split over all ranks
+        share, place, lost = -(-sum(shape.numel() for shape in group.values()) // ranks), 0, []
         for name, shape in group.items():
-            if place < end and place + shape.numel() > first:
+            if place < share * (dp + 1) and place + shape.numel() > share * dp:
                 lost.append(name)
             place += shape.numel()
-    shown = f"{lost[0]} to {lost[-1]}" if lost else "no parameter"
+        ranges += [f"{lost[0]} to {lost[-1]}"] if lost else []
+    shown = ", ".join(ranges) or "no parameter"
     return f"master weights and optimizer states of about 1/{ranks} of the parameters are lost ({shown})"
 
 
