@@ -70,6 +70,21 @@ def test_a_checkpoint_against_what_was_exported_from_it(checkpoint, tmp_path):
         diff(a, tmp_path / "full", states=True)
 
 
+def test_the_optimizers_file_next_to_safetensors_is_compared(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(list(model.named_parameters()))
+    model(torch.ones(1, 3)).sum().backward()
+    for name in ("a", "b"):
+        optimizer.step()
+        (tmp_path / name).mkdir()
+        save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / name / "model.safetensors")
+        torch.save(optimizer.state_dict(), tmp_path / name / "optimizer.pt")
+    found = diff(tmp_path / "a", tmp_path / "b", states=True)
+    assert {(row.name, row.kind) for row in found.apart} == {
+        (name, kind) for name in ("weight", "bias") for kind in ("exp_avg", "exp_avg_sq")
+    }
+
+
 def test_names_and_shapes(tmp_path):
     for name, tensors in {
         "a": {"x": torch.ones(2), "y": torch.ones(3)},

@@ -84,10 +84,11 @@ def diff(a: Path, b: Path, states: bool = False, report: Reporter | None = None)
     memory at a time. Raises UserError if a side cannot be read.
     """
     report = report or Reporter()
-    left, right = open_side(a, "A"), open_side(b, "B")
-    if states and not all(isinstance(side, FullState) for side in (left, right)):
-        hint = "compare two checkpoints, or leave --states out"
-        raise UserError(Problem(kind="no-states", message="a model's folder has no optimizer states", hint=hint))
+    left, right = open_side(a, "A", states), open_side(b, "B", states)
+    for side, path in ((left, a), (right, b)):
+        if states and isinstance(side, FullState) and side.notes and not side.has_states:
+            hint = "compare two checkpoints, or leave --states out"
+            raise UserError(Problem(kind="no-states", message=f"{path}: {side.notes[0]}", hint=hint))
     difference, names = CheckpointDiff(a=a, b=b), list(dict.fromkeys([*left.tensors, *right.tensors]))
     left_names, right_names = set(left.tensors), set(right.tensors)
     for done, name in enumerate(names, start=1):
@@ -102,10 +103,13 @@ def diff(a: Path, b: Path, states: bool = False, report: Reporter | None = None)
     return difference
 
 
-def open_side(path: Path, where: str) -> TensorSource:
-    """Open one side of a comparison: a folder or a file. Raises UserError."""
+def open_side(path: Path, where: str, states: bool) -> TensorSource:
+    """Open one side of a comparison: a folder or a file. Raises UserError.
+
+    With `states`, weights in safetensors are opened together with the optimizer's file next to them.
+    """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] * (path.suffix == ".safetensors")
-    if files:
+    if files and not states:
         return SafetensorsFiles(files)
     checkpoint = locate(path, where)
     return full_model(checkpoint)
