@@ -86,6 +86,16 @@ def test_buffers_are_the_mean_over_ranks(checkpoint):
     assert whole.buffer("count").tolist() == 3
 
 
+def test_equal_buffers_are_not_rounded(checkpoint):
+    numbers = torch.randn(100, dtype=torch.float64)  # a mean of three would be rounded
+    torch.save({"x": numbers}, checkpoint / "state/extra.pt")
+    file = checkpoint / "ranks/rank-00001.json"
+    index = json.loads(file.read_text())
+    index["engines"]["state"]["buffers"] += [{"name": "x", "file": "state/extra.pt", "keys": ["x"]}] * 3
+    file.write_text(json.dumps(index))
+    assert torch.equal(FullState(checkpoint).buffer("x"), numbers)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_file_of_bare_numbers(checkpoint, dtype):
     """As DeepSpeed swaps them out to NVMe: padded to whole blocks."""
