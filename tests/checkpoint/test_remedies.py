@@ -53,7 +53,9 @@ def test_the_advice_works(written, tmp_path, stage, lost, more, advice):
     how = {"to": "deepspeed", "ranks": 1, "stage": 1, "repair": True}
     if advice == "--repair":
         Checkpoint(saved).convert(tmp_path / "converted", **how)
-        assert all(torch.equal(FullState(tmp_path / "converted").read(name), full[name]) for name in full)
+        Checkpoint(saved).convert(tmp_path / "universal", to="universal", repair=True)
+        for written_again in (tmp_path / "converted", tmp_path / "universal"):
+            assert all(torch.equal(FullState(written_again).read(name), full[name]) for name in full)
     else:
         with pytest.raises(UserError, match=r"no optimizer states|is not complete"):
             Checkpoint(saved).convert(tmp_path / "converted", **how)

@@ -267,7 +267,7 @@ class Checkpoint:
         refuse_existing(Path(out))
         path, run = locate(self.path, deep=True, report=report), Run(model=str(model)) if model else None
         if to == "universal":
-            return convert(path, Path(out), report, run)
+            return convert(path, Path(out), report, run, repair)
         target = Target(ranks=ranks or 1, stage=stage or 0) if to == "deepspeed" else None
         return convert_to(path, Path(out), target, dtype, repair=repair, run=run, report=report)
 

@@ -41,20 +41,24 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
 GLOBALS = ("overflow", "clip_grad", "zero_stage")
 
 
-def convert(checkpoint: Path, out: Path, report: Reporter | None = None, run: Run | None = None) -> ConvertResult:
+def convert(
+    checkpoint: Path, out: Path, report: Reporter | None = None, run: Run | None = None, repair: bool = False
+) -> ConvertResult:
     """Convert a checkpoint to a universal checkpoint in `out`, a new or empty folder.
 
     An engine loads it with `load_checkpoint(out)` and "checkpoint": {"load_universal": true}. A GAN's second engine has
     its own tag, which ends in -generator. Only one tensor is in memory at a time. If another program wrote the
-    checkpoint, `run` describes its model. Raises UserError.
+    checkpoint, `run` describes its model. `repair` replaces the data of a lost rank. Raises UserError.
     """
     report = report or Reporter()
     refuse_existing(out)
     sources, step, ranks = _sources(checkpoint)
     tag = folder_name(step)
     tags = {engine: tag if engine == STATE else f"{tag}-{engine}" for engine in sources}
-    states = {engine: FullState(checkpoint, {engine: ""}, run=run) for engine in sources}
+    states = {engine: FullState(checkpoint, {engine: ""}, repair, run) for engine in sources}
     for engine, state in states.items():
+        for repaired in state.repaired:
+            report.note(repaired)
         # plain SGD has no states, but DeepSpeed's files have its settings
         if not state.has_states and (state.notes or sources[engine] is None):
             raise no_optimizer(state, str(checkpoint))
@@ -62,7 +66,7 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None, run: Ru
     refuse_small_disk(out, total)
     report.note(forecast(states[STATE], total, out))
     wrote = progress(report, total)
-    with staged_folder(out, plan=conversion_plan(checkpoint, run and run.model)) as staging:
+    with staged_folder(out, plan=conversion_plan(checkpoint, run and run.model, repair)) as staging:
         for engine, state in states.items():
             for written in _write_engine(sources[engine], state, ranks, staging / tags[engine]):
                 wrote(written)
