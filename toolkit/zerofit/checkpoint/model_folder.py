@@ -78,7 +78,7 @@ def staged_folder(out: Path, where: str = "OUT", plan: dict[str, Any] | None = N
     its files.
     """
     refuse_existing(out, where)
-    out = out.resolve()  # a link to an empty folder cannot be replaced by a folder
+    out = Path(os.path.realpath(out))  # a link to an empty folder cannot be replaced by a folder
     staging = out.with_name(f".{out.name}.writing")  # next to `out`, so that the rename stays on one file system
     then = f"; the same command then continues with the files in {staging}" if plan else ""
     with writable(out, where, then), _locked(staging, plan, where):

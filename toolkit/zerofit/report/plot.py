@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ def draw(runs: list[Path], out: Path) -> dict[str, Any]:
 def names_of(paths: Sequence[Path]) -> list[str]:
     """Name each path by its last n parts. n is the smallest number below 5 that makes all names differ."""
     for length in range(1, 5):
-        names = ["/".join(path.resolve().parts[-length:]) for path in paths]
+        names = ["/".join(Path(os.path.abspath(path)).parts[-length:]) for path in paths]
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
