@@ -1,4 +1,4 @@
-"""The table of DeepSpeed's hybrid engine is what the installed DeepSpeed and transformers do; `check` reports it."""
+"""The table of DeepSpeed's hybrid engine is what the pinned DeepSpeed and transformers do; `check` reports it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from zerofit.check.subject import TargetHardware
 from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS
 
 
-@pytest.mark.versions
 def test_installed_releases_do_what_the_table_says(tmp_path: Path):
     root, out = Path(__file__).parents[2], tmp_path / "found.json"
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -1,4 +1,7 @@
-"""Models that DeepSpeed's hybrid engine does not work with. (DeepSpeed 0.19.8 and transformers 5)"""
+"""Models that DeepSpeed's hybrid engine does not work with. (DeepSpeed 0.19.8 and transformers 5.23)
+
+With transformers 5.24, OPT and GPT-J fail like LLaMA.
+"""
 
 from __future__ import annotations
 
