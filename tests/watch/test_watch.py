@@ -287,15 +287,19 @@ def test_ten_thousand_lines_of_strangers_end_their_own_connections_alone(watch):
     assert watch.states[0].beat == BEAT | {"step": 4} and watch.verdict() is None
 
 
+def assert_heard(watch):
+    rank = guard(watch, 0)
+    until(watch, lambda: watch.states[0].here)
+    rank.send({"beat": BEAT})
+    assert received(watch, rank) == [{"heard": True}]
+
+
 def test_silent_strangers_are_few_and_do_not_keep_a_rank_out(watch):
     silent = [socket.create_connection(("127.0.0.1", watch.port)) for _ in range(300)]
     for _ in range(9):
         watch.poll(0.02)
     assert len(watch._unauthenticated) <= STRANGERS + len(watch.states)
-    rank = guard(watch, 0)
-    until(watch, lambda: watch.states[0].here)
-    rank.send({"beat": BEAT})
-    assert received(watch, rank) == [{"heard": True}]
+    assert_heard(watch)
     for connection in silent:
         connection.close()
 
@@ -310,10 +314,7 @@ def test_strangers_that_speak_and_are_closed_at_once(watch):
             connection.sendall(b"GET")
     for _ in range(9):
         watch.poll(0.02)
-    rank = guard(watch, 0)
-    until(watch, lambda: watch.states[0].here)
-    rank.send({"beat": BEAT})
-    assert received(watch, rank) == [{"heard": True}]
+    assert_heard(watch)
     for connection in talking:
         connection.close()
 

@@ -1,16 +1,16 @@
-"""Models that DeepSpeed's hybrid engine does not work with. (DeepSpeed 0.19.8 and transformers 5.23)
-
-With transformers 5.24, OPT and GPT-J fail like LLaMA.
-"""
+"""Models that DeepSpeed's hybrid engine does not work with. (DeepSpeed 0.19.8 and transformers 5)"""
 
 from __future__ import annotations
+
+from zerofit.spec.extras import installed_version
 
 _INIT = "deepspeed.initialize fails: "
 _NO_WEIGHTS = "object has no attribute 'set_params_wo_copy'"
 # the kernels fill their own KV cache; transformers' cache stays empty, so its mask of a new token has one element
 _SHORT_MASK = "generate() returns wrong tokens, because the kernels read beyond the attention mask of transformers 5"
+_TUPLE = "generate() fails: 'tuple' object has no attribute 'size'"
 
-# transformers' model types that DeepSpeed has inference kernels for, except OPT -> what happens
+# transformers' model types that DeepSpeed has inference kernels for -> what happens
 # (deepspeed/runtime/hybrid_engine.py, module_inject/containers, model_implementations/transformers/ds_transformer.py)
 HYBRID_ENGINE_FAULTS = {
     "bert": f"{_INIT}'DS_BERTContainer' {_NO_WEIGHTS}",
@@ -21,9 +21,12 @@ HYBRID_ENGINE_FAULTS = {
     "gpt_neo": _SHORT_MASK,
     "gpt_neox": f"{_INIT}'GPTNeoXAttention' object has no attribute 'hidden_size'",
     "gptj": _SHORT_MASK,
-    "llama": "generate() fails: 'tuple' object has no attribute 'size', or initialize fails with scaled RoPE",
+    "llama": f"{_TUPLE}, or initialize fails with scaled RoPE",
     "roberta": f"{_INIT}'DS_BERTContainer' {_NO_WEIGHTS}",
 }
+# from 5.24 on, also if transformers is not installed here
+if tuple(map(int, (installed_version("transformers") or "6.0").split(".")[:2])) >= (5, 24):
+    HYBRID_ENGINE_FAULTS |= {"gptj": _TUPLE, "opt": _TUPLE}
 WITHOUT_HYBRID_ENGINE = "remove hybrid_engine from the JSON: engine.module.generate() works without it"
 
 
