@@ -82,7 +82,7 @@ def test_memory_is_the_control_groups(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text(f"{2**30}\n")
     (tmp_path / "memory.current").write_text(f"{2**29}\n")
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**28}\n")
-    monkeypatch.setattr(local_machine, "memory_groups", lambda: [tmp_path])
+    monkeypatch.setattr(local_machine, "control_groups", lambda controller: [tmp_path])
     assert local_machine.host_memory() == (2**30, 2**29 + 2**28)
     (tmp_path / "memory.max").write_text("max\n")
     assert local_machine.host_memory()[0] == psutil.virtual_memory().total
@@ -93,6 +93,25 @@ def test_all_cores_count_if_the_physical_ones_are_unknown(monkeypatch):
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     assert system.cores()["usable"] == local_machine.usable_cores() == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "250000 100000"}, 3),  # Docker's --cpus 2.5 (cgroup v2)
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.cfs_quota_us": "400000", "cpu.cfs_period_us": "100000"}, 4),  # cgroup v1
+        ({"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, 8),
+        ({}, 8),
+    ],
+)
+def test_a_quota_of_cpu_time_limits_the_cores(tmp_path, monkeypatch, files, cores):
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(local_machine, "control_groups", lambda controller: [tmp_path] if controller == "cpu" else [])
+    assert local_machine.usable_cores() == cores
 
 
 def test_hashes_follow_the_bytes(tmp_path):

@@ -49,9 +49,9 @@ def test_kills_are_counted_in_both_versions_of_control_groups(tmp_path: Path, mo
     """As cgroup-v2.rst and cgroup-v1/memory.rst have it; zeros where a kernel counts nothing."""
     for name, text in (("memory.events", "oom 4\noom_kill 2\n"), ("memory.oom_control", "under_oom 0\noom_kill 1\n")):
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(local_machine, "memory_groups", list)
+    monkeypatch.setattr(local_machine, "control_groups", lambda controller: [])
     elsewhere = local_machine.oom_kills()  # on the host
-    monkeypatch.setattr(local_machine, "memory_groups", lambda: [tmp_path, tmp_path / "none"])
+    monkeypatch.setattr(local_machine, "control_groups", lambda controller: [tmp_path, tmp_path / "none"])
     assert local_machine.oom_kills() - elsewhere == 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -143,6 +144,17 @@ def test_a_cluster_is_no_larger_than_the_largest(tmp_path):
     (tmp_path / "mine.yaml").write_text(OWN.replace("gpus: 4", "gpus: 1000000"))
     with pytest.raises(UserError, match="gpus: got 1000000"):
         Cluster(str(tmp_path / "mine.yaml"))
+
+
+def test_a_hung_driver_is_said(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(local_machine, "SMI_S", 0.2)
+    with pytest.raises(UserError, match=r"nvidia-smi does not answer: .* timed out after 0.2 seconds"):
+        Cluster.here()
+    assert local_machine.gpu_memory(1) == []
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_only_a_group_that_hands_the_controller_down_is_asked(tmp_path, monkeypa
     around = tmp_path / "around"
     own = around / "own"
     own.mkdir(parents=True)
-    monkeypatch.setattr(memory_limit, "memory_groups", lambda: [tmp_path, around, own])
+    monkeypatch.setattr(memory_limit, "control_groups", lambda controller: [tmp_path, around, own])
     monkeypatch.setattr(memory_limit.resource, "setrlimit", lambda which, limits: None)
     limit_memory(5 * MIB, "zerofit-test")
     assert not list(tmp_path.rglob("zerofit-test"))

@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.extras import installed_version
 from zerofit.spec.files import cache_root, write_json
 from zerofit.spec.foreign import Unreadable, read_json, shaped
 from zerofit.spec.measured_kernels import MeasuredCollective, MeasuredKernel
 
 MIB = 2**20
+SMI_S = 30  # seconds for nvidia-smi; it first loads the driver
 LIBAIO_HINT = "install libaio-dev (Debian, Ubuntu) or libaio-devel (RHEL, Fedora, SUSE)"
 
 
 def usable_cores() -> int:
-    """Return the number of physical cores that this process may use; of all cores if none is known to be physical."""
-    usable = len(os.sched_getaffinity(0))
-    return min(psutil.cpu_count(logical=False) or usable, usable)
+    """Return the number of physical cores that this process may use; of all cores if none is known to be physical.
+
+    A control group's quota of CPU time counts, rounded up: a container with `--cpus 4` has 4 cores.
+    """
+    allowed = len(os.sched_getaffinity(0))
+    return min(psutil.cpu_count(logical=False) or allowed, allowed, *map(_quota, control_groups("cpu")))
+
+
+def _quota(group: Path) -> int:
+    """Return the cores of CPU time that a control group grants; a large number if it has no limit."""
+    with suppress(OSError, ValueError):
+        v2 = (group / "cpu.max").read_text().split() if (group / "cpu.max").exists() else []
+        quota, period = v2 or [(group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
+        if quota != "max" and int(quota) > 0:
+            return math.ceil(int(quota) / int(period))
+    return sys.maxsize
 
 
 def cpu_ranks(cores: int) -> int:
@@ -43,7 +61,7 @@ def host_memory() -> tuple[int, int]:
     """Return total and free host memory in bytes, within the limits of this process's control groups."""
     host = psutil.virtual_memory()
     total, free = host.total, host.available
-    for group in memory_groups():
+    for group in control_groups("memory"):
         limit, used = _number(group / "memory.max"), _number(group / "memory.current")
         if limit is None:  # version 1
             limit, used = _number(group / "memory.limit_in_bytes"), _number(group / "memory.usage_in_bytes")
@@ -58,8 +76,8 @@ def memory_bytes() -> int:
     return host_memory()[0]
 
 
-def memory_groups() -> list[Path]:
-    """Return the folders of this process's memory control group and its parents, the outermost first."""
+def control_groups(controller: str) -> list[Path]:
+    """Return the folders of this process's control group for "memory" or "cpu" and its parents, the outermost first."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -67,7 +85,7 @@ def memory_groups() -> list[Path]:
     found = []
     for line in lines:
         _, controllers, inner = line.split(":", 2)
-        if controllers in ("", "memory"):
+        if controllers == "" or controller in controllers.split(","):
             top = Path("/sys/fs/cgroup") / controllers
             here = top / inner.lstrip("/")
             found += [top, *reversed([p for p in (here, *here.parents) if top in p.parents])]
@@ -76,7 +94,7 @@ def memory_groups() -> list[Path]:
 
 def oom_kills() -> int:
     """Return the number of processes killed for lack of memory, as counted by this process's control groups."""
-    files = [group / name for group in memory_groups() for name in ("memory.events", "memory.oom_control")]
+    files = [group / name for group in control_groups("memory") for name in ("memory.events", "memory.oom_control")]
     return sum(_statistic(file, "oom_kill") for file in (*files, Path("/proc/vmstat")))
 
 
@@ -112,8 +130,10 @@ class GpuMemory:
 
 
 def gpu_memory(count: int) -> list[GpuMemory]:
-    """Return the memory of the first `count` visible GPUs, or an empty list without nvidia-smi."""
-    answer = _ask_nvidia("name", "index", "uuid", "memory.total", "memory.free")
+    """Return the memory of the first `count` visible GPUs, or an empty list if nvidia-smi is missing or hangs."""
+    answer = list[list[str]]()
+    with suppress(UserError):
+        answer = _ask_nvidia("name", "index", "uuid", "memory.total", "memory.free")
     rows = _visible([row for row in answer if row[3].isdigit() and row[4].isdigit()])
     sizes = [(uuid, int(total) * MIB, int(free) * MIB) for _, _, uuid, total, free in rows[:count]]
     return [GpuMemory(uuid=uuid, total_bytes=total, free_bytes=free) for uuid, total, free in sizes]
@@ -129,12 +149,20 @@ def _visible(rows: list[list[str]]) -> list[list[str]]:
 
 
 def _ask_nvidia(*fields: str) -> list[list[str]]:
-    """Return the given fields of each GPU from nvidia-smi, or an empty list if nvidia-smi is not installed."""
+    """Return the given fields of each GPU from nvidia-smi, or an empty list if nvidia-smi is not installed.
+
+    Raises UserError if nvidia-smi hangs, as it does when the driver does.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     query = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        message = f"{program} does not answer: {error}"
+        hint = "look for the driver's errors with `dmesg`, or say which GPUs there are with --gpu and --gpus"
+        raise UserError(Problem(kind="gpu", message=message, hint=hint)) from None
     rows = [[value.strip() for value in line.rsplit(",", len(fields) - 1)] for line in done.stdout.splitlines()]
     return [row for row in rows if len(row) == len(fields)]
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from zerofit.spec.errors import Problem
-from zerofit.spec.local_machine import memory_groups
+from zerofit.spec.local_machine import control_groups
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 
 # Without a limit, a rank that allocates too much makes the kernel kill some process of the host. There are two limits,
@@ -76,7 +76,7 @@ def _places() -> list[Path]:
 
     If a group contains processes, its child groups cannot limit memory. The outermost group is an exception.
     """
-    return [group for group in reversed(memory_groups()[-2:]) if "memory" in _words(group / HANDED_DOWN)]
+    return [group for group in reversed(control_groups("memory")[-2:]) if "memory" in _words(group / HANDED_DOWN)]
 
 
 def _words(path: Path) -> list[str]:

@@ -31,7 +31,7 @@ def code_digest(root: Path = ROOT) -> str:
     for folder, folders, files in os.walk(root, followlinks=True):  # models/ may be a link
         folders.sort()
         for name in sorted(files):
-            if name.endswith((".py", ".json")):
+            if name.endswith((".py", ".json", ".yaml")):
                 path = Path(folder, name)
                 digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]

@@ -84,7 +84,7 @@ def tune(
 
 def run_trials(job: TuneJob, *, trials: int, minutes: float | None, report: Reporter) -> Search:
     """Run trials until `trials` have been run, the time is over, or no candidate is promising. Earlier trials count."""
-    deadline, store = time.monotonic() + 60 * minutes if minutes else math.inf, TrialStore(job)
+    deadline, store = time.monotonic() + 60 * minutes if minutes is not None else math.inf, TrialStore(job)
     search = Search(job.candidates, store.trials())
     if search.trials:
         report.note(f"found {len(search.trials)} earlier trials of this run ({store.path})")

@@ -313,7 +313,7 @@ class Simulation:
         assert taken is not None
         settings = read_alloc_conf(taken.alloc_conf)
         content = snapshot_of(taken.events, taken.origins, device_bytes=taken.room_bytes, settings=settings)
-        with refused(path, kind="bad-value", where="--snapshot"):
+        with refused(path, kind="unwritable", where="--snapshot", doing="write"):
             path.write_bytes(pickle.dumps(content, protocol=4))  # which all viewers read
         return replace(self, snapshot=path)
 
