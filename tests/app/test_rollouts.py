@@ -145,8 +145,10 @@ def test_adapters_beside_a_frozen_tied_head_have_no_logits(tmp_path):
     assert (values["lora_r"], values["lora_alpha"], values["lora_dropout"]) == (16, 32, 0.1)
 
 
-def test_a_share_below_the_weights_still_counts_the_weights():
-    code, found = run("--method", "grpo", "--rollout", "vllm_mode=colocate,vllm_gpu_memory_utilization=0.01")
+def test_a_share_below_the_weights_still_counts_the_weights(tmp_path):
+    folder, share = tmp_path / "trl", "vllm_mode=colocate,vllm_gpu_memory_utilization=0.01"
+    code, found = run("--method", "grpo", "--rollout", share, "--write", str(folder))
+    assert "written" not in found and not folder.exists()  # nothing fits, but the answer is still shown
     generate = found["arrangements"][0]["phases"]["generate"]
     assert code == 1 and found["findings"][0]["slug"] == "no-cache"
     assert generate["vLLM weights"] > 2 * 494_032_768 > 0.01 * 24e9 and generate["vLLM KV cache"] == 0
@@ -160,6 +162,7 @@ def test_bad_settings_are_reported_at_once():
     assert run("--method", "grpo", "--global-batch", "12")[0] == 2
     assert run("--method", "grpo", "--rollout", "max_completion_length=1024")[0] == 2
     assert run("--method", "grpo", "--engine", "fsdp2")[0] == 2
+    assert run("--method", "ppo", "--write", "trl")[1]["error"]["where"] == "--write"
     assert run("--method", "distill", "--rollout", "num_generations=4")[0] == 2
     for own in ("server_gpus=4", "server_gpus=1,vllm_tensor_parallel_size=2"):  # no GPU is left; half an engine
         assert run("--method", "grpo", "--global-batch", "48", "--gpus", "4", "--rollout", own)[0] == 2

@@ -35,3 +35,17 @@ def test_the_data_to_fill_in_is_named_with_its_size():
     assert "text:" in data_line(profile, None)
     line = data_line(replace(profile, task="image"), "image:5x64x64")
     assert line.startswith("# ") and "5x64x64 images; default: digits" in line
+
+
+def test_a_flag_that_the_answer_does_not_read_is_refused(tmp_path):
+    def unread(*args: object) -> set[str]:
+        return {p["where"] for p in refused("gpt2", "--gpu", "l4", "--gpus", 1, *args)}
+
+    assert unread("--rollout", "max_model_len=64") == {"--rollout"}
+    assert unread("--serve", "--write", tmp_path / "new", "--max", "seq-len", "--top", 3) == {
+        "--write",
+        "--max",
+        "--top",
+    }
+    assert unread("--method", "grpo", "--trace", tmp_path / "t.json", "--tokens", "1B") == {"--trace", "--tokens"}
+    assert unread("--methods", "full,lora", "--html", tmp_path / "page.html") == {"--html"}

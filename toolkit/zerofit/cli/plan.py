@@ -9,8 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from zerofit.cli.answer import answer
+from zerofit.cli.answer import answer, fail
 from zerofit.cli.console import EventConsole
 from zerofit.cli.options import (
     AS_JSON,
@@ -88,6 +89,18 @@ ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate), 
 PRECISION_HELP = f"{DEFAULT_PRECISION}; with --profile, the profile's precision"
 
 
+# The options that the answer to --serve, --method or --methods does not read
+_SHOWN = ("confirm", "trace", "show_mesh", "details", "columns", "top")
+UNREAD = {
+    "serve": (
+        *("method", "methods", "write", "image", "profile", "tuned", "measured", "from_trace", "maximum", "minimum"),
+        *("engines", "nvme_path", *WORK, *_SHOWN),
+    ),
+    "method": ("methods", *WORK, *_SHOWN),
+    "methods": ("rollout", "write", "html", "measured", *WORK, *_SHOWN),
+}
+
+
 def _columns(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
     """Return the named columns; case does not matter. Raises BadParameter with the existing columns."""
     names = {name.lower(): name for name in COLUMNS}
@@ -149,7 +162,8 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 @run_options(RUN_FIELDS)
 @TRUST_MODEL_CODE
 @AS_JSON
-def plan(model: str | None, as_json: bool, **options: Any) -> None:
+@click.pass_context
+def plan(ctx: click.Context, model: str | None, as_json: bool, **options: Any) -> None:
     """List the layouts of MODEL that fit a cluster, fastest first, with their memory. Explain why others do not fit.
 
     --ds-config, and options such as --zero-stage, set parts of the layout. zerofit searches the other parts. Layouts
@@ -158,6 +172,7 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
     Exit code 0: a layout fits; 1: none fits; 2: bad input.
     """
     # As in `simulate`, the table is shown as soon as it is known (`on_plan`): --confirm and --write simulate after it.
+    refuse_unread(ctx)
     show_mesh, methods, details = (options.pop(name) for name in ("show_mesh", "methods", "details"))
     columns = options.pop("columns")
     if options["serve"]:
@@ -174,15 +189,28 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
     sys.exit(0 if result.layouts else FINDING)
 
 
+def refuse_unread(ctx: click.Context) -> None:
+    """Show the given options that the answer does not read, and exit."""
+    asked = next((name for name in UNREAD if ctx.params[name]), None)
+    unread, problems = UNREAD[asked] if asked else ("rollout",), Problems()
+    for parameter in ctx.command.params:
+        if parameter.name in unread and ctx.get_parameter_source(parameter.name) == ParameterSource.COMMANDLINE:
+            flag = parameter.opts[-1]
+            message = f"plan --{asked} does not read {flag}" if asked else f"{flag} needs --serve or --method"
+            problems.add("usage", message, f"remove {flag}", flag)
+    try:
+        problems.raise_if_any()
+    except UserError as error:
+        fail(list(error.problems), error.exit_code, ctx.params["as_json"])
+
+
 def _compare(model: str | None, options: dict[str, Any], methods: str) -> MethodComparison:
     from zerofit.app.planning.training_methods import compare_methods, read_methods
 
     request, kinds = _read_request(model, options)
-    conflicting = [flag for flag in ("write", "trace", "html") if options[flag]] + ["gpu"] * (len(kinds) > 1)
-    if conflicting:
-        message = f"--methods cannot be combined with {', '.join('--' + flag for flag in conflicting)}"
-        hint = "leave one of them out; --lora plans one method"
-        raise UserError(Problem(kind="usage", message=message, hint=hint, where="--methods"))
+    if len(kinds) > 1:
+        message = "--methods supports only one kind of machine"
+        raise UserError(Problem(kind="usage", message=message, hint="name one kind", where="--gpu"))
     with EventConsole() as console:
         return compare_methods(request, read_methods(methods), kinds[0], on_event=console)
 
@@ -213,7 +241,7 @@ def _rollouts(model: str | None, options: dict[str, Any]) -> RolloutPlan:
         raise UserError(Problem(kind="usage", message=message, hint="name one kind", where="--gpu"))
     with EventConsole() as console:
         plan = plan_rollouts(options["method"], request, kinds[0], options["rollout"] or {}, on_event=console)
-    if options["write"]:
+    if options["write"] and plan.best.fits:
         plan = replace(plan, written=plan.write(options["write"]))
     write_page(plan.to_dict(), options["html"])
     return plan

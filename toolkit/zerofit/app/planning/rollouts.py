@@ -142,12 +142,9 @@ class RolloutPlan:
     def write(self, folder: Path) -> tuple[Path, ...]:
         """Write the trainer's config for the best arrangement. Raises UserError."""
         method, best = METHODS[self.name], self.best
-        if not method.command or not best.fits:
-            message = (
-                f"--write with --method {self.name}" if best.fits else "nothing fits, so there is nothing to write"
-            )
-            named = ", ".join(name for name, other in METHODS.items() if other.command)
-            raise UserError(Problem(kind="usage", message=message, hint=f"TRL's configs: {named}", where="--write"))
+        if not best.fits:
+            message = "nothing fits, so there is nothing to write"
+            raise UserError(Problem(kind="nothing-fits", message=message, where="--write"))
         planned = PlannedRun(ranked=best.ranked, profile=self.setup.profile, request=self.request)
         chosen = Chosen(method=self.name, planned=planned, settings=best.memory.settings, engine=best.engine)
         if self.settings.trainer == "verl":
@@ -186,6 +183,10 @@ def plan_rollouts(
     if settings and settings.trainer != "trl" and name not in WITH_PROCESSES:
         message = f"--method {name} with trainer={settings.trainer}: zerofit does not forecast a critic or other models"
         problems.add("usage", message, f"use {' or '.join(WITH_PROCESSES)}, or trainer=trl", f"--method, {SETTINGS}")
+    if request.write and not method.command:
+        named = ", ".join(name for name, other in METHODS.items() if other.command)
+        message = f"--write with --method {name}: TRL has no command that reads a config"
+        problems.add("usage", message, f"remove --write, or use {named}", "--write")
     if request.pins.get("zero_stage") == 3 and _copies_model(name, bool(request.pins.get("lora"))):
         message = f"--method {name} with --zero-stage 3: TRL copies the model, which ZeRO-3 forbids"
         problems.add("usage", message, "use --zero-stage 2 or --lora", "--method, --zero-stage")
