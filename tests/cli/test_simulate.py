@@ -119,6 +119,8 @@ def test_bad_input_comes_all_at_once():
     assert "multiple" in error["message"]
     error = answer("llama-tiny", *SMALL, "--gpus", "2", "--gpu", "l4", "--rank", "2", code=2)["error"]
     assert error["where"] == "--rank"
+    error = answer("llama-tiny", *SMALL, "--ranks", "3", "--nodes", "2", "--gpu", "l4", code=2)["error"]
+    assert "3 ranks cannot be divided among 2 nodes" in error["message"]
 
 
 def test_a_json_is_written_only_where_it_can_be(tmp_path: Path):

@@ -235,6 +235,12 @@ def test_a_line_after_which_the_run_continued_explains_nothing(line):
     assert "KeyError" in explained(f"{line}\n{steps}" + logged("d[k]", error="KeyError: 3")).summary
 
 
+def test_an_error_explains_better_than_a_warning_before_it():
+    warning = "hub.py:12: UserWarning: cannot write the cache: [Errno 13] Permission denied: '/cache'\n"
+    assert explained(warning).cause == "not-permitted"
+    assert "KeyError" in explained(warning + logged("d[k]", error="KeyError: 3")).summary
+
+
 def test_steps_that_a_process_had_buffered_come_after_its_error(tmp_path):
     """With -m, Python writes the buffer of standard output after the traceback."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

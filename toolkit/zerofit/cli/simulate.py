@@ -305,7 +305,11 @@ def _read_run(target: str, options: dict[str, Any]) -> tuple[RunRequest, Cluster
     request = problems.attempt(lambda: read_request(target, flags, options["trust_model_code"]))
     hardware = {name: options[name] for name in ("kinds", *HARDWARE_FIELDS)}
     if hardware["gpus"] is None and request and request.run.ranks:
-        hardware["gpus"] = request.run.ranks // (hardware["nodes"] or 1)
+        ranks, nodes = request.run.ranks, hardware["nodes"] or 1
+        hardware["gpus"] = max(1, ranks // max(1, nodes))
+        if nodes > 0 and ranks % nodes:
+            message = f"{ranks} ranks cannot be divided among {nodes} nodes"
+            problems.add("bad-value", message, "change --nodes or --ranks, or set --gpus", "--nodes, --ranks")
     cluster = problems.attempt(lambda: single_cluster(hardware))
     problems.raise_if_any()
     assert request and cluster

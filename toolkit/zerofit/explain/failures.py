@@ -38,6 +38,7 @@ _FIRST_FAILURE = re.compile(r"Root Cause \(first observed failure\):\n.*\n *time
 _LAUNCHERS = re.compile(
     r"ChildFailedError|CalledProcessError|SignalException|SystemExit|KeyboardInterrupt|\bEmpty\b|: Caught \w+ in "
 )
+_WARNING = re.compile(r"\b(?:[A-Z]\w*)?(?:Warning|WARNING)\b")
 _TIMEOUT = re.compile(r"OpType=(\w+).*?Timeout\(ms\)=(\d+)")
 
 
@@ -97,6 +98,9 @@ def _listed(lines: Sequence[LogLine], whole: Progress, kind: str) -> Failure | N
     for entry in _entries(kind):
         found = [bisect_right(starts, match.start()) - 1 for match in entry.pattern.finditer(text)]
         last = [at for at in found if not went_on_after(lines, lines[at].number, whole)]
+        if any(_WARNING.search(lines[at].text) for at in last):  # an error that follows explains the end better
+            final = max(_exceptions(lines), default=-1)
+            last = [at for at in last if not _WARNING.search(lines[at].text) or at >= final]
         if last:  # a run may continue with a loss that is not finite
             return _failure(entry, lines, found if entry.cause == NOT_FINITE else last)
     return None
