@@ -451,7 +451,7 @@ def test_the_scale_of_fp16_losses_survives_everything(runs, pools, tmp_path, mon
         for source, to in ((own, "universal"), (saved, "universal"), (own, "deepspeed"), (saved, "deepspeed")):
             for target in range(4) if to == "deepspeed" else (None,):
                 out = tmp_path / f"{source.name}-{other}-{to}-{target}"
-                Checkpoint(source).convert(out, to=to, ranks=2, stage=target)
+                Checkpoint(source).convert(out, to=to, ranks=2 if to == "deepspeed" else None, stage=target)
                 assert FullState(out).counters["loss_scaler"].items() >= {"cur_scale": numbers["cur_scale"]}.items()
 
 
@@ -517,6 +517,9 @@ def test_states_are_written_if_the_first_weight_is_frozen(tmp_path, how):
 def test_deepspeed_needs_ranks_and_stage(tmp_path):
     with pytest.raises(UserError, match="--ranks"):
         Checkpoint(tmp_path).convert(tmp_path / "out", to="deepspeed")
+    with pytest.raises(UserError) as caught:
+        Checkpoint(tmp_path).convert(tmp_path / "out", to="dcp", ranks=2, stage=1, dtype="bf16")
+    assert [problem.where for problem in caught.value.problems] == ["--ranks", "--stage", "--dtype"]
 
 
 def test_an_interrupted_conversion_continues(runs, tmp_path):

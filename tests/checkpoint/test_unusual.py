@@ -277,9 +277,9 @@ def test_states_that_belong_to_no_parameter_are_not_left_out_silently(tmp_path, 
     state = {"step": 1, **({"__bnb_optimizer_quant_state__": codes} if nested else codes)}
     optimizer = {"state": dict.fromkeys(range(3), state), "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
     torch.save({"model": WEIGHTS, "optimizer": optimizer}, tmp_path / "state.pt")
-    for to in ("universal", "deepspeed", "dcp"):
+    for how in ({"to": "universal"}, {"to": "deepspeed", "ranks": 2, "stage": 2}, {"to": "dcp"}):
         with pytest.raises(UserError, match="only the optimizer that wrote"):
-            Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out", to=to, ranks=2, stage=2)
+            Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out", **how)
     opened = FullState(tmp_path / "state.pt")  # a resume prints the notes; a new optimizer begins with step 0
     assert (
         "bitsandbytes" in opened.notes[0] and opened.counters["step"] is None and opened.counters["global_steps"] == 1

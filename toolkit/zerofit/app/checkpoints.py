@@ -21,7 +21,7 @@ from zerofit.checkpoint.store import (
     store_of,
     verify,
 )
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.run_folder import Batch, Layout
 from zerofit.spec.units import parse_bytes
@@ -245,7 +245,8 @@ class Checkpoint:
 
         `to` is the format: "universal" (a DeepSpeed engine on any number of ranks), "deepspeed" (an engine on `ranks`
         at ZeRO `stage`, without further settings), "dcp" (FSDP2 and other programs with PyTorch's distributed
-        checkpoints) or "hf" (weights only, like `export`). `dtype`: type of the weights (default: as in training).
+        checkpoints) or "hf" (weights only, like `export`). `dtype`: type of the weights, for "deepspeed" and "hf"
+        (default: as in training).
         `model`, `repair`: as in `export`; the optimizer states of the lost rank become zero.
         """
         report = Reporter(on_event)
@@ -253,6 +254,16 @@ class Checkpoint:
             message = f"--to deepspeed needs --ranks (1 or more) and --stage (0 to 3); got {ranks} and {stage}"
             hint = "the number of processes and the ZeRO stage of the run that loads it"
             raise UserError(Problem(kind="usage", message=message, hint=hint, where="--ranks"))
+        problems, given = Problems(), {"--ranks": ranks, "--stage": stage, "--dtype": dtype}
+        for flag, formats in (
+            ("--ranks", ("deepspeed",)),
+            ("--stage", ("deepspeed",)),
+            ("--dtype", ("deepspeed", "hf")),
+        ):
+            if given[flag] is not None and to not in formats:
+                why = "which has the float32 weights" if flag == "--dtype" else "which any number of ranks loads"
+                problems.add("usage", f"{flag} with --to {to}, {why}", f"remove {flag}", flag)
+        problems.raise_if_any()
         if to == "hf":
             result = self.export(out, dtype=dtype, model=model, repair=repair, on_event=on_event)
             size = sum((result.out / file).stat().st_size for file in result.files)

@@ -111,7 +111,9 @@ def verify(path: Path, as_json: bool) -> None:
 @click.option("--to", type=click.Choice(FORMATS), default="universal", help="format to write [universal]")
 @click.option("--ranks", type=int, help="data parallel ranks that load it (--to deepspeed)")
 @click.option("--stage", type=int, help="ZeRO stage that loads it (--to deepspeed)")
-@click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the weights [as in training]")
+@click.option(
+    "--dtype", type=click.Choice(PRECISIONS), help="type of the weights (--to deepspeed or hf) [as in training]"
+)
 @REPAIR
 @MODEL
 @TRUST_PICKLE
