@@ -514,6 +514,20 @@ def test_states_are_written_if_the_first_weight_is_frozen(tmp_path, how):
     assert torch.equal(state.read("0.weight"), model[0].weight)
 
 
+def test_what_load_universal_does_not_load_is_said(tmp_path):
+    """DeepSpeed's engine loads only what the optimizer has: no buffers, no frozen weights."""
+    model, _ = trained_model()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+    model(torch.randn(5, 4)).square().mean().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    texts = list[str]()
+    Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out", on_event=lambda event: texts.append(event.text))
+    (said,) = [text for text in texts if "load_universal does not load" in text]
+    assert "3 buffers (1.running_mean, ...) and 2 frozen weights (0.weight, ...)" in said
+
+
 def test_deepspeed_needs_ranks_and_stage(tmp_path):
     with pytest.raises(UserError, match="--ranks"):
         Checkpoint(tmp_path).convert(tmp_path / "out", to="deepspeed")

@@ -62,6 +62,8 @@ def convert(
         # plain SGD has no states, but DeepSpeed's files have its settings
         if not state.has_states and (state.notes or sources[engine] is None):
             raise no_optimizer(state, str(checkpoint))
+        if lost := _not_loaded(state):
+            report.note(f"load_universal does not load {lost}: load them in the script, or use --to deepspeed")
     total = sum(4 * state.numel(name) * len(state.kinds(name)) for state in states.values() for name in state.names)
     refuse_small_disk(out, total)
     report.note(forecast(states[STATE], total, out))
@@ -73,6 +75,14 @@ def convert(
         (staging / "latest_universal").write_text(tag)
     parameters = sum(state.numel(name) for state in states.values() for name in state.names)
     return ConvertResult(out=out, tag=tag, parameters=parameters, bytes=total)
+
+
+def _not_loaded(state: FullState) -> str:
+    """Name what DeepSpeed does not load from a universal checkpoint (runtime/engine.py, _load_checkpoint)."""
+    trained = {name for group in state.groups for name in group.names}
+    frozen = [name for name in state.names if name not in trained] if trained else []
+    kinds = (("buffers", state.buffers), ("frozen weights", frozen))
+    return " and ".join(f"{len(names)} {kind} ({names[0]}, ...)" for kind, names in kinds if names)
 
 
 def _sources(checkpoint: Path) -> tuple[dict[str, Path | None], int, int]:
