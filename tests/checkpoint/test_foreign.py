@@ -514,6 +514,36 @@ def test_states_are_written_if_the_first_weight_is_frozen(tmp_path, how):
     assert torch.equal(state.read("0.weight"), model[0].weight)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3, None])
+def test_groups_and_their_settings_are_those_of_the_source(tmp_path, stage):
+    """Before, the engine that loaded the result continued with another learning rate and weight decay."""
+    model, _ = trained_model()
+    parts = [{"params": [model[2].weight, model[2].bias], "lr": 0.3}, {"params": [*model[:2].parameters()]}]
+    optimizer = torch.optim.AdamW(parts, lr=0.01, betas=(0.8, 0.88), weight_decay=0.5)
+    model(torch.randn(5, 4)).square().mean().backward()
+    optimizer.step()
+    named = {p: n for n, p in model.named_parameters()}
+    saved = optimizer.state_dict()
+    for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        group["param_names"] = [named[p] for p in own["params"]]
+    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "state.pt")
+    how = {"to": "universal"} if stage is None else {"to": "deepspeed", "ranks": 2, "stage": stage}
+    Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out", **how)
+    if stage is None:
+        (file,) = (tmp_path / "out").glob("*/zero/optimizer_state.pt")
+        groups = torch.load(file, weights_only=False)["optimizer_state_dict"]["param_groups"]
+    elif stage == 0:
+        (file,) = (tmp_path / "out").glob("*/mp_rank_00_model_states.pt")
+        groups = torch.load(file, weights_only=False)["optimizer"]["param_groups"]
+        assert [len(group["params"]) for group in groups] == [2, 4]
+    else:
+        found = FullState(tmp_path / "out").groups
+        assert [group.names for group in found] == [["2.weight", "2.bias"], [*list(named.values())[:4]]]
+        groups = [group.settings for group in found]
+    assert [group["lr"] for group in groups] == [0.3, 0.01]
+    assert all((group["betas"], group["weight_decay"]) == ((0.8, 0.88), 0.5) for group in groups)
+
+
 def test_what_load_universal_does_not_load_is_said(tmp_path):
     """DeepSpeed's engine loads only what the optimizer has: no buffers, no frozen weights."""
     model, _ = trained_model()

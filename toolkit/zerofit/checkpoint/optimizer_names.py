@@ -34,7 +34,10 @@ def state_names(base: dict[str, Any], shapes: Shapes, masters: Any = None) -> li
     """
     groups = [list(group["params"]) for group in base["param_groups"]]
     named = [group.get("param_names") for group in base["param_groups"]]  # newer releases of torch
-    if all(names and len(names) == len(group) for names, group in zip(named, groups, strict=True)):
+    if all(
+        names and len(names) == len(group) and (not shapes or shapes.keys() >= {*names})
+        for names, group in zip(named, groups, strict=True)
+    ):
         return [list(zip(group, names, strict=True)) for group, names in zip(groups, named, strict=True)]
     known = [[_shape(base["state"].get(number)) for number in group] for group in groups]
     if masters:

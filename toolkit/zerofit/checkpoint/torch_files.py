@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -278,7 +279,15 @@ def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
     shapes = {name: saved.shapes[name] for name in _model_order(found.config_folder, run) if name in saved.shapes}
     if len(shapes) < len(saved.shapes) and found.format == "torch":  # in the model's order, which safetensors lack
         shapes = saved.shapes
-    by_name = _by_name(saved.states, shapes, notes)
+    groups = _groups(saved.states, shapes, notes)
+    by_name = {
+        name: {
+            kind: Location(file=saved.states["file"], keys=[*saved.states["keys"], "state", key, kind])
+            for kind in weight_states(saved.states["base"]["state"].get(key, {}), math.prod(shapes.get(name, ())))
+        }
+        for named, _ in groups
+        for key, name in named
+    }
     parameters = [
         Shard(
             name=name,
@@ -292,7 +301,8 @@ def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
     ]
     step = step_count(saved.states.get("base"))
     counters = {"step": step, "global_steps": found.step or step or 0, "loss_scaler": _grad_scaler(root)}
-    return _index(parameters, counters, 1, saved.buffers, notes=notes, ties=saved.ties)
+    settings = [ParameterGroup([name for _, name in named], own) for named, own in groups if own]
+    return _index(parameters, counters, 1, saved.buffers, notes=notes, ties=saved.ties, groups=settings)
 
 
 def _model_order(config: Path | None, run: Run | None) -> list[str]:
@@ -324,30 +334,26 @@ def _states_in(content: Any, file: str) -> dict[str, Any]:
     return {}
 
 
-def _by_name(
+def _groups(
     states: dict[str, Any], shapes: dict[str, tuple[int, ...]], notes: list[str]
-) -> dict[str, dict[str, Location]]:
+) -> list[tuple[Sequence[tuple[int | str, str]], dict[str, Any]]]:
+    """Return each group of torch's optimizer: keys of states with the parameters' names, and the group's settings.
+
+    FSDP's full state dict has names as keys. Return no groups, and note why, if names are unknown.
+    """
     if not states.get("base"):
         notes.append("it has no optimizer states")
-        return {}
+        return []
     base = states["base"]
-    names = {key: key for key in base["state"] if isinstance(key, str)}
-    if not names:
-        groups = state_names(base, shapes)
-        if groups is None:
-            hint = "" if shapes else "; --model FOLDER names the folder with config.json, which gives their order"
-            notes.append(
-                f"the optimizer's states in {states['file']} cannot be matched with the parameters' names{hint}"
-            )
-            return {}
-        names = {index: name for group in groups for index, name in group}
-    return {
-        name: {
-            kind: Location(file=states["file"], keys=[*states["keys"], "state", key, kind])
-            for kind in weight_states(base["state"].get(key, {}), math.prod(shapes.get(name, ())))
-        }
-        for key, name in names.items()
-    }
+    groups = base.get("param_groups") or [{"params": [*base["state"]]}]
+    if all(isinstance(key, str) for group in groups for key in group["params"]):
+        named = [[(key, key) for key in group["params"]] for group in groups]
+    elif (named := state_names(base, shapes)) is None:
+        hint = "" if shapes else "; --model FOLDER names the folder with config.json, which gives their order"
+        notes.append(f"the optimizer's states in {states['file']} cannot be matched with the parameters' names{hint}")
+        return []
+    settings = [{key: value for key, value in g.items() if key not in ("params", "param_names")} for g in groups]
+    return list(zip(named, settings, strict=True))
 
 
 def universal_index(found: Foreign) -> RankIndex:
