@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +110,12 @@ def test_bad_folders_are_refused_with_names(tmp_path):
         open_data(run, "segmentation", None, Reporter())
     Image.new("RGB", (8, 8)).save(tmp_path / "masks/a.png")
     with pytest.raises(UserError, match="the mask has mode RGB"):
+        open_data(run, "segmentation", None, Reporter())
+    rows = b"".join(b"\0" + bytes([0b00011011, 0]) for _ in range(8))  # 8 x 8 gray pixels of 2 bits: 0, 1, 2, 3, 0, ...
+    parts = (b"IHDR" + struct.pack(">IIBBBBB", 8, 8, 2, 0, 0, 0, 0), b"IDAT" + zlib.compress(rows), b"IEND")
+    chunks = [struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in parts]
+    (tmp_path / "masks/a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    with pytest.raises(UserError, match="gray values of 2 or 4 bits"):
         open_data(run, "segmentation", None, Reporter())
     with pytest.raises(UserError, match="has no images with masks"):
         open_data(run.model_copy(update={"data": "digits"}), "segmentation", None, Reporter())

@@ -176,6 +176,8 @@ def _check_pair(root: Path, pair: MaskedImage) -> tuple[int, str]:
     try:
         with Image.open(root / pair.image) as image, Image.open(root / pair.mask) as mask:
             as_rgb(image)
+            if mask.tile and str(mask.tile[0][3]).startswith("L;"):  # Pillow scales the values to 0 to 255
+                return -1, "the mask has gray values of 2 or 4 bits; save it with 8 bits"
             if mask.mode not in ("1", "L", "P"):
                 return -1, f"the mask has mode {mask.mode}, but needs one number below 256 per pixel"
             if mask.size != image.size:
