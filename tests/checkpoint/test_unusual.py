@@ -159,6 +159,7 @@ def test_a_link_to_an_empty_folder_is_written(tmp_path):
         ({"w": torch.eye(2).to_sparse()}, "w is sparse"),
         ({"w": torch.nn.Linear(2, 2)}, r"contains torch\.nn\.modules\.linear\.Linear, which could run code"),
         ([torch.ones(2)], "no tensors"),
+        ({0: torch.ones(2)}, "its tensors have no names, but keys like 0"),
     ],
 )
 def test_state_dicts_that_are_refused(tmp_path, content, message):

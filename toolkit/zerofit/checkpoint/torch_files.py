@@ -224,6 +224,8 @@ class _StateDict:
         for name, value in weights.items() if isinstance(weights, dict) else ():
             if not isinstance(value, Tensor):
                 continue
+            if not isinstance(name, str):
+                raise incomplete(Path(file), f"its tensors have no names, but keys like {name!r}", "save a state dict")
             if value.is_meta or value.layout != torch.strided or value.is_quantized:
                 what = "has no data" if value.is_meta else "is quantized" if value.is_quantized else "is sparse"
                 raise incomplete(Path(file), f"{name} {what}", "save the state dict with plain tensors")
