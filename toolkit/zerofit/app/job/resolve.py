@@ -133,6 +133,8 @@ def resolve_job(
         steps = _steps(decision, opened.data, problems)
     _check_profiled(request, decision.layout.world_size, steps, problems)
     decision = with_recipe(decision, kind_of(source, task), opened.facts, steps)
+    if opened.data:
+        _warn_unread(request, decision.run, task, report)
     ds_source = documented_config(document.config)
     ds_config = resolve(ds_source, decision, opened.facts, machine, steps, problems)
     problems.raise_if_any()
@@ -337,6 +339,30 @@ def cluster_machine(cluster: Cluster) -> Machine:
         bf16="bf16" in device.tflops,
         here=False,
     )
+
+
+_LABELLED = ("classify", "tag", "seq2seq-lm")
+_WITHOUT_IMAGES = ("causal-lm", "masked-lm", "speech", "table", *_LABELLED)
+# options that some runs do not read: which runs do, in words and as a condition
+_READERS: dict[str, tuple[str, Callable[[Run, Task], bool]]] = {
+    "image_size": ("models of images", lambda run, task: task not in _WITHOUT_IMAGES),
+    "text_field": ("--data jsonl: and hf:", lambda run, task: (run.data or "").startswith(("jsonl:", "hf:"))),
+    "pair_field": (f"--task {', '.join(_LABELLED)}", lambda run, task: task in _LABELLED),
+    "label_field": (f"--task {', '.join(_LABELLED)}", lambda run, task: task in _LABELLED),
+    "target_len": ("--task seq2seq-lm", lambda run, task: task == "seq2seq-lm"),
+    "generate_samples": ("--task seq2seq-lm", lambda run, task: task == "seq2seq-lm"),
+    "min_lr": ("--schedule cosine and linear", lambda run, task: run.schedule != "constant"),
+    "pipeline_balance": ("--pipeline 2 and more", lambda run, task: run.pipeline != 1),
+    "profile_ranks": ("--profile", lambda run, task: run.profile is not None),
+}
+
+
+def _warn_unread(request: RunRequest, run: Run, task: Task, report: Reporter) -> None:
+    """Warn of each option that the user has set and that has no effect in this run."""
+    for field in _READERS.keys() & request.places.keys():
+        readers, reads = _READERS[field]
+        if not reads(run, task):
+            report.warning(f"{field} has no effect: only {readers} read it", request.place(field))
 
 
 def _steps(decision: Decision, data: Data, problems: Problems) -> int:
