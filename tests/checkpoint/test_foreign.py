@@ -540,6 +540,11 @@ def test_groups_and_their_settings_are_those_of_the_source(tmp_path, stage):
         found = FullState(tmp_path / "out").groups
         assert [group.names for group in found] == [["2.weight", "2.bias"], [*list(named.values())[:4]]]
         groups = [group.settings for group in found]
+    if stage is None:  # the result has names, too
+        Checkpoint(tmp_path / "out").convert(tmp_path / "again", to="deepspeed", ranks=2, stage=2)
+        found = FullState(tmp_path / "again").groups
+        assert [group.names for group in found] == [["2.weight", "2.bias"], [*list(named.values())[:4]]]
+        groups = [group.settings for group in found]
     assert [group["lr"] for group in groups] == [0.3, 0.01]
     assert all((group["betas"], group["weight_decay"]) == ((0.8, 0.88), 0.5) for group in groups)
 

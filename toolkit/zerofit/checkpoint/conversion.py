@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.checkpoint.full_state import FullState
-from zerofit.checkpoint.index import MASTER
+from zerofit.checkpoint.index import MASTER, ParameterGroup
 from zerofit.checkpoint.model_folder import writable
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -21,6 +21,9 @@ from zerofit.spec.units import shown_bytes
 
 SETTLED_S = 10.0  # seconds before the time left is estimated
 PROBE = 1 << 24  # elements that are copied for a forecast of the time
+# settings of torch's AdamW, for checkpoints without their own
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False}
+ADAMW |= {"foreach": None, "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,14 @@ class ConvertResult:
     def to_dict(self) -> dict[str, Any]:
         """Return the object for `zerofit ckpt convert --json`."""
         return {**vars(self), "out": str(self.out)}
+
+
+def groups_of(state: FullState) -> list[ParameterGroup]:
+    """Return the optimizer's groups in the files. Without groups, return matrices and vectors, as in zerofit's runs."""
+    if state.groups:
+        return state.groups
+    wide = [[name for name in state.names if (len(state.shape(name)) > 1) == many] for many in (True, False)]
+    return [ParameterGroup(names, ADAMW) for names in wide if names]
 
 
 def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:

@@ -16,7 +16,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from zerofit.checkpoint.conversion import ConvertResult, conversion_plan, forecast, loss_scaling, no_optimizer, progress
+from zerofit.checkpoint.conversion import (
+    ConvertResult,
+    conversion_plan,
+    forecast,
+    groups_of,
+    loss_scaling,
+    no_optimizer,
+    progress,
+)
 from zerofit.checkpoint.foreign import foreign_at
 from zerofit.checkpoint.foreign_facts import facts_of
 from zerofit.checkpoint.full_state import FullState, full_model
@@ -34,9 +42,6 @@ from zerofit.spec.run import Run
 
 ALIGNMENT = 2  # elements per rank: runtime/zero/stage_1_and_2.py, nccl_start_alignment_factor
 SUB_GROUP = 10**9  # elements: the default of zero_optimization.sub_group_size
-# settings of torch's AdamW, for checkpoints without their own
-ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False}
-ADAMW |= {"foreach": None, "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +102,6 @@ class _TargetWriter:
             return
         with atomic_write(path) as file:
             torch.save(content(), file)
-
-
-def groups_of(state: FullState) -> list[ParameterGroup]:
-    """Return the optimizer's groups in the files. Without groups, return matrices and vectors, as in zerofit's runs."""
-    if state.groups:
-        return state.groups
-    wide = [[name for name in state.names if (len(state.shape(name)) > 1) == many] for many in (True, False)]
-    return [ParameterGroup(names, ADAMW) for names in wide if names]
 
 
 def write_deepspeed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -230,7 +230,8 @@ class _StateDict:
                 what = "has no data" if value.is_meta else "is quantized" if value.is_quantized else "is sparse"
                 raise incomplete(Path(file), f"{name} {what}", "save the state dict with plain tensors")
             first = storages.setdefault((value.untyped_storage().data_ptr(), int(value.storage_offset())), name)
-            shape, keys = tuple(value.shape), [name] if key is None else [key, name]
+            keys: Keys = [name] if key is None else [key, name]
+            shape = tuple(value.shape)
             if not value.is_floating_point() or name.endswith(STATISTICS):
                 self.buffers.append(SavedBuffer(name, file, keys))
             elif first != name and self.shapes.get(first) == shape:
@@ -373,4 +374,19 @@ def universal_index(found: Foreign) -> RankIndex:
     shared = found.files / "zero/optimizer_state.pt"
     scaler = scaler_numbers(safe_load.load(shared).get("loss_scaler") or {}) if shared.is_file() else None
     counters = {"step": step, "global_steps": found.step or step or 0, "loss_scaler": scaler}
-    return _index(shards, counters, 1, [])
+    return _index(shards, counters, 1, [], groups=_universal_groups(found, {shard.name for shard in shards}))
+
+
+def _universal_groups(found: Foreign, names: Container[str]) -> list[ParameterGroup]:
+    """Return the optimizer's groups of these parameters. A group's `params` count entries of `param_shapes`."""
+    shared, models = found.files / "zero/optimizer_state.pt", sorted(found.files.glob("*mp_rank_00_model_states.pt"))
+    entries = safe_load.load(shared).get("param_groups") if shared.is_file() else None
+    shapes = safe_load.load(models[0]).get("param_shapes") if models else None
+    if not entries or not shapes:
+        return []
+    groups = list[ParameterGroup]()
+    for number, entry in enumerate(entries):
+        settings = {key: value for key, value in entry.items() if key != "params"}
+        parts = [shapes[part] for part in entry.get("params", [number]) if part < len(shapes)]
+        groups.append(ParameterGroup([name for part in parts for name in part if name in names], settings))
+    return groups

@@ -23,7 +23,15 @@ import torch
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
-from zerofit.checkpoint.conversion import ConvertResult, conversion_plan, forecast, loss_scaling, no_optimizer, progress
+from zerofit.checkpoint.conversion import (
+    ConvertResult,
+    conversion_plan,
+    forecast,
+    groups_of,
+    loss_scaling,
+    no_optimizer,
+    progress,
+)
 from zerofit.checkpoint.foreign import foreign_at
 from zerofit.checkpoint.foreign_facts import facts_of
 from zerofit.checkpoint.full_state import GAN_ENGINES, ONE_ENGINE, FullState
@@ -133,6 +141,9 @@ def _write_engine(source: Path | None, state: FullState, ranks: int, folder: Pat
     _save(shared | {"optimizer_state_dict": inner}, folder / "zero" / "optimizer_state.pt")
     # Both names get the same content: stages 0 to 2 look for the first file, stage 3 for the second.
     model_states = counters | {"dp_world_size": ranks, "mp_world_size": 1, "module": {}}
+    groups = groups_of(state)
+    if len(groups) == len(optimizer["groups"]):
+        model_states["param_shapes"] = [{name: torch.Size(state.shape(name)) for name in g.names} for g in groups]
     for file in MODEL_STATES:
         _save(model_states, folder / file)
 
