@@ -19,6 +19,8 @@ from deepspeed.ops.transformer.inference.op_binding.base import BaseOp
 from deepspeed.ops.transformer.inference.op_binding.gelu_gemm import GELUGemmOp
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel
 
+from zerofit.train.process_group import compile_no_collectives
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 256,
@@ -84,6 +86,7 @@ def kinds_with_policy() -> list[str]:
 
 
 if __name__ == "__main__":
+    compile_no_collectives()
     BaseOp.inference_module = SimpleNamespace()
     SoftmaxContextOp.forward = attend
     GELUGemmOp.forward = lambda _, input, **__: input.clone()

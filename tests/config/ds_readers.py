@@ -3,7 +3,7 @@
     python -m tests.config.ds_readers said.json FILE...
 
 For each file the answer has what plain DeepSpeed trained (losses, or None where a GPU is needed), and the
-configuration that the Trainer and Accelerate handed to `deepspeed.initialize`. No C++ op is built for Adam.
+configuration that the Trainer and Accelerate handed to `deepspeed.initialize`. No C++ op is built for Adam or collectives.
 """
 
 from __future__ import annotations
@@ -146,8 +146,11 @@ def main(answer: str, *paths: str) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
+    from zerofit.train.process_group import compile_no_collectives
+
     type(get_accelerator()).is_fp16_supported = lambda _: True  # CPUs without such instructions are slow at it
     CPUAdamBuilder.load = lambda *_, **__: TorchAdam()
+    compile_no_collectives()
     deepspeed.init_distributed("gloo")
     found: dict[str, Any] = {"torch": plain_torch()}
     for path in sorted(paths, key=lambda path: Path(path).stem):  # zeropp_hpz last: its groups outlive its engine

@@ -12,6 +12,7 @@ import torch
 from deepspeed.runtime import compiler
 
 from zerofit.spec.errors import RunFailed
+from zerofit.train import engines
 from zerofit.train.engines import import_muon
 from zerofit.train.zero_layouts import check_attributes
 
@@ -52,8 +53,10 @@ def test_engines_import_muon_without_what_compiles_it():
 
 
 @pytest.mark.versions(of="deepspeed")
-def test_muon_is_compiled_when_it_is_first_called(monkeypatch):
+@pytest.mark.parametrize(("device", "compiles"), [("cuda", ["zeropower_via_newtonschulz5"]), ("cpu", [])])
+def test_muon_is_compiled_when_it_is_first_called_but_not_on_cpus(monkeypatch, device, compiles):
     compiled = []
+    monkeypatch.setattr(engines, "accelerator", lambda: SimpleNamespace(device_name=lambda: device))
     monkeypatch.delitem(sys.modules, MUON, raising=False)
     monkeypatch.setattr(compiler, "compile", lambda: lambda function: compiled.append(function) or function)
     import_muon()
@@ -62,4 +65,4 @@ def test_muon_is_compiled_when_it_is_first_called(monkeypatch):
     for _ in range(2):
         singular = torch.linalg.svdvals(orthogonalize(torch.eye(8) + 0.1, 5).float())
         assert singular.min() > 0.6 and singular.max() < 1.3  # nearly orthogonal, as its docstring says
-    assert [function.__name__ for function in compiled] == ["zeropower_via_newtonschulz5"]
+    assert [function.__name__ for function in compiled] == compiles

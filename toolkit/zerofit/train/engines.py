@@ -69,7 +69,7 @@ def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
     decay = bool(get(job.ds_config, "optimizer.params.weight_decay", True))
     groups: Any = parameter_groups(model.parameters(), decay)  # DeepSpeed's annotation does not allow groups
     entry = of_json(get(job.ds_config, "optimizer.type"))
-    if not (entry and entry.compiled):
+    if not (entry and entry.compiled and accelerator().device_name() != "cpu"):
         import_muon()
     if job.layout.tp > 1:
         _count_slices()
@@ -88,14 +88,16 @@ def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's Muon so that its functions are compiled only when they are first called.
+    """Import DeepSpeed's Muon so that its functions are compiled only when they are first called, and never on CPUs.
 
     Every engine imports Muon. The functions' decorator, torch.compile, imports all of Inductor, which adds two
-    seconds to every start (runtime/zero/muon).
+    seconds to every start (runtime/zero/muon). On CPUs, a C++ compiler would run for 15 s in each rank.
     """
 
     def compile_when_called(*how: Any, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            if accelerator().device_name() == "cpu":
+                return function
             compiled = cache(lambda: original(*how, **more)(function))
             return wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
