@@ -226,7 +226,7 @@ def qwen(corpus: Path, tmp_path_factory: pytest.TempPathFactory):
     path.write_text(json.dumps({"model_type": "qwen3", **TINY_BERT, **shape, "tie_word_embeddings": True}))
     count, windows = text_windows(corpus, SEQ_LEN)
     text = TextInputs(vocab_size=260, seq_len=SEQ_LEN)
-    plan = Plan(str(path), text, {}, windows, count, global_batch=8, steps=5, optimizer="sgd", lr=0.3, clip=0.5)
+    plan = Plan(str(path), text, {}, windows, count, global_batch=8, steps=3, optimizer="sgd", lr=0.3, clip=0.5)
     return plan, follow(plan)
 
 
@@ -272,7 +272,7 @@ def mixtral(corpus: Path, tmp_path_factory: pytest.TempPathFactory):
     path.write_text(json.dumps({"model_type": "mixtral", **TINY_BERT, **shape}))
     count, windows = text_windows(corpus, SEQ_LEN)
     text = TextInputs(vocab_size=260, seq_len=SEQ_LEN)
-    plan = Plan(str(path), text, {}, windows, count, global_batch=8, steps=5, optimizer="sgd", lr=0.1, clip=0.5)
+    plan = Plan(str(path), text, {}, windows, count, global_batch=8, steps=3, optimizer="sgd", lr=0.1, clip=0.5)
     return plan, follow(plan)
 
 
@@ -293,7 +293,7 @@ def test_spread_experts(pools, tmp_path, corpus, mixtral, layout):
 
 
 def test_the_routers_loss_is_the_same_where_experts_are_spread(pools, tmp_path, corpus, mixtral):
-    plan = replace(mixtral[0], steps=3, args={"router_aux_loss_coef": 0.5})
+    plan = replace(mixtral[0], args={"router_aux_loss_coef": 0.5})
     whole, parts = (
         spread(pools, tmp_path / str(degree), corpus, plan, expert_parallel=degree, ds_config="zero1")
         for degree in (1, 2)

@@ -25,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.models.catalog import ModelError, find
 from zerofit.simulate.endings import (
     EXITED,
@@ -59,10 +60,11 @@ NEW_IN_DEEPSPEED = (
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # 3 s: torch.compile's decorator imports all of Inductor
 )
+IMPORTED_FOR_BITS = ("bitsandbytes",)  # 2 s, for the same reason
 # imported by the patches of every script: half of a short simulation's time
 PATCHED_FOR_SCRIPTS = ("datasets", "transformers.trainer", "torch.utils.tensorboard")
 # torchvision may be built for another torch: models that need it then raise torchvision's own error
-MAY_BE_MISSING = ("torchvision", *NEW_IN_DEEPSPEED, *PATCHED_FOR_SCRIPTS)
+MAY_BE_MISSING = ("torchvision", *NEW_IN_DEEPSPEED, *PATCHED_FOR_SCRIPTS, *IMPORTED_FOR_BITS)
 IMPORTED_FOR_SCRIPTS = (
     *(module for modules in IMPORTED_FOR.values() for module in modules),
     *NEW_IN_DEEPSPEED,
@@ -141,7 +143,11 @@ def _is_over(server: ServerProcess, folder: Path) -> bool:
 def _needed(target: Target) -> tuple[str, ...]:
     if isinstance(target, ScriptTarget):
         return IMPORTED_FOR_SCRIPTS
-    return (*IMPORTED_FOR_RUNS, *IMPORTED_FOR.get(find(target.job.run.model).family, ()))
+    run = target.job.run
+    optimizer = OPTIMIZERS.get(run.optimizer or "")
+    quantized = run.quantize or (optimizer and optimizer.library)
+    family = IMPORTED_FOR.get(find(run.model).family, ())
+    return (*IMPORTED_FOR_RUNS, *family, *(IMPORTED_FOR_BITS if quantized else ()))
 
 
 class _Server(ServerProcess):
