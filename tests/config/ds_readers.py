@@ -8,6 +8,7 @@ configuration that the Trainer and Accelerate handed to `deepspeed.initialize`. 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -150,6 +151,7 @@ def main(answer: str, *paths: str) -> None:
 
     type(get_accelerator()).is_fp16_supported = lambda _: True  # CPUs without such instructions are slow at it
     CPUAdamBuilder.load = lambda *_, **__: TorchAdam()
+    torch.set_num_threads(1)
     compile_no_collectives()
     deepspeed.init_distributed("gloo")
     found: dict[str, Any] = {"torch": plain_torch()}
@@ -159,6 +161,7 @@ def main(answer: str, *paths: str) -> None:
             "accelerate": handed_over(accelerate, path),
             "losses": plain_deepspeed(path),
         }
+        gc.freeze()  # the Trainer collects garbage at its end, and would walk through all that is imported
     Path(answer).write_text(json.dumps(found))
 
 
