@@ -3,7 +3,8 @@
     python -m tests.config.ds_readers said.json FILE...
 
 For each file the answer has what plain DeepSpeed trained (losses, or None where a GPU is needed), and the
-configuration that the Trainer and Accelerate handed to `deepspeed.initialize`. No C++ op is built for Adam or collectives.
+configuration that the Trainer and Accelerate handed to `deepspeed.initialize`. No C++ op is built for Adam or
+collectives.
 """
 
 from __future__ import annotations
