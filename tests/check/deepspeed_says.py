@@ -26,9 +26,9 @@ import copy
 import importlib
 import json
 import logging
+import multiprocessing
 import operator
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -93,8 +93,7 @@ class Say:
 
     def __init__(self, rank: int = 0, world: int = 1) -> None:
         local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
-        os.environ.update({key: str(value) for key, value in local.items()} | {"DS_ACCELERATOR": "cpu"})
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Muon would compile its Newton-Schulz steps
+        os.environ.update({key: str(value) for key, value in local.items()})
         import deepspeed
         import torch
         from deepspeed.ops.op_builder.builder import OpBuilder
@@ -294,20 +293,29 @@ def world(case: Case) -> tuple[int, int]:
     return (int(case.words.get("rank", 0)), case.setting.ranks or 1) if built else (0, 1)
 
 
-def main(out: str, rank: int = 0, ranks: int = 1) -> None:
-    """All cases of one world; the first world starts the others and takes in what they found."""
-    worlds = sorted({world(case) for case in cases()} - {(0, 1)}) if (rank, ranks) == (0, 1) else []
-    command = [sys.executable, "-m", "tests.check.deepspeed_says"]
-    parts = [f"{out}.{r}-of-{n}" for r, n in worlds]
-    others = [subprocess.Popen([*command, part, str(r), str(n)]) for part, (r, n) in zip(parts, worlds, strict=True)]
+def answer(out: Path, rank: int, ranks: int) -> None:
+    """All cases of one world."""
     say = Say(rank, ranks)
     said = {case.name: say.case(case) for case in cases() if world(case) == (rank, ranks)}
-    for part, other in zip(parts, others, strict=True):
-        if other.wait():
-            sys.exit(f"{part}: status {other.returncode}")
-        said |= json.loads(Path(part).read_text(encoding="utf-8"))
+    out.write_text(json.dumps(said), encoding="utf-8")
+
+
+def main(out: str) -> None:
+    """All cases; each world has a process of its own, forked from this one, which has imported DeepSpeed."""
+    importlib.import_module("deepspeed")
+    start, said = multiprocessing.get_context("fork").Process, dict[str, Any]()
+    parts = [(Path(f"{out}.{rank}-of-{ranks}"), rank, ranks) for rank, ranks in sorted(set(map(world, cases())))]
+    processes = [start(target=answer, args=part) for part in parts]
+    for process in processes:
+        process.start()
+    for process, (part, *_) in zip(processes, parts, strict=True):
+        process.join()
+        if process.exitcode:
+            sys.exit(f"{part}: status {process.exitcode}")
+        said |= json.loads(part.read_text(encoding="utf-8"))
     Path(out).write_text(json.dumps(said, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    os.environ |= {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}  # Muon would compile its Newton-Schulz steps
+    main(sys.argv[1])
