@@ -301,8 +301,9 @@ def answer(out: Path, rank: int, ranks: int) -> None:
 
 
 def main(out: str) -> None:
-    """All cases; each world has a process of its own, forked from this one, which has imported DeepSpeed."""
-    importlib.import_module("deepspeed")
+    """All cases; each world has a process of its own, forked from this one, which has imported the libraries."""
+    for name in ("deepspeed", "torch._dynamo", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(name)
     start, said = multiprocessing.get_context("fork").Process, dict[str, Any]()
     parts = [(Path(f"{out}.{rank}-of-{ranks}"), rank, ranks) for rank, ranks in sorted(set(map(world, cases())))]
     processes = [start(target=answer, args=part) for part in parts]
