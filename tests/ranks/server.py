@@ -25,11 +25,12 @@ from pathlib import Path
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.sequence_parallel import parallel_state_sp, ulysses_sp
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d as c10d
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
 from zerofit.launch.parent_death import end_with_parent
 from zerofit.spec.errors import RunFailed
@@ -40,6 +41,7 @@ from zerofit.train.replay import replay
 from zerofit.train.run import train
 
 MODULES = (groups, parallel_state_sp)
+IMPORTED = (ulysses_sp, modeling_llama)  # once, not in each rank that needs them
 CACHES: list[functools._lru_cache_wrapper] = []  # DeepSpeed's
 freeze = gc.freeze
 
