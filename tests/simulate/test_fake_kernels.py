@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -97,3 +98,47 @@ def test_keys_of_one_head_have_no_kernel_on_a_gpu():
     query, key = (torch.empty(1, heads, 8, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 1))
     shape, names = attention("cuda", query, key, key)
     assert shape == (1, 4, 8, 64) and not {FLASH, EFFICIENT} & names
+
+
+HALF, DOUBLE = torch.bfloat16, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "more", "kernel"),  # sdp_utils.cpp: can_use_flash_attention, can_use_mem_efficient_attention
+    [
+        ((4, 16, 64), HALF, {}, None),
+        ((2, 2, 4, 16, 64), HALF, {}, None),
+        ((2, 4, 16, 64), DOUBLE, {}, None),
+        ((2, 4, 16, 10), torch.float32, {}, None),  # rows of 40 bytes
+        ((2, 4, 16, 12), torch.float32, {}, EFFICIENT),
+        ((2, 4, 16, 10), HALF, {}, FLASH),
+        ((2, 4, 8, 64), HALF, {"is_causal": True}, EFFICIENT),  # fewer queries than keys
+    ],
+)
+def test_attention_of_a_gpu_in_unusual_shapes(shape, dtype, more, kernel):
+    query = torch.empty(shape, dtype=dtype, device="meta")
+    key = torch.empty(*shape[:-2], 16, shape[-1], dtype=dtype, device="meta")
+    found, names = attention("cuda", query, key, key, **more)
+    assert found == shape and {FLASH, EFFICIENT} & names == ({kernel} if kernel else set())
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernel"),
+    [
+        (SDPBackend.MATH, None),
+        (SDPBackend.EFFICIENT_ATTENTION, EFFICIENT),
+        (SDPBackend.FLASH_ATTENTION, FLASH),
+        (SDPBackend.CUDNN_ATTENTION, FLASH),  # which needs as much memory
+    ],
+)
+def test_a_script_chooses_the_kernel(backend, kernel):
+    query = torch.empty(2, 4, 16, 64, dtype=HALF, device="meta")
+    with sdpa_kernel(backend):
+        _, names = attention("cuda", query, query, query)
+    assert {FLASH, EFFICIENT} & names == ({kernel} if kernel else set())
+
+
+def test_without_a_kernel_attention_stops():
+    query = torch.empty(2, 4, 16, 64, device="meta")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="No available kernel"):
+        attention("cuda", query, query, query)

@@ -120,9 +120,9 @@ def _fused_rms_norm(
 #   device   condition                                                       kernel
 #   cpu      dropout, a learned mask, values of another width                 plain matmuls (all scores)
 #   cpu      otherwise                                                       flash for the CPU
-#   cuda     one head of keys broadcast to several query heads               plain matmuls
 #   cuda     16 bits, no mask, heads up to FLASH_WIDTH, equal widths         flash
-#   cuda     otherwise                                                       memory-efficient
+#   cuda     otherwise, widths that are multiples of 16 bytes                memory-efficient
+#   cuda     otherwise, e.g. three dimensions or float64                     plain matmuls
 def _fused_attention(
     device: str,
     query: Tensor,
@@ -141,11 +141,8 @@ def _fused_attention(
     queries. In old releases of torch, it also does not apply if query heads share the keys of a single head by
     broadcasting (Falcon).
 
-    On "cuda" there are two fused kernels. Neither applies if query heads share the keys of a single head by
-    broadcasting. torch uses the memory-efficient kernel in four cases: in float32, with a mask, if values are not as
-    wide as queries (multi-head latent attention), or if heads are wider than FLASH_WIDTH. Otherwise torch uses flash
-    attention. With `enable_gqa`, the memory-efficient kernel gets keys and values that are repeated for every query
-    head.
+    On "cuda" there are two fused kernels (`_cuda_kernel`). With `enable_gqa`, the memory-efficient kernel gets keys and
+    values that are repeated for every query head.
     """
     narrow = query.shape[-1] == value.shape[-1]
     learned = attn_mask is not None and attn_mask.requires_grad
@@ -155,10 +152,11 @@ def _fused_attention(
     if device == "cpu":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return op(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    if query.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
-        plain = torch.ops.aten._scaled_dot_product_attention_math
-        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
-    if attn_mask is None and query.dtype != torch.float32 and narrow and query.shape[-1] <= FLASH_WIDTH:
+    kernel = _cuda_kernel(query, key, value, attn_mask, is_causal, enable_gqa)
+    if kernel == "math":
+        plain, more = torch.ops.aten._scaled_dot_product_attention_math, {"scale": scale, "enable_gqa": enable_gqa}
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, **more)[0]
+    if kernel == "flash":
         op = torch.ops.aten._scaled_dot_product_flash_attention
         return op(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa:
@@ -166,6 +164,31 @@ def _fused_attention(
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     op = torch.ops.aten._scaled_dot_product_efficient_attention
     return op(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]
+
+
+def _cuda_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
+) -> str:
+    """Return the kernel that torch chooses on a GPU: "flash", "efficient" or "math".
+
+    A script can disable kernels (torch.nn.attention.sdpa_kernel). If no enabled kernel applies, RuntimeError is raised,
+    as in torch. cuDNN's kernels need as much memory as the others, and count as enabled only if "math" is not.
+    """
+    enabled, width, half = torch.backends.cuda, query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
+    math = enabled.math_sdp_enabled()
+    cudnn = half and not math and enabled.cudnn_sdp_enabled()
+    fused = query.dim() == key.dim() == value.dim() == 4 and len(query) == len(key) == len(value)
+    fused = fused and query.dtype == key.dtype == value.dtype and (enable_gqa or query.shape[1] == key.shape[1])
+    flash = fused and half and mask is None and width == value.shape[-1] <= FLASH_WIDTH
+    flash = flash and (not is_causal or query.shape[-2] == key.shape[-2])
+    if flash and (enabled.flash_sdp_enabled() or cudnn):
+        return "flash"
+    aligned = not (width * query.element_size() % 16 or value.shape[-1] * query.element_size() % 16)
+    if fused and aligned and (half or query.dtype == torch.float32) and (enabled.mem_efficient_sdp_enabled() or cudnn):
+        return "efficient"
+    if not math:
+        raise RuntimeError("No available kernel. Aborting execution.")
+    return "math"
 
 
 def _too_few_keys(query: Tensor, key: Tensor, enable_gqa: bool) -> bool:
