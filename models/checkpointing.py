@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from zerofit.features.checkpointing import Checkpointing
 from zerofit.models.batch_norm import batch_norms
 from zerofit.models.catalog import ModelError
 
+GROUPS = "checkpointed_groups"  # set on a sequence of layers that runs in groups (`_group_by_pooling`)
 TO_HOST = "checkpoint_to_host"  # set on a checkpointed module whose inputs are kept in host memory
 SELECTIVE = "checkpoint_selectively"  # set on a checkpointed module that keeps what takes long to compute
 _Contexts = tuple[AbstractContextManager, AbstractContextManager]  # around forward and around recomputation
@@ -64,7 +66,7 @@ def keep_on_host(model: nn.Module) -> None:
 
     The model must already use checkpointing, by zerofit or by transformers.
     """
-    for module in model.modules():
+    for module in chain(model.modules(), *(vars(module).get(GROUPS, ()) for module in model.modules())):
         checkpoint_function = getattr(module, "_gradient_checkpointing_func", None)  # transformers' hook
         if getattr(vars(module).get("forward"), "__func__", None) is _forward_checkpointed:
             vars(module)[TO_HOST] = True
@@ -180,13 +182,13 @@ def _group_by_pooling(features: nn.Sequential) -> list[nn.Sequential]:
         if isinstance(layer, nn.MaxPool2d):
             groups.append([])
     sequences = [nn.Sequential(*layers) for layers in groups if layers]
-    object.__setattr__(features, "groups", sequences)
+    object.__setattr__(features, GROUPS, sequences)
     features.forward = types.MethodType(_forward_groups, features)
     return sequences
 
 
 def _forward_groups(self: nn.Sequential, x: Tensor) -> Tensor:
-    for group in vars(self)["groups"]:
+    for group in vars(self)[GROUPS]:
         group.train(self.training)
         x = group(x)
     return x

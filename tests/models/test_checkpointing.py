@@ -130,20 +130,41 @@ def test_a_model_without_blocks():
     assert caught.value.kind == "model-checkpointing"
 
 
+@pytest.fixture
+def kept(monkeypatch):
+    """Shapes of the tensors that go to host memory."""
+    shapes = []
+
+    def save_on_cpu(pin_memory):
+        def pack(tensor):
+            if (
+                tensor.numel() or TorchVersion(torch.__version__) >= "2.14"
+            ):  # older ones keep one of no elements besides
+                shapes.append(tuple(tensor.shape))
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+
+    monkeypatch.setattr("zerofit.models.checkpointing.save_on_cpu", save_on_cpu)
+    return shapes
+
+
 @pytest.mark.parametrize(("name", "blocks"), [("llama-tiny", 4), ("resnet18-small", 8)])
-def test_exactly_the_blocks_inputs_go_to_host_memory(name, blocks, monkeypatch):
+def test_exactly_the_blocks_inputs_go_to_host_memory(name, blocks, kept):
     source = find(name)
     inputs = inputs_of(source.task)
     model = build(source, inputs, {}, checkpointing=True).train()
-    kept = []
-
-    def save_on_cpu(pin_memory):
-        return torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t)
-
-    monkeypatch.setattr("zerofit.models.checkpointing.save_on_cpu", save_on_cpu)
     keep_on_host(model)
     logits, _ = forward_logits(model, batch_of(inputs))
     logits.sum().backward()
-    if TorchVersion(torch.__version__) < "2.14":  # which keeps one of no elements besides
-        kept = [shape for shape in kept if shape.numel()]
     assert len(kept) == blocks and all(len(shape) >= 3 for shape in kept)
+
+
+def test_inputs_of_groups_between_poolings_go_to_host_memory(kept):
+    nn = torch.nn
+    model = nn.Module()
+    model.features = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(2, 4, 3), nn.MaxPool2d(2))
+    checkpoint_model(model)
+    keep_on_host(model)
+    model.features(torch.ones(1, 1, 14, 14, requires_grad=True)).sum().backward()
+    assert kept == [(1, 1, 14, 14), (1, 2, 6, 6)]
