@@ -25,6 +25,9 @@ def records() -> dict[str, RankRecord]:
         "plain": target("zero2", **NET),
         "averaged": target("zero2", **NET, ema=0.9),
         "mixed and met": target("zero0", **NET, mixup=0.2, sync_batch_norm=True),
+        "mixed, of a smaller share": target(
+            "zero0", **{**NET, "micro_batch": None}, mixup=0.2, micro_batch_by_rank="1,3"
+        ),
         "on a GPU": target("zero0", kind="a100-40gb", **{**NET, "precision": "bf16"}, sync_batch_norm=True, ema=0.9),
         "masks": target("zero2", model="fcn-tiny", model_args=ARGS, image="image:3x32x32", micro_batch=MICRO),
     }

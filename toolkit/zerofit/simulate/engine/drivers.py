@@ -54,11 +54,12 @@ def empty_batches(job: Job, inputs: Inputs, samples: int = 0) -> Iterator[dict[s
 
     `samples`: number of samples in a micro batch; 0: the job's number.
     """
+    samples = samples or job.batch.micro
     while True:
-        batch: dict[str, Any] = empty_batch(inputs, samples or job.batch.micro)
+        batch: dict[str, Any] = empty_batch(inputs, samples)
         batch["weight"] = job.layout.sp / batch["labels"].numel()
         if mixes(job.run) and isinstance(inputs, ImageInputs):
-            batch["labels"] = torch.zeros(job.batch.micro, inputs.classes)
+            batch["labels"] = torch.zeros(samples, inputs.classes)
         yield batch
         del batch
 
