@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -226,10 +225,11 @@ def _of_accelerate(command: ScriptCommand, facts: ScriptFacts, target: ScriptTar
 
 
 def _accelerate_file(command: ScriptCommand) -> dict[str, Any]:
-    for option, value in pairwise(_options(command)):
-        if option == "--config_file":
-            return read_json(Path(value)) if value.endswith(".json") else read_yaml(Path(value))[0]
-    return {}
+    """Return the content of the file that `accelerate launch` reads; {} if there is none."""
+    file = Path(command.config_file)
+    if not command.config_file:
+        return {}
+    return read_json(file) if file.suffix == ".json" else read_yaml(file)[0]
 
 
 def _with_file(command: ScriptCommand, file: str) -> ScriptCommand:
@@ -258,8 +258,8 @@ def _typed(name: str, value: object) -> str:
 def _launched(command: ScriptCommand, name: str, value: str) -> ScriptKnob:
     options = _options(command)
     rest = command.launcher_words[len(options) :]
-    options = _with(options, name, value) if name in options else (name, value, *options)
-    return ScriptKnob(change=f"{name} {value}", command=replace(command, launcher_words=(*options, *rest)))
+    words = (*_with(options, name, value), *rest)
+    return ScriptKnob(change=f"{name} {value}", command=replace(command, launcher_words=words))
 
 
 def _of_json(command: ScriptCommand, file: Path, stage: int, stages: range, folder: Path) -> list[ScriptKnob]:
@@ -295,12 +295,13 @@ def _everywhere(command: ScriptCommand, change: Callable[[Words], Words]) -> Scr
 def _with(words: Words, name: str, value: str) -> Words:
     """Return `words` with the option `name` set to `value`.
 
-    The last occurrence is replaced. If there is none, the option is appended.
+    The last occurrence is replaced. If there is none, the option is appended. Accelerate also accepts `name` with
+    hyphens instead of underscores.
     """
     for n in reversed(range(len(words))):
-        if words[n] == name:
-            end = n + 2 if n + 1 < len(words) and not words[n + 1].startswith("--") else n + 1
-            return (*words[:n], name, value, *words[end:])
-        if words[n].startswith(f"{name}="):
-            return (*words[:n], f"{name}={value}", *words[n + 1 :])
+        option, joined, _ = words[n].partition("=")
+        if option != name and option != f"--{name[2:].replace('_', '-')}":
+            continue
+        end = n + 2 if not joined and n + 1 < len(words) and not words[n + 1].startswith("--") else n + 1
+        return (*words[:n], name, value, *words[end:])
     return (*words, name, value)

@@ -46,6 +46,7 @@ class ScriptCommand:
     launcher_words: tuple[str, ...] = ()  # the launcher's options, and all after them
     gpus: int | None = None  # ranks per node; None if the launcher's options do not set it
     nodes: int | None = None
+    config_file: str = ""  # that `accelerate launch` reads, from its option or as its default; "" if there is none
     local_rank_argument: bool = False  # DeepSpeed's launcher adds --local_rank=N
     notes: tuple[str, ...] = ()
 
@@ -259,6 +260,7 @@ def _accelerate(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
         launcher_words=tuple(rest),
         gpus=ranks // (nodes or 1) if ranks else None,
         nodes=nodes if ranks else None,
+        config_file="" if written is None else str(file),
     )
 
 
