@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import random
+import subprocess
+import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -143,6 +146,14 @@ def test_blocks_of_max_split_size_are_not_cut():
     # a request of about its size takes it whole, from 20 MiB less on it does not
     assert replay([*held, (1, 101 * MIB)], settings=limited).peak_allocated_bytes == 120 * MIB
     assert replay([*held, (1, 100 * MIB)], settings=limited).peak_reserved_bytes == 220 * MIB
+    rounded = read_alloc_conf("max_split_size_mb:100,max_non_split_rounding_mb:21")
+    assert replay([*held, (1, 100 * MIB)], settings=rounded).peak_reserved_bytes == 120 * MIB
+    # also in an expandable segment, unless the block is the last one in use
+    expandable = read_alloc_conf("max_split_size_mb:100,expandable_segments:True")
+    inner = [(0, 120 * MIB), (1, 20 * MIB), (0, -120 * MIB), (2, 60 * MIB)]
+    assert replay(inner, settings=EXPANDABLE).peak_reserved_bytes == 140 * MIB
+    assert replay(inner, settings=expandable).peak_reserved_bytes == 200 * MIB
+    assert replay([*held, (1, 60 * MIB)], settings=expandable).peak_reserved_bytes == 120 * MIB
     # on a full device such blocks are given back first, and no more of them than are needed
     full = [(0, 120 * MIB), (1, 110 * MIB), (0, -120 * MIB), (1, -110 * MIB), (2, 60 * MIB)]
     found = replay(full, device_bytes=240 * MIB, settings=limited)
@@ -184,13 +195,37 @@ def test_sizes_are_rounded_to_divisions(asked, taken):
 
 
 def test_options_are_those_of_torch():
-    found = read_alloc_conf("garbage_collection_threshold:0.8, expandable_segments:true,backend:native")
+    found = read_alloc_conf("garbage_collection_threshold:0.8, expandable_segments:True,backend:native")
     assert found == EXPANDABLE
     assert read_alloc_conf("") == AllocatorSettings()
     assert alloc_conf_of({"PYTORCH_CUDA_ALLOC_CONF": "a"}) == "a"
     with pytest.raises(UserError) as raised:
-        read_alloc_conf("expandable:True,max_split_size_mb:20,roundup_power2_divisions:3,expandable_segments:1")
+        read_alloc_conf("expandable:True,max_split_size_mb:19,roundup_power2_divisions:3,expandable_segments:1")
     assert len(raised.value.problems) == 4
+
+
+@pytest.mark.versions(of="torch")
+def test_torch_accepts_the_same_options():
+    options = ["expandable_segments:true", "max_split_size_mb:19", "max_split_size_mb:20", "roundup_power2_divisions:0"]
+    options += ["max_non_split_rounding_mb:19", "max_non_split_rounding_mb:20", "roundup_power2_divisions:[1:0]"]
+    options += ["new:True", "throw_on_cudamalloc_oom:True", "graph_capture_record_stream_reuse:True"]
+    options += [f"pinned_{name}_mb:64" for name in ("max_cached_size", "max_round_threshold", "reserve_segment_size")]
+    options += ["pinned_free_catch_all:True"]
+    read = "for option in sys.argv[1:]:\n with suppress(ValueError):\n  read(option)\n  print(option)"
+    program = (
+        f"import sys, torch; from contextlib import suppress; read = torch._C._accelerator_setAllocatorSettings\n{read}"
+    )
+    words = [sys.executable, "-c", program, *options]
+    accepted = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+    for option in options:
+        with nullcontext() if option in accepted else pytest.raises(UserError):
+            read_alloc_conf(option)
+
+
+@pytest.mark.parametrize("option", ["backend:cudaMallocAsync", "per_process_memory_fraction:0.5"])
+def test_options_that_are_not_simulated_are_refused(option):
+    with pytest.raises(UserError, match="simulated"):
+        read_alloc_conf(option)
 
 
 def test_resizing_holds_both_for_a_moment():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from zerofit.spec.errors import Problems
@@ -13,11 +14,17 @@ MIB = 2**20
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: sizes are multiples of it
 INTERVALS = 16  # of roundup_power2_divisions: from 1 MiB on, each twice the previous one
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # environment variables, the newer name first
-# options that do not change what is reserved. The threshold needs a memory fraction of the process (`set_fraction` in
-# c10/cuda/CUDACachingAllocator.cpp), which neither DeepSpeed nor zerofit sets
-NO_EFFECT = ("garbage_collection_threshold", "backend", "release_lock_on_cudamalloc", "pinned_use_background_threads")
-NO_EFFECT += ("pinned_use_cuda_host_register", "pinned_num_register_threads")
-KNOWN = ("expandable_segments", "max_split_size_mb", "roundup_power2_divisions", *NO_EFFECT)
+# options that do not change how much device memory is reserved. The threshold needs a memory fraction of the process
+# (`set_fraction` in c10/cuda/CUDACachingAllocator.cpp), which neither DeepSpeed nor zerofit sets
+NO_EFFECT = ("garbage_collection_threshold", "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom")
+NO_EFFECT += ("release_lock_on_cudamalloc", "release_lock_on_hipmalloc")
+NO_EFFECT += ("pinned_use_background_threads", "pinned_use_cuda_host_register", "pinned_use_hip_host_register")
+NO_EFFECT += ("pinned_num_register_threads", "pinned_free_catch_all", "pinned_reserve_segment_size_mb")
+NO_EFFECT += ("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb")
+NOT_SIMULATED = {  # option -> hint
+    "large_segment_size_mb": "leave it out of the simulation",
+    "per_process_memory_fraction": "leave it out, and set --device-memory to this fraction",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +33,7 @@ class AllocatorSettings:
 
     expandable_segments: bool = False
     max_split_bytes: float = inf  # blocks from this size on are not split, and serve only requests of about their size
+    rounding_bytes: int = LARGE_SEGMENT_BYTES  # a larger request gets such a block if it is less than this larger
     divisions: tuple[int, ...] = (0,) * INTERVALS  # steps per power of two to which sizes are rounded; 0 or 1: none
 
     def rounded_bytes(self, size_bytes: int) -> int:
@@ -51,10 +59,12 @@ def read_alloc_conf(text: str, where: str = "--alloc-conf") -> AllocatorSettings
     for option in _options(text):
         name, _, value = option.partition(":")
         reader = _READERS.get(name)
+        if name in NOT_SIMULATED:
+            problems.add("alloc-conf", f"{name} is not simulated", NOT_SIMULATED[name], where)
+        elif reader is None and name not in NO_EFFECT:
+            message = f"unknown option {name or option!r} of torch's allocator"
+            problems.add("alloc-conf", message, f"known: {', '.join((*_READERS, *NO_EFFECT))}", where)
         if reader is None:
-            if name not in NO_EFFECT:
-                message = f"unknown option {name or option!r} of torch's allocator"
-                problems.add("alloc-conf", message, f"known: {', '.join(KNOWN)}", where)
             continue
         try:
             found |= reader(value)
@@ -81,21 +91,27 @@ def _options(text: str) -> list[str]:
 
 
 def _expandable(value: str) -> dict[str, object]:
-    if value.lower() not in ("true", "false"):
+    if value not in ("True", "False"):
         raise ValueError(f"must be True or False, not {value!r}")
-    return {"expandable_segments": value.lower() == "true"}
+    return {"expandable_segments": value == "True"}
 
 
-def _max_split(value: str) -> dict[str, object]:
-    if not value.isdigit() or int(value) * MIB <= LARGE_SEGMENT_BYTES:
-        raise ValueError(f"must be a number of MiB above {LARGE_SEGMENT_BYTES // MIB}, not {value!r}")
-    return {"max_split_bytes": int(value) * MIB}
+def _backend(value: str) -> dict[str, object]:
+    if value != "native":
+        raise ValueError(f"only native is simulated, not {value!r}")
+    return {}
+
+
+def _mebibytes(field: str, value: str) -> dict[str, object]:
+    if not value.isdecimal() or int(value) * MIB < LARGE_SEGMENT_BYTES:
+        raise ValueError(f"must be a number of MiB, {LARGE_SEGMENT_BYTES // MIB} or more, not {value!r}")
+    return {field: int(value) * MIB}
 
 
 def _divisions(value: str) -> dict[str, object]:
     """Read one number for all sizes, or [MIB:N,...,>:N] (parseRoundUpPower2Divisions)."""
     if not value.startswith("["):
-        return {"divisions": (_power(value, least=0),) * INTERVALS}
+        return {"divisions": (_power(value, least=1),) * INTERVALS}
     table, last = [0] * INTERVALS, 0
     for number, entry in enumerate(filter(None, value.strip("[]").split(","))):
         size, _, parts = entry.partition(":")
@@ -110,9 +126,15 @@ def _divisions(value: str) -> dict[str, object]:
 
 
 def _power(value: str, least: int) -> int:
-    if not value.isdigit() or int(value) < least or int(value) & (int(value) - 1):
+    if not value.isdecimal() or int(value) < least or int(value) & (int(value) - 1):
         raise ValueError(f"sizes and divisions must be powers of two, not {value!r}")
     return int(value)
 
 
-_READERS = {"expandable_segments": _expandable, "max_split_size_mb": _max_split, "roundup_power2_divisions": _divisions}
+_READERS = {
+    "expandable_segments": _expandable,
+    "max_split_size_mb": partial(_mebibytes, "max_split_bytes"),
+    "max_non_split_rounding_mb": partial(_mebibytes, "rounding_bytes"),
+    "roundup_power2_divisions": _divisions,
+    "backend": _backend,
+}

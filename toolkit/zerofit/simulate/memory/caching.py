@@ -261,15 +261,18 @@ class CachingAllocator:
 
         Return None if there is none, or if it is too large for the request.
         """
-        block, limit = pool.best_fit(size), self.settings.max_split_bytes
+        block, limit = self._best_fit(pool, size), self.settings.max_split_bytes
         if (
             block is None
             or (size < limit <= block.size)
-            or (size >= limit and block.size >= size + LARGE_SEGMENT_BYTES)
+            or (size >= limit and block.size >= size + self.settings.rounding_bytes)
         ):
             return None
         pool.remove(block)
         return block
+
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        return pool.best_fit(size)
 
     def _splits(self, pool: Pool, size: int, rest: int) -> bool:
         """Return whether the rest of a block becomes a block of its own (should_split).
@@ -314,18 +317,13 @@ class ExpandableAllocator(CachingAllocator):
             for block in list(pool.at_least(pool.page_bytes)):
                 self._unmap(block)
 
-    def _take_cached(self, pool: Pool, size: int) -> Block | None:
-        """Remove the best-fitting block from its pool, and return it (get_free_block).
-
-        Unmapped space after a block counts as part of it.
-        """
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        """Return the best-fitting block. Unmapped space after a block counts as part of it (get_free_block)."""
         best = None
         for block in pool.at_least(size):
             if best is not None and _room(block) >= _room(best):
                 break
             best = block
-        if best is not None:
-            pool.remove(best)
         return best
 
     def _splits(self, pool: Pool, size: int, rest: int) -> bool:
