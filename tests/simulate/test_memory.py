@@ -200,6 +200,20 @@ def test_nvme_holds_the_optimizer(simulated):
     assert simulated["gpu nvme"].nvme_bytes == pytest.approx(12 * parameters / 2, rel=0.02)
 
 
+def test_direct_storage_reads_parameters_into_the_gpu():
+    """With aio.use_gds, the buffers for parameters are on the GPU (swap_tensor/partitioned_param_swapper.py)."""
+    on_nvme = {"device": "nvme", "nvme_path": "/nvme", "buffer_size": 1_000_448, "buffer_count": 5}
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "offload_param": on_nvme}}
+    settings = {"model": "llama-tiny", "kind": "l4", "precision": "bf16"}
+    usual, direct = simulate_all(
+        [target({**config, "aio": {"use_gds": on}}, **settings) for on in (False, True)], lambda text: None
+    )
+    moved = 2 * on_nvme["buffer_size"] * on_nvme["buffer_count"]
+    assert end_bytes(direct) - end_bytes(usual) == moved
+    locked = [record.host_moments["build"].locked_bytes for record in (usual, direct)]
+    assert locked[0] - locked[1] == moved
+
+
 def test_checkpointing_trades_activations(simulated):
     kept = simulated["zero2 fp32 x1"]
     less = simulated["checkpointing"]

@@ -40,6 +40,7 @@ MAMBA = "transformers.models.mamba.modeling_mamba"
 OPTIMIZER, FOREACH = "torch.optim.optimizer", "torch.utils._foreach_utils"
 FAKE_TENSOR = "torch._subclasses.fake_tensor"
 SUPER, SUPER_PROCESS = "deepspeed.runtime.superoffload", "SuperOffloadCPUOptimizer"
+AIO_CONFIG = "deepspeed.runtime.swap_tensor.aio_config"
 NO_IMPL = "deepspeed.ops.op_builder.cpu.no_impl"
 CPU_INFO = "cpu_info = get_cpu_info()"
 # patch -> attributes that it replaces, and why; what has no source in Python has a test of its own below
@@ -175,6 +176,10 @@ PATCHES = {
     "backend_keys": (
         ["torch:Tensor._make_subclass"],
         [Reason(FAKE_TENSOR, "FakeTensor.__new__", "cls", "device_for_backend_keys=device")],
+    ),
+    "direct_storage": (
+        [f"{AIO_CONFIG}:get_accelerator"],
+        [Reason(AIO_CONFIG, "get_aio_config", "param_dict", "assert get_accelerator().device_name() == 'cuda'")],
     ),
     "superoffload": (
         [f"{SUPER}.superoffload_stage3:{name}" for name in ("_validate_superoffload_accelerator", SUPER_PROCESS)],

@@ -207,16 +207,17 @@ class SimulatedGpu(SimulatedHost):
         return self._meter.is_pinned(tensor)
 
 
-def fake_op(name: str, meter: AllocationTracker) -> object:
-    """Return a replacement for the module that an op builder would load. `name`: the builder's NAME."""
-    return SimpleNamespace(aio_handle=lambda *_, **__: _AsyncHandle(meter)) if name == "async_io" else _InPlace(meter)
-
-
-class _InPlace:
-    """A module whose functions (of any name) change their arguments in place and return 0."""
+class FakeOps:
+    """DeepSpeed's C++ ops. All functions except these change their arguments in place and return 0."""
 
     def __init__(self, meter: AllocationTracker):
         self._meter = meter
+
+    def aio_handle(self, *_: object, **__: object) -> _AsyncHandle:
+        """Return a handle for reading and writing host memory."""
+        return _AsyncHandle(self._meter)
+
+    gds_handle = aio_handle  # of device memory
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -230,7 +231,7 @@ class _InPlace:
 
 
 class _AsyncHandle:
-    """DeepSpeed's aio_handle for its swappers.
+    """A handle for DeepSpeed's swappers.
 
     A write records the file's size. A read does nothing. Every request is complete when `wait` is called.
     """
@@ -261,4 +262,7 @@ class _AsyncHandle:
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
+        return True
+
+    def pin_device_tensor(self, tensor: Tensor) -> bool:
         return True

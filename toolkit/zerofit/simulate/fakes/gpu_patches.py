@@ -6,6 +6,7 @@ Each docstring explains why.
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -186,6 +187,16 @@ def sends_in_batches() -> None:
     torch.distributed.batch_isend_irecv = batch_isend_irecv
 
 
+def direct_storage() -> None:
+    """Let `aio.use_gds` accept the simulated GPU.
+
+    DeepSpeed refuses devices that are not named "cuda". (deepspeed.runtime.swap_tensor.aio_config.get_accelerator)
+    """
+    from deepspeed.runtime.swap_tensor import aio_config
+
+    replace_in(aio_config, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+
+
 def superoffload() -> None:
     """Let SuperOffload step in this process. Fakes cannot be sent to another process.
 
@@ -228,7 +239,7 @@ class HostSteps:
 
 ON_EVERY_GPU = (gpu_ops, constants, backend_keys, attention, norms, list_indices, sends_in_batches)
 OF_RUNS = (patches.small_values, patches.packed_samples, patches.no_padding, patches.data_setter, experts)
-OF_RUNS_ON_GPU = (state_space, tensor_constructor, autocast, expert_rows, superoffload)
+OF_RUNS_ON_GPU = (state_space, tensor_constructor, autocast, expert_rows, direct_storage, superoffload)
 
 
 def apply_common(gpu: bool, meter: AllocationTracker) -> None:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributions import Distribution
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from zerofit.simulate.fakes.device import fake_op
+from zerofit.simulate.fakes.device import FakeOps
 from zerofit.simulate.fakes.experts import expert_counts
 from zerofit.simulate.fakes.kernels import MASKING, PACKED_MASKING, PADDED_MASKING
 from zerofit.simulate.ops.shortcuts import sharing_pieces
@@ -178,7 +178,7 @@ def compiled_ops(meter: AllocationTracker) -> None:
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     def load(self: Any, verbose: bool = True) -> Any:
-        return fake_op(self.NAME, meter)
+        return FakeOps(meter)
 
     replace_in(OpBuilder, "load", load)
     compile_no_collectives()
