@@ -393,7 +393,7 @@ def _zerofit(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.
             raise ModelError("model-args", f"{source.name} has no argument {key!r}", hint)
     try:
         return builder(wanted, **args)
-    except (RuntimeError, TypeError, ZeroDivisionError) as error:
+    except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         fed = f"{wanted.size}x{wanted.size} images" if isinstance(wanted, ImageInputs) else "such a table"
         message = f"{source.name} cannot be built for {fed}: {error}"
         raise ModelError("model-shape", message, "set --image-size or correct --model-args") from None

@@ -267,7 +267,9 @@ def torchvision_model(source: ModelSource, inputs: Inputs | None, args: ModelArg
     try:
         with _regnet_widths_on_cpu():
             model = torchvision.models.get_model(name, weights=None, **keywords)
-    except TypeError as error:
+    except (TypeError, RuntimeError, ArithmeticError) as error:
+        if not args:  # e.g. too little memory
+            raise
         hint = "--model-args must be keyword arguments of torchvision's builder"
         raise ModelError("model-args", f"{name} with {args}: {error}", hint) from None
     except (AssertionError, ValueError) as error:

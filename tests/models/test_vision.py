@@ -159,6 +159,8 @@ def test_wrong_arguments():
     assert "width" in refused("simplecnn", 32, {"widht": 3}).hint
     assert refused("simplecnn", 32, {"widht": 3}).kind == "model-args"
     assert refused("resnet18", 32, {"depth": 3}).kind == "model-args"
+    assert refused("resnet50", 32, {"groups": -1}).kind == "model-args"
+    assert "divisible" in refused("simplecnn", 32, {"width": 1.5}).message
     assert refused("resnet18", 64, {"num_classes": 2}).kind == "model-shape"
 
 
