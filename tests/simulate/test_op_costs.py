@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerofit.simulate.costs.kernels import call_of
 from zerofit.simulate.ops.costs import scratch_on
 from zerofit.simulate.ops.tracker import AllocationTracker
 
@@ -135,3 +137,36 @@ def scratch_of(op: Any, args: Any) -> tuple[int, Any]:
     """What an op takes and gives back while it runs, and its output."""
     out, changes = _changes(op, *args)
     return max(accumulate(changes), default=0) - sum(changes), out
+
+
+class Calls(TorchDispatchMode):
+    """The kernels of the ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.made.append(call_of(func, args, kwargs or {}, out))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64])
+def test_matrix_products_of_any_type_have_shapes(dtype):
+    left, right, out = (torch.ones(*shape, dtype=dtype, device="meta") for shape in ((3, 4), (4, 5), (3, 5)))
+    with Calls() as calls:
+        torch.mm(left, right)
+        torch.mm(left, right, out=out)
+        torch.addmm(out, left, right)
+        torch.bmm(left[None], right[None])
+        torch.baddbmm(out[None], left[None], right[None])
+    assert [call.shape for call in calls.made if call.kind == "product"] == 5 * [(3, 5, 4)]
+
+
+def test_attention_on_packed_samples_has_no_shape():
+    packed, ends = torch.empty(14, 4, 8, dtype=torch.bfloat16, device="meta"), torch.empty(3, device="meta").int()
+    with Calls() as calls:
+        torch.ops.aten._flash_attention_forward(packed, packed, packed, ends, ends, 9, 9, 0.0, False, False)
+    (call,) = (call for call in calls.made if call.kind == "attention")
+    assert call.shape == () and call.moved_bytes > 4 * packed.nbytes

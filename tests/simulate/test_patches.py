@@ -40,6 +40,7 @@ MAMBA = "transformers.models.mamba.modeling_mamba"
 OPTIMIZER, FOREACH = "torch.optim.optimizer", "torch.utils._foreach_utils"
 FAKE_TENSOR = "torch._subclasses.fake_tensor"
 SUPER, SUPER_PROCESS = "deepspeed.runtime.superoffload", "SuperOffloadCPUOptimizer"
+MHA = "self query key value key_padding_mask need_weights attn_mask average_attn_weights is_causal"
 AIO_CONFIG = "deepspeed.runtime.swap_tensor.aio_config"
 NO_IMPL = "deepspeed.ops.op_builder.cpu.no_impl"
 CPU_INFO = "cpu_info = get_cpu_info()"
@@ -176,6 +177,14 @@ PATCHES = {
     "backend_keys": (
         ["torch:Tensor._make_subclass"],
         [Reason(FAKE_TENSOR, "FakeTensor.__new__", "cls", "device_for_backend_keys=device")],
+    ),
+    "fast_paths": (
+        [],
+        [
+            Reason(
+                "torch.nn.modules.activation", "MultiheadAttention.forward", MHA, "torch._native_multi_head_attention("
+            )
+        ],
     ),
     "direct_storage": (
         [f"{AIO_CONFIG}:get_accelerator"],

@@ -16,6 +16,7 @@ from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, flops_
 from zerofit.spec.profile import Kernel, KernelKind, Linear
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+_FACTORS = (("mat1", "mat2"), ("batch1", "batch2"), ("self", "mat2"))  # names of a product's arguments
 _NORMALISATIONS = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "softmax")
 _COPIES = ("clone", "_to_copy", "copy_", "cat", "stack", "slice_backward", "index_select", "constant_pad_nd")
 
@@ -50,12 +51,13 @@ def call_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutp
         channels = next(one.shape[1] for one in tensors if one.dim() > 1)
         return replace(call, shape=(channels,), groups=channels)
     shape = _SHAPES.get(kind)
-    if shape is None:
+    # other attention ops have dimensions in another order, or pack samples into one dimension
+    if shape is None or (kind == "attention" and not name.startswith("_scaled_dot_product")):
         return call
     arguments = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     return replace(
         call,
-        shape=shape(arguments, tensors, out),
+        shape=shape(arguments, out),
         groups=arguments.get("groups", 1),
         causal=bool(arguments.get("is_causal", False)),
     )
@@ -125,27 +127,28 @@ def _stored_bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _product_shape(arguments: dict[str, object], tensors: Sequence[Tensor], out: object) -> tuple[int, ...]:
+def _product_shape(arguments: OpKeywords, out: OpOutput) -> tuple[int, ...]:
     """Return M, N, K of a matrix multiplication. For experts, M is the average number of rows per expert."""
-    left, right = [t for t in tensors if t.dim() > 1 and t.is_floating_point()][-2:]
+    names = next(pair for pair in _FACTORS if pair[0] in arguments)
+    left, right = (arguments[name] for name in names)
     rows = left.shape[-2] if left.dim() == right.dim() else left.shape[-2] // right.shape[0]
     return rows, right.shape[-1], left.shape[-1]
 
 
-def _convolution_shape(arguments: OpKeywords, tensors: Sequence[Tensor], out: OpOutput) -> tuple[int, ...]:
+def _convolution_shape(arguments: OpKeywords, out: OpOutput) -> tuple[int, ...]:
     """Return three sizes: output pixels of all samples, output channels per group, inputs of one output."""
     made = arguments.get("grad_output", out)
     weight, groups = arguments["weight"], arguments["groups"]
     return made.numel() // made.shape[1], made.shape[1] // groups, math.prod(weight.shape[1:])
 
 
-def _attention_shape(arguments: OpKeywords, tensors: Sequence[Tensor], out: OpOutput) -> tuple[int, ...]:
+def _attention_shape(arguments: OpKeywords, out: OpOutput) -> tuple[int, ...]:
     """Return four sizes: heads (over all samples), queries, keys, width of a head."""
     query, key = arguments["query"], arguments["key"]
     return query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3]
 
 
-_SHAPES: dict[str, Callable[[OpKeywords, Sequence[Tensor], OpOutput], tuple[int, ...]]] = {
+_SHAPES: dict[str, Callable[[OpKeywords, OpOutput], tuple[int, ...]]] = {
     "product": _product_shape,
     "convolution": _convolution_shape,
     "attention": _attention_shape,

@@ -133,6 +133,14 @@ def foreach_types() -> None:
         importlib.import_module(name)._foreach_supported_types.append(FakeTensor)
 
 
+def fast_paths() -> None:
+    """Run multi-head attention and encoder layers in evaluation op by op.
+
+    torch would run them as one op, whose inner FLOPs and tensors are unknown. (torch.backends.mha)
+    """
+    torch.backends.mha.set_fastpath_enabled(False)
+
+
 def order_checks() -> None:
     """Skip ZeRO-3's check that parameters have the same order as on rank 0.
 
@@ -320,6 +328,7 @@ ALWAYS = (
     expert_counts,
     tracing,
     foreach_types,
+    fast_paths,
     order_checks,
     pieces_of_ranks,
     device_mesh,
