@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,6 +29,12 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def plain_attention(*inputs: Tensor) -> Tensor:
+    """Compute attention by the only kernel that torch chooses for fakes of a CUDA device."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return functional.scaled_dot_product_attention(*inputs)
+
+
 def calls(device: str) -> dict[str, Any]:
     """Name of a call -> what it gives, all on float32 and lower inputs alike."""
 
@@ -36,7 +43,7 @@ def calls(device: str) -> dict[str, Any]:
 
     half, double, kept = a(4, 4, dtype=torch.bfloat16), a(4, 4, dtype=torch.float64), nn.Parameter(a(4, 4))
     labels, image = torch.zeros(4, dtype=torch.long, device=device), a(2, 3, 8, 8, dtype=torch.bfloat16)
-    index = torch.zeros(4, 4, dtype=torch.long, device=device)
+    index, heads = torch.zeros(4, 4, dtype=torch.long, device=device), a(1, 2, 4, 8, dtype=torch.bfloat16)
     return {
         "mm": lambda: a(4, 4) @ a(4, 4),
         "linear twice": lambda: (functional.linear(a(4, 4), kept), functional.linear(half, kept)),
@@ -60,7 +67,7 @@ def calls(device: str) -> dict[str, Any]:
             torch.dot(half[0], a(4)),
         ),
         "not listed": lambda: (half + a(4, 4), functional.gelu(half), torch.cat([half, a(4, 4)]), half.relu()),
-        "attention": lambda: functional.scaled_dot_product_attention(a(1, 2, 4, 8), a(1, 2, 4, 8), a(1, 2, 4, 8)),
+        "attention": lambda: plain_attention(a(1, 2, 4, 8), a(1, 2, 4, 8), heads),
         "upsample": lambda: functional.interpolate(image, scale_factor=2.0, mode="bilinear"),
         "host": lambda: torch.ones(4, 4, device="cpu") @ torch.ones(4, 4, device="cpu"),
     }
@@ -76,6 +83,7 @@ def main(device: str) -> None:
 
         simulated.register(SimpleNamespace(failed=None))
         gpu_patches.backend_keys()
+        gpu_patches.attention()
         gpu_patches.autocast()
     name = "privateuseone" if device == "simgpu" else device
     found = {}

@@ -16,7 +16,7 @@ from torch.library import Library
 
 from zerofit.models.state_space import install_mamba_kernels
 from zerofit.simulate.fakes import patches
-from zerofit.simulate.fakes.autocast import autocast_as_cuda
+from zerofit.simulate.fakes.autocast import CastCache, autocast_as_cuda
 from zerofit.simulate.fakes.device import NAME
 from zerofit.simulate.fakes.experts import expert_rows, experts
 from zerofit.simulate.fakes.kernels import cuda_attention, fused_norms
@@ -121,7 +121,7 @@ def attention() -> None:
     """Use CUDA's flash kernel.
 
     For an unknown device, torch would compute attention by plain matmuls. With a mask or in fp32, use the
-    memory-efficient kernel, since flash attention does not support these.
+    memory-efficient kernel, since flash attention does not support these. Autocast casts all inputs, as the op does.
 
     (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA; for jagged tensors
     can_use_flash_attention and can_use_efficient_attention of torch.nested._internal.sdpa)
@@ -134,8 +134,16 @@ def attention() -> None:
         return params.query.dtype != torch.float32 and params.attn_mask is None
 
     def scaled_dot_product_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attention = original if query.device.type in ("cpu", "meta") or query.is_nested else cuda_attention
-        return attention(query, *args, **kwargs)
+        device = query.device.type
+        if device in ("cpu", "meta") or query.is_nested:
+            return original(query, *args, **kwargs)
+        if not torch.is_autocast_enabled(device):
+            return cuda_attention(query, *args, **kwargs)
+        casts = CastCache(device)
+        given = [casts.cast(value, casts.lower) for value in (query, *args)]
+        named = {name: casts.cast(value, casts.lower) for name, value in kwargs.items()}
+        with torch.autocast(device, enabled=False):
+            return cuda_attention(*given, **named)
 
     nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     replace_in(sdpa, "can_use_flash_attention", takes_flash)
