@@ -65,7 +65,7 @@ class CastCache:
         is_float = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
         return is_float and value.device.type == self.device
 
-    def cast(self, value: Any, to: torch.dtype) -> object:
+    def cast(self, value: Any, to: torch.dtype) -> Any:
         """Return a tensor (or a list of tensors) in another dtype. Return other values unchanged."""
         if isinstance(value, (list, tuple)):
             return [self.cast(one, to) for one in value]
