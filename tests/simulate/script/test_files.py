@@ -21,7 +21,8 @@ for i in range(4):
 """
 # runs alike with real files
 FILES = """\
-import csv, json, logging, os, pathlib, pickle, shutil, sqlite3, tempfile
+import bz2, csv, json, logging, os, pathlib, pickle, shutil, sqlite3, tarfile, tempfile
+import datasets
 import numpy as np
 import torch
 
@@ -57,6 +58,30 @@ os.chdir(before)
 found = sorted(name for _, _, names in os.walk("outputs") for name in names)
 assert found == ["args.json", "best.pt", "latest.npy", "log.db", "map.bin", "stats.npy", "train.log"], found
 assert sorted(path.name for path in out.glob("*.npy")) == ["latest.npy", "stats.npy"]
+paths = [entry.path for entry in os.scandir("mine")]
+assert paths == ["mine/own.txt"] and os.listdir() == os.listdir(None), paths
+with open("mine/own.txt", "a") as file:
+    file.write("more")
+shutil.copy2("mine/own.txt", "mine/copy.txt")
+shutil.copytree("mine", "yours")
+os.link("yours/copy.txt", "yours/link.txt")
+with open("yours/copy.txt", "a") as file:
+    file.write(" and more")
+with open("yours/link.txt") as file:
+    assert file.read() == "own more and more"
+shutil.rmtree("mine")
+with bz2.open("rows.bz2", "wt") as file:  # bz2 and tarfile have imported open() by name
+    file.write("a row")
+with tarfile.open("rows.tar", "w") as file:
+    file.add("rows.bz2")
+with tarfile.open("rows.tar") as file:
+    assert bz2.open(file.extractfile("rows.bz2"), "rt").read() == "a row"
+rows = pathlib.Path("rows/train.jsonl")
+rows.parent.mkdir()
+rows.write_text('{"x": 1}')
+named = [{"path": "json", "data_files": files} for files in ("rows/*.jsonl", str(rows))]
+for where in ({"path": "rows"}, *named):
+    assert datasets.load_dataset(**where, split="train")["x"][:] == [1]
 os.rename("old", "older")
 assert os.path.isdir("older/a/b") and not os.path.exists("old")
 for refused, error in ((lambda: open("old/x", "w"), FileNotFoundError), (lambda: os.mkdir("outputs"), FileExistsError)):
@@ -84,6 +109,8 @@ def files(folder: Path) -> Path:
 
     (folder / "old").mkdir()
     (folder / "old" / "weights.bin").write_bytes(b"trained")
+    (folder / "mine").mkdir()
+    (folder / "mine" / "own.txt").write_text("own ")
     (folder / "mine.csv").write_text("a,1\n")
     torch.save(torch.arange(1000), folder / "data.pt")
     torch.save(torch.arange(1 << 22), folder / "large.pt")  # 32 MiB
@@ -104,9 +131,21 @@ def test_writes_go_to_scratch_and_reads_find_them(files):
     assert os.path.isdir("older/a/b") and not os.path.exists("old")
 
 
+def test_a_large_file_of_the_user_stays_when_the_script_renames_or_truncates_it(folder):
+    sizes = {"one.bin": 257 << 20, "other.bin": 257 << 20}
+    for name, size in sizes.items():
+        (folder / name).touch()
+        os.truncate(folder / name, size)
+    change = "import os\nos.replace('one.bin', 'new.bin')\nos.truncate('other.bin', 5)\n"
+    check = f"assert os.path.getsize('new.bin') == {257 << 20} and os.path.getsize('other.bin') == 5\n"
+    simulated(change + check + TRAINED, gpus=1)
+    assert {path.name: path.stat().st_size for path in folder.glob("*.bin")} == sizes
+
+
 LOADED = """\
 import os
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tokenizers import Tokenizer, models
@@ -139,6 +178,9 @@ for i in range(4):
     del on_device
     save_file({"w": model.lm_head.weight}, "w.safetensors")
     assert load_file("w.safetensors", device="cuda")["w"].shape == (128, 64)
+    with safe_open("w.safetensors", "pt") as file:
+        part = file.get_slice("w")
+        assert part.get_shape() == [128, 64] and part.get_dtype() == "BF16" and part[:2].shape == (2, 64)
 """
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 import errno
 import functools
-import io
+import math
 import multiprocessing
 import multiprocessing.context
 import os
@@ -17,7 +17,7 @@ import sqlite3
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -28,9 +28,11 @@ from zerofit.simulate.script.tracker import ScriptTracker
 
 _CACHES = ("HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")  # variables that name cache folders
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_MOST_BYTES = 1 << 28  # a larger file that is opened for an update is not copied
+_MOST_BYTES = 1 << 28  # a larger file that is opened for an update is not copied: the script changes it
 _READING = ("stat", "lstat", "access", "readlink", "statvfs")
 _UPDATING = ("chmod", "chown", "utime", "truncate")
+if hasattr(os, "listxattr"):  # on Linux; shutil.copy2 calls it
+    _READING, _UPDATING = (*_READING, "listxattr", "getxattr"), (*_UPDATING, "setxattr", "removexattr")
 _OWN = ("open", "mkdir", "remove", "unlink", "rmdir", "rename", "replace", "link", "symlink")
 _OWN += ("listdir", "scandir", "chdir", "getcwd")
 _os: dict[str, Any] = {name: getattr(os, name) for name in (*_READING, *_UPDATING, *_OWN)}
@@ -66,8 +68,11 @@ class ScratchFiles:
             kept = self._folder + full
             return kept if os.path.lexists(kept) or self._is_gone(full) else full
 
-    def to_write(self, path: Any, *, update: bool = True) -> Any:
-        """Return the scratch file to write for a path. With `update`, it begins as a copy of the user's file."""
+    def to_write(self, path: Any, *, update: bool = True, most: float = math.inf) -> Any:
+        """Return the scratch file to write for a path. With `update`, it begins as a copy of the user's file.
+
+        If the user's file has more than `most` bytes, add a note and return the path of the user's file.
+        """
         full = self._full(path)
         if full is None:
             return path
@@ -81,7 +86,7 @@ class ScratchFiles:
                 return kept  # opening it raises the usual error
             os.makedirs(kept if visible and os.path.isdir(full) else os.path.dirname(kept), exist_ok=True)
             if visible and update and os.path.isfile(full):
-                if os.path.getsize(full) > _MOST_BYTES:
+                if os.path.getsize(full) > most:
                     self._meter.note(f"{os.path.relpath(full, self._here)}: opened for writing", here=True)
                     return path
                 shutil.copy2(full, kept)
@@ -90,16 +95,15 @@ class ScratchFiles:
     def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """Open a file like Python's open()."""
         reads = not set(mode) & set("wax+") or ("x" in mode and self._exists(file))
-        return _open(
-            self.to_read(file) if reads else self.to_write(file, update="w" not in mode), mode, *args, **kwargs
-        )
+        place = self.to_read(file) if reads else self.to_write(file, update="w" not in mode, most=_MOST_BYTES)
+        return _open(place, mode, *args, **kwargs)
 
     def descriptor(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         """Open a file like os.open()."""
         if dir_fd is not None:
             return _os["open"](path, flags, mode, dir_fd=dir_fd)
         reads = not flags & _WRITING or (flags & os.O_EXCL and self._exists(path))
-        place = self.to_read(path) if reads else self.to_write(path, update=not flags & os.O_TRUNC)
+        place = self.to_read(path) if reads else self.to_write(path, update=not flags & os.O_TRUNC, most=_MOST_BYTES)
         return _os["open"](place, flags, mode)
 
     def mkdir(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -127,6 +131,10 @@ class ScratchFiles:
         if full is not None:
             self._gone.add(full)
 
+    def link(self, source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+        """Make a hard link. If the file is the user's own, link a copy."""
+        _os["link"](self.to_write(source), self.to_write(target, update=False), *args, **kwargs)
+
     def symlink(self, source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         """Make a symbolic link."""
         place = self.to_read(source) if os.path.isabs(os.fspath(source)) else source
@@ -134,9 +142,15 @@ class ScratchFiles:
 
     def scandir(self, path: Any = ".") -> _Entries:
         """Return the entries of a folder."""
-        full = self._full("." if path is None else path)
-        if full is None:
+        if self._full(path) is None and path is not None:
             return _Entries(_os["scandir"](path))
+        folder = os.fsdecode(path or ".")
+        return _Entries(_Entry(entry, folder) for entry in self._entries(folder))
+
+    def _entries(self, path: Any) -> Iterable[Any]:
+        full = self._full(path)
+        if full is None:
+            return _os["scandir"](path)
         found: dict[str, Any] = {}
         with self._busy():
             kept, hidden = self._folder + full, self._is_gone(full)
@@ -144,11 +158,11 @@ class ScratchFiles:
                 found |= {e.name: e for e in _os["scandir"](full) if os.path.join(full, e.name) not in self._gone}
             if hidden or os.path.isdir(kept):
                 found |= {e.name: e for e in _os["scandir"](kept)}
-        return _Entries(found.values())
+        return found.values()
 
     def listdir(self, path: Any = ".") -> list[str]:
         """Return the names in a folder."""
-        return _os["listdir"](path) if isinstance(path, int) else [entry.name for entry in self.scandir(path)]
+        return _os["listdir"](path) if isinstance(path, int) else [entry.name for entry in self._entries(path or ".")]
 
     def chdir(self, path: Any) -> None:
         """Change the current folder."""
@@ -219,8 +233,21 @@ class ScratchFiles:
         return call
 
 
+class _Entry:
+    """An os.DirEntry whose path begins with the folder as the script named it."""
+
+    def __init__(self, entry: Any, folder: str):
+        self._entry, self.name, self.path = entry, entry.name, os.path.join(folder, entry.name)
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+
 class _Entries:
-    def __init__(self, entries: Any):
+    def __init__(self, entries: Iterable[Any]):
         self._entries = iter(list(entries))
 
     def __iter__(self) -> _Entries:
@@ -239,7 +266,7 @@ class _Entries:
 
 
 def _database(files: ScratchFiles) -> Callable[[Any], Any]:
-    return lambda path: path if str(path).startswith((":", "file:")) else files.to_write(path)
+    return lambda path: path if str(path).startswith((":", "file:")) else files.to_write(path, most=_MOST_BYTES)
 
 
 def processes() -> None:
@@ -258,17 +285,21 @@ def processes() -> None:
         package.context._default_context._default_context = original(package.context._default_context, "fork")
 
 
+def opening(files: ScratchFiles) -> list[tuple[object, object]]:
+    """Redirect open(), also in modules such as bz2 that have imported it by name. (builtins, io, ...)"""
+    return [(builtins.open, files.named(files.open, builtins.open))]
+
+
 def scratch_files(meter: ScriptTracker) -> ScratchFiles:
-    """Redirect all writes of the script. (open, os, pathlib, shutil, tempfile; sqlite3, pyarrow, tokenizers)"""
+    """Redirect all writes of the script except open(). (os, pathlib, shutil, tempfile; sqlite3, pyarrow)"""
     files = ScratchFiles(meter)
-    own = {"open": files.descriptor, "unlink": files.remove, "rename": files.replace, "link": shutil.copy2}
+    own = {"open": files.descriptor, "unlink": files.remove, "rename": files.replace}
     own |= {"getcwd": lambda: files._here}
     for name in _OWN:
         replace_in(os, name, files.named(own.get(name) or getattr(files, name), _os[name]))
     for names, place in ((_READING, files.to_read), (_UPDATING, files.to_write)):
         for name in names:
             replace_in(os, name, files.named(files.redirected(_os[name], place), _os[name]))
-    builtins.open = io.open = files.named(files.open, _open)
     replace_in(shutil, "_use_fd_functions", False)  # else shutil.rmtree would remove by descriptors
     sys.dont_write_bytecode = True
     replace_in(sqlite3, "connect", files.redirected(sqlite3.connect, _database(files)))

@@ -45,7 +45,7 @@ from zerofit.simulate.script.facts import BatchShapes, script_facts
 from zerofit.simulate.script.failures import failure, no_training
 from zerofit.simulate.script.fault_log import FaultLog
 from zerofit.simulate.script.faults import LOST_GRADIENTS, find_faults
-from zerofit.simulate.script.files import processes, scratch_files
+from zerofit.simulate.script.files import opening, processes, scratch_files
 from zerofit.simulate.script.generation import generation
 from zerofit.simulate.script.launchers import LaunchedInside, environment, launchers_inside, spawned_ranks
 from zerofit.simulate.script.lengths import Lengths
@@ -184,8 +184,8 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     writes.tracking()
     files = scratch_files(meter)
     processes()
-    pairs = saved.saved_by_torch(meter, files) + saved.saved_by_safetensors(meter, files) + saved.saved_checkpoints()
-    saved.replace_everywhere(pairs)
+    pairs = [*opening(files), *saved.saved_by_torch(meter, files), *saved.saved_by_safetensors(meter, files)]
+    saved.replace_everywhere([*pairs, *saved.saved_checkpoints()])
     saved.saved_models()
     saved.saved_tokenizers(files)
 

@@ -243,7 +243,24 @@ class _Safetensors:
     def get_tensor(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    get_slice = get_tensor
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self._tensors[name])
+
+
+class _Slice:
+    """A tensor of a file, as safetensors' get_slice returns it."""
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        return next(name for name, dtype in safetensors.torch._TYPES.items() if dtype == self._tensor.dtype)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._tensor[index]
 
 
 def saved_by_safetensors(meter: ScriptTracker, files: ScratchFiles) -> Replaced:
