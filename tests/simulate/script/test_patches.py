@@ -130,9 +130,11 @@ PATCHES = {
         [Reason(C10D, "gather_object", "obj object_gather_list", "_object_to_tensor(")],
     ),
     "reductions": (
-        ["torch.distributed:all_reduce"],
+        [f"torch.distributed:{name}" for name in distributed.REDUCTIONS],
         [Reason(C10D, "all_reduce", "tensor op", "opts.reduceOp = op")],
     ),
+    "coalesced": (["torch.distributed._meta_registrations:create_fakework"], []),
+    "opening": (["builtins:open", "bz2:_builtin_open", "tarfile:bltn_open"], []),
     "data_parallel": (
         [f"{DDP}:_verify_param_shape_across_processes", f"{DDP}:DistributedDataParallel.register_comm_hook"],
         [Reason(DDP, "DistributedDataParallel.register_comm_hook", "self state hook", "self._check_comm_hook(hook)")],
@@ -297,7 +299,6 @@ def test_what_a_patch_replaces_is_there(name):
 
 def test_every_patch_is_listed():
     beside = {
-        "replicate",
         "install_gpu",
         "capability",
         "token_tensors",

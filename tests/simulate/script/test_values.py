@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulate.script.scripts import facts, refused, simulated
+from tests.simulate.script.test_files import TRAINED
 
 LOOP = """\
 import math, torch
@@ -151,3 +152,107 @@ def test_an_error_after_sizes_were_assumed_is_not_the_scripts(folder):
     assert "a mask of unknown values as an index: assumed to be all True" in (problem.hint or "")
     problem = refused(IMAGES.replace("LESS", "0").replace("CHECK", ""), gpus=1)
     assert problem.message.startswith("this is the script's error: ValueError: too near")
+
+
+# also runs with gloo's ranks, whose results are these
+COLLECTIVES = """\
+import os
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+simulated = torch.cuda.is_available()
+dist.init_process_group("nccl" if simulated else "gloo")
+ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+splits = [2] * (ranks - 1) + [3]
+mine = splits[rank]
+for device in ("cpu", "cuda") if simulated else ("cpu",):
+    def tensors(*values):
+        return [torch.tensor(value, device=device) for value in values]
+
+    def zeros(*sizes):
+        return [torch.zeros(size, dtype=torch.long, device=device) for size in sizes]
+
+    for kind, expected in (("SUM", 3 * ranks), ("PRODUCT", 3**ranks), ("MAX", 3), ("MIN", 3)):
+        (three, again), (out,), (first, second) = tensors([3], [3]), zeros(1), zeros(1, 1)
+        dist.all_reduce(three, getattr(dist.ReduceOp, kind))
+        assert three.item() == expected, (device, kind, three)
+        dist.reduce_scatter_tensor(out, torch.full((ranks,), 3, device=device), getattr(dist.ReduceOp, kind))
+        assert out.item() == expected
+        dist.all_reduce_coalesced([again, first], getattr(dist.ReduceOp, kind))
+        assert again.item() == expected and first.item() == 0
+        if kind in ("SUM", "PRODUCT", "MAX"):
+            made = functional.all_reduce(torch.full((1,), 3, device=device), kind.lower(), group)
+            assert made.tolist() == [expected], (device, kind, made)
+    whole, (three,) = torch.arange(2 * ranks + 1, device=device), tensors([3])
+    dist.reduce(three, 0)
+    assert rank or three.item() == 3 * ranks
+    gathered = zeros(*[1] * ranks)
+    dist.gather(tensors([5])[0], gathered if rank == 0 else None)
+    assert rank or torch.cat(gathered).tolist() == [5] * ranks
+    (out,), parts = zeros(2), list(whole[:-1].chunk(ranks))
+    dist.reduce_scatter(out, parts)
+    assert out.tolist() == [2 * rank * ranks, (2 * rank + 1) * ranks]
+    if rank == 0:
+        dist.scatter(out, parts)
+    else:
+        dist.scatter(out)
+    assert out.tolist() == [2 * rank, 2 * rank + 1] or simulated and rank
+    gathered = zeros(*[2] * ranks)
+    dist.all_to_all(gathered, parts)
+    assert torch.cat(gathered).tolist() == [2 * rank, 2 * rank + 1] * ranks
+    (out,) = zeros(mine * ranks)
+    dist.all_to_all_single(out, whole, [mine] * ranks, splits)
+    again = functional.all_to_all_single(whole, [mine] * ranks, splits, group)
+    assert out.tolist() == again.tolist() == whole.split(splits)[rank].tolist() * ranks
+    made = functional.all_gather_into_tensor_coalesced([torch.arange(2, device=device), *tensors([7])], group)
+    assert [t.tolist() for t in made] == [[0, 1] * ranks, [7] * ranks]
+    made = functional.all_reduce_coalesced([torch.arange(2, device=device)], "sum", group)
+    assert made[0].tolist() == [0, ranks] and functional.broadcast(whole, 0, group).tolist() == whole.tolist()
+    objects = [None]
+    dist.scatter_object_list(objects, [10 + n for n in range(ranks)])
+    assert objects == [10 + rank]
+(unknown,) = zeros(4 * ranks)
+dist.all_gather_into_tensor(unknown, torch.randn(4, 9, device=device).argmax(-1))  # no longer known to be zeros
+assert not simulated or "_known" not in vars(unknown)
+"""
+
+
+def test_collectives_have_the_results_of_ranks_with_equal_values(folder):
+    for rank in (0, 3):
+        simulated(COLLECTIVES + TRAINED, "torchrun --nproc_per_node 4 train.py", gpus=4, rank=rank)
+
+
+# the values of views, of `.data` and of lists of tensors; the device's own results are the reference
+SHARED = """\
+import torch
+on_device = torch.arange(6, device="cuda")
+first, mask = on_device[:2], torch.zeros(4, dtype=torch.bool, device="cuda")
+first.mul_(torch.zeros((), dtype=torch.long, device="cuda"))
+assert on_device.tolist() == [0, 0, 2, 3, 4, 5]
+half = mask[:2]
+half |= torch.ones((), dtype=torch.bool, device="cuda")
+assert mask.tolist() == [True, True, False, False]
+first.data = torch.ones_like(first)
+assert first.tolist() == [1, 1]
+tokens = torch.full((2, 5), 7, device="cuda")
+tokens[:, 1] = torch.randn(2, 9, device="cuda").argmax(-1)
+assert not (tokens == 7).all()
+weight = torch.nn.Parameter(torch.zeros(3, device="cuda"))
+weight.grad = torch.ones(3, device="cuda")
+torch.optim.SGD([weight], lr=1.0).step()
+assert weight.tolist() == [-1, -1, -1]
+weight.grad = torch.randn(3, device="cuda")
+torch.optim.SGD([weight], lr=1.0).step()
+assert "_known" not in vars(weight)
+scaler, weight = torch.amp.GradScaler("cuda"), torch.nn.Parameter(torch.randn(100, device="cuda"))
+scaler.scale(weight.sum()).backward()
+optimizer = torch.optim.SGD([weight])
+scaler.unscale_(optimizer)
+scaler.update()
+assert scaler.get_scale() == 65536
+"""
+
+
+def test_tensors_that_share_memory_share_what_is_known_of_their_values(folder):
+    simulated(SHARED + TRAINED, gpus=1)

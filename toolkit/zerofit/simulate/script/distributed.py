@@ -5,6 +5,7 @@ Nothing is sent: all ranks are assumed to have this rank's values.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._meta_registrations import create_fakework
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
@@ -25,10 +27,14 @@ from torch.utils._pytree import tree_map
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.ops.tracker import own_line
 from zerofit.simulate.script.errors import not_simulated, script_fault
+from zerofit.simulate.script.received import COALESCED
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker, is_real
 from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS, WITHOUT_HYBRID_ENGINE, hybrid_engine_error
 from zerofit.spec.memory_kinds import BUCKETS, GRADIENTS
+
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_reduce_coalesced")
+_rules = torch.library.Library("c10d", "IMPL")  # removes its rules when it is deleted
 
 
 def process_groups(target: ScriptTarget) -> None:
@@ -75,15 +81,25 @@ def object_lists(meter: ScriptTracker, target: ScriptTarget) -> None:
         if object_gather_list is not None:
             object_gather_list[:] = [obj] * len(object_gather_list)
 
+    def receives_unknown(src: int | None) -> None:
+        meter.unknown_objects = f"rank {target.rank} receives objects from rank {src or 0} at {own_line()}"
+
     def scatter_object_list(
-        scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, *_: object, **__: object
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: Any = None,
+        src: int | None = None,
+        group: Any = None,
+        *_: object,
+        **__: object,
     ) -> None:
         if scatter_object_input_list:
-            scatter_object_output_list[0] = scatter_object_input_list[target.rank]
+            scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
+        else:
+            receives_unknown(src)
 
     def broadcast_object_list(object_list: list[Any], src: int | None = None, *_: object, **__: object) -> None:
         if src not in (None, target.rank) and None in object_list:
-            meter.unknown_objects = f"rank {target.rank} receives objects from rank {src} at {own_line()}"
+            receives_unknown(src)
 
     _replace("broadcast_object_list", broadcast_object_list)
     _replace("gather_object", gather_object)
@@ -91,18 +107,31 @@ def object_lists(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def reductions(meter: ScriptTracker) -> None:
-    """Record whether an all-reduce is a sum. The op does not have this information.
+    """Record the kind of each reduction, e.g. a sum. The op does not have this information.
 
     All ranks are assumed to have equal values. A sum changes them; a mean or a maximum does not.
-    (torch.distributed.all_reduce)
+    (torch.distributed.all_reduce, reduce, reduce_scatter, reduce_scatter_tensor, all_reduce_coalesced)
     """
-    original = c10d.all_reduce
 
-    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
-        meter.reduction = op
-        return original(tensor, op, *args, **kwargs)
+    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+        bind = inspect.signature(original).bind
 
-    _replace("all_reduce", all_reduce)
+        @functools.wraps(original)
+        def reduce(*args: Any, **kwargs: Any) -> Any:
+            meter.reduction = bind(*args, **kwargs).arguments.get("op", dist.ReduceOp.SUM)
+            return original(*args, **kwargs)
+
+        return reduce
+
+    for name in REDUCTIONS:
+        _replace(name, noted(getattr(c10d, name)))
+
+
+def coalesced() -> None:
+    """Let collectives of several tensors run on fakes, as other collectives do. (torch.ops.c10d)"""
+    for name in COALESCED:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta"):
+            _rules.impl(name, lambda *args: create_fakework(args, return_first_arg=False), "Meta")
 
 
 def handles(meter: ScriptTracker) -> None:

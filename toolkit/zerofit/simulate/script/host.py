@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.script.tracker import ScriptTracker, is_real
-from zerofit.simulate.script.values import known_value
+from zerofit.simulate.script.values import is_assumed, keep, known_value
 from zerofit.spec.memory_kinds import PARAMETERS
 
 _Mixin: Any = vars(nn.parameter)["UninitializedTensorMixin"]  # type stubs lack it
@@ -83,6 +83,7 @@ def parameter_data(meter: ScriptTracker) -> None:
         data.__set__(self, value)
         if isinstance(value, FakeTensor):
             self.fake_device = value.fake_device
+            keep(self, known_value(value), assumed=is_assumed(value))
 
     replace_in(FakeTensor, "data", property(lambda self: data.__get__(self), set_data))
 

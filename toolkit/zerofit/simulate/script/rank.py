@@ -168,6 +168,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     distributed.barriers()
     distributed.object_lists(meter, target)
     distributed.reductions(meter)
+    distributed.coalesced()
     distributed.data_parallel(meter)
     distributed.replicas()
     distributed.hybrid_engine()

@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
@@ -39,7 +38,7 @@ from zerofit.simulate.costs.layers import is_kernel
 from zerofit.simulate.ops import shortcuts
 from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, leaves_of
 from zerofit.simulate.ops.tracker import FUNCTIONAL, is_collective, is_counted
-from zerofit.simulate.script.received import alike, replicate
+from zerofit.simulate.script.received import alike
 from zerofit.simulate.script.value_tracker import HOLDS_NOTHING_BYTES, SIMULATED, ValueTracker
 from zerofit.simulate.script.values import KEPT_DATA, forget, known_value
 
@@ -116,7 +115,7 @@ class ScriptTracker(ValueTracker):
                 if name.startswith(FUNCTIONAL):
                     out = alike(name, args)
                 elif name.startswith("c10d::"):
-                    replicate(name, args, self.reduction == dist.ReduceOp.SUM)
+                    self._receive(name, args, leaves)
         sends = name.startswith("c10d::")
         if is_collective(name):
             self._note_collective(name, args, out)

@@ -17,8 +17,9 @@ from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratc
 from zerofit.simulate.ops.tracker import FUNCTIONAL, is_own, own_line
 from zerofit.simulate.record import STEPS
 from zerofit.simulate.script.issuing import IssuingTracker
-from zerofit.simulate.script.received import alike, replicate
+from zerofit.simulate.script.received import alike, results
 from zerofit.simulate.script.values import (
+    KEPT_DATA,
     KEPT_FLOATS,
     KEPT_INTEGERS,
     RULES,
@@ -31,6 +32,7 @@ from zerofit.simulate.script.values import (
     known_value,
     largest,
     on_host,
+    overwrite,
 )
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
@@ -47,7 +49,8 @@ _BOUNDED = (
     "torchvision::nms",  # its largest output: all boxes
 )
 _COUNTS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
-_FILLED = ("c10d::_allgather_base_", "c10d::alltoall_base_")  # output and input are two tensors
+# the flag that it would set for an overflow stays 0, since training continues
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _UNDEFINED = ("aten::empty", "aten::new_empty")
 
 
@@ -179,13 +182,11 @@ class ValueTracker(IssuingTracker):
 
         When an op writes unknown values to a tensor, `forget` deletes the tensor's known values.
         """
-        outs = [t for t in leaves_of(out) if isinstance(t, FakeTensor)]
-        if name in _FILLED and isinstance(args[0], FakeTensor) and known_value(args[1]) is not None:
-            with on_host():
-                filled = torch.zeros(args[0].shape, dtype=args[0].dtype)
-                replicate(name, (filled, known_value(args[1]), *args[2:]), self.reduction == dist.ReduceOp.SUM)
-            keep(args[0], filled, assumed=is_assumed(args[1]))
+        if name.startswith("c10d::"):
+            self._receive(name, args, leaves)
             return
+        written = out if out is not None else _written(func, args)
+        outs = [t for t in leaves_of(written) if isinstance(t, FakeTensor)]
         if func in _COUNTS and args[0].dtype == torch.bool and known_value(args[0]) is None:
             vars(outs[0])["_elements"] = args[0].numel() // max(1, outs[0].numel())
             return
@@ -208,18 +209,24 @@ class ValueTracker(IssuingTracker):
             if isinstance(t, FakeTensor) and isinstance(value, Tensor) and value.shape == t.shape:
                 keep(t, value, assumed=any(map(is_assumed, leaves)))
 
-    def _computed(self, func: OpOverload, name: str, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
-        """Run an op on the host with the known values of its arguments.
+    def _receive(self, name: str, args: OpArguments, leaves: list[Tensor]) -> None:
+        """Write a collective's results to its real tensors, and to the values of its fakes."""
+        with on_host():
+            for t, value in results(name, args, self.reduction):
+                if not isinstance(t, FakeTensor):
+                    t.copy_(t if value is None else value)
+                elif value is None or value.numel() > KEPT_DATA:
+                    forget(t)
+                else:
+                    overwrite(t, value, assumed=any(map(is_assumed, leaves)))
 
-        In-place collectives of c10d change these values and return None.
-        """
+    def _computed(self, func: OpOverload, name: str, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
+        """Run an op on the host with the known values of its arguments."""
         host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == SIMULATED else kwargs
         with on_host():
             known, named = tree_map(known_value, args), tree_map(known_value, host)
             if name.startswith(FUNCTIONAL):
                 return alike(name, known)
-            if name.startswith("c10d::"):
-                return replicate(name, known, self.reduction == dist.ReduceOp.SUM)
             if func is _HISTC:  # the host has no kernel for integers
                 return func(known[0].double(), *known[1:], **named).to(known[0].dtype)
             return func(*known, **named)
@@ -245,12 +252,23 @@ class ValueTracker(IssuingTracker):
             if value is None or (out.numel() > KEPT_FLOATS and out.is_floating_point()):
                 return False
             whole = torch.tensor(value, dtype=out.dtype).expand(out.shape)
-            keep(out, whole.clone() if out.numel() <= KEPT_INTEGERS else whole)
+            if func._schema.is_mutable:
+                overwrite(out, whole)
+            else:
+                keep(out, whole.clone() if out.numel() <= KEPT_INTEGERS else whole)
         return True
 
     def in_own_code(self) -> bool:
         """Return False always. If a script's own module reads an unknown value, zerofit assumes one and adds a note."""
         return False
+
+
+def _written(func: OpOverload, args: OpArguments) -> OpArguments:
+    """Return the arguments that an op without an output writes, e.g. `_foreach_add_`."""
+    if func is _UNSCALE:
+        return args[:1]
+    infos = [argument.alias_info for argument in func._schema.arguments[: len(args)]]
+    return tuple(arg for arg, info in zip(args, infos, strict=True) if info is not None and info.is_write)
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -40,8 +40,14 @@ def on_host() -> Iterator[None]:
 
 
 def known_value(leaf: object) -> Any:
-    """Return the known value of a fake; None if unknown. Return real tensors and other objects unchanged."""
-    return leaf.__dict__.get("_known") if isinstance(leaf, FakeTensor) else leaf
+    """Return the known value of a fake; None if unknown. Return real tensors and other objects unchanged.
+
+    Values share memory as the fakes do: an op in place on a view also changes the value of its base.
+    """
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    value = leaf.__dict__.get("_known")
+    return None if value is None or hasattr(value.untyped_storage(), "_is_stale") else value
 
 
 def keep(fake: FakeTensor, value: Tensor, *, assumed: bool = False) -> None:
@@ -61,10 +67,24 @@ def is_data(func: OpOverload, leaves: Sequence[Tensor], out: Tensor) -> bool:
     return kept and out.numel() <= min(most, KEPT_DATA)
 
 
+def overwrite(fake: FakeTensor, value: Tensor, *, assumed: bool = False) -> None:
+    """Store the value that an op writes to a fake, also for the fakes that share its memory."""
+    known = known_value(fake)
+    if known is not None and 0 not in known.stride():
+        value = known.copy_(value)
+    else:
+        forget(fake)
+        value = value.clone()
+    keep(fake, value, assumed=assumed)
+
+
 def forget(fake: FakeTensor) -> None:
-    """Delete the stored value of a fake tensor."""
-    for name in ("_known", "_elements"):
-        vars(fake).pop(name, None)  # pyright: ignore[reportAttributeAccessIssue]
+    """Delete the stored value of a fake tensor, and of all fakes that share its memory."""
+    of: Any = vars(fake)
+    of.pop("_elements", None)
+    value = of.pop("_known", None)
+    if value is not None:
+        value.untyped_storage()._is_stale = True
 
 
 def is_assumed(leaf: object) -> bool:
