@@ -178,6 +178,16 @@ for i in range(4):
     del on_device
     save_file({"w": model.lm_head.weight}, "w.safetensors")
     assert load_file("w.safetensors", device="cuda")["w"].shape == (128, 64)
+    shared = torch.randn(64, 64)
+    wide = shared.cuda()
+    places = ("cuda", torch.device("cuda", 0), {"cpu": "cuda:0"}, lambda storage, location: storage.cuda(0))
+    for saved, place in ((saved, place) for saved in (shared, wide) for place in places):
+        torch.save({"tied": [saved, saved], "part": saved[:2]}, "tied.pt")
+        before = torch.cuda.memory_allocated()
+        made = torch.load("tied.pt", map_location=place)
+        assert torch.cuda.memory_allocated() == before + shared.nbytes, (place, torch.cuda.memory_allocated() - before)
+        assert made["tied"][0].data_ptr() == made["part"].data_ptr() and made["part"].is_cuda
+        del made
     with safe_open("w.safetensors", "pt") as file:
         part = file.get_slice("w")
         assert part.get_shape() == [128, 64] and part.get_dtype() == "BF16" and part[:2].shape == (2, 64)

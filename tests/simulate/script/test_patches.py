@@ -57,7 +57,7 @@ PATCHES = {
     "eight_bits": ([], []),
     "moments_of_eight_bits": ([], []),
     "tensor_values": (["torch:Tensor.numpy", "torch:Tensor.tolist", "torch:Tensor.__format__"], []),
-    "equality": (["torch:equal"], []),
+    "equality": (["torch:equal", "torch:Tensor.equal"], []),
     "nested_lengths": (
         ["torch._subclasses.fake_tensor:FakeTensorMode.create_symbolic_nested_int"],
         [
@@ -257,7 +257,7 @@ PATCHES = {
         ["torch._subclasses.fake_tensor:FakeTensor.device", "torch._subclasses.fake_tensor:init_gpu_context"],
         [],
     ),
-    "to_device": (["torch:Tensor.to", "torch:Tensor.cuda"], []),
+    "to_device": (["torch:Tensor.to", "torch:Tensor.cuda", "torch:Tensor.type", "torch.cuda:FloatTensor"], []),
     "constructors": (["torch:tensor", "torch:as_tensor", "torch:asarray"], []),
     "generators": (["torch:Generator"], []),
     "tokenizers": (

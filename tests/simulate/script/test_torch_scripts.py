@@ -52,6 +52,35 @@ for (x,) in DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=8, pin_mem
     optimizer.step()
     optimizer.zero_grad()
 """
+# tensors that C++ code makes on a GPU; the types are those of many older scripts
+MADE = """\
+import torch
+
+temperature = torch.tensor(0.5, device="cuda", requires_grad=True)
+assert temperature.is_leaf and temperature.is_cuda
+ids = torch.arange(3, device="cuda")
+copied = torch.tensor(ids, device="cuda")
+copied += 1
+assert ids.tolist() == [0, 1, 2] and copied.tolist() == [1, 2, 3]
+before = torch.cuda.memory_allocated()
+large = torch.tensor(torch.randn(1 << 20, device="cuda"), device="cuda")
+assert torch.cuda.memory_allocated() == before + large.nbytes
+assert not ids.equal(copied) and ids.equal(torch.arange(3, device="cuda")) and large.equal(large)
+Tensor = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.FloatTensor
+valid = Tensor(5, 1).fill_(1.0)
+assert valid.is_cuda and valid.shape == (5, 1) and Tensor([1.0, 2.0]).tolist() == [1, 2]
+for kind in (Tensor, "torch.cuda.FloatTensor"):
+    made = torch.ones(3, dtype=torch.float64).type(kind)
+    assert made.is_cuda and made.dtype == torch.float32 and made.type() == "torch.cuda.FloatTensor"
+on_host = torch.ones(3).type(torch.float16)
+assert on_host.type() == "torch.HalfTensor" and on_host.type("torch.LongTensor").tolist() == [1, 1, 1]
+assert torch.cuda.memory_stats()["active_bytes.all.peak"] >= torch.cuda.memory_stats()["active_bytes.all.current"]
+optimizer = torch.optim.AdamW([temperature])
+for _ in range(3):
+    (temperature * 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 CLOSURE = """\
 import os
 import torch
@@ -229,6 +258,10 @@ def test_an_optimizer_that_holds_another_one_makes_one_step(folder):
 def test_pinned_memory_however_it_is_asked_for(folder):
     result = simulated(PINNED, gpus=1)
     assert result.host_bytes["pinned"] >= 4 * (1 << 20) and not facts(result).facts.notes
+
+
+def test_tensors_are_made_as_on_a_gpu(folder):
+    assert facts(simulated(MADE, gpus=1)).facts.optimizer == "AdamW"
 
 
 def test_steps_by_a_closure_with_several_micro_batches_and_recomputation(folder):

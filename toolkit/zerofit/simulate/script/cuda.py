@@ -142,9 +142,10 @@ def _devices(target: ScriptTarget) -> dict[str, object]:
     )
     yes, no = (lambda *_, **__: True), (lambda *_, **__: False)
     return {
-        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported", "can_device_access_peer"), yes),
+        **dict.fromkeys(("is_available", "is_initialized", "can_device_access_peer"), yes),
         **dict.fromkeys(("is_current_stream_capturing", "_is_in_bad_fork"), no),
         **dict.fromkeys(("set_device", "init", "_lazy_init", "ipc_collect"), _nothing),
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or major >= 8,
         "is_tf32_supported": lambda: major >= 8,
         "device_count": lambda: target.gpus,
         "current_device": lambda: target.rank % target.gpus,
@@ -187,7 +188,8 @@ def _memory(meter: ScriptTracker, total: int) -> dict[str, object]:
 
     def stats(*_: object, **__: object) -> dict[str, int]:
         figures = {"current": meter.live(), "peak": meter.peak()}
-        rows = {f"{kind}_bytes.all.{what}": n for kind in ("allocated", "reserved") for what, n in figures.items()}
+        kinds = ("allocated", "reserved", "active", "requested")
+        rows = {f"{kind}_bytes.all.{what}": n for kind in kinds for what, n in figures.items()}
         return {**rows, "num_alloc_retries": 0, "num_ooms": 0}
 
     return {

@@ -7,6 +7,7 @@ device, it is translated.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -103,8 +104,11 @@ def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Translate a CUDA device to the simulated device in `.to()` and `.cuda()`. (torch.Tensor.to, cuda)"""
-    original = Tensor.to
+    """Translate a CUDA device to the simulated device in `.to()`, `.cuda()` and `.type()`.
+
+    Types such as torch.cuda.FloatTensor exist only with a GPU. (torch.Tensor.to, cuda, type; torch.cuda.FloatTensor)
+    """
+    original, kind = Tensor.to, Tensor.type
 
     def named(value: object) -> object:
         if isinstance(value, int) or (isinstance(value, str) and value.startswith(SHOWN)):
@@ -123,8 +127,25 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
     def cuda(self: Tensor, device: object = None, non_blocking: bool = False, **_: object) -> Tensor:
         return original(self, SIMULATED, non_blocking=non_blocking)
 
+    def as_type(self: Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+        if dtype is None:
+            return kind(self).replace(f"torch.{device.NAME}", "torch.cuda")
+        named = re.search(r"\btorch\.cuda\.(\w+)", str(dtype))  # also of a class
+        if named is None:
+            return kind(self, dtype, non_blocking)
+        return original(self, SIMULATED, getattr(torch, named[1]).dtype, non_blocking)
+
+    def typed(name: str) -> type:
+        def new(cls: type, *args: Any) -> Tensor:
+            return getattr(torch, name)(*args).to(SIMULATED)
+
+        return type(name, (), {"__new__": new, "__module__": "torch.cuda"})
+
+    for name in (name for name in dir(torch.cuda) if name.endswith("Tensor") and hasattr(torch, name)):
+        replace_in(torch.cuda, name, typed(name))
     replace_in(Tensor, "to", to)
     replace_in(Tensor, "cuda", cuda)
+    replace_in(Tensor, "type", as_type)
 
 
 def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
@@ -145,12 +166,18 @@ def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
                 return original(*args, **kwargs)
             if (SHOWN if isinstance(device, int) else torch.device(device).type) in _HOSTS:
                 return original(*args, device=device, **kwargs)
-            if args and isinstance(args[0], FakeTensor):
-                return args[0].to(device=device, **kwargs)
-            return original(*args, **kwargs).to(SIMULATED)
+            grad = kwargs.pop("requires_grad", False)  # the copy is a leaf
+            if not (args and isinstance(args[0], FakeTensor)):
+                moved = original(*args, **kwargs).to(SIMULATED)
+            elif original is tensor:
+                moved = args[0].detach().to(device=device, copy=True, **kwargs)
+            else:
+                moved = args[0].to(device=device, **kwargs)
+            return moved.requires_grad_() if grad else moved
 
         return made
 
+    tensor = torch.tensor
     for name in ("tensor", "as_tensor", "asarray"):
         replace_in(torch, name, on_host(getattr(torch, name)))
     partition_parameters._orig_torch_tensor = torch.tensor  # zero.Init restores this

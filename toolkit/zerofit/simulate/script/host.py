@@ -132,7 +132,7 @@ def tensor_values(meter: ScriptTracker) -> None:
 
 
 def equality() -> None:
-    """Compare real tensors and known values by value. Compare other tensors by shape. (torch.equal)"""
+    """Compare real tensors and known values by value. Compare other tensors by shape. (torch.equal, Tensor.equal)"""
     original = torch.Tensor.equal
 
     def equal(one: Tensor, other: Tensor) -> bool:
@@ -140,6 +140,7 @@ def equality() -> None:
         return one.shape == other.shape if known[0] is None or known[1] is None else original(*known)
 
     torch.equal = equal
+    replace_in(Tensor, "equal", equal)
 
 
 def addresses() -> None:

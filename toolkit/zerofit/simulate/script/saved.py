@@ -142,11 +142,24 @@ def _placed(map_location: Any) -> Callable[[torch.device], torch.device]:
         if isinstance(map_location, Mapping):
             return torch.device(map_location.get(str(saved), saved))
         if callable(map_location):
-            found: Any = map_location(torch.UntypedStorage(0), str(saved))
+            found: Any = map_location(_PlacedStorage(torch.device("cpu")), str(saved))  # torch loads on the host first
             return saved if found is None else torch.device(found.device)
         return torch.device(map_location)
 
     return place
+
+
+class _PlacedStorage:
+    """A storage for a function that chooses devices, such as `lambda storage, location: storage.cuda(0)`."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def cuda(self, device: Any = None, **_: object) -> _PlacedStorage:
+        return _PlacedStorage(torch.device("cuda" if device is None else device))
+
+    def cpu(self) -> _PlacedStorage:
+        return _PlacedStorage(torch.device("cpu"))
 
 
 @contextmanager
@@ -195,11 +208,22 @@ def saved_by_torch(meter: ScriptTracker, files: ScratchFiles) -> Replaced:
                 value = _torch_load(source, kept, *args, **{**kwargs, "mmap": large})
 
         place = _placed(map_location)
+        moved: dict[int, Tensor] = {}  # address of a storage -> its copy, which all views share
 
         def placed(tensor: Any) -> Any:
-            if not isinstance(tensor, Tensor):
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
                 return tensor
-            return tensor.to(place(saved_on.get(tensor.untyped_storage()._cdata, tensor.device)))
+            storage = tensor.untyped_storage()
+            to = place(saved_on.get(storage._cdata, tensor.device))
+            if to == tensor.device:
+                return tensor
+            with torch.no_grad():
+                if storage._cdata not in moved:
+                    moved[storage._cdata] = tensor.new_empty(0).set_(storage).to(to)
+                view = moved[storage._cdata].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(view, tensor.requires_grad)
+            return view.requires_grad_(tensor.requires_grad)
 
         return tree_map(placed, value)
 
