@@ -34,6 +34,7 @@ def read(text: str) -> ScriptCommand:
         ("train.py --lr 1", "python", "train.py", ("--lr", "1")),
         ("torchrun train.py --nproc_per_node 3", "torchrun", "train.py", ("--nproc_per_node", "3")),
         ("python -m torch.distributed.run train.py a", "torchrun", "train.py", ("a",)),
+        ("python -m torch.distributed.launch --use_env train.py a", "torchrun", "train.py", ("a",)),
         ("deepspeed train.py --deepspeed ds.json", "deepspeed", "train.py", ("--deepspeed", "ds.json")),
         ("accelerate launch --cpu train.py a", "accelerate launch", "train.py", ("a",)),
         ("python -m accelerate.commands.launch --cpu train.py", "accelerate launch", "train.py", ()),
@@ -57,6 +58,8 @@ def test_modules(text):
         ("python train.py", None, None),
         ("torchrun train.py", None, None),
         ("torchrun --nproc_per_node 4 train.py", 4, 1),
+        ("torchrun train.py --nproc_per_node 4 --nnodes 2", None, None),
+        ("python -m torch.distributed.launch --nproc_per_node=4 train.py", 4, 1),
         ("torchrun --nproc-per-node=gpu --nnodes 2 train.py", None, 2),
         ("torchrun --nnodes 1:3 --nproc_per_node 8 train.py", 8, 3),
         ("deepspeed train.py", None, None),
@@ -82,8 +85,11 @@ def test_files_of_launchers(tmp_path: Path):
 
 
 def test_deepspeed_adds_the_local_rank():
-    assert read("deepspeed train.py").local_rank_argument
+    assert read("deepspeed train.py").local_rank_argument == "--local_rank"
     assert not read("deepspeed --no_local_rank train.py").local_rank_argument
+    assert read("python -m torch.distributed.launch train.py").local_rank_argument == "--local-rank"
+    for words in ("python -m torch.distributed.launch --use-env train.py", "torchrun train.py"):
+        assert not read(words).local_rank_argument
 
 
 def test_another_interpreter_is_said(tmp_path: Path):

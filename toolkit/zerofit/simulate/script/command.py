@@ -26,12 +26,14 @@ from zerofit.spec.units import counted
 _PYTHON_VALUES = ("-W", "-X", "--check-hash-based-pycs")
 _AS_MODULE = {
     "torch.distributed.run": "torchrun",
-    "torch.distributed.launch": "torchrun",
+    "torch.distributed.launch": "torch.distributed.launch",
     "deepspeed.launcher.runner": "deepspeed",
     "accelerate.commands.launch": "accelerate launch",
 }
 _LAUNCHES = re.compile(r"[^#]*\b(torchrun|deepspeed|accelerate launch|python3?)\s")
 _MANY = 1 << 16  # devices of a host whose number is unknown
+
+Parser = Callable[[list[str]], Namespace]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class ScriptCommand:
     gpus: int | None = None  # ranks per node; None if the launcher's options do not set it
     nodes: int | None = None
     config_file: str = ""  # that `accelerate launch` reads, from its option or as its default; "" if there is none
-    local_rank_argument: bool = False  # DeepSpeed's launcher adds --local_rank=N
+    local_rank_argument: str = ""  # the option with the local rank that the launcher adds; "" if none
     notes: tuple[str, ...] = ()
 
     @property
@@ -71,7 +73,7 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
     if name == "accelerate" and rest[:1] == ["launch"]:
         return _accelerate(rest[1:], tuple(words))
     if name in ("torchrun", "deepspeed"):
-        return {"torchrun": _torchrun, "deepspeed": _deepspeed}[name](rest, tuple(words))
+        return _READERS[name](rest, tuple(words))
     if name.endswith(".py"):
         return _python(list(words), tuple(words), ())
     if name == "zerofit":
@@ -159,8 +161,7 @@ def _python(rest: list[str], words: tuple[str, ...], notes: tuple[str, ...]) -> 
     if rest[:1] == ["-m"] and rest[1:2]:
         launcher = _AS_MODULE.get(rest[1])
         if launcher:
-            read = {"torchrun": _torchrun, "deepspeed": _deepspeed, "accelerate launch": _accelerate}[launcher]
-            return read(rest[2:], words)
+            return _READERS[launcher](rest[2:], words)
         return _script("python", rest[1], rest[2:], words, is_module=True, notes=notes)
     if not rest or rest[0] == "-c":
         raise _refused("the command names no script", "write the script's file, or -m and a module")
@@ -181,11 +182,23 @@ def _script(
 
 
 def _torchrun(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
-    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+    from torch.distributed.run import get_args_parser
 
-    asked = _parsed("torchrun", get_args_parser().parse_args, rest)
-    each = str(asked.nproc_per_node)
-    given = any(word.startswith(("--nproc", "--nnodes")) for word in rest)
+    return _torch("torchrun", get_args_parser().parse_args, rest, words)
+
+
+def _torch_launch(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
+    from torch.distributed.launch import parse_args
+
+    return _torch("torch.distributed.launch", parse_args, rest, words)
+
+
+def _torch(name: str, parse: Parser, rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
+    from torch.distributed.run import get_use_env, parse_min_max_nnodes
+
+    asked = _parsed(name, parse, rest)
+    each, own = str(asked.nproc_per_node), rest[: len(rest) - len(asked.training_script_args)]
+    given = any(word.startswith(("--nproc", "--nnodes")) for word in own)
     return _script(
         "torchrun",
         asked.training_script,
@@ -195,6 +208,7 @@ def _torchrun(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
         launcher_words=tuple(rest),
         gpus=int(each) if each.isdigit() and given else None,
         nodes=parse_min_max_nnodes(asked.nnodes)[1] if given else None,
+        local_rank_argument="" if get_use_env(asked) else "--local-rank",
     )
 
 
@@ -213,7 +227,7 @@ def _deepspeed(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
         launcher_words=tuple(rest),
         gpus=gpus,
         nodes=nodes,
-        local_rank_argument=not asked.no_local_rank,
+        local_rank_argument="" if asked.no_local_rank else "--local_rank",
     )
 
 
@@ -264,7 +278,15 @@ def _accelerate(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
     )
 
 
-def _parsed(launcher: str, parse: Callable[[list[str]], Namespace], rest: list[str]) -> Namespace:
+_READERS = {
+    "torchrun": _torchrun,
+    "torch.distributed.launch": _torch_launch,
+    "deepspeed": _deepspeed,
+    "accelerate launch": _accelerate,
+}
+
+
+def _parsed(launcher: str, parse: Parser, rest: list[str]) -> Namespace:
     said = StringIO()
     try:
         with redirect_stderr(said):

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -59,11 +60,14 @@ def launchers_inside() -> None:
 def spawned_ranks(target: ScriptTarget) -> None:
     """Run one rank in this process when a script would spawn ranks. (torch.multiprocessing.spawn)"""
 
-    def spawn(fn: Callable[..., object], args: Sequence[object] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+    def spawn(
+        fn: Callable[..., object], args: Sequence[object] = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
+    ) -> object:
         started = replace(target.command, gpus=nprocs, nodes=target.nodes)
         for problem in rank_problems(started, target.gpus, target.nodes):
             raise NotSimulated(problem)
         fn(target.rank % target.gpus, *args)
+        return None if join else SimpleNamespace(join=lambda *_, **__: True, processes=[])
 
     for name in ("spawn", "start_processes"):
         replace_in(torch.multiprocessing, name, spawn)
@@ -89,7 +93,7 @@ def _words(args: object) -> list[str]:
 def environment(target: ScriptTarget) -> dict[str, str]:
     """Return a rank's environment variables: the rank numbers, and the variables that its launcher sets."""
     local, node = target.rank % target.gpus, target.rank // target.gpus
-    found = {
+    found: dict[str, object] = {
         "RANK": target.rank,
         "WORLD_SIZE": target.world_size,
         "LOCAL_RANK": local,
@@ -102,6 +106,16 @@ def environment(target: ScriptTarget) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": 29500,
     }
+    if target.command.launcher == "torchrun":
+        found |= {
+            "GROUP_WORLD_SIZE": target.nodes,
+            "ROLE_NAME": "default",
+            "ROLE_RANK": target.rank,
+            "ROLE_WORLD_SIZE": target.world_size,
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+        }
     more = _of_accelerate(target) if target.command.launcher == "accelerate launch" else {}
     # threads do not inherit the fake mode
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_DEACTIVATE_ASYNC_LOAD": "1"}

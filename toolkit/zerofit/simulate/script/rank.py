@@ -279,7 +279,7 @@ def _run(target: ScriptTarget, meter: ScriptTracker, watched: FaultLog) -> tuple
 
 def _run_as_main(target: ScriptTarget) -> None:
     command = target.command
-    local = (f"--local_rank={target.rank % target.gpus}",) if command.local_rank_argument else ()
+    local = (f"{command.local_rank_argument}={target.rank % target.gpus}",) if command.local_rank_argument else ()
     sys.argv = [command.script, *local, *command.arguments]
     sys.path.insert(0, os.getcwd() if command.is_module else str(Path(command.script).resolve().parent))
     if command.is_module:
