@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.simulate.script.scripts import facts, simulated
 
 TRAINER = """\
@@ -16,6 +18,25 @@ arguments = Seq2SeqTrainingArguments(
 )
 seen = lambda predictions: {"rows": len(predictions[0])}
 Seq2SeqTrainer(model, arguments, train_dataset=rows, eval_dataset=rows, compute_metrics=seen).train()
+"""
+# the Trainer evaluates each of these data sets, also by name
+SEVERAL = """\
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)} for _ in range(640)]
+arguments = TrainingArguments("out", report_to="none", eval_strategy="STRATEGY", eval_steps=1, max_steps=9)
+
+def seen(predictions):
+    assert len(predictions[0]) <= 4 * 8, len(predictions[0])
+    return {}
+
+parts = {"short": rows[:80], "long": rows}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
+trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=parts, compute_metrics=seen)
+assert "eval_short_loss" in trainer.evaluate() and "eval_loss" in trainer.evaluate("short")
+trainer.train()
 """
 IN_EVALUATION_MODE = """\
 import torch
@@ -103,3 +124,10 @@ def test_an_evaluation_that_generates_runs_few_batches(folder):
 def test_training_in_evaluation_mode_has_its_phases(folder):
     result = simulated(IN_EVALUATION_MODE, gpus=1)
     assert [p.name for p in result.phases] == ["build", *2 * ["forward", "backward", "step"]]
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_a_few_batches_of_each_data_set_are_evaluated(folder, strategy):
+    result = simulated(SEVERAL.replace("STRATEGY", strategy), gpus=1)
+    assert any(phase.name == "evaluation" for phase in result.phases)
+    assert any(note.text.startswith("evaluation: 4 of 80 batches") for note in facts(result).facts.notes)

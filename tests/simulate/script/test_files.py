@@ -147,11 +147,19 @@ import os
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tokenizers import Tokenizer, models
 
 sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes)).bfloat16().save_pretrained("tiny")
+tiny = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes)).bfloat16()
+tiny.generation_config.max_length = 77
+tiny.save_pretrained("tiny")
+config = AutoConfig.from_pretrained("tiny")
+for named, limit in (({}, 77), ({"generation_config": GenerationConfig(max_length=55)}, 55)):
+    half = AutoModelForCausalLM.from_pretrained("tiny", config=config, dtype=torch.float16, kernel_config=None, **named)
+    assert half.dtype == torch.float16 and config.dtype == torch.bfloat16 and half.config is not config
+    assert half.generation_config.max_length == limit
 words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
 PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained("tiny")
 assert AutoTokenizer.from_pretrained("tiny")("a").input_ids == [1]

@@ -25,10 +25,10 @@ def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
     If each batch keeps tensors on the device, a note reports the bytes that all batches would keep.
     """
     args, dataset = trainer.args, trainer.eval_dataset
-    if args.eval_strategy == "no" or not hasattr(dataset, "__len__") or isinstance(dataset, dict):
+    if args.eval_strategy == "no" or not _length(dataset):
         return
     rows = args.per_device_eval_batch_size * args.world_size
-    batches = math.ceil(len(dataset) / rows)
+    batches = math.ceil(_length(dataset) / rows)
     log.step = -1
     log.begin(EVALUATION)
     try:
@@ -59,7 +59,8 @@ def evaluations(log: PhaseLog) -> None:
             return original(self, eval_dataset, *args, **kwargs)
         log.begin(EVALUATION)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if hasattr(dataset, "__len__") and not isinstance(dataset, dict):
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        if _length(dataset):
             eval_dataset = _first(dataset, _FEW * self.args.per_device_eval_batch_size * self.args.world_size)
         try:
             return original(self, eval_dataset, *args, **kwargs)
@@ -83,6 +84,14 @@ def gather_to_save(engines: Sequence[DeepSpeedEngine], log: PhaseLog) -> None:
             engine._zero3_consolidated_16bit_state_dict()
 
 
+def _length(dataset: Any) -> int:
+    """Return the rows of a data set, or of the largest one in a dict; 0 if the number is unknown."""
+    several = dataset.values() if isinstance(dataset, dict) else [dataset]
+    return max(map(len, several), default=0) if all(hasattr(one, "__len__") for one in several) else 0
+
+
 def _first(dataset: Any, rows: int) -> object:
+    if isinstance(dataset, dict):
+        return {name: _first(one, rows) for name, one in dataset.items()}
     count = range(min(rows, len(dataset)))
     return dataset.select(count) if hasattr(dataset, "select") else Subset(dataset, count)

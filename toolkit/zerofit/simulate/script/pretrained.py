@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlparse
@@ -13,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -36,7 +37,7 @@ _READING = (
     *("variant", "_from_auto", "_from_pipeline", "_commit_hash", "offload_state_dict", "offload_buffers"),
     *("fusion_config", "disable_mmap", "use_kernels", "proxies", "_fast_init", "resume_download"),
     *("from_tf", "from_flax", "download_kwargs", "load_config", "device_mesh", "allow_all_kernels"),
-    *("kernel_config"),
+    *("kernel_config", "tqdm_class", "mirror"),
 )
 
 
@@ -57,12 +58,14 @@ def pretrained(meter: ScriptTracker) -> None:
         for name in _READING:
             kwargs.pop(name, None)
         dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or "auto"
-        asked = kwargs.pop("quantization_config", None)
+        asked, generation = kwargs.pop("quantization_config", None), kwargs.pop("generation_config", None)
         if not isinstance(config, PreTrainedConfig):
             found = cls.config_class or AutoConfig
             config, kwargs = found.from_pretrained(  # pyright: ignore[reportAssignmentType]
                 config or path, return_unused_kwargs=True, **hub, **kwargs
             )
+        else:
+            config = copy.deepcopy(config)
         quantizer = None
         if asked or getattr(config, "quantization_config", None):
             quantizer = quantizer_of(config, asked, device_map)
@@ -78,10 +81,21 @@ def pretrained(meter: ScriptTracker) -> None:
             quantize(meter, model, quantizer, _dtype(dtype, config), device_map)
         model.eval()
         model.name_or_path = str(path)
+        if model.can_generate():
+            _set_generation(model, generation, path, hub)
         report = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
         return (model, report) if with_report else model
 
     replace_in(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+
+
+def _set_generation(model: Any, asked: GenerationConfig | None, path: Any, hub: dict[str, Any]) -> None:
+    """Set a model's limits of generation: those that the script passes, else those of its file in the cache, if any."""
+    if asked is not None:
+        model.generation_config = GenerationConfig.from_dict(asked.to_dict())
+    elif path is not None:
+        with suppress(OSError):  # there is no file
+            model.generation_config = GenerationConfig.from_pretrained(path, **{**hub, "local_files_only": True})
 
 
 def _distribution(meter: ScriptTracker, cls: Any, kwargs: dict[str, Any], device_map: Any) -> tuple[Any, Any, Any]:
