@@ -58,6 +58,9 @@ import torch
 
 temperature = torch.tensor(0.5, device="cuda", requires_grad=True)
 assert temperature.is_leaf and temperature.is_cuda
+with torch.device("cuda"):
+    assert torch.tensor([1, 2]).is_cuda and torch.tensor(3.0, requires_grad=True).is_leaf and torch.zeros(1).is_cuda
+    assert torch.tensor([1, 2], device="cpu").tolist() == [1, 2] and torch.as_tensor([3], device="cuda").is_cuda
 ids = torch.arange(3, device="cuda")
 copied = torch.tensor(ids, device="cuda")
 copied += 1

@@ -238,6 +238,18 @@ assert first.tolist() == [1, 1]
 tokens = torch.full((2, 5), 7, device="cuda")
 tokens[:, 1] = torch.randn(2, 9, device="cuda").argmax(-1)
 assert not (tokens == 7).all()
+filled = torch.empty(4, dtype=torch.long, device="cuda")
+before, detached = filled[:2], torch.arange(3, device="cuda")
+filled.fill_(3)
+filled[1:3] += 1
+assert filled.tolist() == [3, 4, 4, 3]
+before.copy_(torch.randn(2, 9, device="cuda").argmax(-1))
+detached.detach()[0] = torch.randn(9, device="cuda").argmax()
+assert not (filled == 3).any() and not (detached == 0).any()  # unknown now, and assumed to be False
+sums = torch.empty(3, 2, dtype=torch.long, device="cuda").t()
+torch.add(torch.zeros(2, 3, dtype=torch.long, device="cuda"), 1, out=sums)
+sums[:, 0] = 5
+assert sums.tolist() == [[5, 1, 1]] * 2 and sums.t().contiguous().view(-1).tolist() == [5, 5, 1, 1, 1, 1]
 weight = torch.nn.Parameter(torch.zeros(3, device="cuda"))
 weight.grad = torch.ones(3, device="cuda")
 torch.optim.SGD([weight], lr=1.0).step()

@@ -15,6 +15,8 @@ from deepspeed.accelerator import real_accelerator
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerofit.simulate.fakes import device
@@ -162,13 +164,15 @@ def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
                 return made(*args, device=device, **kwargs).pin_memory()
             default = torch._C._get_default_device()
             device = default if device is None and default != "cpu" else device
+            contexts = (mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext))
+            device = next((mode.device for mode in contexts), None) if device is None else device
             if device is None:
                 return original(*args, **kwargs)
             if (SHOWN if isinstance(device, int) else torch.device(device).type) in _HOSTS:
                 return original(*args, device=device, **kwargs)
             grad = kwargs.pop("requires_grad", False)  # the copy is a leaf
             if not (args and isinstance(args[0], FakeTensor)):
-                moved = original(*args, **kwargs).to(SIMULATED)
+                moved = original(*args, device="cpu", **kwargs).to(SIMULATED)
             elif original is tensor:
                 moved = args[0].detach().to(device=device, copy=True, **kwargs)
             else:

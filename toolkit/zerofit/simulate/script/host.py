@@ -83,7 +83,9 @@ def parameter_data(meter: ScriptTracker) -> None:
         data.__set__(self, value)
         if isinstance(value, FakeTensor):
             self.fake_device = value.fake_device
-            keep(self, known_value(value), assumed=is_assumed(value))
+            vars(self).pop("_known", None)
+            if known_value(value) is not None:
+                keep(self, known_value(value), assumed=is_assumed(value))
 
     replace_in(FakeTensor, "data", property(lambda self: data.__get__(self), set_data))
 
@@ -354,7 +356,7 @@ def lazy_modules(meter: ScriptTracker, watch: Callable[[Tensor], None]) -> None:
         watch(tensor)
 
     _watch[:] = [became_known]
-    _Unknown._allowed_methods = [*_Mixin._allowed_methods, Tensor.to, Tensor.cuda]
+    _Unknown._allowed_methods = [*_Mixin._allowed_methods, Tensor.to, Tensor.cuda, Tensor.untyped_storage]
 
     def empty(device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
         made = torch.empty(0, device=device, dtype=dtype)

@@ -37,9 +37,10 @@ from zerofit.simulate.script.values import (
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 HOLDS_NOTHING_BYTES = 16 << 20  # new host tensors of at least this size are fake
-_HISTC = torch.ops.aten.histc.default
-_TOP_K = torch.ops.aten.topk.default
-_TOP_1 = (torch.ops.aten.max.dim, torch.ops.aten.argmax.default)
+_aten = torch.ops.aten
+_HISTC = _aten.histc.default
+_TOP_K = _aten.topk.default
+_TOP_1 = (_aten.max.dim, _aten.argmax.default)
 _BOUNDED = (
     "aten::nonzero",
     "aten::masked_select",
@@ -48,9 +49,10 @@ _BOUNDED = (
     "aten::unique_consecutive",
     "torchvision::nms",  # its largest output: all boxes
 )
-_COUNTS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
+_COUNTS = (_aten.sum.default, _aten.sum.dim_IntList)
 # the flag that it would set for an overflow stays 0, since training continues
-_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
+_OVERWRITES = (_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor)
 _UNDEFINED = ("aten::empty", "aten::new_empty")
 
 
@@ -193,6 +195,8 @@ class ValueTracker(IssuingTracker):
         if self._keep_choices(func, args, outs) or (len(outs) == 1 and self._keep_decided(func, args, outs[0])):
             return
         drawn = name.startswith(_UNDEFINED) or torch.Tag.nondeterministic_seeded in func.tags
+        if len(outs) == 1 and not drawn and (func in _OVERWRITES or "out" in kwargs):
+            self._begin(outs[0], leaves, func)
         known = not drawn and all(known_value(t) is not None for t in leaves)
         if not outs or not known or not all(_is_small(t) or is_data(func, leaves, t) for t in outs):
             if func._schema.is_mutable:
@@ -208,6 +212,17 @@ class ValueTracker(IssuingTracker):
         for t, value in zip(leaves_of(out), leaves_of(real), strict=True) if real is not None else ():
             if isinstance(t, FakeTensor) and isinstance(value, Tensor) and value.shape == t.shape:
                 keep(t, value, assumed=any(map(is_assumed, leaves)))
+
+    def _begin(self, out: FakeTensor, leaves: list[Tensor], func: OpOverload) -> None:
+        """Store any value of an unknown tensor that an op overwrites in full with known values."""
+        others, owns = [t for t in leaves if t is not out], out.nbytes == out.untyped_storage().nbytes()
+        if known_value(out) is not None or not owns or any(known_value(t) is None for t in others):
+            return
+        if _is_small(out) or (others and is_data(func, others, out)):
+            with on_host():
+                any_value = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype)
+            forget(out)  # the fakes that share its memory do not share this value
+            keep(out, any_value)
 
     def _receive(self, name: str, args: OpArguments, leaves: list[Tensor]) -> None:
         """Write a collective's results to its real tensors, and to the values of its fakes."""

@@ -46,13 +46,21 @@ def known_value(leaf: object) -> Any:
     """
     if not isinstance(leaf, FakeTensor):
         return leaf
-    value = leaf.__dict__.get("_known")
-    return None if value is None or hasattr(value.untyped_storage(), "_is_stale") else value
+    of = leaf.__dict__
+    value = of.get("_known")
+    return value if value is None or _unknown_writes(leaf) == of["_since"] else None
 
 
 def keep(fake: FakeTensor, value: Tensor, *, assumed: bool = False) -> None:
     """Store the value of a fake tensor. `assumed`: the value follows from an assumption about a router's choices."""
-    vars(fake).update(_known=value, _assumed=assumed)  # pyright: ignore[reportAttributeAccessIssue]
+    since = _unknown_writes(fake)
+    fake.untyped_storage()._unknown_writes = since  # pyright: ignore[reportAttributeAccessIssue]
+    vars(fake).update(_known=value, _assumed=assumed, _since=since)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _unknown_writes(fake: FakeTensor) -> int:
+    """Return how often the values of all fakes that share a fake's memory were forgotten."""
+    return getattr(fake.untyped_storage(), "_unknown_writes", 0)
 
 
 def is_data(func: OpOverload, leaves: Sequence[Tensor], out: Tensor) -> bool:
@@ -80,11 +88,11 @@ def overwrite(fake: FakeTensor, value: Tensor, *, assumed: bool = False) -> None
 
 def forget(fake: FakeTensor) -> None:
     """Delete the stored value of a fake tensor, and of all fakes that share its memory."""
-    of: Any = vars(fake)
+    of, storage = vars(fake), fake.untyped_storage()
     of.pop("_elements", None)
-    value = of.pop("_known", None)
-    if value is not None:
-        value.untyped_storage()._is_stale = True
+    of.pop("_known", None)
+    if hasattr(storage, "_unknown_writes"):
+        storage._unknown_writes += 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_assumed(leaf: object) -> bool:
