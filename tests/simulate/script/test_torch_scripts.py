@@ -84,6 +84,15 @@ for _ in range(3):
     optimizer.step()
     optimizer.zero_grad()
 """
+SPLIT = """\
+import torch
+first, second = torch.nn.Linear(64, 64).to("cuda:0"), torch.nn.Linear(64, 64).cuda(1)
+optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()])
+for _ in range(3):
+    second(first(torch.randn(4, 64, device=0)).to("cuda:1")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 CLOSURE = """\
 import os
 import torch
@@ -265,6 +274,12 @@ def test_pinned_memory_however_it_is_asked_for(folder):
 
 def test_tensors_are_made_as_on_a_gpu(folder):
     assert facts(simulated(MADE, gpus=1)).facts.optimizer == "AdamW"
+
+
+def test_a_second_gpu_of_a_process_is_noted(folder):
+    notes = facts(simulated(SPLIT, gpus=2)).facts.notes
+    text = "tensors on cuda:1: counted on cuda:0, since one GPU per process is simulated, at train.py"
+    assert {note.text for note in notes} == {f"{text}:{line}" for line in (2, 5)} and all(note.bound for note in notes)
 
 
 def test_steps_by_a_closure_with_several_micro_batches_and_recomputation(folder):

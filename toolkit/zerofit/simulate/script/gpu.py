@@ -112,10 +112,13 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
     """
     original, kind = Tensor.to, Tensor.type
 
-    def named(value: object) -> object:
-        if isinstance(value, int) or (isinstance(value, str) and value.startswith(SHOWN)):
-            return SIMULATED
-        return on_simulated(value)
+    def named(value: object) -> Any:
+        device = torch.device(SHOWN, value) if isinstance(value, int) else value
+        device = torch.device(value) if isinstance(value, str) else device
+        if not isinstance(device, torch.device) or device.type != SHOWN:
+            return value
+        meter.note_gpu(device.index)
+        return SIMULATED
 
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args and isinstance(args[0], FakeTensor):
@@ -127,7 +130,7 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
         return original(self, *args, **kwargs)
 
     def cuda(self: Tensor, device: object = None, non_blocking: bool = False, **_: object) -> Tensor:
-        return original(self, SIMULATED, non_blocking=non_blocking)
+        return original(self, SIMULATED if device is None else named(device), non_blocking=non_blocking)
 
     def as_type(self: Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
         if dtype is None:

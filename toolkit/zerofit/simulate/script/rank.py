@@ -83,7 +83,7 @@ def simulate_script(
     shown = gpu.SHOWN if target.on_gpu else "cpu"
     chosen = scratch or scratch_on("cuda" if target.on_gpu else "cpu")
     meter = ScriptTracker(shown, chosen, fakes, target.workspace_bytes)
-    meter.gpus, meter.crowded = target.gpus, target.crowded
+    meter.gpus, meter.local, meter.crowded = target.gpus, target.rank % target.gpus, target.crowded
     meter.stacks = StackLog() if target.stacks else None
     apply_patches(meter, target)
     gradients = GradientLog(meter)

@@ -75,6 +75,7 @@ class ScriptTracker(ValueTracker):
         super().__init__(device, scratch, fakes, workspace_bytes)
         self.without_rule = ""  # the last op without a rule for the shapes of its outputs
         self.ops_on_fakes = 0  # how many have run
+        self.local = 0  # number of the rank's GPU
         self.compiles = False  # whether the script has compiled a model or function of its own
         self.widened: list[tuple[int, int]] = []  # float32 copies of 16-bit tensors: index, last dimension
         self.autocast: torch.dtype | None = None  # the type that autocast used in training
@@ -160,9 +161,20 @@ class ScriptTracker(ValueTracker):
 
     def _placed(self, value: object) -> object:
         """Replace a CUDA device by the simulated device, and "cpu:0" by "cpu". Return other values unchanged."""
-        if isinstance(value, torch.device) and value.type == "cpu":
+        if not isinstance(value, torch.device):
+            return value
+        if value.type == "cpu":
             return _HOST
-        return on_simulated(value) if self.device == "cuda" else value
+        if self.device != "cuda" or value.type != "cuda":
+            return value
+        self.note_gpu(value.index)
+        return SIMULATED
+
+    def note_gpu(self, number: int | None) -> None:
+        """Add a note if the script places a tensor on a GPU with another number than the rank's."""
+        if number not in (None, self.local):
+            text = f"tensors on cuda:{number}: counted on cuda:{self.local}, since one GPU per process is simulated"
+            self.note(text, bound=True, here=True)
 
     def _pinning(self, name: str, tensor: Tensor) -> object:
         """Run `is_pinned` or `pin_memory` without torch's own code, which needs a CUDA driver."""
