@@ -215,7 +215,7 @@ PATCHES = {
             for line in ("self.data = torch.empty(shape, device=device", "self.__class__ = self.cls_to_become")
         ],
     ),
-    "launchers_inside": (["subprocess:Popen.__init__", "os:execv", "os:execve"], []),
+    "launchers_inside": (["subprocess:Popen.__init__", "os:system", "os:execv", "os:execve"], []),
     "spawned_ranks": (["torch.multiprocessing:spawn", "torch.multiprocessing:start_processes"], []),
     "processes": (["multiprocessing.context:BaseContext.get_context"], []),
     "saving": ([], []),

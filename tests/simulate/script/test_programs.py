@@ -25,6 +25,10 @@ elif sys.argv[1] == "python":
 elif sys.argv[1] == "exec":
     os.environ["KNOB"] = "1"
     os.execvpe("accelerate", ["accelerate", "launch", "-m", "inner", "--lr", "1"], os.environ)
+elif sys.argv[1] == "shell":
+    os.system("mkdir -p . && cd . ; KNOB=1 torchrun --nproc_per_node 2 inner.py --lr 1 2>&1 | tee log")
+elif sys.argv[1] == "bash":
+    subprocess.run(["bash", "-ec", "env KNOB=1 torchrun --nproc_per_node 2 inner.py --lr '1'; echo done"])
 raise AssertionError("ranks were not started")
 """
 
@@ -46,7 +50,13 @@ def words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(
     ("how", "started"),
-    [("run", "torchrun --nproc_per_node 2 inner.py"), ("exec", "accelerate"), ("python", sys.executable)],
+    [
+        ("run", "torchrun --nproc_per_node 2 inner.py"),
+        ("exec", "accelerate"),
+        ("python", sys.executable),
+        ("shell", "torchrun --nproc_per_node 2 inner.py --lr 1"),
+        ("bash", "torchrun"),
+    ],
 )
 def test_one_of_the_ranks_that_a_program_starts_is_simulated(words, how, started):
     seen = facts(simulated("", f"{words} {how}")).facts

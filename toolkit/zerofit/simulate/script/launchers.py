@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import dropwhile, takewhile
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +27,9 @@ from zerofit.spec.errors import UserError
 _STARTERS = ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher", "tpu_launcher")  # of accelerate
 _PLACED = ("RANK", "WORLD_SIZE", "MASTER_", "OMP_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")  # zerofit sets these itself
 
+_ASSIGNMENT = re.compile(r"\w+=")  # before a command in a shell
+_PREFIXES = ("env", "exec", "nohup", "time")
+
 
 class LaunchedInside(BaseException):
     """Raised when a program would start a launcher and then only wait for its ranks."""
@@ -37,7 +42,7 @@ class LaunchedInside(BaseException):
 def launchers_inside() -> None:
     """Keep programs such as llamafactory-cli from starting ranks, so that one rank runs here.
 
-    Replaces subprocess.Popen.__init__, os.execv and os.execve, which the other functions of os call.
+    Replaces subprocess.Popen.__init__, os.system, os.execv and os.execve, which the other functions of os call.
     """
     original = subprocess.Popen.__init__
 
@@ -52,7 +57,13 @@ def launchers_inside() -> None:
 
         return run
 
+    def system(command: Any) -> int:
+        _raise_if_launched(command)
+        return shell(command)
+
+    shell = os.system
     replace_in(subprocess.Popen, "__init__", init)
+    replace_in(os, "system", system)
     for name in ("execv", "execve"):
         replace_in(os, name, replaced(getattr(os, name)))
 
@@ -74,20 +85,46 @@ def spawned_ranks(target: ScriptTarget) -> None:
 
 
 def _raise_if_launched(args: object, variables: Mapping[str, str] | None = None) -> None:
-    try:
-        command = started_inside(_words(args))
-    except UserError as error:
-        raise NotSimulated(error.problems[0]) from None
-    if command is not None:
-        raise LaunchedInside(command, variables or {})
+    for words in _commands(args):
+        more = dict(word.split("=", 1) for word in takewhile(_is_before_command, words) if "=" in word)
+        try:
+            command = started_inside(list(dropwhile(_is_before_command, words)))
+        except UserError as error:
+            raise NotSimulated(error.problems[0]) from None
+        if command is not None:
+            raise LaunchedInside(command, {**(variables or {}), **more})
 
 
-def _words(args: object) -> list[str]:
-    """Return the words of a command, which may be a shell string; [] if it cannot be split."""
+def _is_before_command(word: str) -> bool:
+    return word in _PREFIXES or bool(_ASSIGNMENT.match(word))
+
+
+def _commands(args: object) -> Iterator[list[str]]:
+    """Yield the words of each command that a list, a shell string or `bash -c` runs.
+
+    A string that cannot be split has no command.
+    """
     if isinstance(args, str):
+        lexer = shlex.shlex(args.replace("\\\n", " "), posix=True, punctuation_chars=";&|\n<>")
+        lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+        words = list[str]()
         with suppress(ValueError):  # e.g. a quote inside a here-document
-            return shlex.split(args)
-    return [os.fsdecode(word) for word in args] if isinstance(args, (list, tuple)) else []
+            for word in lexer:
+                if set(word) <= set(";&|\n"):
+                    yield words
+                    words = []
+                elif set(word) <= set("&<>"):  # of a redirection, such as 2>&1
+                    words = words[:-1] if words[-1:] in (["1"], ["2"]) else words
+                    next(lexer, None)
+                else:
+                    words.append(word)
+            yield words
+    elif isinstance(args, (list, tuple)):
+        words = [os.fsdecode(word) for word in args]
+        yield words
+        if words and os.path.basename(words[0]) in ("sh", "bash"):
+            flags = [place for place, word in enumerate(words[1:-1], 1) if re.fullmatch(r"-\w*c", word)]
+            yield from _commands(words[flags[0] + 1]) if flags else ()
 
 
 def environment(target: ScriptTarget) -> dict[str, str]:
