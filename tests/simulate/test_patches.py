@@ -223,6 +223,20 @@ PATCHES["pieces_of_ranks"] = (
         Reason(ZERO_INIT, "AllGatherCoalescedHandle.wait", "self handle_dependency", "self.partitions[rank].narrow("),
     ],
 )
+COORDINATOR, KIND = "deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator"
+PATCHES["released_parameters"] = (
+    [f"{COORDINATOR}:{KIND}._{KIND}__params_to_release"],
+    [
+        Reason(
+            COORDINATOR,
+            f"{KIND}.__params_to_release",
+            "self submodule_to_release step_id",
+            "for module in self.__submodule_order[step_id:]:",
+        ),
+        Reason(COORDINATOR, f"{KIND}.__params_to_release", "self submodule_to_release step_id", "if not p.ds_persist)"),
+        Reason(COORDINATOR, f"{KIND}.release_sub_module", "self submodule", "params_to_release.update("),
+    ],
+)
 EP_LAYER, EP_KERNELS = "deepspeed.module_inject.auto_ep_layer", "deepspeed.moe.ep_kernels"
 PATCHES |= {
     "experts": (

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.torch_version import TorchVersion
 
-from tests.simulate.test_patches import C10D, Reason, definition, value_of
+from tests.simulate.test_patches import C10D, COORDINATOR, KIND, Reason, definition, value_of
 from zerofit.simulate.fakes import quantized as bits
 from zerofit.simulate.memory.ledger import Ledger
 from zerofit.simulate.ops.streams import Streams
@@ -114,8 +114,16 @@ PATCHES = {
     "triton_kernels": ([], []),
     "handles": (["torch.distributed:Work.wait"], []),
     "fetched_parameters": (
-        ["deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator.fetch_sub_module"],
+        [f"{COORDINATOR}:{KIND}.fetch_sub_module"],
         [],
+    ),
+    "held_parameters": (
+        [f"{COORDINATOR}:{KIND}.release_backward_leftovers", f"{COORDINATOR}:update_recompute_parameters"],
+        [
+            Reason(
+                COORDINATOR, f"{KIND}._fetch_sub_module_impl", "self", "next(reversed(self.__active_backward_submodules"
+            )
+        ],
     ),
     "process_groups": (
         [*(f"torch.distributed:{name}" for name in GROUPS), f"{MESH}:init_process_group"],

@@ -35,6 +35,39 @@ for i in range(50):
     engine.backward(loss)
     engine.step()
 """  # fmt: skip
+HOLDS = """\
+import deepspeed
+import torch
+from torch.utils.checkpoint import checkpoint
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = torch.nn.Linear(1024, 1024, bias=False).requires_grad_(False)
+        self.scale = torch.nn.Parameter(torch.ones(1024))
+
+    def forward(self, x):
+        return self.frozen(x) * self.scale
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x):
+        return self.attention(x)
+
+model = torch.nn.ModuleList([Block() for _ in range(4)])
+model.forward = lambda x: [x := checkpoint(block, x, use_reentrant=True) for block in model][-1]
+zero = {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+config["optimizer"] = {"type": "AdamW"}
+engine, *_ = deepspeed.initialize(model=model, config=config)
+for i in range(50):
+    loss = engine(torch.randn(4, 1024, device=engine.device, dtype=torch.bfloat16, requires_grad=True)).sum()
+    engine.backward(loss)
+    engine.step()
+"""
 SAVES = LOOP + """\
     torch.save(engine.module.state_dict(), "weights.pt")
     engine.save_checkpoint("checkpoint")
@@ -508,3 +541,16 @@ def test_copies_of_partitioned_parameters_are_empty(folder):
     """As on real ranks: the engine then asserts that each parameter is available."""
     problem = refused(COPIED)
     assert "AssertionError" in problem.message and "nn.TransformerEncoder" in (problem.hint or "")
+
+
+def test_a_note_says_what_holds_frozen_weights(folder):
+    held, released = simulated(HOLDS), simulated(HOLDS.replace("use_reentrant=True", "use_reentrant=False"))
+    notes = [[note.text for note in one.run.facts.notes if "frozen weights" in note.text] for one in (held, released)]
+    assert notes[1] == []
+    assert notes[0] == [
+        "ZeRO-3 holds 8.00 MiB of frozen weights until backward ends, since checkpoints are recomputed with "
+        "use_reentrant=True; with False, it releases them after each block"
+    ]
+    assert held.peak_phase == "backward"
+    # all four blocks' weights, and not the running block's alone
+    assert held.peak_bytes - released.peak_bytes == pytest.approx(3 * 1024 * 1024 * 2, rel=0.01)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from functools import cache
 from types import EllipsisType
 from typing import Any
 
@@ -323,6 +324,26 @@ def pieces_of_ranks() -> None:
     replace_in(handle, "wait", sharing_pieces(handle.wait, "narrow"))
 
 
+def released_parameters() -> None:
+    """Find at once that a module has no parameters to release.
+
+    DeepSpeed first looks for their next use, in all modules within `stage3_max_reuse_distance`. With LoRA, most modules
+    have no parameters, or only small ones, which stay gathered. (PartitionedParameterCoordinator.__params_to_release of
+    deepspeed.runtime.zero.partitioned_param_coordinator)
+    """
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    kind, name = coordinator.PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__params_to_release"
+    original = getattr(kind, name)
+
+    @cache  # as in DeepSpeed: release_sub_module changes the set that it gets
+    def params_to_release(self: Any, submodule: nn.Module, step_id: int) -> set[int]:
+        own = coordinator.iter_params(submodule, recurse=coordinator.z3_leaf_module(submodule))
+        return set() if all(p.ds_persist for p in own) else original(self, submodule, step_id)
+
+    replace_in(kind, name, params_to_release)
+
+
 ALWAYS = (
     module_apply,
     expert_counts,
@@ -331,6 +352,7 @@ ALWAYS = (
     fast_paths,
     order_checks,
     pieces_of_ranks,
+    released_parameters,
     device_mesh,
     object_collectives,
     cpu_vendor,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
+from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
 from torch._C._distributed_c10d import BuiltinCommHookType
@@ -32,6 +33,9 @@ from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker, is_real
 from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS, WITHOUT_HYBRID_ENGINE, hybrid_engine_error
 from zerofit.spec.memory_kinds import BUCKETS, GRADIENTS
+from zerofit.spec.units import shown_bytes
+
+_WORTH_SAYING = 1 << 20  # bytes
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_reduce_coalesced")
 _rules = torch.library.Library("c10d", "IMPL")  # removes its rules when it is deleted
@@ -169,10 +173,46 @@ def fetched_parameters(meter: ScriptTracker) -> None:
     original = PartitionedParameterCoordinator.fetch_sub_module
 
     def fetch_sub_module(self: Any, current_submodule: nn.Module, forward: bool) -> None:
-        meter.note_hooks(sum(hasattr(p, "ds_id") for p in current_submodule.parameters(recurse=False)))
+        if meter.streams.issued is not None:
+            meter.note_hooks(sum(hasattr(p, "ds_id") for p in current_submodule.parameters(recurse=False)))
         original(self, current_submodule, forward)
 
     replace_in(PartitionedParameterCoordinator, "fetch_sub_module", fetch_sub_module)
+
+
+def held_parameters(meter: ScriptTracker) -> None:
+    """Add a note about frozen parameters that ZeRO-3 holds until the backward pass ends.
+
+    DeepSpeed assigns each frozen parameter that a recomputed checkpoint gathers to the module whose backward began
+    last, and releases it when this backward ends. With `use_reentrant=True`, this module is the whole model or in
+    another block, since the backward of the recomputed block has not begun.
+    (update_recompute_parameters and release_backward_leftovers of runtime/zero/partitioned_param_coordinator.py)
+    """
+    update = getattr(partitioned_param_coordinator, "update_recompute_parameters", None)
+    if update is None:  # releases before 0.19
+        return
+    kind, name = PartitionedParameterCoordinator, "release_backward_leftovers"
+    release: Any = getattr(kind, name)
+    held: set[Any] = set()
+
+    def assigned(sub_module: Any, param: Any) -> None:
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name() == "CheckpointFunctionBackward" and not param.ds_persist:
+            held.add(param)
+        update(sub_module, param)
+
+    def released(self: Any) -> None:
+        size = sum(p.ds_numel * p.element_size() for p in held)
+        held.clear()
+        if size >= _WORTH_SAYING:
+            meter.note(
+                f"ZeRO-3 holds {shown_bytes(size)} of frozen weights until backward ends, since checkpoints are "
+                "recomputed with use_reentrant=True; with False, it releases them after each block"
+            )
+        release(self)
+
+    replace_in(partitioned_param_coordinator, "update_recompute_parameters", assigned)
+    replace_in(kind, name, released)
 
 
 def data_parallel(meter: ScriptTracker) -> None:

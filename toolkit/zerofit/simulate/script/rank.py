@@ -174,6 +174,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     distributed.hybrid_engine()
     distributed.handles(meter)
     distributed.fetched_parameters(meter)
+    distributed.held_parameters(meter)
     distributed.resized_storages(meter)
     distributed.sharded_shapes()
     pretrained.pretrained(meter)
