@@ -16,7 +16,16 @@ CHECKPOINTING = ("--gradient_checkpointing", "True")
 TRL = ("sft", "lora", "dpo", "reward")
 KINDS = ("plain", "trainer", "peft", "seq2seq", "image", "accelerate", "gan", *TRL, "qlora")
 ALONE = ("autocast zero2", "pipeline zero1", "cnn zero2", "json zero3", "launched zero2", "liger zero2", "liger zero3")
-ALONE += ("torch plain", "torch ddp", "torch unused", "torch static", "torch views", "torch fsdp", "trainer ddp")
+ALONE += (
+    "reentrant zero3",
+    "torch plain",
+    "torch ddp",
+    "torch unused",
+    "torch static",
+    "torch views",
+    "torch fsdp",
+    "trainer ddp",
+)
 DDP = {
     "ddp": (),
     "unused": ("find_unused_parameters", "--unused"),
@@ -139,6 +148,16 @@ def _trainer(folder: Path, stage: str) -> tuple[str, ...]:
     return (str(SCRIPTS / "trainer.py"), *options)
 
 
+def _reentrant(folder: Path, stage: str) -> tuple[str, ...]:
+    """LoRA with checkpoints that DeepSpeed recomputes before it knows their module; nothing is kept for reuse."""
+    options = ("--lora", "True", "--gradient_checkpointing_kwargs", '{"use_reentrant": true}')
+    words = _of_llama("trainer.py", *options)(folder, stage)
+    config = json.loads((folder / "auto.json").read_text())
+    config["zero_optimization"] |= {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
+    _json(folder, "auto.json", config)
+    return words
+
+
 def _liger(folder: Path, stage: str) -> tuple[str, ...]:
     """In fp32: of bf16, Liger adds up gradients on a CPU in another way than on a GPU."""
     options = ("--use_liger_kernel", "True", "--from_config", "True")
@@ -245,6 +264,7 @@ _WORDS: dict[str, Words] = {
     "pipeline": _pipeline,
     "trainer": _trainer,
     "peft": _of_llama("trainer.py", "--lora", "True"),
+    "reentrant": _reentrant,
     "liger": _liger,
     "seq2seq": _seq2seq,
     "image": _image(),

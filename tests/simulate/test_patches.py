@@ -224,17 +224,17 @@ PATCHES["pieces_of_ranks"] = (
     ],
 )
 COORDINATOR, KIND = "deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator"
-PATCHES["released_parameters"] = (
-    [f"{COORDINATOR}:{KIND}._{KIND}__params_to_release"],
+OFFLOAD, LEAF = "deepspeed.runtime.zero.parameter_offload", "deepspeed.utils.z3_leaf_module"
+PATCHES["parameters_of_modules"] = (
+    [f"{COORDINATOR}:iter_params", f"{OFFLOAD}:iter_params", f"{COORDINATOR}:{KIND}._{KIND}__params_to_release"],
     [
-        Reason(
-            COORDINATOR,
-            f"{KIND}.__params_to_release",
-            "self submodule_to_release step_id",
-            "for module in self.__submodule_order[step_id:]:",
+        Reason(COORDINATOR, "get_all_parameters", "sub_module recurse", "sub_module.ds_external_parameters())"),
+        *(
+            Reason(COORDINATOR, f"{KIND}.__params_to_release", "self submodule_to_release step_id", line)
+            for line in ("for module in self.__submodule_order[step_id:]:", "if not p.ds_persist)")
         ),
-        Reason(COORDINATOR, f"{KIND}.__params_to_release", "self submodule_to_release step_id", "if not p.ds_persist)"),
         Reason(COORDINATOR, f"{KIND}.release_sub_module", "self submodule", "params_to_release.update("),
+        Reason(LEAF, "z3_leaf_module", "model", "hasattr(model, '_z3_leaf')"),
     ],
 )
 EP_LAYER, EP_KERNELS = "deepspeed.module_inject.auto_ep_layer", "deepspeed.moe.ep_kernels"

@@ -69,6 +69,11 @@ def _ungrouped(query: Tensor, *grouped: Tensor) -> list[tuple[int, ...]]:
     return [(len(one), query.shape[1], *one.shape[2:]) for one in grouped]
 
 
+def _product(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
+    """Count the FLOPs of a product of matrices, or of batches of them. torch's counter is slower."""
+    return 2 * a.numel() * b.shape[-1]
+
+
 def _grouped(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
     """Count the FLOPs of a mixture of experts: (tokens, k) times (experts, k, n)."""
     return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
@@ -81,6 +86,8 @@ def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *more: Any, *
 
 
 _MORE: dict[object, Callable[..., int]] = {
+    torch.ops.aten.mm: _product,
+    torch.ops.aten.bmm: _product,
     torch.ops.aten._grouped_mm: _grouped,
     torch.ops.aten.convolution_backward: _convolution_backward,
 }
