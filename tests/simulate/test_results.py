@@ -22,6 +22,8 @@ CALLS: dict[str, Callable[[Tensor, Tensor], tuple]] = {
     "transposed": lambda a, b: (aten.add.Tensor, (a.t(), b), {}),
     "several outputs": lambda a, b: (aten.native_layer_norm.default, (a, [4], None, None, 1e-5), {}),
     "list": lambda a, b: (aten.cat.default, ([a, b], 1), {}),
+    "rows into a view": lambda a, b: (aten.cat.out, ([a[0], b[1]],), {"out": torch.empty(9)[1:]}),
+    "matrices into a tensor": lambda a, b: (aten.cat.out, ([a, b],), {"out": torch.empty(8, 4)}),
     "new": lambda a, b: (aten.empty.memory_format, ([3, 5],), {"dtype": torch.int8, "device": torch.device("cpu")}),
     "_unsafe_view": lambda a, b: (aten._unsafe_view.default, (a, [2, 8]), {}),
     "view": lambda a, b: (aten.slice.Tensor, (a, 0, 1, 3), {}),
@@ -66,6 +68,17 @@ def test_an_op_in_place_returns_its_argument():
         for _ in range(3):
             a = torch.empty(6, 2)
             assert repeated(aten.add_.Tensor, (a, 1), {}) is a
+
+
+def test_rows_are_joined_into_a_given_tensor_without_torch(monkeypatch):
+    calls = []
+    with FakeTensorMode():
+        rows, out = [torch.empty(3), torch.empty(5)], torch.empty(8)
+        monkeypatch.setattr(FakeTensorMode, "dispatch", _counted(FakeTensorMode.dispatch, calls))
+        assert shortcuts.run(aten.cat.out, (rows,), {"out": out}) is out
+        assert calls == []
+        shortcuts.run(aten.cat.out, (rows,), {"out": torch.empty(8, dtype=torch.float64)})
+        assert aten.cat.out in calls
 
 
 def test_results_of_known_values_are_not_repeated():

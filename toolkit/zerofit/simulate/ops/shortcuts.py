@@ -30,7 +30,7 @@ _AS_LONG_AS_ELEMENTS = {
     torch.ops.aten.soft_margin_loss.default,
 }
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-_CAT = torch.ops.aten.cat.default
+_CAT, _CAT_INTO = torch.ops.aten.cat.default, torch.ops.aten.cat.out
 
 
 def run(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
@@ -43,7 +43,9 @@ def run(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
             with in_kernel_invocation_manager(tensors[0].fake_mode):
                 return func(*args, **kwargs)  # torch/distributed/_meta_registrations.py: its own arguments
     if func is _CAT and _are_rows_alike(list(args[0])):
-        return args[0][0].new_empty(sum(piece.numel() for piece in args[0]))
+        return args[0][0].new_empty(_length(args[0]))
+    if func is _CAT_INTO and _are_rows_alike([whole := kwargs["out"], *args[0]]) and len(whole) == _length(args[0]):
+        return whole  # FakeTensorMode caches no op that writes into `out`
     return as_stored(func, args, repeated(func, args, kwargs))
 
 
@@ -89,6 +91,10 @@ def _view(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
     if isinstance(made, Tensor):
         return new_fake(whole.fake_mode, made, whole.fake_device)
     return [new_fake(whole.fake_mode, one, whole.fake_device) for one in made]
+
+
+def _length(rows: list[Tensor]) -> int:
+    return sum(map(len, rows))
 
 
 def _are_rows_alike(pieces: list[Any]) -> bool:
