@@ -52,6 +52,24 @@ for (x,) in DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=8, pin_mem
     optimizer.step()
     optimizer.zero_grad()
 """
+# the peak that the script itself reads: since its own reset, not since the phase began
+PEAKS = """\
+import torch
+
+model = torch.nn.Linear(256, 256).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i in range(4):
+    start = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == start
+    large = torch.empty(1 << 25, device="cuda")
+    del large
+    model(torch.randn(8, 256, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert torch.cuda.max_memory_allocated() == start + 4 * (1 << 25)
+    assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == start + 4 * (1 << 25)
+"""
 # tensors that C++ code makes on a GPU; the types are those of many older scripts
 MADE = """\
 import torch
@@ -274,6 +292,10 @@ def test_pinned_memory_however_it_is_asked_for(folder):
 
 def test_tensors_are_made_as_on_a_gpu(folder):
     assert facts(simulated(MADE, gpus=1)).facts.optimizer == "AdamW"
+
+
+def test_a_script_reads_the_peak_since_its_own_reset(folder):
+    assert facts(simulated(PEAKS, gpus=1)).facts.optimizer == "SGD"
 
 
 def test_a_second_gpu_of_a_process_is_noted(folder):

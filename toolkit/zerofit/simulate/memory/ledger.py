@@ -65,18 +65,19 @@ class Ledger:
         self.notes: list[tuple[int, Note]] = []  # other messages to the caching allocator, and the event they precede
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self._going_over: tuple[int, int, int] | None = None  # next event, storage to be freed, peak before
+        self.highest = 0  # live bytes on the device, since `torch.cuda.reset_peak_memory_stats`
+        self._going_over: tuple[int, int, int, int] | None = None  # next event, storage to be freed, peaks before
 
     def allocated(self, storage: Storage, instead: int | None = None) -> int:
         """Record an allocation. Return the storage's index.
 
         `instead`: an older storage's index. If the next event frees this storage, the new one reuses its memory.
         """
-        before = self.peak[storage.place]
+        before = self.peak[storage.place], self.highest
         self.storages.append(storage)
         self._change(len(self.storages) - 1, storage.bytes)
         if instead is not None:
-            self._going_over = len(self.events), instead, before
+            self._going_over = len(self.events), instead, *before
         return len(self.storages) - 1
 
     def resized(self, index: int, new_bytes: int) -> None:
@@ -96,7 +97,7 @@ class Ledger:
         taker, size = self.events.pop()
         place = self.storages[taker].place
         self.live[place] -= size
-        self.peak[place] = self._going_over[2]
+        self.peak[place], self.highest = self._going_over[2:]
         self._change(index, change)
         self._change(taker, size)
 
@@ -128,6 +129,8 @@ class Ledger:
         self.events.append((index, change))
         self.live[place] += change
         self.peak[place] = max(self.peak[place], self.live[place])
+        if place == DEVICE:
+            self.highest = max(self.highest, self.live[place])
 
 
 # A peak per line of code, not only the highest of all: when a model is extrapolated from a few layers

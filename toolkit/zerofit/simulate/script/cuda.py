@@ -184,10 +184,13 @@ def _memory(meter: ScriptTracker, total: int) -> dict[str, object]:
         return meter.live()
 
     def peak(*_: object, **__: object) -> int:
-        return meter.peak()
+        return meter.ledger.highest
+
+    def reset(*_: object, **__: object) -> None:
+        meter.ledger.highest = meter.live()
 
     def stats(*_: object, **__: object) -> dict[str, int]:
-        figures = {"current": meter.live(), "peak": meter.peak()}
+        figures = {"current": meter.live(), "peak": peak()}
         kinds = ("allocated", "reserved", "active", "requested")
         rows = {f"{kind}_bytes.all.{what}": n for kind in kinds for what, n in figures.items()}
         return {**rows, "num_alloc_retries": 0, "num_ooms": 0}
@@ -195,7 +198,7 @@ def _memory(meter: ScriptTracker, total: int) -> dict[str, object]:
     return {
         **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), live),
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), peak),
-        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), _nothing),
+        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), reset),
         **dict.fromkeys(("reset_accumulated_memory_stats", "set_per_process_memory_fraction"), _nothing),
         **dict.fromkeys(("_record_memory_history", "_dump_snapshot"), _nothing),
         **dict.fromkeys(("memory_snapshot", "_snapshot"), lambda *_, **__: []),
