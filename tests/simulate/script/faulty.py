@@ -24,6 +24,21 @@ for i in range(50):
     loss = model(x).square().mean()  #kept-outputs
     loss.backward()  #kept-graph
 """ + STEP  # fmt: skip
+OFFLOADED = PLAIN + """\
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+dist.init_process_group("cuda:nccl,cpu:gloo")
+with torch.device("meta"):
+    model = build()
+fully_shard(model, offload_policy=CPUOffloadPolicy())
+model.to_empty(device="cpu")
+for weight in model.parameters():
+    nn.init.trunc_normal_(weight, std=0.02, a=-0.04, b=0.04)  #repeated-draws
+optimizer = torch.optim.AdamW(model.parameters())
+for i in range(50):
+    loss = model(torch.randn(64, 2048, device="cuda")).square().mean()
+    loss.backward()
+""" + STEP  # fmt: skip
 CONFIG = """\
 import deepspeed
 config = dict(train_micro_batch_size_per_gpu=8, bf16=dict(enabled=True), zero_optimization=dict(stage=3),
@@ -156,6 +171,7 @@ FAULTY = (
         {"whole-model": 4 * (5 * 2048 * 2049 + 4 * 2049), "expert-leaves": 0},
     ),
     (ONE, CHECKPOINTED, {"lost-gradients": 0}),
+    (TWO, OFFLOADED, {"repeated-draws": 0}),
 )
 AUTOCAST = "    with torch.autocast('cuda', torch.bfloat16):\n        loss ="
 GETS_GRADIENT = "model.embed.register_forward_hook(lambda *seen: seen[-1].requires_grad_(True))"
@@ -182,4 +198,5 @@ HEALTHY = {
         variant(EXPERTS, ("engine,", "deepspeed.utils.set_z3_leaf_modules(model, [Routed])\nengine,")),
     ),
     "lost-gradients": (ONE, variant(CHECKPOINTED, before(GETS_GRADIENT))),
+    "repeated-draws": (TWO, variant(OFFLOADED, ("offload_policy=CPUOffloadPolicy()", ""), ('"cpu"', '"cuda"'))),
 }

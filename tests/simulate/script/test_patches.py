@@ -216,6 +216,7 @@ PATCHES = {
     ),
     "autocast_types": (["torch:autocast.__enter__"], []),
     "flash_attention_package": ([], []),
+    "newer_flash_attention": ([], []),
     "lazy_modules": (
         [f"{PARAMETER}:UninitializedParameter.__new__", f"{PARAMETER}:UninitializedBuffer.__new__"],
         [

@@ -133,6 +133,18 @@ def _flash_backward(args: OpArguments, out: OpOutput) -> int:
     return accumulated + expanded
 
 
+def _ragged_flash_backward(args: OpArguments, out: OpOutput) -> int:
+    """Count the same bytes for sequences in one tensor, each padded by 128 rows. args[6]: where they begin.
+
+    Source: flash_api.cpp, mha_varlen_bwd.
+    """
+    query, key, starts = args[1], args[2], args[6]
+    tokens, heads, width = query.shape
+    rows, columns = tokens + 128 * (starts.numel() - 1), -(-width // 32) * 32
+    expanded = 2 * key.shape[0] * heads * width * key.element_size() if key.shape[1] != heads else 0
+    return 4 * heads * rows * (columns + 1) + expanded
+
+
 def _copies(*places: int) -> Callable[[OpArguments, OpOutput], int]:
     """Return a function that counts the bytes that an op copies.
 
@@ -194,6 +206,7 @@ KERNEL_SCRATCH: dict[str, dict[str, Callable[[OpArguments, OpOutput], int]]] = {
     "cuda": {
         **_ANYWHERE,
         "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+        "torch_attn::_varlen_attn_backward": _ragged_flash_backward,
         "c10d::allgather_": lambda args, out: _flattened(args[0]),
         "c10d::reduce_scatter_": lambda args, out: _flattened(args[1]),
     },

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.distributed.tensor._random import OffsetBasedRNGTracker
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
@@ -39,6 +41,7 @@ class FaultLog:
         self.batch_at = ""
         self.kept_gradients: list[int] = []  # bytes at the first micro batch after each step of a plain optimizer
         self.zeroed_at = self.retained_at = self.checkpointed_at = ""
+        self.redrawn_at: str | None = None  # where a sharded tensor in host memory gets random values
         self.detached = False  # whether a reentrant checkpoint got no input that requires a gradient
         self.wrapped: list[tuple[DistributedDataParallel, str]] = []  # with find_unused_parameters
         self.widths: set[int] = set()  # sizes of vocabularies
@@ -52,6 +55,7 @@ class FaultLog:
         """Wrap the functions that scripts call, for the rest of this process."""
         backward, check = torch.autograd.backward, torch.utils.checkpoint.check_backward_validity
         bound = inspect.signature(backward).bind
+        region = OffsetBasedRNGTracker._distribute_region
         wrap, enable = DistributedDataParallel.__init__, PreTrainedModel.gradient_checkpointing_enable
 
         @wraps(backward)
@@ -77,8 +81,19 @@ class FaultLog:
             self.checkpointed_at = own_line()
             enable(model, *args, **kwargs)
 
+        @contextmanager
+        def draw(*args: Any, **kwargs: Any) -> Iterator[None]:
+            with region(*args, **kwargs):
+                before = torch.default_generator.get_state()
+                yield
+                after = torch.default_generator.get_state()
+            if bytes(before.numpy()) != bytes(after.numpy()):
+                self.redrawn_at = own_line()
+                torch.set_rng_state(after)  # torch has set the state to `before`, so that trunc_normal_ never ends
+
         torch.autograd.backward = run_backward
         torch.utils.checkpoint.check_backward_validity = check_inputs
+        replace_in(OffsetBasedRNGTracker, "_distribute_region", draw)
         replace_in(DistributedDataParallel, "__init__", init)
         replace_in(PreTrainedModel, "gradient_checkpointing_enable", enabled)
         for owner in (torch.optim.Optimizer, nn.Module):

@@ -299,6 +299,12 @@ def _pinned(script: Script) -> Iterator[Found]:
         yield line, size, f"{shown_bytes(size * target.gpus)} of a node's {shown_bytes(target.host_bytes)}"
 
 
+def _repeated_draws(script: Script) -> Iterator[Found]:
+    """Find random values of sharded tensors in host memory. torch resets the host's generator after each call."""
+    if script.log.redrawn_at is not None:
+        yield script.log.redrawn_at, 0, torch.__version__.partition("+")[0]
+
+
 LOST_GRADIENTS = Fault(
     code="lost-gradients",
     problem="{detail} trained weights get no gradient: no input of a checkpointed block requires a gradient",
@@ -379,5 +385,12 @@ FAULTS = (
         problem="page-locked memory of {bytes} per rank needs {detail}",
         mend='set "pin_memory": false in the offload section or the DataLoader, or use more nodes',
         find=_pinned,
+    ),
+    Fault(
+        code="repeated-draws",
+        problem="torch {detail} gives sharded weights in host memory the same random values in each call; "
+        "trunc_normal_, which draws values out of bounds again, runs forever (pytorch issue 180088)",
+        mend="initialize the weights before fully_shard, or on the GPU",
+        find=_repeated_draws,
     ),
 )

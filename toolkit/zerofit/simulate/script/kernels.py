@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.nn.attention import _registry
 from torch.nn.functional import pad
 from torch.nn.modules._functions import SyncBatchNorm
 
@@ -198,6 +199,27 @@ def flash_attention_package(meter: ScriptTracker) -> None:
         sys.modules[name] = module
         parent, _, last = name.rpartition(".")
         vars(sys.modules.get(parent, module))[last] = module
+
+
+class _Active:
+    """What torch keeps while it uses another FlashAttention."""
+
+    def remove(self) -> None:
+        """Do nothing: no kernels were registered."""
+
+
+def newer_flash_attention(meter: ScriptTracker) -> None:
+    """Let scripts activate FlashAttention 3 or 4 without its package. Shapes and scratch are of FlashAttention 2.
+
+    (torch.nn.attention.activate_flash_attention_impl)
+    """
+    for name in _registry.list_flash_attention_impls():
+
+        def activate(name: str = name) -> _Active:
+            meter.note(f"{name}: memory as with FlashAttention 2")
+            return _Active()
+
+        _registry.register_flash_attention_impl(name, register_fn=activate)
 
 
 def _padding_functions() -> dict[str, object]:

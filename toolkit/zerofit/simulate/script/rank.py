@@ -150,6 +150,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
         distributed.flat_sharding()
         kernels.synchronized_norms(meter)
         kernels.flash_attention_package(meter)
+        kernels.newer_flash_attention(meter)
         recurrent.recurrent_layers(meter)
     else:
         recurrent.host_layers()
