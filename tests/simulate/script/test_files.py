@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulate.script.scripts import facts, simulated
+from tests.simulate.script.scripts import facts, refused, simulated
 
 TRAINED = """
 import torch
@@ -247,3 +247,9 @@ assert wandb.config.lr == 1
 """
     simulated(start + TRAINED, gpus=1)
     assert {path.name for path in folder.iterdir()} == {"ds.json", "train.py"}
+
+
+def test_errors_of_the_file_system_are_the_scripts(folder):
+    Path("made").write_text("a file")
+    problem = refused("import os\nos.makedirs('made')", gpus=1)
+    assert problem.kind == "script" and "FileExistsError" in problem.message

@@ -716,3 +716,62 @@ assert names[0]["run"] == "abc"
 """
     problem = refused(TORCH.replace("for i in", send + "for i in"), TWO, gpus=2, rank=1)
     assert problem.kind == "not-simulated" and "rank 1 receives objects from rank 0 at train.py:10" in problem.message
+
+
+VARLEN = """\
+import torch
+from torch import nn
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+from torch.nn.attention.varlen import varlen_attn
+from transformers.utils import is_flash_attn_2_available
+from flash_attn import flash_attn_func, flash_attn_with_kvcache
+
+activate_flash_attention_impl("FA3")
+assert current_flash_attention_impl() == "FA3" and is_flash_attn_2_available()
+net = nn.Linear(64, 3 * 256, bias=False, dtype=torch.bfloat16, device="cuda")
+optimizer = torch.optim.SGD(net.parameters())
+starts = torch.tensor([0, 1000, 3000, 4096], dtype=torch.int32, device="cuda")
+for _ in range(9):
+    q, k, v = net(torch.randn(4096, 64, dtype=torch.bfloat16, device="cuda")).view(4096, 3, 4, 64).unbind(1)
+    out = varlen_attn(q, k, v, starts, starts, 2000, 2000, window_size=(-1, 0))
+    gradient, = torch.autograd.grad(out.sum(), out)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(out, q, gradient)
+    kept = torch.cuda.max_memory_allocated() - before
+    assert kept == EXPECTED, kept
+    net(torch.randn(1, 64, dtype=torch.bfloat16, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_the_backward_of_ragged_attention_accumulates_in_fp32(folder):
+    gradients = 3 * 4096 * 4 * 64 * 2 + 4096 * 4 * 4 + 16  # zeros for the log-sum-exp and the random state, too
+    accumulated = 4 * (4096 + 3 * 128) * 4 * (64 + 1)  # FlashAttention 2: gradients of queries, and row sums
+    assert simulated(VARLEN.replace("EXPECTED", str(gradients + accumulated)), gpus=1).fits
+
+
+GATHERED = """\
+import inspect
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import Trainer
+
+assert {"model", "processing_class"} <= set(inspect.signature(Trainer.__init__).parameters)
+dist.init_process_group("nccl")
+mine = torch.tensor(1234567890123, device="cuda")
+all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+dist.all_gather(all_of_them, mine)
+assert [one.item() for one in all_of_them] == [1234567890123] * 2
+net = nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(net.parameters())
+dist.all_gather(all_of_them, net.weight.sum().long())
+for _ in range(9):
+    net(torch.randn(8, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_gathered_values_are_known_and_signatures_are_kept(folder):
+    assert simulated(GATHERED, "torchrun --nproc_per_node 2 train.py").fits

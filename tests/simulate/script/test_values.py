@@ -106,6 +106,37 @@ def test_a_phase_that_does_not_end_is_named_with_its_line(folder, loop):
     assert problem.where in [f"train.py:{line}" for line in (5, 6, 7)]  # the head of the loop runs, too
 
 
+SMALLER = """\
+import torch
+from torch import nn
+
+net = nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.SGD(net.parameters())
+size = 1 << 26  # 256 GiB of inputs
+while True:
+    try:
+        net(torch.randn(size, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+    except CAUGHT
+        size //= 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("caught", "expected"),
+    [
+        ("torch.cuda.OutOfMemoryError:", True),
+        ("RuntimeError as error:\n        assert 'out of memory' in str(error)", True),
+        ("ValueError:", False),
+    ],
+)
+def test_a_script_that_would_try_a_smaller_batch_is_named(folder, caught, expected):
+    result = simulated(SMALLER.replace("CAUGHT", caught), gpus=1)
+    notes = [note.text for note in facts(result).facts.notes if "out-of-memory" in note.text]
+    assert not result.fits and len(notes) == expected
+    assert all(text.startswith("train.py:8 catches") for text in notes)
+
+
 IMAGES = """\
 import torch
 from torch.utils.data import DataLoader

@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from functools import cache
-from types import EllipsisType
+from types import EllipsisType, FunctionType
 from typing import Any
 
 import torch
@@ -37,7 +37,13 @@ class AskedForValueError(RuntimeError):
 
 
 def replace_in(owner: object, name: str, value: object) -> None:
-    """Set an attribute where type checkers reject a plain assignment."""
+    """Set an attribute where type checkers reject a plain assignment.
+
+    A function defined for this purpose gets the signature of the one that it replaces, since libraries read it.
+    """
+    original = getattr(owner, name, None)
+    if isinstance(value, FunctionType) and "<locals>" in value.__qualname__ and "<lambda>" not in value.__qualname__:
+        value.__dict__.setdefault("__wrapped__", original)
     setattr(owner, name, value)
 
 

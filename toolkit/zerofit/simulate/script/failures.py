@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from zerofit.simulate.endings import EXITED, first_lines, lacks_memory, out_of_memory, shown_path
 from zerofit.simulate.ops.tracker import is_own
-from zerofit.simulate.script import tracker
+from zerofit.simulate.script import files, tracker
 from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
@@ -142,7 +142,8 @@ def _involves_stand_ins(error: BaseException) -> bool:
     for one in _chain(error):
         frames = [entry.tb_frame for entry in _entries(one)]
         on_fakes = any(f.f_code.co_name == "_on_fakes" and f.f_code.co_filename == tracker.__file__ for f in frames)
-        if on_fakes or _is_of_zerofit(one) or (frames and _holds_fakes(frames[-1])):
+        in_files = frames and frames[-1].f_code.co_filename == files.__file__
+        if on_fakes or _is_of_zerofit(one) or (frames and not in_files and _holds_fakes(frames[-1])):
             return True
     return False
 
@@ -171,6 +172,7 @@ def _is_in_call(entry: TracebackType) -> bool:
     """
     code = entry.tb_frame.f_code
     stands_for = "<locals>" in code.co_qualname or code.co_name == "__torch_dispatch__"
+    stands_for = stands_for or code.co_filename == files.__file__
     return stands_for and dis.opname[code.co_code[entry.tb_lasti]].startswith("CALL")
 
 

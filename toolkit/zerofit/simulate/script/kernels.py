@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import transformers.utils
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import fake_impls
@@ -157,7 +158,7 @@ class _FlashAttention(torch.autograd.Function):
 def flash_attention_package(meter: ScriptTracker) -> None:
     """Replace the flash_attn package (installed or not), which needs a GPU to build and import.
 
-    (sys.modules)
+    (sys.modules; transformers.utils: is_flash_attn_2_available)
 
     The replacement has only the functions for attention, padding and gathering. Other names raise an ImportError.
     """
@@ -185,6 +186,7 @@ def flash_attention_package(meter: ScriptTracker) -> None:
         for lengths in ("", "_varlen")
         for kind, packed in (("", 0), ("_kvpacked", 2), ("_qkvpacked", 3))
     }
+    functions["flash_attn_with_kvcache"] = attention(0, False)
     contents: dict[str, dict[str, object]] = {
         "flash_attn": functions,
         "flash_attn.flash_attn_interface": functions,
@@ -199,6 +201,8 @@ def flash_attention_package(meter: ScriptTracker) -> None:
         sys.modules[name] = module
         parent, _, last = name.rpartition(".")
         vars(sys.modules.get(parent, module))[last] = module
+    for module in (transformers.utils, transformers.utils.import_utils):
+        replace_in(module, "is_flash_attn_2_available", lambda *_, **__: True)
 
 
 class _Active:

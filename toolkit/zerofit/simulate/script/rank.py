@@ -84,6 +84,7 @@ def simulate_script(
     chosen = scratch or scratch_on("cuda" if target.on_gpu else "cpu")
     meter = ScriptTracker(shown, chosen, fakes, target.workspace_bytes)
     meter.gpus, meter.local, meter.crowded = target.gpus, target.rank % target.gpus, target.crowded
+    meter.capacity_bytes = target.device.memory_bytes
     meter.stacks = StackLog() if target.stacks else None
     apply_patches(meter, target)
     gradients = GradientLog(meter)

@@ -6,6 +6,7 @@ device keep their values, and ops on them are computed, so that a script takes t
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Sequence
@@ -35,10 +36,12 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofit.simulate.costs.layers import is_kernel
+from zerofit.simulate.memory.ledger import DEVICE
 from zerofit.simulate.ops import shortcuts
 from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, leaves_of
 from zerofit.simulate.ops.tracker import FUNCTIONAL, is_collective, is_counted
 from zerofit.simulate.script.received import alike
+from zerofit.simulate.script.recovery import recovers_at
 from zerofit.simulate.script.value_tracker import HOLDS_NOTHING_BYTES, SIMULATED, ValueTracker
 from zerofit.simulate.script.values import KEPT_DATA, forget, known_value
 
@@ -81,6 +84,7 @@ class ScriptTracker(ValueTracker):
         self.autocast: torch.dtype | None = None  # the type that autocast used in training
         # handle of a send or receive -> its tensors, which it keeps alive (WorkNCCL::outputs_)
         self._held = WeakIdKeyDictionary()
+        self.capacity_bytes = math.inf  # of the device, until its memory is exceeded where the script expects this
         self.received: Any = []  # weak references to the tensors of the last collective
 
     def __torch_dispatch__(
@@ -134,6 +138,8 @@ class ScriptTracker(ValueTracker):
         if is_counted(func) and (sends or not overwritten):
             # a fake that replaced a real tensor for this call has no memory of its own
             self._note_storages(name, func, args, kwargs, None if overwritten else out)
+            if self.ledger.live[DEVICE] > self.capacity_bytes:
+                self._note_recovery()
         if pins:
             self.pin(out)
         if func is _TO_COPY and faked and out.dtype is torch.float32 and args[0].itemsize == 2:
@@ -175,6 +181,16 @@ class ScriptTracker(ValueTracker):
         if number not in (None, self.local):
             text = f"tensors on cuda:{number}: counted on cuda:{self.local}, since one GPU per process is simulated"
             self.note(text, bound=True, here=True)
+
+    def _note_recovery(self) -> None:
+        """Add a note if the script would catch the out-of-memory error that the GPU would raise here."""
+        line = recovers_at()
+        if line:
+            self.capacity_bytes = math.inf
+            self.note(
+                f"{line} catches out-of-memory errors, and the script may then go on with less memory; zerofit raises "
+                "none and shows what the first attempt needs: start with a smaller batch to simulate a later one"
+            )
 
     def _pinning(self, name: str, tensor: Tensor) -> object:
         """Run `is_pinned` or `pin_memory` without torch's own code, which needs a CUDA driver."""
