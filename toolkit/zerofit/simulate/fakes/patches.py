@@ -42,7 +42,8 @@ def replace_in(owner: object, name: str, value: object) -> None:
     A function defined for this purpose gets the signature of the one that it replaces, since libraries read it.
     """
     original = getattr(owner, name, None)
-    if isinstance(value, FunctionType) and "<locals>" in value.__qualname__ and "<lambda>" not in value.__qualname__:
+    own = isinstance(value, FunctionType) and "<locals>" in value.__qualname__ and "<lambda>" not in value.__qualname__
+    if own and callable(original):
         value.__dict__.setdefault("__wrapped__", original)
     setattr(owner, name, value)
 
