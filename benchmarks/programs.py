@@ -31,6 +31,16 @@ LAYOUTS = {  # name -> GPUs, options
     "PP 2 x CP 2": (4, f"{STAGES} 1F1B --parallelism.context_parallel_degree 2"),
 }
 EXPERTS = f"--parallelism.expert_parallel_degree 2 {NO_GRAPHS}"
+OTHERS = (  # torchtitan's module and configuration, layout on 4 GPUs, options
+    ("deepseek_v3", "deepseek_v3_debugmodel", "FSDP 4, EP 2", EXPERTS),
+    ("deepseek_v3", "deepseek_v3_debugmodel_mtp", "FSDP 4, EP 2", EXPERTS),
+    ("qwen3", "qwen3_moe_debug", "FSDP 4, EP 2", EXPERTS),
+    ("qwen3", "qwen3_moe_debug", "FSDP 2 x TP 2, EP 2", f"{EXPERTS} --parallelism.tensor_parallel_degree 2"),
+    ("gpt_oss", "gpt_oss_debugmodel_flex", "FSDP 4", NO_GRAPHS),
+    ("muse_glimmer", "muse_glimmer_debugmodel", "FSDP 4", NO_GRAPHS),
+    ("llama3", "llama3_debugmodel_varlen_attn", "FSDP 4", ""),
+    ("llama3", "llama3_debugmodel", "FSDP 4, offloaded", "--training.enable_cpu_offload"),
+)
 MODELS = {
     "ModernBERT": "modernbert",
     "Whisper that generates": "whisper",
@@ -67,11 +77,14 @@ CASES: dict[str, tuple[str, int, str]] = {
         )
         for layout, (gpus, options) in LAYOUTS.items()
     },
-    "torchtitan deepseek_v3 debug, FSDP 4, EP 2": (
-        "torchtitan",
-        4,
-        f"torchrun --nproc_per_node 4 {TITAN} deepseek_v3_debugmodel {EXPERTS}".replace("llama3", "deepseek_v3"),
-    ),
+    **{
+        f"torchtitan {config}, {layout}": (
+            "torchtitan",
+            4,
+            f"torchrun --nproc_per_node 4 {TITAN.replace('llama3', module)} {config} {options}",
+        )
+        for module, config, layout, options in OTHERS
+    },
     "torchtitan 8B, FSDP 8": (
         "torchtitan",
         8,
