@@ -145,7 +145,9 @@ def _read(path: Path, where: str = "", required: tuple[str, ...] = ()) -> dict[s
     return entry | sizes | {"tflops": tflops}
 
 
-def _check_keys(path: Path, entry: dict[Any, Any], required: tuple[str, ...], problems: Problems, where: str) -> None:
+def _check_keys(
+    path: Path, entry: dict[object, object], required: tuple[str, ...], problems: Problems, where: str
+) -> None:
     for key in entry.keys() - KEYS.keys():
         hint = nearest(str(key), KEYS)
         problems.add("unknown-key", f"{path}: unknown key {key!r}", hint or f"known: {', '.join(KEYS)}", where)
@@ -159,7 +161,7 @@ def _check_keys(path: Path, entry: dict[Any, Any], required: tuple[str, ...], pr
             problems.add("bad-value", f"{path}: {key}: no {entry[key]!r} in the catalog", hint, where)
 
 
-def _check_model(path: Path, entry: dict[Any, Any], problems: Problems, where: str) -> None:
+def _check_model(path: Path, entry: dict[object, object], problems: Problems, where: str) -> None:
     capability, multiprocessors = entry.get("capability", [8, 0]), entry.get("multiprocessors", 1)
     right = {
         "architecture": entry.get("architecture", "") in ("", *ARCHITECTURES),
@@ -172,7 +174,7 @@ def _check_model(path: Path, entry: dict[Any, Any], problems: Problems, where: s
         problems.add("bad-value", f"{path}: {key}: got {entry[key]!r}", hint, where)
 
 
-def _size(path: Path, key: str, value: Any, where: str) -> int:
+def _size(path: Path, key: str, value: object, where: str) -> int:
     try:
         return parse_bytes(str(value), where)
     except UserError as error:
@@ -180,7 +182,7 @@ def _size(path: Path, key: str, value: Any, where: str) -> int:
         raise UserError(Problem(kind="bad-size", message=message, hint=hint, where=where)) from None
 
 
-def _tflops(path: Path, value: Any, problems: Problems, where: str) -> dict[str, float]:
+def _tflops(path: Path, value: object, problems: Problems, where: str) -> dict[str, float]:
     peaks = value if isinstance(value, Mapping) else {}
     if "fp32" not in peaks or peaks.keys() - set(PRECISIONS) or not all(map(_positive, peaks.values())):
         hint = f"tflops: {KEYS['tflops']}; fp32 is required, bf16 and fp16 if the device supports them"
@@ -189,7 +191,7 @@ def _tflops(path: Path, value: Any, problems: Problems, where: str) -> dict[str,
     return {str(name): float(peak) for name, peak in peaks.items()}
 
 
-def _positive(value: Any) -> bool:
+def _positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LARGEST
 
 
@@ -227,7 +229,7 @@ def _node(path: Path, entry: dict[str, Any]) -> Node:
     return Node(name=str(entry.get("name", f"the node of {path.name}")), source=source, price=price, **figures)
 
 
-def _source(path: Path, entry: dict[str, Any]) -> str:
+def _source(path: Path, entry: dict[str, object]) -> str:
     if "source" not in entry:
         return str(path)
     return f"{entry['source']} ({entry['date']})" if "date" in entry else str(entry["source"])

@@ -44,7 +44,7 @@ CORE_BANDWIDTH = 8 * GB  # assumed: a core's share of a server's memory channels
 LOOPBACK = 1.5 * GB  # assumed: gloo through the loopback device
 
 
-def find_device(kind: str, where: str = "--gpu") -> Device:
+def find_device(kind: str) -> Device:
     """Return the device for a kind, a cloud's instance type, or a YAML file (`device_file`).
 
     Raises UserError for an unknown kind, with the nearest names. For "cpu" use `cpu_device`.
@@ -54,7 +54,7 @@ def find_device(kind: str, where: str = "--gpu") -> Device:
     if kind.lower() in INSTANCES:
         return INSTANCES[kind.lower()]
     if kind.endswith(SUFFIXES):
-        return read_device(Path(kind), where)
+        return read_device(Path(kind), "--gpu")
     word = kind.lower().replace("-", "").replace("_", "")
     begins = [
         known
@@ -68,7 +68,7 @@ def find_device(kind: str, where: str = "--gpu") -> Device:
         likely = nearest(kind.lower(), known)
         hint = f"{likely} For" if likely else f"known: {', '.join(known)}; for"
         hint += " another GPU: --gpu FILE.yaml with lines like `gpu: l40s`, `memory: 48GiB` and `network: 25GB`"
-    raise UserError(Problem(kind="unknown-gpu", message=f"no GPU kind {kind!r}", hint=hint, where=where))
+    raise UserError(Problem(kind="unknown-gpu", message=f"no GPU kind {kind!r}", hint=hint, where="--gpu"))
 
 
 def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:

@@ -51,7 +51,7 @@ class Event:
         return self.text
 
 
-def stages_event(stages: Sequence[Mapping[str, Any]]) -> Event:
+def stages_event(stages: Sequence[Mapping[str, object]]) -> Event:
     """Return the event for a pipeline's `stages`, each a `PipelineStage` as a dictionary."""
     return Event(kind="stages", text=f"layers on {len(stages)} pipeline stages", data={"stages": stages})
 
@@ -146,7 +146,7 @@ class Reporter:
         """Report which ranks have which layers of a pipeline (`PipelineStage`)."""
         self.on_event(stages_event([asdict(stage) for stage in stages]))
 
-    def result(self, text: str, data: Mapping[str, Any]) -> None:
+    def result(self, text: str, data: Mapping[str, object]) -> None:
         """Report the result of one part of the work (a trial, a row)."""
         self.on_event(Event(kind="result", text=text, data=data))
 

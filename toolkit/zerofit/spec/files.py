@@ -65,7 +65,7 @@ def write_text(path: Path, text: str, *, mode: int | None = None) -> None:
         file.write(text.encode())
 
 
-def write_json(path: Path, value: Any, *, mode: int | None = None) -> None:
+def write_json(path: Path, value: object, *, mode: int | None = None) -> None:
     """Write indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=2) + "\n", mode=mode)
 
@@ -99,7 +99,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [value for line in path.read_bytes().split(b"\n") if (value := parse_line(line)) is not None]
 
 
-def parse_line(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, object] | None:
     """Return the object of a JSON line, or None for anything else."""
     try:
         value = parse_json(line)
@@ -108,7 +108,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def number_in(record: Mapping[str, Any], key: str) -> float | None:
+def number_in(record: Mapping[str, object], key: str) -> float | None:
     """Return the value of a record's numeric field; None if it has no number there."""
     value = record.get(key)
     return value if isinstance(value, int | float) else None
@@ -172,6 +172,6 @@ def plain_data(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def field_data(value: Any, *left_out: str) -> dict[str, Any]:
+def field_data(value: Any, *left_out: str) -> dict[str, object]:
     """Convert a dataclass to a dictionary of plain data, without the fields `left_out`."""
     return {f.name: plain_data(getattr(value, f.name)) for f in fields(value) if f.name not in left_out}

@@ -57,12 +57,12 @@ def refused(
         raise UserError(Problem(kind=kind, message=message, hint=hint, where=where or str(path))) from None
 
 
-def shaped(value: Any, form: TypeAdapter[T], *, strict: bool | None = None) -> T:
+def shaped(value: object, form: TypeAdapter[T]) -> T:
     """Validate a parsed value. Raises Unreadable that names the first wrong key."""
     from pydantic import ValidationError
 
     try:
-        return form.validate_python(value, strict=strict)
+        return form.validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         at = ".".join(str(part) for part in first["loc"])
@@ -101,7 +101,7 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
-def of_kind(value: Any, kind: type[T], names: dict[type, str] = KINDS) -> T:
+def of_kind(value: object, kind: type[T], names: dict[type, str] = KINDS) -> T:
     """Return the value if it is of `kind`, else raise Unreadable."""
     if not isinstance(value, kind):
         got = names.get(type(value), type(value).__name__ if value is not None else "nothing")
@@ -132,7 +132,7 @@ def decoded(text: str | bytes) -> str:
 
 
 # Without recursion, since the nesting may be deeper than Python's stack
-def _nested(value: Any) -> Iterator[tuple[Any, int]]:
+def _nested(value: object) -> Iterator[tuple[object, int]]:
     stack = [(value, 1)]
     while stack:
         value, depth = stack.pop()
@@ -143,9 +143,9 @@ def _nested(value: Any) -> Iterator[tuple[Any, int]]:
             stack += [(child, depth + 1) for child in value]
 
 
-def _too_deep(value: Any) -> bool:
+def _too_deep(value: object) -> bool:
     return any(depth > MAX_DEPTH + 1 for _, depth in _nested(value))
 
 
-def _has_long_number(value: Any) -> bool:
+def _has_long_number(value: object) -> bool:
     return any(isinstance(inner, int) and abs(inner) >= 10**MAX_DIGITS for inner, _ in _nested(value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import gzip
 import pickle
 import resource
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 from zerofit.spec.foreign import Unreadable
+from zerofit.spec.process import collector_off
 
 GZIP, PICKLE = b"\x1f\x8b", b"\x80"
 GROWTH = 24  # bytes of Python's objects per byte of a pickle: one byte can be an empty dictionary, most are less
@@ -26,7 +26,7 @@ class PlainUnpickler(pickle.Unpickler):
     A subclass may return harmless classes from `find_class`.
     """
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """Refuse a class or function."""
         raise pickle.UnpicklingError(f"it has an object of {module}.{name}, not only plain data")
 
@@ -83,14 +83,11 @@ def _limited_memory(size: int) -> Iterator[None]:
     )
     wanted = used + SPARE_BYTES + GROWTH * size
     limits = [limit for limit in (wanted, soft, hard) if limit != resource.RLIM_INFINITY]
-    collecting = gc.isenabled()
-    gc.disable()
     if used:
         resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
-        yield
+        with collector_off():
+            yield
     finally:
         if used:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        if collecting:
-            gc.enable()

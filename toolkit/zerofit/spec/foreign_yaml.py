@@ -44,7 +44,7 @@ def read_yaml(path: Path, kind: type[T] = dict) -> tuple[T, dict[Hashable, int]]
     return of_kind(value, kind, _YAML_KINDS), lines
 
 
-def read_own_yaml(path: Path) -> tuple[dict[Hashable, Any], dict[Hashable, int], list[Unreadable]]:
+def read_own_yaml(path: Path) -> tuple[dict[Hashable, object], dict[Hashable, int], list[Unreadable]]:
     """Return the mapping in a YAML or JSON file of zerofit, the line of each key, and all faults.
 
     Numbers follow YAML 1.2 and JSON: 1e-4 is a number, 1:30 and 2026-11-27 are text. Faults are duplicate keys and
@@ -89,7 +89,7 @@ for _name, _pattern in _NUMBERS.items():
     )
 
 
-def parse_yaml(text: str | bytes) -> tuple[Any, dict[Hashable, int]]:
+def parse_yaml(text: str | bytes) -> tuple[object, dict[Hashable, int]]:
     """Parse one YAML document with PyYAML's safe loader; also return the line of each top-level key.
 
     Raises Unreadable.
@@ -118,7 +118,7 @@ class YamlTree:
         self._at: yaml.Node | None = None
         construct = self._loader.construct_object
 
-        def noting(node: yaml.Node, deep: bool = False) -> Any:
+        def noting(node: yaml.Node, deep: bool = False) -> object:
             self._at = node  # for the place of an error in `!!int abc` or `2026-99-99`
             return construct(node, deep)
 
@@ -139,7 +139,7 @@ class YamlTree:
             mark = at.start_mark
             raise Unreadable(f"{shown} is not {article} {kind}: {error}", mark.line + 1, mark.column + 1) from None
 
-    def contents(self) -> tuple[Any, dict[Hashable, int]]:
+    def contents(self) -> tuple[object, dict[Hashable, int]]:
         """Return the value of the document, and the line of each top-level key."""
         if self.root is None:
             return None, {}
@@ -203,7 +203,7 @@ def _check_nodes(document: yaml.Node, faults: dict[tuple[int, int], Unreadable] 
         stack += [(child, depth + 1) for child in _children(node)]
 
 
-def _children(node: Any) -> Iterator[yaml.Node]:
+def _children(node: yaml.Node) -> Iterator[yaml.Node]:
     for child in node.value:
         yield from child if isinstance(child, tuple) else (child,)
 

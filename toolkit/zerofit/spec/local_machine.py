@@ -12,7 +12,6 @@ import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -239,7 +238,7 @@ class Calibration:
     slower: float = 1.0  # factor on the step time, for the part that the trace does not split by kind
 
     @classmethod
-    def from_dict(cls, value: Any) -> Calibration:
+    def from_dict(cls, value: object) -> Calibration:
         """Return the calibration from a dictionary that `asdict` made. Raises Unreadable otherwise."""
         from pydantic import TypeAdapter  # slow to import (0.1 s), and only needed with a calibration
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from zerofit.spec.errors import Problem, UserError
 
@@ -43,7 +42,7 @@ def refuse_foreign_code(
     trusted: bool,
     *,
     model: str = "",
-    model_args: Mapping[str, Any] | None = None,
+    model_args: Mapping[str, object] | None = None,
     callbacks: Sequence[str] = (),
 ) -> None:
     """Raise UserError "untrusted-model" or "untrusted-callback" if `file` names Python code.
@@ -62,7 +61,7 @@ def refuse_foreign_code(
         raise UserError(*problems)
 
 
-def unrelated_modules(config: Mapping[str, Any], model: str) -> list[Problem]:
+def unrelated_modules(config: Mapping[str, object], model: str) -> list[Problem]:
     """Return a problem for each class that DeepSpeed would import from an unrelated package.
 
     DeepSpeed imports the classes in `lower_precision_safe_modules` (runtime/torch_autocast.py,

@@ -26,7 +26,7 @@ class Savings(NamedTuple):
     activation_offload: bool = False  # keep checkpointed activations in host memory
 
     @classmethod
-    def of(cls, run: Any) -> Savings:
+    def of(cls, run: object) -> Savings:
         """Return the fields of a settled run."""
         return cls(*(getattr(run, name) for name in cls._fields))
 
@@ -221,12 +221,12 @@ class Profile:
         """Return the costs of a setting or of a key from `key_of`. Raises KeyError."""
         return self.zero3[key] if key.endswith(ZERO3) else self.costs[key]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain JSON data."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, value: Any) -> Profile:
+    def from_dict(cls, value: object) -> Profile:
         """Return the profile from a dictionary that `as_dict` made. Raises Unreadable otherwise."""
         return shaped(value, TypeAdapter(cls))
 

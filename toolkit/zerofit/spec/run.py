@@ -75,11 +75,11 @@ def micro_batches_of(text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _listed(value: Any) -> str:
+def _listed(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _stages(value: Any) -> Any:
+def _stages(value: Any) -> object:
     number: Any = float(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
     if number == AUTO:
         return number
@@ -97,7 +97,7 @@ Chosen = Annotated[str, _AsText, _checked_by(Numbers.parse)]
 Sizes = Annotated[str, _AsText, _checked_by(ImageSizes.parse)]
 
 
-def plain_type(annotation: Any) -> Any:
+def plain_type(annotation: object) -> object:
     """Return a field's type without Optional and Annotated; str if one of its types is str."""
     if get_origin(annotation) is Annotated:
         return plain_type(get_args(annotation)[0])
@@ -317,7 +317,7 @@ class Run(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
+    def _as_written(cls, value: object, info: ValidationInfo) -> object:
         """Refuse values that pydantic would convert to something unintended. Raises ValueError."""
         kind = plain_type(cls.model_fields[info.field_name or ""].annotation)
         if kind in (int, float):
@@ -339,7 +339,7 @@ class Run(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_attention(cls, values: Any) -> Any:
+    def _with_attention(cls, values: object) -> object:
         """Copy `attn_implementation` into `model_args`, since models are built from `model_args`."""
         if not isinstance(values, dict):  # a damaged file; pydantic then says what it expects
             return values
@@ -350,7 +350,7 @@ class Run(BaseModel):
 
     if not TYPE_CHECKING:  # type checkers see the fields
 
-        def __init__(self, **values: Any) -> None:
+        def __init__(self, **values: object) -> None:
             try:
                 super().__init__(**values)
             except ValidationError as error:
@@ -416,7 +416,7 @@ class RunRequest:
         """Return the place where the user set this field. If the user did not set it, return its flag."""
         return self.places.get(field, flag(field))
 
-    def updated(self, **fields: Any) -> RunRequest:
+    def updated(self, **fields: object) -> RunRequest:
         """Return the request with these fields of the run replaced. The places do not change."""
         return replace(self, run=self.run.model_copy(update=fields))
 
@@ -426,7 +426,7 @@ def flag(field: str) -> str:
     return "--" + field.replace("_", "-") if field != "model" else "MODEL"
 
 
-def load_run(file: Path | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:
+def load_run(file: Path | None, flags: Mapping[str, object], trust_model_code: bool = False) -> RunRequest:
     """Return the run from a file and flags; flags override the file.
 
     Raises UserError with all unknown keys (and the nearest known keys) and all bad values. If a run folder's file
@@ -476,7 +476,7 @@ def _made(
     return run
 
 
-def _unknown_key(key: Any) -> Problem:
+def _unknown_key(key: object) -> Problem:
     shown = repr(key) if isinstance(key, str) else str(key)
     return Problem(
         kind="unknown-key", message=f"unknown key {shown}", hint=nearest(str(key), Run.model_fields), where=str(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -9,15 +10,16 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import write_json
-from zerofit.spec.foreign import read_json, refused, shaped
+from zerofit.spec.foreign import Unreadable, read_json, refused, shaped
 from zerofit.spec.model_facts import ModelFacts, Precision
 from zerofit.spec.run import Run
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths inside one run folder; nothing is read or written here."""
+    """Paths inside one run folder."""
 
     path: Path
 
@@ -43,6 +45,12 @@ class RunFolder:
     tensorboard = property(lambda self: self.path / "tensorboard")
     traces = property(lambda self: self.path / "traces")  # of profiled steps
 
+    def refuse_other(self, given: str | Path, hint: str, where: str) -> None:
+        """Raise UserError if this is not the folder of a run. `given`: the folder as the user wrote it."""
+        if not self.plan.is_file():
+            message = f"{given} is not a zerofit run folder: plan.json is missing"
+            raise UserError(Problem(kind="run-folder", message=message, hint=hint, where=where))
+
     def rank_log(self, rank: int) -> Path:
         """Return the log of all output of one rank."""
         return self.logs / f"rank-{rank}.log"
@@ -62,6 +70,15 @@ class RunFolder:
     def rank_error(self, rank: int) -> Path:
         """Return the JSON file into which a rank writes the reason of its failure."""
         return self.logs / f"rank-{rank}.error.json"
+
+    def errors(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each failed rank and the content of its error file; {} if the file is damaged, as on a full disk."""
+        for path in sorted(self.logs.glob("rank-*.error.json")):
+            try:
+                content = read_json(path)
+            except (OSError, Unreadable):
+                content = {}
+            yield path.name.removeprefix("rank-").removesuffix(".error.json"), content
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +244,7 @@ class Job:
             value = value | {"run": {name: run[name] for name in run if name in Run.model_fields}}
         return shaped(value, _schema())
 
-    def write(self, folder: RunFolder, ds_source: str | dict[str, Any]) -> None:
+    def write(self, folder: RunFolder, ds_source: str | dict[str, object]) -> None:
         """Write run.json, profile.json, plan.json and ds_config.json.
 
         `zerofit train run.json` starts the same run in a new folder: run.json has the DeepSpeed JSON as the user wrote
@@ -257,7 +274,7 @@ class Job:
             return cls.from_dict(plan | {"run": run, "facts": facts, "ds_config": ds_config})
 
 
-def _content(file: Path) -> dict[str, Any]:
+def _content(file: Path) -> dict[str, object]:
     with refused(file, kind="run-folder"):
         return read_json(file)
 

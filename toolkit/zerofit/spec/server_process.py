@@ -37,14 +37,14 @@ class ServerProcess:
             start_new_session=True,
         )
 
-    def tell(self, request: Any) -> None:
+    def tell(self, request: object) -> None:
         """Send a request."""
         assert self.process.stdin
         with suppress(BrokenPipeError):  # see `refuse_if_ended`
             self.process.stdin.write(f"{json.dumps(request)}\n".encode())
             self.process.stdin.flush()
 
-    def ask(self, request: Any) -> Any:
+    def ask(self, request: object) -> Any:
         """Send a request and return the answer. Raises RuntimeError if the server has ended."""
         self.tell(request)
         assert self.process.stdout
