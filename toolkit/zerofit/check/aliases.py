@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerofit.check.catalog import Catalog, catalog, documented
-from zerofit.check.dotted import drop, get, has, put
+from zerofit.check.dotted import drop, get, has, put, with_parents
 from zerofit.check.edit import Assignment, Deletion, Edit, Move, Removal, Renaming
 from zerofit.check.finding import Finding
 from zerofit.check.subject import ZERO
@@ -25,7 +25,7 @@ class Aliases:
 
     def in_file(self, path: str) -> str:
         """Return the path in the file for a documented path."""
-        head = next((p for p in _heads(path) if p in self.written), None)
+        head = next((p for p in with_parents(path) if p in self.written), None)
         if head is None:
             return path
         flag = self.written[head].rpartition(".")[2] in OFFLOAD_FLAGS
@@ -34,7 +34,7 @@ class Aliases:
     def documented(self, path: str) -> str:
         """Return the documented path for a path in the file."""
         names = {written: name for name, written in self.written.items()}
-        head = next((p for p in _heads(path) if p in names), None)
+        head = next((p for p in with_parents(path) if p in names), None)
         return path if head is None else names[head] + path[len(head) :]
 
     def finding_in_file(self, finding: Finding) -> Finding:
@@ -53,7 +53,7 @@ class Aliases:
         return Removal(path) if isinstance(edit, Removal) else Assignment(path, edit.value)
 
 
-def resolve(config: Mapping[str, Any], catalog: Catalog) -> Aliases:
+def resolve(config: Mapping[str, object], catalog: Catalog) -> Aliases:
     """Return the configuration with documented names.
 
     If a file has two names of the same key, the documented name counts.
@@ -62,7 +62,7 @@ def resolve(config: Mapping[str, Any], catalog: Catalog) -> Aliases:
     return Aliases(config=_resolved(config, "", "", catalog, written), written=written)
 
 
-def documented_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def documented_config(config: Mapping[str, object]) -> dict[str, Any]:
     """Return a configuration with documented names and a `zero_optimization` object instead of true or false.
 
     >>> documented_config({"bfloat16": {"enabled": True}, "zero_optimization": True})
@@ -74,7 +74,7 @@ def documented_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def corrected(config: Mapping[str, Any], findings: Iterable[Finding]) -> Aliases:
+def corrected(config: Mapping[str, object], findings: Iterable[Finding]) -> Aliases:
     """Return the configuration that the user most likely means: errors in single keys are corrected.
 
     Without this, `"enabled": "true"`, `"stage": "3"` or a misspelled section would hide other faults from the rules.
@@ -103,14 +103,14 @@ def _target(edit: Renaming | Move) -> str:
 
 
 def _resolved(
-    config: Mapping[str, Any], prefix: str, documented_prefix: str, catalog: Catalog, written: dict[str, str]
-) -> dict[str, Any]:
+    config: Mapping[str, object], prefix: str, documented_prefix: str, catalog: Catalog, written: dict[str, str]
+) -> dict[str, object]:
     """Return a section with documented names.
 
     `prefix` is the section's path in the file, `documented_prefix` its documented path. Each renamed key is added
     to `written`.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in config.items():
         path = f"{prefix}{key}"
         name = documented(prefix, key, catalog.deprecated)
@@ -128,9 +128,3 @@ def _resolved(
             else value
         )
     return found
-
-
-def _heads(path: str) -> list[str]:
-    """Return a dotted path and its parents, the longest first."""
-    parts = path.split(".")
-    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]

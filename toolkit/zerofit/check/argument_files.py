@@ -64,7 +64,7 @@ class ArgumentFile:
     def section(self, name: str) -> tuple[dict[str, Any], Mapping[str, int]]:
         """Return the known values in a section, and the line of each by dotted name; both empty without the section."""
         found = {k.removeprefix(f"{name}."): given for k, given in self.values.items() if k.startswith(f"{name}.")}
-        config: dict[str, Any] = {}
+        config: dict[str, object] = {}
         for path, given in found.items():
             put(config, path, given.value)
         return config, {path: given.line for path, given in found.items()}
@@ -91,7 +91,7 @@ def read_argument_file(file: str, text: str, *, accelerate: bool) -> ArgumentFil
     return ArgumentFile(file=file, kind=kind, values=values)
 
 
-def of_mapping(values: Mapping[str, Any], *, accelerate: bool) -> ArgumentFile:
+def of_mapping(values: Mapping[str, object], *, accelerate: bool) -> ArgumentFile:
     """Return values from Python as an `ArgumentFile`, all at line 1."""
     given = {key: GivenValue(value=_plain(value), line=1) for key, value in leaves(values)}
     return ArgumentFile(
@@ -146,7 +146,7 @@ def _flags(words: list[Word]) -> Iterator[tuple[str, GivenValue]]:
         yield name.replace("-", "_"), GivenValue(value=_plain(value), line=word.line)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if not isinstance(value, str):
         return value
     if UNKNOWN in value:

@@ -84,7 +84,7 @@ REFUSED = (
 )
 WITHOUT = "Accelerate trains without DeepSpeed and ignores the JSON, unless the script passes it itself"
 # values that replace "auto" in Accelerate if no argument is given (accelerator.py:2208)
-FILLED_BY_DEFAULT: dict[str, Any] = {
+FILLED_BY_DEFAULT: dict[str, object] = {
     f"{ZERO}.stage": 2,
     f"{ZERO}.offload_optimizer.device": "none",
     f"{ZERO}.offload_param.device": "none",
@@ -172,7 +172,7 @@ def _of_batch_size(arguments: ArgumentFile) -> GivenArgument | None:
 
 
 def _requested(
-    path: str, value: Any, parts: list[GivenArgument], *, compared: bool = True, source: str = ""
+    path: str, value: object, parts: list[GivenArgument], *, compared: bool = True, source: str = ""
 ) -> RequestedValue:
     place = next((part.place for part in parts if part.place), "")
     return RequestedValue(path=path, value=value, source=source or parts[0].source, place=place, compared=compared)
@@ -262,7 +262,7 @@ def mixed_precision(arguments: ArgumentFile) -> str | None:
     return "no" if word is False else word if isinstance(word, str) else None
 
 
-def plugin_config(arguments: ArgumentFile) -> tuple[dict[str, Any], Mapping[str, int]]:
+def plugin_config(arguments: ArgumentFile) -> tuple[dict[str, object], Mapping[str, int]]:
     """Return the JSON that Accelerate makes from its own keys, and the line of each key.
 
     This follows utils/dataclasses.py:1365.
@@ -275,7 +275,7 @@ def plugin_config(arguments: ArgumentFile) -> tuple[dict[str, Any], Mapping[str,
         if device == "nvme":
             zero[f"offload_{what}"]["nvme_path"] = given[f"offload_{what}_nvme_path"]
     zero[GATHER.rpartition(".")[2]] = bool(given["zero3_save_16bit_model"])
-    config: dict[str, Any] = {TOTAL: "auto", MICRO: "auto", STEPS: given["gradient_accumulation_steps"] or "auto"}
+    config: dict[str, object] = {TOTAL: "auto", MICRO: "auto", STEPS: given["gradient_accumulation_steps"] or "auto"}
     config |= {ZERO: zero, "gradient_clipping": given["gradient_clipping"] or "auto"}
     precision = mixed_precision(arguments)
     config |= {name: {"enabled": precision == name} for name in ("fp16", "bf16")}

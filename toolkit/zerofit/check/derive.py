@@ -18,8 +18,11 @@ import sys
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 Schema = dict[str, Any]
 
@@ -49,7 +52,7 @@ class RecordingDict(dict):
         super().__init__()
         self._path, self._reading, self._children = path, reading, {}
 
-    def _note(self, key: Any, default: Any = None) -> str | None:
+    def _note(self, key: object, default: object = None) -> str | None:
         """Record the lookup of a key. Return the key's path if the key is a section, else None."""
         path = f"{self._path}.{key}" if self._path else str(key)
         if default is not None or path not in self._reading.defaults:
@@ -62,23 +65,23 @@ class RecordingDict(dict):
     def __contains__(self, key: object) -> bool:
         return self._note(key) is not None
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> object:
         path = self._note(key)
         if path is None:
             raise KeyError(key)
         return self._children.setdefault(path, RecordingDict(path, self._reading))
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         """Record a section and the sections in it, because DeepSpeed adds missing sections."""
         path = f"{self._path}.{key}" if self._path else str(key)
         if isinstance(value, dict) and all(isinstance(inner, dict) for inner in value.values()):
             self._reading.sections |= {path, *(f"{path}.{inner}" for inner in value)}
 
-    def get(self, key: Any, default: Any = None) -> Any:
+    def get(self, key: object, default: object = None) -> Any:
         """Return the value or the default."""
         return self[key] if self._note(key, default) else default
 
-    def pop(self, key: Any, default: Any = None) -> Any:
+    def pop(self, key: object, default: object = None) -> Any:
         """Return the value or the default."""
         return self.get(key, default)
 
@@ -126,7 +129,7 @@ class SchemaReading:
         from deepspeed.runtime import config as ds
 
         self.sections = sections
-        self.defaults: dict[str, Any] = {}  # dotted path -> default
+        self.defaults: dict[str, object] = {}  # dotted path -> default
         self.models: dict[str, type] = {}  # dotted path -> pydantic class of that section
         self.unpacked: str | None = None
         root = RecordingDict("", self)
@@ -159,7 +162,7 @@ class SchemaReading:
             yield
 
 
-def derive() -> dict[str, Any]:
+def derive() -> dict[str, object]:
     """Return the fields of a `zerofit.check.catalog.Catalog`."""
     from deepspeed.runtime import config as ds
     from deepspeed.runtime import precision_config
@@ -239,7 +242,7 @@ def _put(root: Schema, path: str, schema: Schema) -> None:
     root["properties"][last] = schema
 
 
-def _of_default(default: Any) -> Schema:
+def _of_default(default: object) -> Schema:
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
     kind = names.get(type(default))
     if kind is None:
@@ -247,14 +250,14 @@ def _of_default(default: Any) -> Schema:
     return {"default": default} if default == "auto" else {"type": kind, "default": default}
 
 
-def _model_in(annotation: Any) -> type | None:
+def _model_in(annotation: object) -> type | None:
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
     options = typing.get_args(annotation) or (annotation,)
     return next((o for o in options if isinstance(o, type) and issubclass(o, DeepSpeedConfigModel)), None)
 
 
-def _of_model(model: Any, path: str, deprecated: dict[str, str], strict: set[str]) -> Schema:
+def _of_model(model: type[BaseModel], path: str, deprecated: dict[str, str], strict: set[str]) -> Schema:
     """Return the fields under each name that DeepSpeed accepts (own name and alias).
 
     Aliases are added to `deprecated`, and strict sections to `strict`.
@@ -300,7 +303,7 @@ def _inlined(schema: Schema) -> Schema:
     """Remove titles, descriptions and references; turn `X or null` into one list of types."""
     definitions = schema.get("$defs", {})
 
-    def walk(node: Any) -> Any:
+    def walk(node: object) -> Any:
         if isinstance(node, list):
             return [walk(n) for n in node]
         if not isinstance(node, dict):
@@ -334,7 +337,7 @@ def _optimizers() -> dict[str, dict[str, list[str]]]:
 
     steering = {ds.TORCH_ADAM_PARAM, ds.ADAM_W_MODE}
     adam = {"fused": FusedAdam, "cpu": DeepSpeedCPUAdam, "torch": torch.optim.AdamW}
-    variants: dict[str, dict[str, Any]] = {
+    variants: dict[str, dict[str, object]] = {
         "adam": adam,
         "adamw": adam,
         "adagrad": {"fused": torch.optim.Adagrad, "cpu": DeepSpeedCPUAdagrad},
@@ -371,7 +374,7 @@ def _schedulers() -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def _parameters(kind: Any, required: bool = False) -> list[str]:
+def _parameters(kind: object, required: bool = False) -> list[str]:
     skipped = {"self", "params", "model_params", "optimizer", "args", "kwargs"}
     signature = inspect.signature(kind.__init__).parameters.values()
     chosen = [p for p in signature if p.name not in skipped]

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from zerofit.check.dotted import with_parents
 from zerofit.check.scan import ObjectMember, ParsedValue, Scanner, SyntaxFault, TextPosition
 from zerofit.spec.foreign import Unreadable
 from zerofit.spec.foreign_yaml import YamlTree
@@ -130,12 +131,12 @@ def _position(node: yaml.Node) -> TextPosition:
     return TextPosition(line=start.line + 1, column=start.column + 1, start=start.index, end=end.index)
 
 
-def of_hjson(text: str, config: Any, fault: SyntaxFault) -> Document:
+def of_hjson(text: str, config: object, fault: SyntaxFault) -> Document:
     """Return the document of an HJSON text. Its keys are located by a search in the text."""
     return replace(of_data(config), generated=False, places=dict(_places(config, text, "", 0)), loose=fault)
 
 
-def _places(config: Any, text: str, prefix: str, after: int) -> Iterator[tuple[str, TextPosition]]:
+def _places(config: object, text: str, prefix: str, after: int) -> Iterator[tuple[str, TextPosition]]:
     """Yield the position of each key: the first match after its parent's key."""
     for key, value in config.items() if isinstance(config, dict) else ():
         found = re.compile(rf"(?<!\w){re.escape(key)}(?!\w)[\"']?\s*:").search(text, after)
@@ -146,16 +147,15 @@ def _places(config: Any, text: str, prefix: str, after: int) -> Iterator[tuple[s
         yield from _places(value, text, f"{prefix}{key}.", start)
 
 
-def of_data(config: Any) -> Document:
+def of_data(config: object) -> Document:
     """Return a document for a value without a file of its own, such as `ds_config` in run.yaml."""
     return replace(parse(json.dumps(config, indent=2)), generated=True)
 
 
-def of_lines(config: Any, lines: Mapping[str, int]) -> Document:
+def of_lines(config: object, lines: Mapping[str, int]) -> Document:
     """Return a document for a value made from another file, with the line numbers of that file."""
     places: dict[str, TextPosition] = {}
     for path, line in sorted(lines.items(), key=lambda item: item[1]):
-        parts = path.split(".")
-        for n in range(1, len(parts) + 1):  # a section has the line of its first key
-            places.setdefault(".".join(parts[:n]), TextPosition(line=line, column=1, start=0, end=0))
+        for name in with_parents(path):  # a section has the line of its first key
+            places.setdefault(name, TextPosition(line=line, column=1, start=0, end=0))
     return replace(of_data(config), places=places)

@@ -8,9 +8,9 @@ from typing import Any
 _ABSENT = object()
 
 
-def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+def get(config: Mapping[str, object], path: str, default: object = None) -> Any:
     """Return the value at a dotted path, or the default if a key is missing."""
-    value: Any = config
+    value: object = config
     for key in path.split("."):
         value = value.get(key, _ABSENT) if isinstance(value, Mapping) else _ABSENT
         if value is _ABSENT:
@@ -18,12 +18,12 @@ def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
     return value
 
 
-def has(config: Mapping[str, Any], path: str) -> bool:
+def has(config: Mapping[str, object], path: str) -> bool:
     """Return whether there is a value, null included, at a dotted path."""
     return get(config, path, _ABSENT) is not _ABSENT
 
 
-def put(config: dict[str, Any], path: str, value: Any) -> None:
+def put(config: dict[str, Any], path: str, value: object) -> None:
     """Set the value at a dotted path; create missing parents."""
     *parents, last = path.split(".")
     for key in parents:
@@ -31,7 +31,7 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
     config[last] = value
 
 
-def drop(config: dict[str, Any], path: str) -> None:
+def drop(config: dict[str, object], path: str) -> None:
     """Remove the value at a dotted path if it is there."""
     parent, _, last = path.rpartition(".")
     owner = get(config, parent) if parent else config
@@ -39,7 +39,13 @@ def drop(config: dict[str, Any], path: str) -> None:
         owner.pop(last, None)
 
 
-def autos(config: Any, prefix: str = "") -> Iterator[str]:
+def with_parents(path: str) -> list[str]:
+    """Return a dotted path and its parents, the longest first."""
+    parts = path.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+
+
+def autos(config: object, prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths of all values that are "auto"."""
     if isinstance(config, Mapping):
         for key, value in config.items():
@@ -48,7 +54,7 @@ def autos(config: Any, prefix: str = "") -> Iterator[str]:
         yield prefix
 
 
-def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted path and the value of everything that is not an object. Empty objects count as values."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:

@@ -147,7 +147,7 @@ def _set(document: Document, edit: Assignment) -> str:
     return _insert(text, owner, key, value)
 
 
-def _insert(text: str, owner: ParsedValue, key: str, value: Any) -> str:
+def _insert(text: str, owner: ParsedValue, key: str, value: object) -> str:
     if owner.members:
         last = owner.members[-1]
         indent, end = _indent_at(text, last.place.start), last.value.place.end
@@ -167,7 +167,7 @@ def _blanks(text: str) -> str:
     return text[: len(text) - len(text.lstrip(" \t"))]
 
 
-def _dumps(value: Any, indent: str) -> str:
+def _dumps(value: object, indent: str) -> str:
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if not any(isinstance(part, dict | list) for part in parts):
         return json.dumps(value)

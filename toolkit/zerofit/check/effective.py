@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from zerofit.check.aliases import Aliases, corrected, resolve
 from zerofit.check.arguments import default_values
@@ -31,7 +30,7 @@ from zerofit.check.subject import MICRO, STEPS, TOTAL, CheckSubject, RequestedVa
 
 FILLING = ("trainer", "accelerate", "zerofit")  # programs that replace "auto" by their own value
 # DeepSpeed's default for a missing key that a program sets; and the key without which DeepSpeed does not read it
-LEFT_OUT: dict[str, tuple[Any, str]] = {
+LEFT_OUT: dict[str, tuple[object, str]] = {
     "gradient_clipping": (1.0, ""),
     "optimizer.params.lr": (1e-3, "optimizer.type"),
     "optimizer.params.weight_decay": (0.0, "optimizer.type"),
@@ -66,7 +65,7 @@ class EffectiveConfig:
         return replace(written, message=message, other_place=by.place, edits=())
 
 
-def effective_config(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware) -> EffectiveConfig:
+def effective_config(config: Mapping[str, object], catalog: Catalog, setting: TargetHardware) -> EffectiveConfig:
     """Fill in each "auto", and compare the JSON with values from flags, arguments and programs."""
     given = handed_on(config) if setting.reader == "neox" else Aliases(config=config)
     key_findings = tuple(keys(given.config, catalog, setting))
@@ -88,7 +87,7 @@ def effective_config(config: Mapping[str, Any], catalog: Catalog, setting: Targe
     )
 
 
-def _fill(config: dict[str, Any], filled: dict[str, RequestedValue], setting: TargetHardware) -> Iterator[Finding]:
+def _fill(config: dict[str, object], filled: dict[str, RequestedValue], setting: TargetHardware) -> Iterator[Finding]:
     """Replace each "auto" with the requested value and record it in `filled`. Yield findings about differences."""
     for requested in (
         *setting.requested,
@@ -109,7 +108,7 @@ def _fill(config: dict[str, Any], filled: dict[str, RequestedValue], setting: Ta
         config[STEPS] = 1  # accelerate 1.15 utils/dataclasses.py:1326
 
 
-def _same(value: Any, requested: Any) -> bool:
+def _same(value: object, requested: object) -> bool:
     """Return whether a JSON value equals a requested value. If only one of them is a string, return True."""
     if isinstance(requested, tuple):
         return str(value).lower() in requested
@@ -118,11 +117,11 @@ def _same(value: Any, requested: Any) -> bool:
     return value == requested
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _differs(requested: RequestedValue, value: Any, setting: TargetHardware) -> Finding:
+def _differs(requested: RequestedValue, value: object, setting: TargetHardware) -> Finding:
     stops = setting.reader in ("trainer", "zerofit")
     goes_on = "the file's value is used and the program's argument is ignored"
     refuses = "the run stops: the Trainer and zerofit refuse values that differ from their arguments"
@@ -139,7 +138,7 @@ def _differs(requested: RequestedValue, value: Any, setting: TargetHardware) -> 
     )
 
 
-def _refused(requested: RequestedValue, value: Any) -> Finding:
+def _refused(requested: RequestedValue, value: object) -> Finding:
     has = f", which has {'none' if value is None else _shown(value)} for {requested.path}" if requested.path else ""
     return Finding(
         code="accelerate-beside-json",
@@ -152,7 +151,7 @@ def _refused(requested: RequestedValue, value: Any) -> Finding:
     )
 
 
-def _left_out(config: Mapping[str, Any], requested: RequestedValue) -> Iterator[Finding]:
+def _left_out(config: Mapping[str, object], requested: RequestedValue) -> Iterator[Finding]:
     default, needed = LEFT_OUT.get(requested.path, (None, ""))
     if default is None or _same(default, requested.value) or (needed and get(config, needed) is None):
         return
@@ -166,7 +165,7 @@ def _left_out(config: Mapping[str, Any], requested: RequestedValue) -> Iterator[
     )
 
 
-def _total_batch(config: Mapping[str, Any], setting: TargetHardware) -> Iterator[RequestedValue]:
+def _total_batch(config: Mapping[str, object], setting: TargetHardware) -> Iterator[RequestedValue]:
     requested = {value.path: value.value for value in setting.requested}
     if TOTAL in requested or not (requested.get(MICRO) and requested.get(STEPS) and setting.ranks):
         return

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from zerofit.check.catalog import catalog, documented
 from zerofit.check.document import Document
-from zerofit.check.dotted import get, leaves
+from zerofit.check.dotted import get, leaves, with_parents
 from zerofit.check.effective import EffectiveConfig, effective_config
 from zerofit.check.finding import Finding
 from zerofit.check.rule import defaults, rules
@@ -32,7 +32,7 @@ class KeyRow:
     status: Literal["takes effect", "ignored", "wrong", "auto", "default"]
     text: str
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the object that `--json` prints."""
         return asdict(self)
 
@@ -54,10 +54,9 @@ def explain(document: Document, findings: Sequence[Finding], setting: TargetHard
 
 
 def _row(
-    path: str, value: Any, verdicts: Mapping[str, Finding], config: Mapping[str, Any], effective: EffectiveConfig
+    path: str, value: object, verdicts: Mapping[str, Finding], config: Mapping[str, object], effective: EffectiveConfig
 ) -> KeyRow:
-    parts = path.split(".")
-    above = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    above = with_parents(path)
     ignored = {*IGNORED_KEYS, *(rule.code for rule in rules() if rule.ignored)}
     finding = next((verdicts[p] for p in above if p in verdicts and (p == path or verdicts[p].code in ignored)), None)
     if finding is not None and finding.code in ignored:
@@ -75,7 +74,7 @@ def _row(
     return KeyRow(path=path, value=value, status="takes effect", text=node.get("description", ""))
 
 
-def _unread(section: str, path: str, config: Mapping[str, Any]) -> str | None:
+def _unread(section: str, path: str, config: Mapping[str, object]) -> str | None:
     """Return why DeepSpeed ignores a key: its section is off, or the file also has a newer name of the section."""
     known = catalog()
     parent, _, key = section.rpartition(".")
@@ -90,7 +89,7 @@ def _unread(section: str, path: str, config: Mapping[str, Any]) -> str | None:
     return None if on in (True, "auto") else f"{section} is not enabled"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value as text of at most 24 characters."""
     text = json.dumps(value)
     return text if len(text) <= 24 else f"{text[:21]}..."

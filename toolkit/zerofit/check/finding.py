@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from zerofit.check.edit import Edit, Renaming
 from zerofit.check.subject import CheckSubject
@@ -43,7 +43,7 @@ class Finding:
             return "stops"
         return "ignored" if re.search(r"\b(ignores|drops|nothing reads|reads it)\b", self.why) else "changes"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the keys that `zerofit check --json` prints."""
         names = ("line", "column", "path", "severity", "effect", "code", "message", "why", "fix")
         return {**{name: getattr(self, name) for name in names}, "beside": self.other_place}

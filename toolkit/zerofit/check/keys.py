@@ -47,12 +47,12 @@ FLAG_WORDS |= dict.fromkeys(("0", "f", "n", "no", "off", "false"), False)
 SCALARS = {bool: ("boolean",), int: ("integer", "number"), float: ("number",), str: ("string",)}
 
 
-def keys(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware) -> Iterator[Finding]:
+def keys(config: Mapping[str, object], catalog: Catalog, setting: TargetHardware) -> Iterator[Finding]:
     """Yield findings about single keys and their values. The rules check combinations."""
     yield from _walk(config, catalog.schema, "", CheckSubject(config=config, catalog=catalog, setting=setting))
 
 
-def _walk(config: Mapping[str, Any], schema: Schema, prefix: str, c: CheckSubject) -> Iterator[Finding]:
+def _walk(config: Mapping[str, object], schema: Schema, prefix: str, c: CheckSubject) -> Iterator[Finding]:
     catalog = c.catalog
     known = schema.get("properties", {})
     unknown = [key for key in config if key not in known and f"{prefix}{key}" not in catalog.removed]
@@ -95,19 +95,15 @@ def _of_unknown(parent: str, catalog: Catalog) -> str:
     return "DeepSpeed silently ignores it and uses its default"
 
 
-def is_off(value: Any) -> bool:
+def is_off(value: object) -> bool:
     """Return whether the value of a section or a flag switches nothing on."""
     if isinstance(value, Mapping):
-        switched = value.get("enabled")
-        return switched is False or (switched is None and all(is_off(v) for v in value.values() if _switches(v)))
+        switched, switches = value.get("enabled"), [v for v in value.values() if isinstance(v, Mapping | bool)]
+        return switched is False or (switched is None and all(map(is_off, switches)))
     return value is False
 
 
-def _switches(value: Any) -> bool:
-    return isinstance(value, Mapping | bool)
-
-
-def _removed(path: str, value: Any) -> Finding:
+def _removed(path: str, value: object) -> Finding:
     instead = names("removed").get(path)
     return Finding(
         code="removed-key",
@@ -168,7 +164,7 @@ def _own(path: str, elsewhere: Sequence[str]) -> Finding:
     )
 
 
-def _places(path: str, key: str, value: Any, c: CheckSubject) -> list[str]:
+def _places(path: str, key: str, value: object, c: CheckSubject) -> list[str]:
     """Return paths where a key may belong. If many sections have it (`enabled`), use only the section of `path`."""
     places = c.catalog.places.get(key, [])
     generic = len(places) > NAMED or (len(places) > 1 and "_" not in key)
@@ -178,7 +174,7 @@ def _places(path: str, key: str, value: Any, c: CheckSubject) -> list[str]:
     return found if len(found) <= NAMED else []
 
 
-def _is_certain(path: str, place: str, value: Any, c: CheckSubject) -> bool:
+def _is_certain(path: str, place: str, value: object, c: CheckSubject) -> bool:
     """Return whether an unknown key clearly belongs at `place`, in its own or another section of the file.
 
     If the file lacks the section, this is not certain. It is not certain for a single word at the top level either,
@@ -195,14 +191,14 @@ def _is_certain(path: str, place: str, value: Any, c: CheckSubject) -> bool:
     return related and (not target or bool(c.section(target))) and (bool(parent) or "_" in path)
 
 
-def _may_be_meant(value: Any, schema: Schema) -> bool:
+def _may_be_meant(value: object, schema: Schema) -> bool:
     """Return whether a key may have this value: an object for a section, else a value that the schema allows."""
     if "properties" in schema:
         return isinstance(value, Mapping)
     return not isinstance(value, Mapping) and (value == "auto" or isinstance(value, str) or _fits(value, schema))
 
 
-def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Catalog) -> Finding:
+def _deprecated(path: str, value: object, siblings: Mapping[str, object], catalog: Catalog) -> Finding:
     parent, _, key = path.rpartition(".")
     new = catalog.deprecated[path]
     alias = catalog.deprecated.get(f"{parent}.{new}", new)
@@ -234,7 +230,7 @@ def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Cat
     return Finding(code=code, severity=severity, path=path, message=message, why=why, fix=fix, edits=edits)
 
 
-def _value(path: str, value: Any, schema: Schema, c: CheckSubject) -> Iterator[Finding]:
+def _value(path: str, value: object, schema: Schema, c: CheckSubject) -> Iterator[Finding]:
     if isinstance(value, Mapping) and "properties" in schema:
         yield from _walk(value, schema, f"{path}.", c)
         return
@@ -275,7 +271,7 @@ def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) 
     )
 
 
-def _plainly_fits(value: Any, schema: Schema) -> bool:
+def _plainly_fits(value: object, schema: Schema) -> bool:
     """Return whether a scalar has the type that a simple schema requires.
 
     With this test, a file without faults needs no import of jsonschema, which takes a tenth of the command's time.
@@ -354,7 +350,7 @@ def _fraction(path: str, value: float, schema: Schema) -> Finding:
     )
 
 
-def _reading_of_flag(path: str, value: Any, shown: str, strict: bool) -> str:
+def _reading_of_flag(path: str, value: object, shown: str, strict: bool) -> str:
     if strict and (value in (0, 1) or str(value).lower() in FLAG_WORDS):
         return "DeepSpeed converts it, but other readers of the file treat any string as true"
     if strict or path.startswith(TYPED) or (path in SUMMED and not isinstance(value, int)):
@@ -362,7 +358,7 @@ def _reading_of_flag(path: str, value: Any, shown: str, strict: bool) -> str:
     return f"DeepSpeed does not check it, and reads {shown} as {json.dumps(bool(value))}"
 
 
-def _flag(value: Any) -> bool | None:
+def _flag(value: object) -> bool | None:
     """Return the boolean that a word or number means, or None if the meaning is not clear."""
     word = str(value).lower()
     if word in FLAG_WORDS:

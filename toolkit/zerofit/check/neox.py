@@ -32,7 +32,7 @@ def _names() -> Mapping[str, list[str]]:
     return json.loads((files("zerofit.check") / "data" / "neox.json").read_text(encoding="utf-8"))
 
 
-def is_for_neox(config: Any, *, yaml: bool) -> bool:
+def is_for_neox(config: object, *, yaml: bool) -> bool:
     """Return whether a file is for GPT-NeoX.
 
     Such a file has typical arguments or, in YAML, almost only keys that are arguments.
@@ -63,7 +63,7 @@ def handed_on(config: Mapping[str, Any]) -> Aliases:
     return Aliases(config=made, written=written)
 
 
-def unknown_arguments(config: Mapping[str, Any]) -> Iterator[Finding]:
+def unknown_arguments(config: Mapping[str, object]) -> Iterator[Finding]:
     """Yield findings about keys that are not arguments of GPT-NeoX."""
     known = [name for names in (_names()["own"], _names()["handed_on"]) for name in names]
     for key in config:
@@ -82,7 +82,7 @@ def unknown_arguments(config: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def model_parallel(config: Mapping[str, Any]) -> int:
+def model_parallel(config: Mapping[str, object]) -> int:
     """Return the number of ranks per copy of the model."""
     degrees = (value for key, value in config.items() if key.replace("-", "_") in DEGREES)
     return math.prod(n for n in degrees if isinstance(n, int) and n > 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from zerofit.check.catalog import read_data
 
@@ -24,7 +23,7 @@ class Program:
     least: int = 1
     hint: str = ""  # what zerofit does with such a file
 
-    def seen(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+    def seen(self, config: Mapping[str, object]) -> tuple[str, ...]:
         """Return the keys in the file that identify the program; () if the file belongs to another program."""
         found = tuple(key for key in self.keys if key in config)
         return (*self.needs, *found) if len(found) >= self.least and all(k in config for k in self.needs) else ()
@@ -35,14 +34,14 @@ def _programs() -> tuple[Program, ...]:
     return tuple(Program(**entry) for entry in read_data("programs.yaml")["files"])
 
 
-def program_of(config: Any) -> tuple[Program, tuple[str, ...]] | None:
+def program_of(config: object) -> tuple[Program, tuple[str, ...]] | None:
     """Return the program that a configuration belongs to, and the keys that identify it. None for a DeepSpeed JSON."""
     if not isinstance(config, Mapping) or any(key in config for key in MARKS):
         return None
     return next(((program, keys) for program in _programs() if (keys := program.seen(config))), None)
 
 
-def where_to_look(program: Program, config: Mapping[str, Any], file: str) -> str:
+def where_to_look(program: Program, config: Mapping[str, object], file: str) -> str:
     """Return a hint for another program's file: check the DeepSpeed JSON to which it refers, not the file itself."""
     if program.kind == "accelerate":
         kind = config.get("distributed_type")

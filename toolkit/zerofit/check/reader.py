@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from zerofit.check.catalog import catalog
 from zerofit.check.dotted import autos
@@ -43,7 +42,7 @@ class Reader:
         return [f"read as a file for {SPOKEN[self.name]}{guess}", *([self.note] if self.note else [])]
 
 
-def guess(config: Any, *, yaml: bool = False) -> Reader:
+def guess(config: object, *, yaml: bool = False) -> Reader:
     """Return the most likely reader of a configuration (JSON or YAML)."""
     if not isinstance(config, Mapping):
         return Reader(name="deepspeed", why="it is not a JSON object")
@@ -60,7 +59,7 @@ def guess(config: Any, *, yaml: bool = False) -> Reader:
     return Reader(name="deepspeed", why='it has no "auto"')
 
 
-def _left_to_trainer(config: Mapping[str, Any]) -> str:
+def _left_to_trainer(config: Mapping[str, object]) -> str:
     """Return what plain DeepSpeed does with each "auto" that the Trainer fills; "" if there is none."""
     left = [path for path in autos(config) if path in filled_by()]
     stops = [path for path in left if path.rpartition(".")[0] not in catalog().strict]

@@ -79,7 +79,7 @@ class _Names(dict[str, Any]):
         super().__init__(path=path)
         self._subject = subject
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> object:
         if name == "value":
             return self._subject.get(self["path"])
         if name in TERMS:
@@ -114,7 +114,7 @@ class DefaultNote:
     key: str
     when: str = "True"
     text: str
-    old: Any = None
+    old: object = None
     old_when: str = ""
     change: str = ""  # "" if the default did not change
 
@@ -155,7 +155,7 @@ def rules_of(text: str) -> Iterator[Rule]:
             yield Rule(**{name: _filled(field, item) for name, field in fields.items()})
 
 
-def _filled(field: Any, item: Mapping[str, Any]) -> Any:
+def _filled(field: object, item: Mapping[str, object]) -> Any:
     if isinstance(field, str):
         for name, text in item.items():
             field = field.replace(f"<{name}>", str(text))

@@ -118,7 +118,7 @@ class Scanner:
             items = self._items()
             return ParsedValue(place=self.place(start, self._at), data=[i.data for i in items], items=tuple(items))
         if sign == '"':
-            data: Any = self._string()
+            data: object = self._string()
         elif found := NUMBER.match(self._text, start):
             self._at = found.end()
             data = self._number(found.group())

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 from zerofit.check.document import Document
 from zerofit.check.edit import Deletion, after_comma
 from zerofit.check.finding import Finding
 from zerofit.check.reader import SPOKEN, STRICT_READERS
+from zerofit.check.scan import ObjectMember
 
 MOST = 100  # maximum number of reported duplicate keys
 
@@ -96,7 +96,7 @@ def _trailing_commas(document: Document, stops: str) -> Iterator[Finding]:
         )
 
 
-def _duplicate(document: Document, path: str, first: Any, last: Any) -> Finding:
+def _duplicate(document: Document, path: str, first: ObjectMember, last: ObjectMember) -> Finding:
     start = first.place.start
     end = after_comma(document.text, first.value.place.end)
     while document.text[end : end + 1].isspace():

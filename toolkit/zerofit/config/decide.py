@@ -154,7 +154,7 @@ def _check_json(document: Document, run: Run, machine: Machine, place: str, prob
     return None if errors else found
 
 
-def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems: Problems) -> dict[str, Any]:
+def _merge(asked: RunRequest, config: Mapping[str, object], ds_place: str, problems: Problems) -> dict[str, object]:
     """Merge run and JSON: `optimizer`, `precision`, and the fields that PAIRS lists.
 
     The result contains no "auto". Values that differ are added to `problems` with both places.
@@ -164,7 +164,7 @@ def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems
         del theirs["expert_parallel"]
     optimizer = run_name(str(get(config, "optimizer.type", "auto")))  # DeepSpeed's names are case-insensitive
     theirs |= {"optimizer": (optimizer, "optimizer.type"), "precision": precision_of(asked.run.precision, config)}
-    merged: dict[str, Any] = {}
+    merged: dict[str, object] = {}
     for field, (value, path) in theirs.items():
         value = None if value == "auto" else value
         if field in DEGREES and value == 0:
@@ -182,7 +182,7 @@ def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems
     return merged
 
 
-def precision_of(asked: str | None, config: Mapping[str, Any]) -> tuple[str, str]:
+def precision_of(asked: str | None, config: Mapping[str, object]) -> tuple[str, str]:
     """Return the JSON's precision (for "auto" the run's precision), and the key that sets it.
 
     If the run names no precision and the JSON only disables 16-bit types, training uses float32. Autocast needs float32

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import hjson
 
@@ -68,10 +67,10 @@ def is_bundled(path: Path) -> bool:
     return path.is_file() and any(path.samefile(own) for own in bundled().values())
 
 
-def read_for_run(name: str, where: str = "--ds-config") -> Document:
+def read_for_run(name: str) -> Document:
     """Parse the JSON of a run. In a bundled JSON, values that the run decides become "auto". Raises UserError."""
-    path = find_config(name, where)
-    document = read_document(path, where)
+    path = find_config(name)
+    document = read_document(path)
     return for_run(document) if is_bundled(path) else document
 
 
@@ -101,7 +100,8 @@ def read_document(path: Path, where: str = "--ds-config") -> Document:
     except SyntaxFault as fault:
         place = f"{path}:{fault.line}:{fault.column}"
         message = f"{path} is not valid {fault.notation} at line {fault.line}, column {fault.column}: {fault.message}"
-        raise UserError(Problem(kind="json-syntax", message=message, hint=_hint(fault), where=place)) from None
+        hint = BESIDE if fault.message.endswith(YAML) else ""
+        raise UserError(Problem(kind="json-syntax", message=message, hint=hint, where=place)) from None
     except (OSError, UnicodeDecodeError) as error:
         problem = Problem(kind="unreadable", message=f"cannot read {path}: {error}", where=where)
         raise UserError(problem) from None
@@ -115,10 +115,6 @@ def read_document(path: Path, where: str = "--ds-config") -> Document:
         hint = where_to_look(program, document.config, str(path))
         raise UserError(Problem(kind="not-deepspeed", message=message, hint=hint, where=where))
     return document
-
-
-def _hint(fault: SyntaxFault) -> str:
-    return BESIDE if fault.message.endswith(YAML) else ""
 
 
 def read_text(path: Path) -> tuple[str, str]:
@@ -166,7 +162,7 @@ def _as_yaml(text: str, yaml: bool, marks: Sequence[str] = ()) -> Document | Non
     return document if known or not document.config.keys().isdisjoint(marks) else None
 
 
-def _read_hjson(text: str) -> Any:
+def _read_hjson(text: str) -> object:
     """Return the value that DeepSpeed's reader parses from a text, or None if it fails."""
     try:
         return parse_json(json.dumps(hjson.loads(text), allow_nan=False))
@@ -174,10 +170,11 @@ def _read_hjson(text: str) -> Any:
         return None
 
 
-def _is_meant(config: Any) -> bool:
+def _is_meant(config: object) -> bool:
     """Return whether HJSON without outer braces was meant: it has DeepSpeed's keys, but no sections of a YAML.
 
     HJSON reads a YAML's section (`fp16:` with `enabled: true` below it) as one string.
     """
-    known = isinstance(config, dict) and not config.keys().isdisjoint(MARKS)
-    return known and not any(isinstance(value, str) and ":" in value for value in config.values())
+    if not isinstance(config, dict) or config.keys().isdisjoint(MARKS):
+        return False
+    return not any(isinstance(value, str) and ":" in value for value in config.values())

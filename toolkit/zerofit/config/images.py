@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from zerofit.check.dotted import get
 from zerofit.features.zero import features_on
@@ -15,7 +14,7 @@ from zerofit.spec.run_folder import Layout
 IMAGE_FIELDS = ("mixup", "cutmix", "random_erasing", "image_sizes", "sync_batch_norm")  # only for images
 
 
-def check_averages(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
+def check_averages(run: Run, layout: Layout, config: Mapping[str, object], problems: Problems) -> None:
     """Check that the layout and the DeepSpeed JSON allow averaged weights (--ema)."""
     if run.ema is None:
         return

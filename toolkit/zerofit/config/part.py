@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from zerofit.check.dotted import get
 from zerofit.features.zero import features_on
@@ -20,7 +19,7 @@ def part_flag(run: Run) -> str | None:
     return partial and ("--lora" if partial.lora else "--train" if partial.train else "--freeze")
 
 
-def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
+def check_part(run: Run, layout: Layout, config: Mapping[str, object], problems: Problems) -> None:
     """Check that adapters, frozen weights and the layout can be combined."""
     fields = type(run).model_fields
     of_lora = [name for name in (*LORA_FIELDS, "dora", "rslora") if getattr(run, name) != fields[name].default]
@@ -53,7 +52,7 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
         problems.add("layout", message, "remove the key", path)
 
 
-def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
+def _check_quantized(run: Run, layout: Layout, config: Mapping[str, object], problems: Problems) -> None:
     """Check quantized weights: they need adapters, and layouts that keep their bytes unchanged."""
     if run.double_quant and run.quantize != "nf4":
         message, hint = "--double-quant without --quantize nf4", "add --quantize nf4, or leave --double-quant out"

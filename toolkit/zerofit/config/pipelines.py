@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from zerofit.check.dotted import get
 from zerofit.spec.errors import Problems
@@ -28,7 +27,7 @@ def most_stages(run: Run, ranks: int, layers: int | None) -> int:
     return 1
 
 
-def check_schedule(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
+def check_schedule(run: Run, layout: Layout, config: Mapping[str, object], problems: Problems) -> None:
     """Check the requirements of DualPipeV (DeepSpeed 0.19.8, runtime/pipe/dualpipev.py:97-104).
 
     If `run.gradient_accumulation_steps` is None, it counts as 1.

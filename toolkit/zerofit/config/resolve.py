@@ -86,7 +86,7 @@ REASONS = {
 
 
 def resolve(
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     decision: Decision,
     facts: ModelFacts,
     machine: Machine,
@@ -122,7 +122,7 @@ def resolve(
     return resolved
 
 
-def _fill_degrees(config: dict[str, Any], layout: Layout, problems: Problems) -> None:
+def _fill_degrees(config: dict[str, object], layout: Layout, problems: Problems) -> None:
     """Fill in the degrees. For a combined layout remove them, because zerofit, not DeepSpeed, creates the groups."""
     if layout.combined:
         for key in ("tensor_parallel", "sequence_parallel_size", "expert_parallel"):
@@ -139,7 +139,7 @@ def _fill_degrees(config: dict[str, Any], layout: Layout, problems: Problems) ->
         _keep_logits_whole(config, problems)
 
 
-def _keep_logits_whole(config: dict[str, Any], problems: Problems) -> None:
+def _keep_logits_whole(config: dict[str, object], problems: Problems) -> None:
     """Make each rank compute the loss from all logits.
 
     By default DeepSpeed splits the vocabulary of a model with tied embeddings and expects its own loss
@@ -177,7 +177,7 @@ def _fill_optimizer(config: dict[str, Any], run: Run, machine: Machine, layout: 
         config[ZERO].setdefault("reduce_scatter", False)  # DeepSpeed refuses the default (runtime/zero/stage3.py:361)
 
 
-def _fill_scheduler(config: dict[str, Any], run: Run, steps: int) -> None:
+def _fill_scheduler(config: dict[str, object], run: Run, steps: int) -> None:
     params = get(config, "scheduler.params", {})
     values = {
         "warmup_min_lr": 0.0,
@@ -196,7 +196,7 @@ def warmup_steps(run: Run, steps: int) -> int:
 
 
 def reasons(
-    config: Mapping[str, Any], resolved: Mapping[str, Any], decision: Decision, facts: ModelFacts
+    config: Mapping[str, object], resolved: Mapping[str, object], decision: Decision, facts: ModelFacts
 ) -> list[dict[str, Any]]:
     """Return `path`, `value` and `why` of each value that is not in the file, in the order of the resolved JSON."""
     words = {

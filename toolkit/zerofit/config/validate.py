@@ -6,7 +6,6 @@ Each rule was observed with DeepSpeed 0.19.8. If DeepSpeed has its own error for
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from zerofit.check.dotted import get
 from zerofit.config.images import check_images
@@ -31,7 +30,7 @@ from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 
 
-def check_combination(layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
+def check_combination(layout: Layout, config: Mapping[str, object], problems: Problems) -> None:
     """Check that the JSON's keys work in this layout, if zerofit creates the layout's groups."""
     if not layout.combined:
         return
@@ -71,7 +70,7 @@ def _check_experts(layout: Layout, problems: Problems) -> None:
         problems.add("layout", message, f"allowed: {', '.join(map(str, fitting))}", "--expert-parallel")
 
 
-def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
+def check_optimizer(run: Run, layout: Layout, config: Mapping[str, object], problems: Problems) -> None:
     """Check that the optimizer works with clipping and the layout. `run` must have all defaults filled in."""
     accumulation = run.gradient_accumulation_steps or 1
     setting = TrainingSetting(

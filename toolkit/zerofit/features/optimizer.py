@@ -14,7 +14,7 @@ UNSTEPPED_BYTES = 12
 ADAM_BYTES, SGD_BYTES = UNSTEPPED_BYTES + 28, UNSTEPPED_BYTES + 44
 
 
-TORCH_PARAMS: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}  # torch's defaults
+TORCH_PARAMS: Mapping[str, object] = {"betas": [0.9, 0.999], "eps": 1e-8}  # torch's defaults
 
 
 class StateBytes(NamedTuple):

@@ -41,9 +41,9 @@ class ZeroFeature:
     unsaved: str = ""  # states of the feature that DeepSpeed does not save
     instead: str = ""  # alternative if these states must be saved
 
-    def on(self, config: Mapping[str, Any]) -> bool:
+    def on(self, config: Mapping[str, object]) -> bool:
         """Return whether a DeepSpeed JSON switches the feature on."""
-        value: Any = config
+        value: object = config
         for key in self.path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
         return value not in self.off
@@ -181,6 +181,6 @@ ZERO_FEATURES: tuple[ZeroFeature, ...] = (
 )
 
 
-def features_on(config: Mapping[str, Any]) -> Iterator[ZeroFeature]:
+def features_on(config: Mapping[str, object]) -> Iterator[ZeroFeature]:
     """Yield the features that a DeepSpeed JSON switches on."""
     return (feature for feature in ZERO_FEATURES if feature.on(config))

@@ -82,7 +82,7 @@ def _variant(c: CheckSubject, variants: Any) -> str:
     return "fused" if "fused" in variants else "torch"
 
 
-def _number(c: CheckSubject, key: str, value: Any) -> Iterator[Finding]:
+def _number(c: CheckSubject, key: str, value: object) -> Iterator[Finding]:
     if value is None or value == "auto":
         return
     path = f"{PARAMS}.{key}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -253,7 +252,7 @@ def is_nvme(path: str) -> bool:
     return any(n.startswith("nvme") for n in (name, *below))
 
 
-TERMS: dict[str, Callable[[CheckSubject], Any]] = {
+TERMS: dict[str, Callable[[CheckSubject], object]] = {
     term.__name__: term
     for term in (
         *(
@@ -271,7 +270,7 @@ TERMS: dict[str, Callable[[CheckSubject], Any]] = {
         *(gathered_experts, offloaded_bytes, exceeds_host, hybrid_engine_fault, hybrid_engine_models),
     )
 }
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., object]] = {
     function.__name__: function
     for function in (is_installed, is_folder, device_of, is_nvme, shown_bytes, format, int, len, min)
 }

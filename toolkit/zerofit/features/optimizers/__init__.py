@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from zerofit.features.optimizer import OptimizerEntry, Refusal, TrainingSetting
 from zerofit.features.optimizers.adafactor import ADAFACTOR
@@ -28,7 +28,7 @@ def usual_optimizer(cnn: bool, offload: str) -> Optimizer:
     return "sgd" if cnn and offload == "none" else "adamw"
 
 
-def of_json(json_type: Any) -> OptimizerEntry | None:
+def of_json(json_type: object) -> OptimizerEntry | None:
     """Return the optimizer with this DeepSpeed name (case does not matter); None if zerofit does not support it."""
     kind = str(json_type).lower()
     return next((entry for entry in ENTRIES if kind == entry.json_type.lower() or kind in entry.same_states), None)
