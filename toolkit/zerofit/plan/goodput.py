@@ -173,24 +173,22 @@ class Goodput:
 
 # A simulation shows how much one month differs from another: train, save each interval, fail at random, lose the work
 # since the last save, wait for a node, and restart. It is repeated for a thousand months at once with numpy.
-def draw_months(
-    failures: Failures, interval_s: float, spares: int, *, months: int = MONTHS, length_s: float = MONTH_S
-) -> np.ndarray:
-    """Simulate `months` months with random failures.
+def draw_months(failures: Failures, interval_s: float, spares: int, *, length_s: float = MONTH_S) -> np.ndarray:
+    """Simulate months with random failures.
 
-    Return each month's useful share, shape (months,). Failures are equally likely at any time, also during
+    Return each month's useful share, shape (MONTHS,). Failures are equally likely at any time, also during
     restarts. A failed node is out for `repair_s`. If no spare node is left, training waits until the first node is
     back. Work that was not saved is repeated.
     """
     import numpy as np  # not needed for a plan without failures
 
     random, segment_s = np.random.default_rng(0), interval_s + failures.save_s
-    now, useful, restart_s = np.zeros(months), np.zeros(months), 0.0
+    now, useful, restart_s = np.zeros(MONTHS), np.zeros(MONTHS), 0.0
     spares = min(spares, int(2 * length_s / failures.mtbf_s))  # more nodes never fail in this time
-    back = np.zeros((spares + 1, months))  # when the nodes of the last failures are back
+    back = np.zeros((spares + 1, MONTHS))  # when the nodes of the last failures are back
     count = 0
     while (now < length_s).any():
-        lived, left = random.exponential(failures.mtbf_s, months), np.maximum(length_s - now, 0.0)
+        lived, left = random.exponential(failures.mtbf_s, MONTHS), np.maximum(length_s - now, 0.0)
         trained = np.maximum(np.minimum(lived, left) - restart_s, 0.0)
         segments = np.floor(trained / segment_s)
         # at the month's end unsaved work counts, too

@@ -85,7 +85,7 @@ class PlannedLayout:
         words += [f"offload {self.offload}"] if self.offload != "none" else []
         return ", ".join(filter(None, [*words, WORDS[self.checkpointing]]))
 
-    def with_sizes(self, wanted: Mapping[str, Any]) -> PlannedLayout:
+    def with_sizes(self, wanted: Mapping[str, object]) -> PlannedLayout:
         """Return the layout with the sizes in `wanted`.
 
         "auto" keeps the layout's value. UNSET stands for DeepSpeed's default.

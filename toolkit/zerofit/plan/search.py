@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,6 +24,7 @@ from zerofit.spec.errors import Problems, UserError
 from zerofit.spec.local_machine import Calibration
 from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.overhead import HOST_RESERVE
+from zerofit.spec.process import collector_off
 from zerofit.spec.profile import Linear, Profile, setting
 
 MOST_CLOSE = 3  # layouts close to the limit to show
@@ -51,18 +50,6 @@ class Misfits(NamedTuple):
     fit: Fit
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Turn off garbage collection, which would need a tenth of a search's time. A search leaves no cycles."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
 # The search forecasts every layout of the space; nothing is sampled.
 #
 #     1. The space comes in families: layouts that differ in bucket, overlap and stage-3 sizes only. The first
@@ -72,7 +59,7 @@ def _without_collector() -> Iterator[None]:
 #        simplicity.
 #     4. Layouts that do not fit are counted by reason. For each reason the message describes the layout that is nearest
 #        to fitting, with a remedy.
-@_without_collector()
+@collector_off()  # a tenth of the time; a search leaves no cycles
 def search(
     profile: Profile,
     cluster: Cluster,

@@ -26,8 +26,8 @@ class MemorySample(NamedTuple):
 
 
 def step_trace(
-    timeline: StepTimeline, memory: Iterable[MemorySample], ranks: Mapping[int, int], about: Mapping[str, Any]
-) -> dict[str, Any]:
+    timeline: StepTimeline, memory: Iterable[MemorySample], ranks: Mapping[int, int], about: Mapping[str, object]
+) -> dict[str, object]:
     """Return the trace of `ranks` (stage -> rank).
 
     Each rank is a process, and each of its streams is a thread. `about`: a description of the forecast, for
