@@ -245,7 +245,7 @@ def conversation_of(row: Record, form: ChatForm) -> ChatMessages | str:
     return ChatMessages(messages=messages, variables=variables, unread=tuple(unread))
 
 
-def _variables(row: Record) -> dict[str, Any]:
+def _variables(row: Record) -> dict[str, object]:
     arguments = row.get("chat_template_kwargs") or {}
     if not isinstance(arguments, Mapping):
         raise NotAConversation(f"'chat_template_kwargs' is {type(arguments).__name__}, need an object")
@@ -266,7 +266,7 @@ def _chat(field: str) -> Callable[[Record], list[Message]]:
     return read
 
 
-def _turn(turn: Any, number: int) -> Any:
+def _turn(turn: object, number: int) -> object:
     """Return a turn as a message that keeps the turn's other fields."""
     if not isinstance(turn, Mapping) or "role" in turn or "from" not in turn:
         return turn
@@ -319,11 +319,11 @@ def _completion(row: Record) -> list[Message]:
     return read
 
 
-def _question_and_answer(question: Any, answer: Any) -> tuple[Message, Message]:
+def _question_and_answer(question: object, answer: object) -> tuple[Message, Message]:
     return {"role": "user", "content": question}, {"role": "assistant", "content": answer}
 
 
-def _turns(row: Record, field: str) -> list[Any]:
+def _turns(row: Record, field: str) -> list[object]:
     turns = row[field]
     if isinstance(turns, str):  # in columns of CSV and Parquet
         turns = _parsed(turns, field)
@@ -338,7 +338,7 @@ def _system(row: Record) -> list[Message]:
     return [{"role": "system", "content": row[name]} for name in _SYSTEM if row.get(name)]
 
 
-def _role(word: Any) -> str | None:
+def _role(word: object) -> str | None:
     return _ROLES.get(word.lower()) if isinstance(word, str) else None
 
 
@@ -347,7 +347,7 @@ def _has_text(message: Message) -> bool:
     return any(message.get(name) for name in ("tool_calls", *REASONING)) or bool(message.get("content", "").strip())
 
 
-def _parsed(text: str, field: str) -> Any:
+def _parsed(text: str, field: str) -> object:
     try:
         return parse_json(text) if text.strip() else []
     except Unreadable as error:
@@ -361,7 +361,7 @@ class Arguments(dict[str, Any]):
     with `{{ arguments }}` need the text: they would print a dict in Python's notation. Records have either form.
     """
 
-    def __init__(self, values: Mapping[str, Any], text: str):
+    def __init__(self, values: Mapping[str, object], text: str):
         super().__init__(values)
         self._text = text
 
@@ -375,12 +375,12 @@ class Arguments(dict[str, Any]):
         return prefix + self._text
 
 
-def read_messages(turns: Sequence[Any]) -> list[Message]:
+def read_messages(turns: Sequence[object]) -> list[Message]:
     """Return messages in OpenAI's form without null fields, as transformers does. Raises NotAConversation."""
     return [_message(turn, number) for number, turn in enumerate(turns, 1)]
 
 
-def _message(turn: Any, number: int) -> Message:
+def _message(turn: object, number: int) -> Message:
     message = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
     role = _role(message.get("role"))
     if role is None:
@@ -406,7 +406,7 @@ def _read_weight(message: Message, number: int) -> None:
         message["weight"] = 0
 
 
-def _part(part: Any, number: int) -> str:
+def _part(part: object, number: int) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
@@ -426,7 +426,7 @@ def _read_calls(message: Message, number: int) -> None:
         message["tool_calls"] = [tool_call(call, f"message {number}, tool call {n}") for n, call in enumerate(calls, 1)]
 
 
-def tool_call(call: Any, place: str) -> dict[str, Any]:
+def tool_call(call: object, place: str) -> dict[str, object]:
     """Return a call with its name and arguments under "function". Raises NotAConversation."""
     call = {key: value for key, value in call.items() if value is not None} if isinstance(call, Mapping) else {}
     function = call.get("function", call)
@@ -437,7 +437,7 @@ def tool_call(call: Any, place: str) -> dict[str, Any]:
     return {**known, "function": {**function, "arguments": _arguments(function.get("arguments"), place)}}
 
 
-def _arguments(arguments: Any, place: str) -> Arguments:
+def _arguments(arguments: object, place: str) -> Arguments:
     values = arguments
     if isinstance(arguments, str):
         try:
@@ -451,7 +451,7 @@ def _arguments(arguments: Any, place: str) -> Arguments:
     return Arguments(values, text)
 
 
-def read_tools(row: Record) -> list[dict[str, Any]] | None:
+def read_tools(row: Record) -> list[dict[str, object]] | None:
     """Return the tools of a record as JSON schemas.
 
     The record may have them as JSON in a string, or as OpenAI's older "functions".
@@ -461,7 +461,7 @@ def read_tools(row: Record) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def _schemas(schemas: Any, field: str) -> Iterator[dict[str, Any]]:
+def _schemas(schemas: object, field: str) -> Iterator[dict[str, object]]:
     if isinstance(schemas, str):
         schemas = _parsed(schemas, field)
     if not isinstance(schemas, list) or not all(isinstance(tool, Mapping) for tool in schemas):

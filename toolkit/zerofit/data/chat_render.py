@@ -115,7 +115,7 @@ class Renderer:
         size = 0
         try:
             template = compiled(self.template)
-            variables: dict[str, Any] = {"tools": None, "documents": None, **self.special_tokens, **chat.variables}
+            variables: dict[str, object] = {"tools": None, "documents": None, **self.special_tokens, **chat.variables}
             variables |= {"messages": [_as_read(message) for message in chat.messages], "add_generation_prompt": prompt}
             with template.environment.activate_tracker(blocks, spans):
                 for block in template.generate(**variables):

@@ -104,7 +104,7 @@ class ChatTemplate:
             raise UserError(_unusable(result, hint="--chat-template names another"))
         return _bytes_safe(result[0], (), ())[0]
 
-    def _limited(self, work: Callable[[Renderer, ChatMessages], Any], chats: Sequence[ChatMessages]) -> list[Any]:
+    def _limited(self, work: Callable[[Renderer, ChatMessages], object], chats: Sequence[ChatMessages]) -> list[Any]:
         """Return the result of `work` for each conversation, or the reason why it failed. Raises UserError."""
         compiled("")  # imports jinja once, before processes are forked
         renderer = Renderer(template=self.text, origin=self.origin, special_tokens=self._special_tokens())

@@ -212,7 +212,7 @@ class HfChats(HfSet, ChatSource):
 
 
 # Arrow has one schema for all rows: a message without tool calls gets "tool_calls": None, which templates would read.
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Any:
     """Return rows without null fields. In a list of objects, Arrow gives each object the fields of all the others."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}

@@ -62,7 +62,7 @@ def read_row(values: Record, fields: LabelledFields, task: Task, names: Sequence
     )
 
 
-def _read_words(words: Any, tags: Any, fields: LabelledFields, names: Sequence[str]) -> Labelled | str:
+def _read_words(words: object, tags: object, fields: LabelledFields, names: Sequence[str]) -> Labelled | str:
     if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
         return _wrong(fields.text, words, "a list of words")
     if not isinstance(tags, list) or len(tags) != len(words):
@@ -74,7 +74,7 @@ def _read_words(words: Any, tags: Any, fields: LabelledFields, names: Sequence[s
     return Labelled(words, None, [name for name in tag_names if name is not None])
 
 
-def _class_name(value: Any, names: Sequence[str]) -> str | None:
+def _class_name(value: object, names: Sequence[str]) -> str | None:
     if isinstance(value, str):
         return value.strip() or None
     if isinstance(value, bool) or (isinstance(value, int) and not names and value >= 0):
@@ -82,7 +82,7 @@ def _class_name(value: Any, names: Sequence[str]) -> str | None:
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
-def _wrong(field: str, value: Any, needed: str) -> str:
+def _wrong(field: str, value: object, needed: str) -> str:
     return f"{field!r} is {str(value)[:40]!r} ({type(value).__name__}), not {needed}"
 
 
@@ -162,7 +162,7 @@ class LabelledEncoder:
             encoded_texts.append(_Text(np.array(ids), np.array(types), words, cut))
         return encoded_texts
 
-    def _called(self, texts: Any, pairs: Any, **options: Any) -> Any:
+    def _called(self, texts: object, pairs: object, **options: object) -> Any:
         loaded = self.tokenizer.loaded
         if options and not loaded.is_fast:
             message = f"--tokenizer {self.tokenizer.name} cannot map tokens to words"

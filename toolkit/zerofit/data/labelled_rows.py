@@ -101,7 +101,7 @@ class HfRows(HfSet, RowSource):
 
     def class_names(self, field: str) -> tuple[str, ...]:
         """See RowSource.class_names; the names of a ClassLabel, or of a list of them."""
-        feature: Any = self.train.features.get(field)
+        feature: object = self.train.features.get(field)
         feature = getattr(feature, "feature", feature)
         return tuple(getattr(feature, "names", None) or ())
 

@@ -24,7 +24,7 @@ class Exceeded(Exception):
 # Why a process: a template can loop for ever or build huge texts within one call of Python or C. Only the operating
 # system can stop such a template. A fork takes milliseconds and inherits the imported modules. A limit of address space
 # ends a single allocation, and ITIMER_PROF counts processor time, so a busy machine does not end the work.
-def limited(work: Callable[[T], Any], items: Sequence[T]) -> Iterator[Any]:
+def limited(work: Callable[[T], object], items: Sequence[T]) -> Iterator[Any]:
     """Yield the result of `work` for each item. Results are passed as JSON. Raises Exceeded.
 
     The items are processed in a forked process. `work` calls `begin_step` before each part of unbounded length.
@@ -56,7 +56,7 @@ def begin_step() -> None:
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
 
 
-def _work(work: Callable[[T], Any], items: Sequence[T], writing: int) -> NoReturn:
+def _work(work: Callable[[T], object], items: Sequence[T], writing: int) -> NoReturn:
     """Write the result of each item as a line of JSON. Exit without running the parent's exit handlers."""
     status = 1
     try:

@@ -230,7 +230,7 @@ def _batches(maker: _MicroBatches | _EvalShare, items: Iterable[Any], workers: i
 
 
 def _from_processes(
-    maker: _MicroBatches | _EvalShare, items: Iterable[Any], workers: int, pinned: bool
+    maker: _MicroBatches | _EvalShare, items: Iterable[object], workers: int, pinned: bool
 ) -> Iterator[dict]:
     import multiprocessing
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class Mixing:
         import torch
         from torchvision.transforms import v2
 
-        ways: list[Callable[..., Any]] = []
+        ways: list[Callable[..., object]] = []
         if self.mixup is not None:
             ways.append(v2.MixUp(alpha=self.mixup, num_classes=self.classes))
         if self.cutmix is not None:

@@ -52,13 +52,13 @@ def open_plain(path: Path) -> IO[bytes]:
         raise UserError(_unreadable(path, error)) from None
 
 
-def _zstd(path: Path) -> Any:
+def _zstd(path: Path) -> object:
     import pyarrow
 
     return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
 
 
-_DECOMPRESSED: dict[bytes, Callable[[Path], Any]] = {  # by a file's first bytes
+_DECOMPRESSED: dict[bytes, Callable[[Path], object]] = {  # by a file's first bytes
     b"\x1f\x8b": gzip.GzipFile,
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\x00": lzma.LZMAFile,

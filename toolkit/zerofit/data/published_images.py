@@ -94,7 +94,7 @@ def _pixels(size: Any) -> int | None:
     return int(size) if size else None
 
 
-def _of_config(settings: Mapping[str, Any]) -> PublishedImages:
+def _of_config(settings: Mapping[str, object]) -> PublishedImages:
     size = settings.get("image_size")
     return PublishedImages(size=size if isinstance(size, int) else None)
 

@@ -71,7 +71,7 @@ class SplitWriter:
             file.close()
 
 
-def write_meta(folder: Path, facts: dict[str, Any]) -> None:
+def write_meta(folder: Path, facts: dict[str, object]) -> None:
     """Write meta.json, with the sizes of the other files in the folder."""
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     write_text(folder / "meta.json", json.dumps({**facts, "sizes": sizes}))
