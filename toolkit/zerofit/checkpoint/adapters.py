@@ -118,7 +118,7 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
     )
 
 
-def _base(folder: Path, config: LoraConfig, info: ModelInfo | None) -> tuple[ModelSource, dict[str, Any]]:
+def _base(folder: Path, config: LoraConfig, info: ModelInfo | None) -> tuple[ModelSource, dict[str, object]]:
     name, args = config.base_model_name_or_path or "", dict(info.model_args) if info else {}
     try:
         source = find(name if Path(name).is_dir() or info is None else info.model)

@@ -59,7 +59,7 @@ def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:
     numel = state.numel(name)
     start, probe = time.monotonic(), state.read_flat(name, MASTER, 0, min(numel, PROBE))
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
-    with writable(out, "OUT"), tempfile.TemporaryFile(dir=existing) as file:
+    with writable(out), tempfile.TemporaryFile(dir=existing) as file:
         for _ in range(2):  # into the mapped file, and into the result
             file.write(probe.numpy().data)
         file.flush()
@@ -77,7 +77,7 @@ def no_optimizer(state: FullState, what: str) -> UserError:
     return UserError(Problem(kind="no-optimizer", message=message, hint=hint, where="PATH"))
 
 
-def loss_scaling(numbers: dict[str, Any] | None, fp16: bool) -> dict[str, Any]:
+def loss_scaling(numbers: dict[str, Any] | None, fp16: bool) -> dict[str, object]:
     """Return the loss scaler's fields for the optimizer state of a DeepSpeed engine.
 
     `numbers`: the scaler's numbers in the checkpoint. If they are None, an engine in fp16 gets a new scaler with
@@ -95,7 +95,7 @@ def loss_scaling(numbers: dict[str, Any] | None, fp16: bool) -> dict[str, Any]:
     return {"loss_scaler": scaler, "dynamic_loss_scale": True}
 
 
-def conversion_plan(checkpoint: Path, *options: object) -> dict[str, Any]:
+def conversion_plan(checkpoint: Path, *options: object) -> dict[str, object]:
     """Return the input and options of a conversion. An interrupted conversion continues only if both are unchanged."""
     root = checkpoint if checkpoint.is_dir() else checkpoint.parent
     files = sorted(file for file in root.rglob("*") if file.is_file()) if checkpoint.is_dir() else [checkpoint]

@@ -186,10 +186,10 @@ def flat_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
     return [shapes] if isinstance(shapes, dict) else list(shapes)
 
 
-def step_count(saved: Any) -> int | None:
+def step_count(saved: object) -> int | None:
     """Return the optimizer's step count, from any depth of its state dict; None if there is none."""
     if isinstance(saved, dict):
-        values: Any = saved.values()
+        values: object = saved.values()
         if "step" in saved and isinstance(saved["step"], int | float | Tensor):
             return int(saved["step"])
     elif isinstance(saved, list | tuple):

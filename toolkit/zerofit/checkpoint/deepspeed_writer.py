@@ -92,10 +92,10 @@ class _TargetWriter:
     def step(self) -> Tensor:
         return torch.tensor(float(self.state.counters["step"] or 0))
 
-    def loss_scaling(self) -> dict[str, Any]:
+    def loss_scaling(self) -> dict[str, object]:
         return loss_scaling(self.state.counters.get("loss_scaler"), fp16=self.target.dtype == torch.float16)
 
-    def save(self, path: Path, content: Callable[[], Any]) -> None:
+    def save(self, path: Path, content: Callable[[], object]) -> None:
         """Write a file completely or not at all. If an interrupted call has written the file already, skip it."""
         if path.exists():
             self.wrote(path.stat().st_size)
@@ -178,7 +178,7 @@ def _shapes(writer: _TargetWriter) -> list[dict[str, torch.Size]]:
     return [{name: torch.Size(writer.state.shape(name)) for name in group.names} for group in writer.groups]
 
 
-def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, Any]:
+def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, object]:
     """Return the optimizer state of one rank at stages 1 and 2 (runtime/zero/stage_1_and_2.py, state_dict)."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
@@ -295,7 +295,7 @@ def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], place: Pat
         writer.save(place / _optimizer_file(target, rank), _optimizer_states(partial(partition, rank), versions))
 
 
-def _optimizer_states(partition: Callable[[], dict[str, Any]], versions: dict[str, Any]) -> Callable[[], Any]:
+def _optimizer_states(partition: Callable[[], dict[str, Any]], versions: dict[str, Any]) -> Callable[[], object]:
     return lambda: {"optimizer_state_dict": partition(), **versions}
 
 

@@ -243,7 +243,7 @@ def _tensor_at(file: Path, record: str) -> str:
     return named.get(record, record)
 
 
-def _tensors(value: Any, keys: str) -> Iterator[tuple[str, Tensor]]:
+def _tensors(value: object, keys: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield keys, value
     elif isinstance(value, dict | list | tuple):
@@ -295,7 +295,7 @@ def _rank_damage(found: Foreign) -> list[Damage]:
     if found.stage_three and plain:
         message = "this file is from a run at ZeRO 0 to 2, but the other files are from a run at ZeRO 3"
         damage.append(Damage(file=_name(files, plain[0].name), kind="mixed", message=message))
-    facts: dict[str, dict[str, Any]] = {}
+    facts: dict[str, dict[str, object]] = {}
     for name in (*files.models.values(), *files.optimizers.values()):
         content = files.load(name)
         own = content.get("optimizer_state_dict") if OPTIM_STATES.fullmatch(name) else None
@@ -319,7 +319,7 @@ def _rank_damage(found: Foreign) -> list[Damage]:
     return damage
 
 
-def _groups_of(saved: dict[str, Any]) -> list[dict[str, Any]]:
+def _groups_of(saved: dict[str, object]) -> list[dict[str, Any]]:
     base = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict")
     return base.get("param_groups", []) if isinstance(base, dict) else []
 
@@ -351,7 +351,7 @@ def _missing_ranks(files: DeepSpeedFiles, found: Foreign) -> list[Damage]:
     return damage
 
 
-def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
+def _lost(state: dict[str, object], dp: int, ranks: int, found: Foreign) -> str:
     groups = flat_groups(state)
     if found.stage_three:
         count = sum(len(group) for group in groups)

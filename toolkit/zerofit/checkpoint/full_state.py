@@ -77,7 +77,7 @@ class FullState:
     ):
         self._folder, self._open = Path(checkpoint), {}
         self._own = (self._folder / "ranks").is_dir()
-        self._chunks: dict[tuple[str, tuple[int, int]], Any] = {}  # at most `_most_chunks` separate tensors
+        self._chunks: dict[tuple[str, tuple[int, int]], object] = {}  # at most `_most_chunks` separate tensors
         self._most_chunks = 1
         self.notes: list[str] = []
         self.repaired: list[str] = []

@@ -54,11 +54,11 @@ SAFETENSORS_NAMES = {
 }
 
 
-def refuse_existing(out: Path, where: str = "OUT") -> None:
+def refuse_existing(out: Path) -> None:
     """Raise UserError "output-exists" if `out` exists and is not an empty folder."""
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         hint = "use a folder that does not exist"
-        raise UserError(Problem(kind="output-exists", message=f"{out} already exists", hint=hint, where=where))
+        raise UserError(Problem(kind="output-exists", message=f"{out} already exists", hint=hint, where="OUT"))
 
 
 def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
@@ -71,17 +71,17 @@ def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
 
 
 @contextmanager
-def staged_folder(out: Path, where: str = "OUT", plan: dict[str, Any] | None = None) -> Iterator[Path]:
+def staged_folder(out: Path, plan: dict[str, object] | None = None) -> Iterator[Path]:
     """Yield a folder to write into. On success it is synced and renamed to `out`, else it is removed.
 
     With a `plan`, an interrupted call leaves the folder in place. The next call with the same plan continues with
     its files.
     """
-    refuse_existing(out, where)
+    refuse_existing(out)
     out = Path(os.path.realpath(out))  # a link to an empty folder cannot be replaced by a folder
     staging = out.with_name(f".{out.name}.writing")  # next to `out`, so that the rename stays on one file system
     then = f"; the same command then continues with the files in {staging}" if plan else ""
-    with writable(out, where, then), _locked(staging, plan, where):
+    with writable(out, then), _locked(staging, plan):
         try:
             yield staging
             for path in staging.rglob("*"):
@@ -101,7 +101,7 @@ def staged_folder(out: Path, where: str = "OUT", plan: dict[str, Any] | None = N
 
 
 @contextmanager
-def writable(out: Path, where: str, then: str = "") -> Iterator[None]:
+def writable(out: Path, then: str = "") -> Iterator[None]:
     """Turn errors of the system, also those wrapped by torch, into a UserError "output-unwritable"."""
     try:
         yield
@@ -113,11 +113,11 @@ def writable(out: Path, where: str, then: str = "") -> Iterator[None]:
             raise
         message = f"{out} cannot be written: {cause.strerror or cause}"
         hint = f"check the free disk space and permissions{then}"
-        raise UserError(Problem(kind="output-unwritable", message=message, hint=hint, where=where)) from error
+        raise UserError(Problem(kind="output-unwritable", message=message, hint=hint, where="OUT")) from error
 
 
 @contextmanager
-def _locked(staging: Path, plan: dict[str, Any] | None, where: str) -> Iterator[None]:
+def _locked(staging: Path, plan: dict[str, object] | None) -> Iterator[None]:
     """Create the staging folder and lock it.
 
     Remove the leftovers of a killed call, unless that call had the same plan.
@@ -129,7 +129,7 @@ def _locked(staging: Path, plan: dict[str, Any] | None, where: str) -> Iterator[
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             message, hint = f"another process is writing {staging}", "wait for it, or use another folder"
-            raise UserError(Problem(kind="output-exists", message=message, hint=hint, where=where)) from None
+            raise UserError(Problem(kind="output-exists", message=message, hint=hint, where="OUT")) from None
         except OSError:  # a network file system without locks
             pass
         file, wanted = staging / PLAN, json.dumps(plan, sort_keys=True)

@@ -19,7 +19,7 @@ RULES = (
 PACKED = ("__bnb_optimizer_quant_state__", "state1")  # bitsandbytes' states: codes of 8 bits and a scale per block
 
 
-def weight_states(states: dict[str, Any], numel: int) -> list[str]:
+def weight_states(states: dict[str, object], numel: int) -> list[str]:
     """Return the kinds of a parameter's states that have one number for each of its `numel` elements."""
     if any(key in states for key in PACKED):
         return []

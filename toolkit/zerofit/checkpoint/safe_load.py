@@ -72,7 +72,7 @@ NORESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names since 3.13
 ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}  # members of ZeroStageEnum
 
 
-def _member(kind: Any, name: str) -> Any:
+def _member(kind: object, name: str) -> object:
     """Return an enum's member. Refuse everything else.
 
     Python before 3.11.4 pickles a member as the call `getattr(class, name)`. This function replaces `getattr`.
@@ -107,7 +107,7 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False, span: tu
     Raises UserError: "unsafe-file" if the file needs other classes, "damaged-file" if it cannot be parsed,
     "missing-file" if it does not exist, "unreadable-file" if the system cannot read it.
     """
-    allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
+    allowed: list[Callable[..., object] | tuple[Callable[..., object], str]] = []
     with deepspeed_quiet() if for_engine else nullcontext():
         for name, replacement in REPLACEMENTS.items():
             module, _, attribute = name.rpartition(".")
@@ -190,7 +190,7 @@ class _MetadataReader(PlainUnpickler):
     Dataclasses become plain objects. torch's weights-only unpickler cannot read the newer protocol of this file.
     """
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         kind = getattr(torch, name, None) if module == "torch" else None
         if isinstance(kind, torch.dtype):
             return kind
@@ -214,7 +214,7 @@ class _Fields:
 
 METADATA_CLASSES = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata")
 METADATA_CLASSES += ("ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")
-PLAIN: dict[tuple[str, str], Any] = {
+PLAIN: dict[tuple[str, str], object] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): str,
     ("collections", "OrderedDict"): OrderedDict,

@@ -387,13 +387,13 @@ def locate(path: Path, where: str = "PATH", *, deep: bool = False, report: Repor
     raise _no_checkpoint(f"all checkpoints in {store.folder} are damaged", where)
 
 
-def manifest_of(checkpoint: Path, where: str = "PATH") -> Manifest:
+def manifest_of(checkpoint: Path) -> Manifest:
     """Read the manifest in a checkpoint's folder. Raises UserError "damaged-checkpoint"."""
     try:
         return read_manifest(checkpoint)
     except ManifestError as error:
         damage = Damage(file=MANIFEST, kind="manifest", message=str(error))
-        raise UserError(_damage_problem(checkpoint, damage, where)) from None
+        raise UserError(_damage_problem(checkpoint, damage, "PATH")) from None
 
 
 def _damage_problem(checkpoint: Path, damage: Damage, where: str) -> Problem:

@@ -240,7 +240,7 @@ class _StateDict:
                 self.shapes[name], self.places[name] = shape, Location(file=file, keys=keys)
 
 
-def _weights_key(content: Any, file: str) -> str | None:
+def _weights_key(content: object, file: str) -> str | None:
     """Return the key under which a file has its state dict; None if the file is the state dict."""
     if not isinstance(content, dict) or any(isinstance(value, Tensor) for value in content.values()):
         return None
@@ -252,7 +252,7 @@ def _weights_key(content: Any, file: str) -> str | None:
     return next(iter([*known, *inner]), None)
 
 
-def _has_tensor(content: dict[Any, Any]) -> bool:
+def _has_tensor(content: dict[object, object]) -> bool:
     return any(isinstance(value, Tensor) for value in content.values())
 
 
@@ -326,7 +326,7 @@ def _model_order(config: Path | None, run: Run | None) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
-def _states_in(content: Any, file: str) -> dict[str, Any]:
+def _states_in(content: object, file: str) -> dict[str, object]:
     """Return the content and the place of torch's optimizer state dict in a file; {} if there is none."""
     for key in STATES:
         base, keys = content.get(key) if isinstance(content, dict) else None, [key]

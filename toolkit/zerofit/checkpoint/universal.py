@@ -166,7 +166,7 @@ def engine_facts(source: Path | None, state: FullState) -> tuple[dict[str, Any],
     return counters, {"globals": {"overflow": False, **scaling}, "groups": groups, "step": step}
 
 
-def _save(value: Any, path: Path) -> None:
+def _save(value: object, path: Path) -> None:
     with atomic_write(path) as file:
         torch.save(value, file)
 
@@ -195,7 +195,7 @@ def _optimizer_globals(source: Path) -> dict[str, Any] | None:
     return {"globals": {key: zero[key] for key in GLOBALS if key in zero}, "groups": groups, "step": step}
 
 
-def _own_state(saved: Any) -> dict[str, Any] | None:
+def _own_state(saved: object) -> dict[str, Any] | None:
     if not isinstance(saved, dict):
         return None
     if "state" in saved and "param_groups" in saved:
