@@ -161,7 +161,7 @@ def generate(
 
 
 def _config(request: GenerationRequest, cached: bool) -> GenerationConfig:
-    draw: dict[str, Any] = {"do_sample": False}
+    draw: dict[str, object] = {"do_sample": False}
     if request.temperature > 0:
         draw = {"do_sample": True, "temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
     ends = sorted(request.prompt.end_ids)
@@ -191,7 +191,7 @@ def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) 
 
 def _cached(fake: nn.Module, length: int, device: torch.device, written: int = 0) -> Iterable[Tensor]:
     """Return the cache's tensors after a forward of `length` tokens. `written`: decoder tokens (0: no encoder)."""
-    last: dict[str, Any] = (
+    last: dict[str, object] = (
         {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(fake).forward).parameters else {}
     )
     ids = torch.zeros(1, length, dtype=torch.long, device=device)
@@ -215,7 +215,7 @@ class _TextStreamer(BaseStreamer):
         self.tokens: list[int] = []
         self.text = ""
 
-    def has_ended(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+    def has_ended(self, ids: Tensor, scores: object, **_: object) -> Tensor:
         """Return bool (batch,): whether the end text has been written."""
         return torch.full((len(ids),), self._ended, device=ids.device)
 

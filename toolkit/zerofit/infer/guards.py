@@ -31,7 +31,7 @@ def failures(knob: str) -> Iterator[None]:
         raise RunFailed(Problem(kind="out-of-memory", message=message, hint=hint, where="--max-memory")) from error
 
 
-def guarded(model: nn.Module) -> AbstractContextManager[Any]:
+def guarded(model: nn.Module) -> AbstractContextManager[object]:
     """Raise RunFailed if a module uses weights that are not loaded. Checks nothing if all weights are loaded."""
     return _Guard() if any(parameter.is_meta for parameter in model.parameters()) else nullcontext()
 
@@ -45,7 +45,7 @@ class _Guard(TorchDispatchMode):
     CPU, torch 2.14's matrix products and convolutions accept meta weights and return uninitialized memory.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         devices = {t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if "meta" in devices and len(devices) > 1:
             message = "a module uses another module's weights, but offloaded weights are loaded only for their module"

@@ -73,7 +73,7 @@ class _ActivationMeter(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         out = func(*args, **(kwargs or {}))
         self._alive = {key: alive for key, alive in self._alive.items() if not alive[0].expired()}
         for tensor in tree_leaves(out):

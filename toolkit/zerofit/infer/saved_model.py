@@ -210,7 +210,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         raise _damaged(file, str(error)) from None
 
 
-def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _named_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     tensors = dict(pairs)
     if len(tensors) < len(pairs):
         raise ValueError("its header gives a name twice")

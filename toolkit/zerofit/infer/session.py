@@ -220,7 +220,7 @@ def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, repor
     stored = _by_name(saved, model)
     ties = find_tied_parameters(model)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    on_disk: dict[str, dict[str, Any]] = {}
+    on_disk: dict[str, dict[str, object]] = {}
     with report.task("loading weights", len(stored), "tensors") as task:
         for name, (key, where) in stored.items():
             device = device_of(name, placement.device_map)

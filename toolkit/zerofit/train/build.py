@@ -128,7 +128,7 @@ def _is_quantized(source: ModelSource) -> bool:
     return source.partial is not None and source.partial.quantization is not None
 
 
-def _divider(ds_config: dict[str, Any]) -> Callable[[nn.Parameter], None]:
+def _divider(ds_config: dict[str, object]) -> Callable[[nn.Parameter], None]:
     """Return the function with which DeepSpeed's engine partitions parameters, for use before it starts."""
     nothing = nn.Module()  # with a module it replaces the linear function, as the engine does
     return Init(module=nothing, config_dict_or_path=ds_config)._zero_init_param

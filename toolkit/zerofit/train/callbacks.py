@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 from zerofit.spec.errors import Problems
 from zerofit.spec.files import open_jsonl
@@ -111,7 +111,7 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
     for name in names:
         module, _, attribute = name.partition(":")
         try:
-            callback: Any = getattr(importlib.import_module(module), attribute)()
+            callback: object = getattr(importlib.import_module(module), attribute)()
         except Exception as error:  # a user's own module can raise anything
             problems.add("callback", f"{name} cannot be loaded: {type(error).__name__}: {error}", hint, "--callbacks")
             continue
@@ -181,7 +181,7 @@ class EventLog(Callback):
         """Record a failed save and its reason."""
         self._write("save-failed", step=step, text=text)
 
-    def _write(self, event: str, **values: Any) -> None:
+    def _write(self, event: str, **values: object) -> None:
         if self._file:
             self._file.write(json.dumps({"event": event, "time_s": time.time(), **values}) + "\n")
 
@@ -190,7 +190,7 @@ class _NumberLogger(Callback, ABC):
     """Logs all numbers of steps and evaluations, under `train/` and `valid/`."""
 
     @abstractmethod
-    def _log(self, values: dict[str, Any], step: int) -> None: ...
+    def _log(self, values: dict[str, object], step: int) -> None: ...
 
     def on_step(self, record: StepRecord) -> None:
         self._add("train", record["step"], record)
@@ -198,7 +198,7 @@ class _NumberLogger(Callback, ABC):
     def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
         self._add("valid", step, figures)
 
-    def _add(self, part: str, step: int, values: Mapping[str, Any]) -> None:
+    def _add(self, part: str, step: int, values: Mapping[str, object]) -> None:
         self._log({f"{part}/{k}": v for k, v in values.items() if k != "step" and v is not None}, step)
 
 
@@ -210,7 +210,7 @@ class TensorBoard(_NumberLogger):
 
         self._writer = SummaryWriter(str(path), flush_secs=5)
 
-    def _log(self, values: dict[str, Any], step: int) -> None:
+    def _log(self, values: dict[str, object], step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -223,7 +223,7 @@ class WeightsAndBiases(_NumberLogger):
 
         self._run = wandb.init(project=job.run.wandb, dir=str(folder.path), config=job.run.model_dump(mode="json"))
 
-    def _log(self, values: dict[str, Any], step: int) -> None:
+    def _log(self, values: dict[str, object], step: int) -> None:
         self._run.log(values, step=step)
 
 

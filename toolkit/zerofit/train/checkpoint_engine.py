@@ -38,7 +38,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
         self._copied = zero_stage > 0  # model files contain only what is copied; at stage 0 also optimizer states
         self.name = "zerofit"
         self._copies = HostCopies()
-        self._snapshot: list[tuple[Any, Path]] | None = None
+        self._snapshot: list[tuple[object, Path]] | None = None
         self._pool = ThreadPoolExecutor(SYNCING, thread_name_prefix="sync")
         self._marks: dict[Path, Future[FileMark]] = {}
         self._failure: Exception | None = None
@@ -54,7 +54,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
         """Return whether DeepSpeed must clone views before it saves them. A snapshot needs no clones."""
         return self._snapshot is None
 
-    def save(self, state_dict: Any, path: str | Path) -> None:
+    def save(self, state_dict: object, path: str | Path) -> None:
         """Write a file like torch.save, or keep a copy of its contents."""
         if self._snapshot is not None:
             self._snapshot.append((self._copies.of(state_dict, Path(path).name), Path(path)))
@@ -68,7 +68,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
         except OSError as error:
             self._failure = self._failure or error
 
-    def load(self, path: str | Path, map_location: Any = None) -> Any:
+    def load(self, path: str | Path, map_location: object = None) -> Any:
         """Read a file without executing code in it. Raises UserError for a file that needs code.
 
         Tensors that DeepSpeed copies into its parameters stay on disk until the copy. Other tensors are read fully.
@@ -80,14 +80,14 @@ class SyncedCheckpointEngine(CheckpointEngine):
         """Make `save` copy contents instead of writing them, since training may change the originals."""
         self._snapshot = []
 
-    def take_snapshot(self) -> list[tuple[Any, Path]]:
+    def take_snapshot(self) -> list[tuple[object, Path]]:
         """Return the copies made since `begin_snapshot`, for `write_snapshot` in another thread."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # copies from the device may still be in progress
         snapshot, self._snapshot = self._snapshot or [], None
         return snapshot
 
-    def write_snapshot(self, snapshot: list[tuple[Any, Path]]) -> None:
+    def write_snapshot(self, snapshot: list[tuple[object, Path]]) -> None:
         """Write the copies of a snapshot."""
         for state_dict, path in snapshot:
             self._write(state_dict, path)
@@ -101,7 +101,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
             raise OSError(str(failure)) from failure
         return finished
 
-    def _write(self, state_dict: Any, path: Path) -> None:
+    def _write(self, state_dict: object, path: Path) -> None:
         if self._failure:
             return
         try:

@@ -94,8 +94,8 @@ def import_muon() -> None:
     seconds to every start (runtime/zero/muon). On CPUs, a C++ compiler would run for 15 s in each rank.
     """
 
-    def compile_when_called(*how: Any, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_when_called(*how: object, **more: object) -> Callable[[Callable[..., object]], Callable[..., object]]:
+        def decorate(function: Callable[..., object]) -> Callable[..., object]:
             if accelerator().device_name() == "cpu":
                 return function
             compiled = cache(lambda: original(*how, **more)(function))
@@ -157,7 +157,7 @@ def _count_slices() -> None:
     """
     original: Any = unfused_optimizer.split_params_grads_into_shared_and_expert_params
 
-    def marked(group: list[Any]) -> tuple[list[Any], list[Any]]:
+    def marked(group: list[Any]) -> tuple[list[object], list[object]]:
         split = original(group)
         for gradient, p in zip(split[0], (p for p in group if p.grad is not None), strict=True):
             gradient.model_parallel = is_model_parallel_parameter(p)
@@ -231,7 +231,7 @@ def _sequence_parallel_excess(job: Job) -> int:
     return 1 if averages else job.layout.sp
 
 
-def _register_sequence_parallel(job: Job, model: Any) -> Any:
+def _register_sequence_parallel(job: Job, model: Any) -> object:
     """Register DeepSpeed's sequence parallel attention with transformers. Return the engine's groups (`mpu`)."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -345,7 +345,7 @@ class ZeroTrainer(EngineTrainer):
         dist.all_gather_object(gathered, pairs)
         return rouge_scores([pair for part in gathered for pair in part])
 
-    def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
+    def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, object]:
         """Return a sample of text from a causal language model; {} for other models, and with sequence parallelism."""
         job = self.job
         if job.layout.sp > 1 or job.facts.own or job.facts.task != "causal-lm" or not (data.encode and data.decode):

@@ -184,7 +184,7 @@ def _mend_registry() -> None:
 class RouterBalance:
     """Counts tokens per expert in a step's forwards. Without expert parallelism, it records only routers' losses."""
 
-    def __init__(self, module: nn.Module, group: Any, shared: bool = False):
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None, shared: bool = False):
         """`group`: the ranks with the same layers. `shared`: whether only some of these ranks record losses."""
         self._group, self._shared = group, shared
         self._counters: list[Any] = [layer.tokens_per_expert for layer in expert_layers(module).values()]

@@ -119,10 +119,10 @@ class FirstNotFinite(TorchDispatchMode):
             stack.enter_context(self)
             yield self
 
-    def _enter(self, name: str, module: nn.Module, *_: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, *_: object) -> None:
         self._modules.append(name or type(module).__name__)
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, *_: object) -> None:
         self._modules.pop()
 
     def _see_gradient(self, name: str, gradient: Tensor) -> None:
@@ -142,7 +142,7 @@ class FirstNotFinite(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "c10d" or func.is_view:
@@ -151,7 +151,7 @@ class FirstNotFinite(TorchDispatchMode):
         if node is None and torch.is_grad_enabled():
             number = _get_sequence_nr() - 1
             self._places[number] = _Place(self._modules[-1] if self._modules else "", model_line())
-        outputs = [t for t in tree_leaves(result) if _is_dense(t)]
+        outputs = [t for t in tree_leaves(result) if is_dense(t)]
         if any(func._schema.name.partition("::")[2].find(name) >= 0 for name in _FILLED_LATER):
             for output in outputs:
                 self._origins.pop(_key(output), None)
@@ -218,7 +218,7 @@ class FirstNotFinite(TorchDispatchMode):
         if node is not None and node._sequence_nr() < _LAST:
             place = self._places.get(node._sequence_nr(), place)
         written = func._schema.is_mutable
-        facts = [TensorFacts.of(t) for t in inputs if _is_dense(t) and t.numel() and not t.is_complex()]
+        facts = [TensorFacts.of(t) for t in inputs if is_dense(t) and t.numel() and not t.is_complex()]
         return Origin(
             op=func._schema.name.removeprefix("aten::"),
             phase=FORWARD if node is None else BACKWARD,
@@ -237,7 +237,8 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _is_dense(value: object) -> bool:
+def is_dense(value: object) -> bool:
+    """Return whether a value is a tensor that is not sparse."""
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 

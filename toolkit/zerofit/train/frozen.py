@@ -73,7 +73,7 @@ def leave_out_frozen(engine: Any) -> None:
     """
     original = engine.module_state_dict
 
-    def module_state_dict(*args: Any, **kwargs: Any) -> Any:
+    def module_state_dict(*args: Any, **kwargs: Any) -> object:
         state = original(*args, **kwargs)
         if isinstance(state, dict):  # a pipeline writes its layers to other files
             parameters = dict(engine.module.named_parameters(remove_duplicate=False))

@@ -94,7 +94,7 @@ class GanTrainer(EngineTrainer):
         """Return this rank's two losses of the last step."""
         return {"loss_d": self.last_losses[0], "loss_g": self.last_losses[1], **super().extra_metrics()}
 
-    def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
+    def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, object]:
         """Save a grid of generated images on rank 0."""
         if dist.get_rank() == 0:
             self.save_drawings(folder.path / "drawings.png", self._noise)

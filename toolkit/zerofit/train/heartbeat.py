@@ -56,7 +56,7 @@ class Heartbeat:
         """Write to the guard's pipe `descriptor`. `on_gpu`: ignore CPU use, since waiting for a GPU uses a core."""
         self._pipe, self._on_gpu, self._progress, self._turn = descriptor, on_gpu, progress, threading.Lock()
         self._main = threading.main_thread().ident or 0  # is None only before the thread starts
-        self._seen: tuple[Any, ...] = ()
+        self._seen: tuple[object, ...] = ()
         self._moved, self._last = time.monotonic(), time.monotonic()
         self._resent = 0.0  # when a connection was last seen retransmitting
         self._longest = 0.0  # longest pause in training after which the rank continued
@@ -76,7 +76,7 @@ class Heartbeat:
             self._progress.changed.wait(EVERY_S)
             self._progress.changed.clear()
 
-    def send(self, what: dict[str, Any]) -> None:
+    def send(self, what: dict[str, object]) -> None:
         """Write one line to the guard. Raises OSError."""
         data = json.dumps(what).encode() + b"\n"
         with self._turn:

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerofit.spec.units import shown_bytes
-from zerofit.train.first_not_finite import model_line
+from zerofit.train.first_not_finite import is_dense, model_line
 
 # Without a leak, memory is the same after each step. If it grew in each of GROWING steps, the next step is watched:
 # tensors that this step allocates, and that are still alive KEPT steps later, are the leak. Gradients and batches are
@@ -91,12 +90,12 @@ class _Allocations(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, str]] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if _is_plain(t)}
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if is_dense(t)}
         for tensor in tree_leaves(result):
-            if _is_plain(tensor) and (key := tensor.untyped_storage()._cdata) not in given:
+            if is_dense(tensor) and (key := tensor.untyped_storage()._cdata) not in given:
                 self._made[key] = StorageWeakRef(tensor.untyped_storage()), model_line()
         return result
 
@@ -108,7 +107,3 @@ class _Allocations(TorchDispatchMode):
                 storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
                 lines[line] += storage.nbytes() if storage is not None else 0
         return lines
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided

@@ -251,7 +251,7 @@ class Loop:
 
 
 @torch.no_grad()
-def average_batch_statistics(model: nn.Module, group: Any) -> None:
+def average_batch_statistics(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Give all ranks of a data parallel group the mean of batch norm's running means and variances.
 
     Each rank's statistics come from its own micro batches, and DeepSpeed does not synchronize them. Evaluation and

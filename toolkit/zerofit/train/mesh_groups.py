@@ -51,7 +51,7 @@ class MeshGroups:
         made = [(comm.new_group(ranks=ranks), ranks) for ranks in ranks_along(self._layout, *axes)]
         return next(group for group, ranks in made if self._rank in ranks)
 
-    def get_data_parallel_group(self) -> Any:
+    def get_data_parallel_group(self) -> object:
         """Return the group over which the engine averages gradients."""
         return self.data
 
@@ -63,7 +63,7 @@ class MeshGroups:
         """Return this rank's number in its data parallel group."""
         return dist.get_rank(self.data)
 
-    def get_model_parallel_group(self) -> Any:
+    def get_model_parallel_group(self) -> object:
         """Return the group over which the engine sums norms."""
         return self.tensor
 
@@ -106,7 +106,7 @@ def exchange_heads(config: Any, job: Job, group: Any) -> None:
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> object:
         # the mask covers only this rank's tokens; attention over the full sequence is causal without it
         return ulysses(module, query, key, value, None, *args, **kwargs)
 

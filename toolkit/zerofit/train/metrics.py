@@ -87,8 +87,8 @@ class MetricsRecorder:
         losses: Tensor,
         indices: Sequence[np.ndarray],
         lr: float,
-        grad_norm: Any,
-        extra: dict[str, Any],
+        grad_norm: object,
+        extra: dict[str, object],
     ) -> None:
         """Add a step that was issued to the device. If the block is now full, exchange and write its steps."""
         now = time.perf_counter()

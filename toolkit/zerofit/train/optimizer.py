@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,7 +16,7 @@ from zerofit.models.quantized import PACKAGE, library
 from zerofit.spec.errors import Problem
 
 
-def own_optimizer(config: Mapping[str, Any], groups: list[dict[str, Any]], on_cpu: bool) -> Optimizer | None:
+def own_optimizer(config: Mapping[str, object], groups: list[dict[str, object]], on_cpu: bool) -> Optimizer | None:
     """If DeepSpeed cannot create the optimizer that its JSON names, return this optimizer; else None."""
     entry = of_json(get(config, "optimizer.type"))
     path = entry and (entry.cpu_class if on_cpu else entry.gpu_class)

@@ -123,7 +123,7 @@ class PipelineTrainer(EngineTrainer):
         for _ in range(rounds):
             self.engine.eval_batch(filled, num_micro_batches=each)
 
-    def state_names(self, engine: Any) -> StateNames:
+    def state_names(self, engine: object) -> StateNames:
         """Return the names of this stage's state. A shared weight is named after the first layer that has it."""
         names, firsts = StateNames(), {}
         for layer in self._layers:
@@ -247,7 +247,7 @@ def _count_once(module: PipelineModule, coords: RankCoords) -> None:
 class _Staged(PipelineModule):
     """PipelineModule with given stage bounds, so that no rank has to build every layer to find the bounds."""
 
-    def __init__(self, layers: list[Layer], bounds: list[int], job: Job, loss_fn: Any):
+    def __init__(self, layers: list[Layer], bounds: list[int], job: Job, loss_fn: object):
         self._bounds, layout = bounds, job.layout
         data = layout.dp * layout.sp  # outside attention, sequence ranks are data ranks with other tokens
         if layout.tp > 1:
@@ -323,7 +323,7 @@ def _build_stage(
     keep = {name for index in indices for name in layers[index].names.values()}
     make, stored, groups = partial(build_from_seed, job, inputs, keep=keep), stored_by_engine(job), MeshGroups(layout)
     if layout.tp > 1:
-        model: Any = build_split(shape, groups.tensor, stored, make)
+        model: object = build_split(shape, groups.tensor, stored, make)
     elif layout.ep > 1:
         _check_experts(layers, bounds, job)
         make_expert_groups(layout)
@@ -354,7 +354,7 @@ def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
             raise RunFailed(Problem(kind="layout", message=message, hint=hint, where="--pipeline"))
 
 
-def _share_sequences(job: Job, coords: RankCoords, config: Any, layers: list[Layer], groups: MeshGroups) -> None:
+def _share_sequences(job: Job, coords: RankCoords, config: object, layers: list[Layer], groups: MeshGroups) -> None:
     """Set the position of this rank's first token in all blocks, and replace attention (see `exchange_heads`)."""
     assert job.run.seq_len  # a job's run on text is resolved
     exchange_heads(config, job, groups.sequence)

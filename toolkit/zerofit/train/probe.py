@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +30,7 @@ def probe(
     source: ModelSource,
     task: Task,
     inputs: Inputs | None,
-    args: dict[str, Any],
+    args: dict[str, object],
     pipelined: bool,
     model: nn.Module | None = None,
 ) -> ModelFacts:
@@ -89,7 +88,7 @@ def check_sizes(source: ModelSource, inputs: ImageInputs, run: Run) -> None:
             check_forward(model, source, replace(inputs, size=size))
 
 
-def expert_count(config: Any) -> int | None:
+def expert_count(config: object) -> int | None:
     """Return the number of experts in each layer of a transformers model; None without a mixture."""
     return next((n for name in EXPERTS if isinstance(n := of_all_layers(config, name), int)), None)
 
@@ -112,7 +111,7 @@ def trained_count(model: nn.Module) -> int | None:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def _hidden_size(config: Any) -> int | None:
+def _hidden_size(config: object) -> int | None:
     """Return the width of a transformers model (of its text model if it has several), for "auto" values."""
     text = getattr(config, "text_config", None)
     return of_all_layers(config, "hidden_size") or of_all_layers(text, "hidden_size")

@@ -38,7 +38,7 @@ def replay(
     run.begin()
     findings = _RankReplay(run).findings(job.replay.step)
     run.loop.recorder.flush()
-    gathered: list[Any] = [None] * dist.get_world_size()
+    gathered: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, findings)
     result = {"ranks": gathered}
     if dist.get_rank() == 0:
@@ -71,7 +71,7 @@ class _RankReplay:
                 return self._found | {"step": step + 1}
         return self._found
 
-    def _step(self, step: int, batches: list[dict[str, Any]], indices: list[Any]) -> bool:
+    def _step(self, step: int, batches: list[dict[str, object]], indices: list[Any]) -> bool:
         """Make a step as in training. If --check-loss stops the step, run it again under watch and return True."""
         trainer, engines = self._trainer, self._trainer.engines().values()
         before = trainer.rank_state()  # random states and buffers
@@ -152,7 +152,7 @@ def _tensors(trainer: EngineTrainer, states: bool) -> Iterator[tuple[str, str, T
             continue
 
 
-def _bad_samples(batches: Sequence[Mapping[str, Any]], classes: int | None) -> Iterator[dict[str, Any]]:
+def _bad_samples(batches: Sequence[Mapping[str, Any]], classes: int | None) -> Iterator[dict[str, object]]:
     """Yield the samples of a step whose inputs or labels are not finite, or whose label is not a class of the data."""
     for batch in batches:
         for name, tensor in batch.items():

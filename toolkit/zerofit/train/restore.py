@@ -144,7 +144,7 @@ def _make_states(inner: Any, indexed: IndexedShard, saved: FullState) -> None:
         states["step"] = _step(inner, saved.counters["step"], indexed.shard.master)
 
 
-def _zeros(inner: Any, indexed: IndexedShard, kind: str) -> Tensor:
+def _zeros(inner: object, indexed: IndexedShard, kind: str) -> Tensor:
     master = indexed.shard.master
     if kind == "momentum_buffer" and indexed.shard.uncut is not None:
         return torch.zeros(indexed.shard.uncut[1], dtype=master.dtype, device=master.device)
@@ -161,7 +161,7 @@ def _step(inner: Any, step: int, master: Tensor) -> Any:
 
 
 @torch.no_grad()
-def _fill(engine: Any, shards: list[IndexedShard], saved: FullState, progress: Callable[[str], None]) -> None:
+def _fill(engine: object, shards: list[IndexedShard], saved: FullState, progress: Callable[[str], None]) -> None:
     inner, done, reported = inner_optimizer(engine), 0, time.monotonic()
     for _, group in groupby(shards, key=lambda indexed: id(indexed.shard.master)):
         members = list(group)
@@ -176,7 +176,7 @@ def _fill(engine: Any, shards: list[IndexedShard], saved: FullState, progress: C
                     progress(f"reading the checkpoint ({done} of {len(shards)} shards)")
 
 
-def _fill_shard(indexed: IndexedShard, states: dict[str, Any], saved: FullState) -> None:
+def _fill_shard(indexed: IndexedShard, states: dict[str, object], saved: FullState) -> None:
     kinds = saved.kinds(indexed.name)
     for kind, slot in indexed.shard.slots(states).items():
         if kind not in kinds:

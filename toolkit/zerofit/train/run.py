@@ -154,7 +154,7 @@ class RankRun:
         """Record that training begins."""
         self._events.training(steps=self.job.steps, done=self.loop.first)
 
-    def finish(self, ended: LoopResult) -> dict[str, Any]:
+    def finish(self, ended: LoopResult) -> dict[str, object]:
         """Save the model, and write and return the result. Return {} if the loop was stopped on request."""
         # The result is written before samples and drawings are made: if samples or drawings fail, the trained model is
         # already complete.
@@ -231,7 +231,7 @@ def _seed_rank(job: Job, coords: RankCoords) -> None:
     torch.manual_seed(own)
 
 
-def _result(job: Job, last: StepRecord, figures: dict[str, float], data: Data) -> dict[str, Any]:
+def _result(job: Job, last: StepRecord, figures: dict[str, float], data: Data) -> dict[str, object]:
     """Return the keys that `zerofit train --json` prints, without the run folder."""
     samples = job.samples_after(job.steps)
     return {
@@ -320,7 +320,7 @@ def replicas_apart(trainer: EngineTrainer) -> list[str]:
     return apart
 
 
-def _apart(parameters: dict[str, nn.Parameter], group: Any) -> list[str]:
+def _apart(parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None) -> list[str]:
     sums = torch.stack([p.detach().double().sum() for p in parameters.values()])
     least, most = sums.clone(), sums.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)

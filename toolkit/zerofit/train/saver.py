@@ -79,7 +79,7 @@ class Saver:
             if self._job.run.partial:
                 leave_out_frozen(engine)
 
-    def save(self, step: int, figures: dict[str, Any], background: bool) -> Problem | None:
+    def save(self, step: int, figures: dict[str, object], background: bool) -> Problem | None:
         """Save the state after `step` optimizer steps. If the save fails, return the problem, equal on all ranks.
 
         `background`: copy the state and write the copy while training continues. A failure is then reported as an
@@ -138,7 +138,7 @@ class Saver:
         except OSError:  # a full disk may have no room for the reason, but an empty file fits
             (staging / ACKS / f"rank-{self._rank:05}.failed").touch()
 
-    def _finish(self, save: _Save, snapshot: list[tuple[Any, Path]], stalled_s: float) -> None:
+    def _finish(self, save: _Save, snapshot: list[tuple[object, Path]], stalled_s: float) -> None:
         """Write the copies in this thread and finish the save. All errors are caught and reported."""
         try:
             self._files.write_snapshot(snapshot)

@@ -47,13 +47,13 @@ class IndexedShard:
     first: bool  # no lower rank holds the same stretch
 
 
-def build_index(trainer: EngineTrainer) -> dict[str, Any]:
+def build_index(trainer: EngineTrainer) -> dict[str, object]:
     """Return an index of this rank's files from `engine.save_checkpoint`, as JSON (see `checkpoint.full_state`)."""
     engines = {tag: _engine_index(trainer, engine, tag) for tag, engine in trainer.engines().items()}
     return {"world_size": dist.get_world_size(), "engines": engines}
 
 
-def indexed_shards(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[IndexedShard]:
+def indexed_shards(trainer: EngineTrainer, engine: object, tag: str) -> Iterator[IndexedShard]:
     """Yield this rank's shards of an engine for a checkpoint. Raises Unsupported if they cannot be located.
 
     If the run freezes weights, they are left out. If the user's model code freezes weights, they are included.
@@ -62,12 +62,12 @@ def indexed_shards(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[In
     yield from _named(trainer, engine, (shard for shard in shards if shard.numel))  # without shards of padding only
 
 
-def indexed_frozen(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[IndexedShard]:
+def indexed_frozen(trainer: EngineTrainer, engine: object, tag: str) -> Iterator[IndexedShard]:
     """Yield this rank's shards of weights that the run freezes, including empty ones."""
     yield from _named(trainer, engine, frozen_shards(engine, tag))
 
 
-def _named(trainer: EngineTrainer, engine: Any, shards: Iterable[ParamShard]) -> Iterator[IndexedShard]:
+def _named(trainer: EngineTrainer, engine: object, shards: Iterable[ParamShard]) -> Iterator[IndexedShard]:
     names = trainer.state_names(engine).parameters
     for shard in shards:
         shape, cut = _whole_shape(shard.parameter, trainer.coords, trainer.job.layout)
@@ -75,7 +75,7 @@ def _named(trainer: EngineTrainer, engine: Any, shards: Iterable[ParamShard]) ->
         yield IndexedShard(names[id(shard.parameter)], shape, cut, shard, first)
 
 
-def _engine_index(trainer: EngineTrainer, engine: Any, tag: str) -> dict[str, Any]:
+def _engine_index(trainer: EngineTrainer, engine: Any, tag: str) -> dict[str, object]:
     names, own_file = trainer.state_names(engine), f"ranks/rank-{dist.get_rank():05}.pt"
     if trainer.job.run.partial:
         names = names.only({id(p) for p in engine.module.parameters() if p.requires_grad})
@@ -100,7 +100,7 @@ def _engine_index(trainer: EngineTrainer, engine: Any, tag: str) -> dict[str, An
     return index
 
 
-def _entry(engine: Any, indexed: IndexedShard) -> dict[str, Any]:
+def _entry(engine: object, indexed: IndexedShard) -> dict[str, object]:
     shard = indexed.shard
     slots = shard.slots(states_of(engine, shard.master))
     return {

@@ -76,7 +76,7 @@ class StepProfile:
     def _marked(self) -> Iterator[None]:
         names = [section.name for section in self._sections] or [""]
 
-        def begin(section: int, tensors: Any) -> None:
+        def begin(section: int, tensors: object) -> None:
             if torch._C._current_graph_task_id() != -1:  # a forward that checkpointing recomputes in backward
                 return
             _mark("forward", names[section])
@@ -109,8 +109,8 @@ def _marked_phases(engine: Any, modules: Mapping[str, str]) -> Iterator[None]:
             delattr(engine, name)
 
 
-def _marking(phase: str, module: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _marking(phase: str, module: str, method: Callable[..., object]) -> Callable[..., object]:
+    def run(*args: object, **kwargs: object) -> Any:
         _mark(phase, module)
         try:
             return method(*args, **kwargs)

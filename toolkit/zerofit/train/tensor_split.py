@@ -24,7 +24,9 @@ from zerofit.models.deferred import Stored
 
 # Splitting on the meta device costs no memory and shows which slice of which weight each rank needs. The model is then
 # built a second time with weights, and every weight is cut to that slice as soon as it exists.
-def build_split(shape: nn.Module, group: Any, stored: Stored, make: Callable[[Stored], nn.Module]) -> nn.Module:
+def build_split(
+    shape: nn.Module, group: dist.ProcessGroup, stored: Stored, make: Callable[[Stored], nn.Module]
+) -> nn.Module:
     """Split `shape`, a model on the meta device, over the group. Fill it with weights and return it.
 
     `make` builds the same model with weights, and keeps only the slices that its argument `stored` selects.
@@ -58,7 +60,7 @@ def slice_of(p: nn.Parameter, rank: int) -> TensorSlice | None:
     return TensorSlice(dim, tuple(ranges))
 
 
-def _split(model: nn.Module, degree: int, group: Any) -> AutoTP:
+def _split(model: nn.Module, degree: int, group: dist.ProcessGroup) -> AutoTP:
     """Replace the model's linear layers in place, like `DeepSpeedEngine._apply_autotp_partitioning`.
 
     DeepSpeed's method uses a global tensor parallel group (module_inject/auto_tp.py:397). This function uses `group`.
@@ -93,7 +95,7 @@ def fill(shape: nn.Module, weights: nn.Module, renamed: Mapping[str, nn.Paramete
     for path, module in shape.named_modules(remove_duplicate=False):
         for name, noted in module._parameters.items():
             if noted is not None:
-                parameter: Any = have[f"{path}.{name}" if path else name]
+                parameter: object = have[f"{path}.{name}" if path else name]
                 vars(parameter).update({k: v for k, v in vars(noted).items() if k not in vars(parameter)})
                 module._parameters[name] = parameter
         if path in others:

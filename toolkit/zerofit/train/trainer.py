@@ -127,11 +127,11 @@ class EngineTrainer(ABC):
         if self.engine._optimizer_has_ckpt_event_epilogue():
             self.engine.optimizer.checkpoint_event_epilogue()
 
-    def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
+    def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, object]:
         """Make samples of the trained model's output, and return entries for the result. All ranks must call this."""
         return {}
 
-    def rank_state(self) -> dict[str, Any]:
+    def rank_state(self) -> dict[str, object]:
         """Return copies of the rank's state that DeepSpeed does not save: random states, buffers and averages."""
         numpy_state: Any = np.random.get_state(legacy=True)
         return {

@@ -72,7 +72,7 @@ class ParamShard:
     uncut: tuple[int, int] | None = None
     on_nvme: dict[int, str] = field(default_factory=dict)  # files of the tensors on NVMe, by id of the tensor
 
-    def slots(self, states: dict[str, Any]) -> dict[str, StateSlot]:
+    def slots(self, states: dict[str, object]) -> dict[str, StateSlot]:
         """Return the slots by kind. `states`: the states of `master`. Raises Unsupported for states of other sizes."""
         slots = {MASTER: self._slot(self.master, self.master_at)}
         for kind, tensor in states.items():
@@ -141,7 +141,7 @@ def loss_scaler(engine: Any) -> Any | None:
     return scaler if dynamic else None
 
 
-def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
+def states_of(engine: object, master: Tensor) -> dict[str, Any]:
     """Return the states of a master tensor by kind; {} if they are not one number per weight.
 
     Some optimizers keep numbers per block, row or column. These are only in the engine's own files, for the layout
@@ -360,7 +360,7 @@ def _module_addresses(engine: Any, tag: str) -> dict[int, Address]:
     return addresses
 
 
-def _parts_exposed(module: Any) -> Iterator[None]:
+def _parts_exposed(module: object) -> Iterator[None]:
     """Activate each part of a pipeline module in turn. Yield once while that part is active."""
     if not isinstance(module, DualPipeVModule):
         yield
