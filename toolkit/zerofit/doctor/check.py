@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 
@@ -21,7 +20,7 @@ class Check:
     figure: float | None = None  # the measured value in bytes, bytes/s, FLOP/s or seconds
     source: str = ""  # source of the expected value
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the object that `--json` prints."""
         return asdict(self)
 

@@ -21,7 +21,7 @@ USED_BYTES = 2**30  # a display and a driver use less than this
 WARN_S, FAIL_S = 2.0, 60.0  # clock difference; logs, and builds on shared disks, are ordered by time
 
 
-def checks(hosts: Sequence[Host], facts: Facts, own: dict[str, Any], accelerator: str | None) -> list[Check]:
+def checks(hosts: Sequence[Host], facts: Facts, own: dict[str, object], accelerator: str | None) -> list[Check]:
     """Check versions, code, run file, slots, processes and GPUs of all hosts.
 
     Run folder, clock and network are checked elsewhere.
@@ -72,7 +72,7 @@ def _code(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Check:
     return check("code", host, ", ".join(wrong), good, FAIL, f"as here ({good})", hint)
 
 
-def _run_file(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Iterator[Check]:
+def _run_file(host: str, host_facts: dict[str, object], own: dict[str, Any]) -> Iterator[Check]:
     """Check that a host's run file, if there is one, is the same as here.
 
     It may be missing, because ranks read the run folder.

@@ -81,7 +81,7 @@ def _ranks(host: Host, facts: dict[str, Any]) -> int:
     return min(host.slots, len(facts["gpus"]) or facts["cores"]["usable"])
 
 
-def _question(facts: dict[str, Any], local: int, interface: str | None = None, **job: Any) -> dict[str, Any]:
+def _question(facts: dict[str, Any], local: int, interface: str | None = None, **job: Any) -> dict[str, object]:
     threads = max(1, facts["cores"]["usable"] // local)
     first = MeasurementJob(threads=threads, seconds=SECONDS, **job)
     return {"ask": "measure", "job": asdict(first), "local": local, "interface": interface}
@@ -146,7 +146,7 @@ def _ops(host: str, answer: Answer) -> list[Check]:
     return checks + [_op(host, op) for op in answer["ops"] if op["builder"] != NONE]
 
 
-def _op(host: str, op: dict[str, Any]) -> Check:
+def _op(host: str, op: dict[str, object]) -> Check:
     used, can = op["builder"] in TRAINING, op["compatible"]
     return Check(
         name=f"op {op['name']}",

@@ -66,11 +66,11 @@ def _memory() -> dict[str, int]:
     return {"total_bytes": total, "free_bytes": free, "reserved_bytes": reserved_on_host()}
 
 
-def _of(path: str | None, work: Any) -> Any:
+def _of(path: str | None, work: Any) -> object:
     return None if path is None else work(Path(path))
 
 
-def _look(folder: Path, token: str, stack: ExitStack) -> dict[str, Any]:
+def _look(folder: Path, token: str, stack: ExitStack) -> dict[str, object]:
     """Return `same` (whether the run folder has the file `token`), `writable` or `error`, `free_bytes`, `mark`.
 
     `mark` is a new file, which the asking command looks for. It is removed when `stack` closes.
@@ -93,7 +93,7 @@ def _look(folder: Path, token: str, stack: ExitStack) -> dict[str, Any]:
     return found | {"writable": True, "mark": mark.name if same else None}
 
 
-def _listen(port: int, stack: ExitStack) -> dict[str, Any]:
+def _listen(port: int, stack: ExitStack) -> dict[str, object]:
     """Listen on all addresses of this host, as torch's rendezvous store does; return the port or an error."""
     try:
         server = stack.enter_context(socket.create_server(("", port), family=socket.AF_INET, backlog=256))
@@ -103,7 +103,7 @@ def _listen(port: int, stack: ExitStack) -> dict[str, Any]:
     return {"error": None, "port": server.getsockname()[1]}
 
 
-def _reach(question: dict[str, Any]) -> dict[str, Any]:
+def _reach(question: dict[str, Any]) -> dict[str, object]:
     targets = [(str(host), int(port)) for host, port in question["targets"]]
     with ThreadPoolExecutor(max(1, len(targets))) as pool:
         return {"reached": list(pool.map(lambda target: system.reach(*target), targets))}

@@ -161,7 +161,7 @@ def _keeping(watch: Stopwatch, work: Work, result_bytes: int) -> Work:
     """
     if watch.device.type != "cpu":
         return work
-    results: list[Any] = []
+    results: list[object] = []
 
     def kept() -> None:
         if len(results) * result_bytes >= KEPT:
@@ -285,7 +285,7 @@ class _KernelCount(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         alias = next((r.alias_info for r in func._schema.returns), None)
         if (alias is None or alias.is_write) and "empty" not in func.__name__ and "detach" not in func.__name__:
             self.count += 1

@@ -71,7 +71,7 @@ def preflight(hosts: Sequence[Host], asked: PreflightRequest) -> Preflight:
 async def _preflight(hosts: Sequence[Host], asked: PreflightRequest) -> Preflight:
     names = [host.name for host in hosts]
     with ExitStack() as stack:
-        question: dict[str, Any] = {
+        question: dict[str, object] = {
             "ask": "facts",
             "run_file": str(asked.run_file.absolute()) if asked.run_file else None,
             "code": str(asked.code.absolute()) if asked.code else None,
@@ -125,7 +125,7 @@ async def _marks_seen(folder: Path | None, facts: dict[str, dict[str, Any]]) -> 
 async def find_routes(
     names: list[str],
     there: dict[str, Conversation],
-    facts: dict[str, dict[str, Any]],
+    facts: dict[str, dict[str, object]],
     master: str | None,
     port: int | None,
     callback: tuple[str, int] | None,
@@ -157,11 +157,11 @@ async def find_routes(
     )
 
 
-def _most_reached(reached: dict[str, list[dict[str, Any]]], count: int) -> int:
+def _most_reached(reached: dict[str, list[dict[str, object]]], count: int) -> int:
     return max(range(count), key=lambda n: sum(rows[n]["error"] is None for rows in reached.values()))
 
 
-async def _reached(there: dict[str, Conversation], targets: list[list[Any]]) -> dict[str, list[dict[str, Any]]]:
+async def _reached(there: dict[str, Conversation], targets: list[list[object]]) -> dict[str, list[dict[str, Any]]]:
     """Return the results of connecting to each target, by host: `error` (None if reached), seconds, interface."""
     answers = await ask_all(there, {"ask": "reach", "targets": targets})
     return {

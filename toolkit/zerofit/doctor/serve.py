@@ -12,14 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 MARK = "zerofit-answers "  # before each answer, since a remote shell may print other lines
 GRACE_S = 5.0  # seconds to remove its files
 Say = Callable[[str], None]
 
 
-def serve(answer: Callable[[dict[str, Any], ExitStack, Say], dict[str, Any]], life_s: int) -> None:
+def serve(answer: Callable[[dict[str, object], ExitStack, Say], dict[str, object]], life_s: int) -> None:
     """Print a greeting, then answer until the asking command closes standard input, for `life_s` seconds at most.
 
     The stack closes at the end. Each answer has this host's clock at the time of reading and of answering the question
@@ -34,7 +33,7 @@ def serve(answer: Callable[[dict[str, Any], ExitStack, Say], dict[str, Any]], li
             _say(**found, clock=[heard, time.time()])
 
 
-def _say(**what: Any) -> None:
+def _say(**what: object) -> None:
     print(MARK + json.dumps(what), flush=True)
 
 

@@ -56,7 +56,7 @@ def tools() -> dict[str, str | None]:
     return {name: shutil.which(name, path=path) for name in TOOLS}
 
 
-def strays() -> list[dict[str, Any]]:
+def strays() -> list[dict[str, object]]:
     """Return the processes of zerofit runs and of the launchers of ranks on this host, if this user may see them."""
     found = []
     for process in unrelated_processes():
@@ -102,7 +102,7 @@ def _asked(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
-def _gpu(row: dict[str, str], users: list[dict[str, str]]) -> dict[str, Any]:
+def _gpu(row: dict[str, str], users: list[dict[str, str]]) -> dict[str, object]:
     processes = [
         {"pid": int(one["pid"]), "name": one["process_name"], "used_bytes": _bytes(one["used_memory"])}
         for one in users
@@ -124,7 +124,7 @@ def _bytes(mib: str) -> int | None:
     return int(mib) * MIB if mib.isdigit() else None
 
 
-def compilers(tools: Mapping[str, str | None]) -> dict[str, Any]:
+def compilers(tools: Mapping[str, str | None]) -> dict[str, object]:
     """Return the versions of g++ and nvcc, and the newest g++ that nvcc accepts (from its crt/host_config.h)."""
     nvcc = tools["nvcc"]
     return {
@@ -153,7 +153,7 @@ def _limit(home: Path) -> int | None:
     return None
 
 
-def addresses() -> list[dict[str, Any]]:
+def addresses() -> list[dict[str, object]]:
     """Return each address of an interface that is up: interface, address, prefix, MTU, speed (Mbit/s)."""
     states = psutil.net_if_stats()
     found = []
@@ -206,7 +206,7 @@ def port_taken(port: int) -> str:
     return f"port {port} is in use" + (" by " + ", ".join(names) if names else "")
 
 
-def reach(host: str, port: int) -> dict[str, Any]:
+def reach(host: str, port: int) -> dict[str, object]:
     """Connect to a port and close the connection.
 
     Return the seconds, and this host's address and interface on the route, or the error in words.

@@ -48,7 +48,7 @@ def _ops(say: Say) -> dict[str, Any]:
     return {"imports": failed, "ops": [_op(name, builder) for name, builder in sorted(ALL_OPS.items())]}
 
 
-def _op(name: str, builder: Any) -> dict[str, Any]:
+def _op(name: str, builder: Any) -> dict[str, object]:
     reasons: list[str] = []
     builder.warning = reasons.append  # otherwise it prints messages
     try:
@@ -61,7 +61,7 @@ def _op(name: str, builder: Any) -> dict[str, Any]:
     return {**known, "reason": " ".join(reasons)[:300]}
 
 
-def _build(ops: list[str], say: Say) -> dict[str, Any]:
+def _build(ops: list[str], say: Say) -> dict[str, object]:
     failed = {}
     for op in ops:
         try:
@@ -71,7 +71,7 @@ def _build(ops: list[str], say: Say) -> dict[str, Any]:
     return {"failed": failed}
 
 
-def _measure(question: dict[str, Any], say: Say) -> dict[str, Any]:
+def _measure(question: dict[str, Any], say: Say) -> dict[str, object]:
     job = MeasurementJob(**question["job"])
     interface = question["interface"]
     env = {f"{name}_SOCKET_IFNAME": interface for name in ("GLOO", "NCCL") if interface}

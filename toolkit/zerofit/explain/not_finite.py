@@ -71,7 +71,7 @@ class Replay:
         return field_data(self)
 
 
-def cause_of(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> Replay:
+def cause_of(ranks: Sequence[Mapping[str, object]], losses: Sequence[float]) -> Replay:
     """Return the cause from the findings of each rank (`ranks`, see `train.replay`) and the losses of the steps."""
     found = _of_weights(ranks) or _of_replicas(ranks)
     if not found and not any(rank.get("stopped") for rank in ranks):
@@ -247,7 +247,7 @@ def _range(facts: Mapping[str, Any]) -> str:
     return f"{facts['dtype']} ({shape}) {facts['low']:.4g} to {facts['high']:.4g}{zeros}"
 
 
-def _value(facts: Mapping[str, Any]) -> str:
+def _value(facts: Mapping[str, object]) -> str:
     if not facts:
         return "a number outside of the operation's range"
     return "zero" if facts["low"] == 0 else f"{facts['low']:.4g}"

@@ -44,7 +44,7 @@ class MemorySnapshot:
     trace: tuple[AllocatorCall, ...]
     reserved_bytes: int  # at the end
     private_bytes: int  # bytes of segments in private pools
-    alloc_conf: dict[str, Any]  # the allocator's settings; {} before torch 2.1
+    alloc_conf: dict[str, object]  # the allocator's settings; {} before torch 2.1
 
     @cached_property
     def moment(self) -> int:
@@ -141,7 +141,7 @@ def read_snapshot(path: Path) -> MemorySnapshot:
     return max(devices, key=lambda device: (device.ran_out is not None, device.reserved_bytes))
 
 
-def _devices(content: Any) -> list[MemorySnapshot]:
+def _devices(content: object) -> list[MemorySnapshot]:
     if isinstance(content, list):  # torch.cuda.memory_snapshot(), and torch before 2.0
         content = {"segments": content}
     if not isinstance(content, dict) or not isinstance(content.get("segments"), list):
@@ -191,6 +191,6 @@ def _placed(allocated: dict[int, int], segments: Sequence[dict[str, Any]]) -> di
     return found
 
 
-def _frames(event: dict[str, Any]) -> Frames:
+def _frames(event: dict[str, object]) -> Frames:
     frames = event.get("frames")
     return frames if isinstance(frames, list | tuple) else ()

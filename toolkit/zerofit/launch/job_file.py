@@ -11,6 +11,7 @@ from typing import Literal
 
 from zerofit.spec.errors import Problem, Problems, UserError
 
+LONGEST = 1000  # characters of one line
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # names of environment variables (POSIX, 8.1)
 
 
@@ -49,13 +50,13 @@ def check_texts(texts: Iterable[tuple[str, str]], problems: Problems) -> None:
             problems.add("bad-value", message, "remove it", knob)
 
 
-def check_line(knob: str, text: str, problems: Problems, longest: int = 1000) -> None:
-    """Add a problem for a text that is not one line of at most `longest` characters."""
+def check_line(knob: str, text: str, problems: Problems) -> None:
+    """Add a problem for a text that is not one line of at most LONGEST characters."""
     found = next((ch for ch in text if not ch.isprintable()), None)
     if found:
         problems.add("bad-value", f"{text!r} has the character {found!r}; one line of text is allowed", "", knob)
-    if len(text) > longest:
-        problems.add("bad-value", f"{len(text)} characters; at most {longest} are allowed", "shorten it", knob)
+    if len(text) > LONGEST:
+        problems.add("bad-value", f"{len(text)} characters; at most {LONGEST} are allowed", "shorten it", knob)
 
 
 def check_environment(names: Iterable[str], problems: Problems) -> None:

@@ -59,7 +59,7 @@ def manifest_text(job: KubernetesJob, kind: Kind) -> str:
 class _Dumper(yaml.SafeDumper):
     """YAML dumper without anchors: repeated data are repeated in the output."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 

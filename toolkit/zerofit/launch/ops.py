@@ -56,7 +56,7 @@ def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
     return [*ops, *dict.fromkeys(feature.op for feature in features_on(config) if feature.op)]
 
 
-def libaio_problems(config: Mapping[str, Any], found: Mapping[str, bool] | None = None) -> list[Problem]:
+def libaio_problems(config: Mapping[str, object], found: Mapping[str, bool] | None = None) -> list[Problem]:
     """Return the problems of this JSON's NVMe offload: missing parts of libaio, or no compiler.
 
     `found`: the parts found on another machine. If it is None, this machine is examined.
@@ -64,7 +64,7 @@ def libaio_problems(config: Mapping[str, Any], found: Mapping[str, bool] | None 
     zero = config.get("zero_optimization")
     blocks = {part: zero.get(part) for part in OFFLOADS} if isinstance(zero, Mapping) else {}
     nvme = [part for part, block in blocks.items() if isinstance(block, Mapping) and block.get("device") == "nvme"]
-    if not nvme or _prebuilt("async_io"):
+    if not nvme or _has_prebuilt_aio():
         return []
     missing = [part for part, is_there in (libaio() if found is None else found).items() if not is_there]
     if not missing:
@@ -76,10 +76,10 @@ def libaio_problems(config: Mapping[str, Any], found: Mapping[str, bool] | None 
     return [Problem(kind="libaio", message=message, hint=hint, where=f"zero_optimization.{nvme[0]}.device")]
 
 
-def _prebuilt(op: str) -> bool:
-    """Return whether DeepSpeed was installed with this op prebuilt (DS_BUILD_OPS=1)."""
+def _has_prebuilt_aio() -> bool:
+    """Return whether DeepSpeed was installed with the op async_io prebuilt (DS_BUILD_OPS=1)."""
     spec = importlib.util.find_spec("deepspeed")
-    return bool(spec and spec.origin and list(Path(spec.origin).parent.glob(f"ops/*/{op}_op*.so")))
+    return bool(spec and spec.origin and list(Path(spec.origin).parent.glob("ops/*/async_io_op*.so")))
 
 
 def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None]) -> None:

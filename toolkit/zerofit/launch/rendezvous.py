@@ -66,7 +66,7 @@ class Rendezvous:
         # the prefix survives restarts by torchrun, like its store
         self._kept = PrefixStore(f"zerofit/{world.job}", store) if world.agent_store else None
 
-    def report(self, facts: Any) -> None:
+    def report(self, facts: object) -> None:
         """Send facts about this process to the first process."""
         self._store.set(f"rank-{self._world.rank}", json.dumps(facts))
 
@@ -75,7 +75,7 @@ class Rendezvous:
         keys = [f"rank-{rank}" for rank in range(self._world.size)]
         return [json.loads(text) for text in self._all(keys, PATIENCE_S, show)]
 
-    def order(self, **order: Any) -> None:
+    def order(self, **order: object) -> None:
         """Send an order to the other processes."""
         self._store.set(f"order-{next(self._orders)}", json.dumps(order))
 

@@ -37,7 +37,7 @@ class JsonLineSocket:
         """Return the socket's descriptor, for selectors."""
         return self.socket.fileno()
 
-    def send(self, value: dict[str, Any]) -> None:
+    def send(self, value: dict[str, object]) -> None:
         """Send a line, buffering what the kernel does not accept yet. Raises ConnectionLost."""
         self._out += json.dumps(value).encode() + b"\n"
         self.flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 # number), numbers have limits, and unknown keys close the connection.
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+T = TypeVar("T")
 
 
 class InvalidMessage(ValueError):
@@ -94,17 +95,17 @@ Message = Beating | Ended | Stacks
 _HELLO, _MESSAGE = TypeAdapter[Hello](Hello), TypeAdapter[Message](Message)
 
 
-def read_hello(value: Any) -> Hello:
+def read_hello(value: object) -> Hello:
     """Return the first message of a connection. Raises InvalidMessage."""
     return _read(_HELLO, value)
 
 
-def read_message(value: Any) -> Message:
+def read_message(value: object) -> Message:
     """Return a later message. Raises InvalidMessage."""
     return _read(_MESSAGE, value)
 
 
-def _read(adapter: TypeAdapter[Any], value: Any) -> Any:
+def _read(adapter: TypeAdapter[T], value: object) -> T:
     try:
         return adapter.validate_python(value)
     except ValidationError as error:

@@ -21,7 +21,6 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -67,8 +66,8 @@ class RankGuard:
         self._heartbeat, self._unfinished_line = heartbeat, b""
         os.set_blocking(heartbeat, False)
         self._answered = True  # the command has confirmed the last heartbeat
-        self._last: dict[str, Any] = {}
-        self._failure: dict[str, Any] | None = None  # failure that the rank reported
+        self._last: dict[str, object] = {}
+        self._failure: dict[str, object] | None = None  # failure that the rank reported
         self._heard = time.monotonic()
         self._socket: JsonLineSocket | None = None
 
@@ -168,7 +167,7 @@ class RankGuard:
                 self._last = line
         return bool(data)
 
-    def _beat(self) -> dict[str, Any]:
+    def _beat(self) -> dict[str, object]:
         state, cpu_s = "gone", 0.0
         with suppress(psutil.Error):
             process = psutil.Process(self._process.pid)
@@ -177,7 +176,7 @@ class RankGuard:
         silent_s = round(max(0.0, time.monotonic() - self._heard), 1)
         return {**self._last, "silent_s": silent_s, "state": state, "cpu_s": cpu_s}
 
-    def _handle(self, order: dict[str, Any], connection: JsonLineSocket) -> bool:
+    def _handle(self, order: dict[str, object], connection: JsonLineSocket) -> bool:
         self._answered |= "heard" in order
         if order.get("do") == "stacks":
             connection.send({"stacks": dump_stacks(self._process.pid, self._stacks)})

@@ -152,7 +152,7 @@ class Watch:
         while not done() and time.monotonic() < deadline:
             self.poll(0.1)
 
-    def send_all(self, command: dict[str, Any]) -> None:
+    def send_all(self, command: dict[str, object]) -> None:
         """Send a command to all guards."""
         for connection in list(self._known):
             with suppress(ConnectionLost):
