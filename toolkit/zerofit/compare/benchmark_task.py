@@ -194,7 +194,7 @@ class BenchmarkTask:
             return
         self._kept.append((steps, time.perf_counter(), state_on_cpu(model)))
 
-    def curve(self) -> list[dict[str, Any]]:
+    def curve(self) -> list[dict[str, object]]:
         """Evaluate all weights that `keep` stored.
 
         Return for each: its step, the seconds since the first stored step, its loss and its accuracy.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class Epochs:
 
     def __init__(self) -> None:
         self._noise = Noise()
-        self._curve: list[dict[str, Any]] = []
+        self._curve: list[dict[str, object]] = []
 
     def batches(
         self, work: BenchmarkTask, model: nn.Module, optimizer: torch.optim.Optimizer, share: int, of: int
