@@ -62,7 +62,7 @@ def _write_csv(path: Path, rows: Rows) -> None:
         writer.writerows(rows)
 
 
-def cells(kind: str, row: dict[str, Any]) -> list[str]:
+def cells(kind: str, row: dict[str, object]) -> list[str]:
     """Return the figures of `row` as text, one for each column of this kind of comparison."""
 
     def cell(key: str, form: str) -> str:
@@ -126,7 +126,7 @@ def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
     figure.savefig(out, dpi=120)
 
 
-def _strategies(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
+def _strategies(figure: Figure, about: dict[str, object], rows: Rows) -> None:
     from matplotlib.ticker import MaxNLocator
 
     stale = [row for row in rows if row.get("staleness")]
@@ -161,7 +161,7 @@ def _strategies(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
         _plain(axes)
 
 
-def _sizes(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
+def _sizes(figure: Figure, about: dict[str, object], rows: Rows) -> None:
     sizes = sorted({row["batch_size"] for row in rows})
     rows = [{**row, "samples_to_target": (row["steps_to_target"] or 0) * row["batch_size"] or None} for row in rows]
     first, second, third = figure.subplots(3, 2)
@@ -210,7 +210,7 @@ def _spread(axes: Axes, sizes: Sequence[int], rows: Rows, key: str, label: str, 
     _plain(axes)
 
 
-def _scaling(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
+def _scaling(figure: Figure, about: dict[str, object], rows: Rows) -> None:
     speed, efficiency = figure.subplots(1, 2)
     counts = sorted({row["ranks"] for row in rows})
     speed.plot(counts, counts, ":", color=GRAY, label="ideal")

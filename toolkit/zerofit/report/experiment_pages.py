@@ -37,7 +37,7 @@ def write_laboratory(folder: Path, title: str, sections: Sequence[Evidence]) -> 
     return page
 
 
-def evidence_values(page: Path) -> dict[str, Any]:
+def evidence_values(page: Path) -> dict[str, object]:
     """Return the values that the template evidence.md.jinja needs on every page."""
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
     return {"versions": used, "home": page.parent.absolute(), "line": _line}

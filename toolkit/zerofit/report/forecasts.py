@@ -51,10 +51,15 @@ def cost(slowdown: float | None) -> str:
     return "" if slowdown is None else f"{slowdown:+.1%}"
 
 
+def layout_words(layout: Mapping[str, object]) -> str:
+    """Return a layout as "ZeRO-2, dp 4", with the degrees above 1."""
+    axes = [f"{axis} {size}" for axis, size in layout.items() if axis != "zero_stage" and size not in (1, None)]
+    return ", ".join([f"ZeRO-{layout.get('zero_stage', 0)}", *axes])
+
+
 def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
     """Return the verdict of a simulation and the figures behind it."""
     place = " ".join(filter(None, (found.peak_at.get("module"), found.peak_at.get("line"))))
-    layout = ", ".join(f"{axis} {size}" for axis, size in found.layout.items() if size > 1 and axis != "zero_stage")
     needed = found.smi_bytes or found.reserved_bytes
     left = found.device_total_bytes - needed
     room = f"{shown_bytes(abs(left))} {'free' if left >= 0 else 'too much'}"
@@ -65,7 +70,7 @@ def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
         ("reserved", shown_bytes(found.reserved_bytes)),
         ("outside torch", ", ".join(f"{o.name}: {_span(o.low_bytes, o.high_bytes)}" for o in found.overheads)),
         ("host, per node", _part(found.host_node_bytes, found.host_total_bytes)),
-        ("layout", ", ".join(filter(None, (f"ZeRO-{found.layout.get('zero_stage', 0)}", layout)))),
+        ("layout", layout_words(found.layout)),
         ("why", found.because),
     ]
     return Answer(

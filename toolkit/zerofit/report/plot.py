@@ -21,7 +21,7 @@ Record = dict[str, Any]  # a line of metrics.jsonl or events.jsonl, or a trial o
 PICTURES = (".png", ".pdf", ".svg")
 
 
-def draw(runs: list[Path], out: Path) -> dict[str, Any]:
+def draw(runs: list[Path], out: Path) -> dict[str, object]:
     """Draw the runs into one picture.
 
     Return its path and each run's number of steps, for `--json`. Raises UserError if the file cannot be written, or if

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from zerofit.report.forecasts import layout_words
 from zerofit.report.page import (
     Answer,
     Block,
@@ -94,10 +95,9 @@ def _errors(folder: RunFolder) -> Iterator[tuple[str, str]]:
     Errors about a lost peer come last, because they are consequences of other errors.
     """
     found = []
-    for path in sorted(folder.logs.glob("rank-*.error.json")):
-        listed = _content(path).get("problems")
+    for rank, failure in folder.errors():
+        listed = failure.get("problems")
         first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
-        rank = path.name.removeprefix("rank-").removesuffix(".error.json")
         found.append((first.get("kind") == "peer-lost", rank, str(first.get("message", "no reason given"))))
     yield from ((rank, message) for _, rank, message in sorted(found))
 
@@ -115,7 +115,8 @@ def run_answer(name: str, run: RunHistory) -> Answer:
     facts += [
         (f"validation {name}", shown_score(score)) for name in scores if (score := number_in(scores, name)) is not None
     ]
-    facts += [("speed", _speed(result) or _speed(last)), ("layout", _layout(run.files["plan"].get("layout")))]
+    layout = _inner(run.files["plan"], "layout")
+    facts += [("speed", _speed(result) or _speed(last)), ("layout", layout_words(layout) if layout else "")]
     facts += [
         ("resumed from", str(result.get("resumed_from") or "")),
         ("faults", str(len(run.faults)) if run.faults else ""),
@@ -147,13 +148,6 @@ def _ending(run: RunHistory, done: str) -> tuple[str, Tone, str]:
 def _speed(figures: Record) -> str:
     rates = ((number_in(figures, f"{unit}_per_s"), unit) for unit in ("tokens", "samples"))
     return next((f"{rate:,.4g} {unit}/s" for rate, unit in rates if rate), "")
-
-
-def _layout(layout: object) -> str:
-    if not isinstance(layout, dict):
-        return ""
-    axes = [f"{axis} {size}" for axis, size in layout.items() if axis != "zero_stage" and size not in (1, None)]
-    return ", ".join([f"ZeRO-{layout.get('zero_stage', 0)}", *axes])
 
 
 def run_sections(runs: Mapping[str, RunHistory]) -> Iterator[Section]:

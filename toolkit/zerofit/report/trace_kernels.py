@@ -29,7 +29,7 @@ def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
     """
     events, _ = read_events(path)
     # On a GPU an op's duration is only the time to launch it; its kernels carry the op's external id.
-    on_device: defaultdict[Any, float] = defaultdict(float)
+    on_device: defaultdict[object, float] = defaultdict(float)
     for event in events:
         if event.get("cat") == "kernel":
             on_device[str(event.get("args", {}).get("External id"))] += event["dur"]
@@ -73,7 +73,7 @@ def _product(shapes: list[tuple[int, ...]], dtype: str) -> MeasuredKernel | None
 
 
 def _attention(
-    name: str, shapes: list[tuple[int, ...]], dtype: str, arguments: Mapping[str, Any]
+    name: str, shapes: list[tuple[int, ...]], dtype: str, arguments: Mapping[str, object]
 ) -> MeasuredKernel | None:
     backward = name.endswith("_backward")
     if len(shapes) < 3 + backward:
@@ -92,10 +92,10 @@ def _attention(
     )
 
 
-def _listed(arguments: Mapping[str, Any], name: str) -> list[Any]:
+def _listed(arguments: Mapping[str, object], name: str) -> list[Any]:
     value = arguments.get(name)
     return value if isinstance(value, list) else []
 
 
-def _is_shape(value: Any) -> bool:
+def _is_shape(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(size, int) and size >= 0 for size in value)

@@ -83,7 +83,7 @@ def read_trace(path: Path, flag: str = "--trace") -> ReadTrace:
         return _read_measured(events, steps)
 
 
-def read_events(path: Path) -> tuple[list[Event], dict[str, Any]]:
+def read_events(path: Path) -> tuple[list[Event], dict[str, object]]:
     """Return a trace's complete events and its metadata. Raises OSError and Unreadable."""
     trace = read_json(path, most=MAX_BYTES)
     listed, about = trace.get("traceEvents"), trace.get("otherData", {})
@@ -97,7 +97,7 @@ def read_events(path: Path) -> tuple[list[Event], dict[str, Any]]:
     return events, about
 
 
-def _read_forecast(events: list[Event], about: Mapping[str, Any]) -> ReadTrace:
+def _read_forecast(events: list[Event], about: Mapping[str, object]) -> ReadTrace:
     """Sum the spans of a forecast. In a pipeline, only the spans of the first rank count. Raises Unreadable."""
     parts: defaultdict[Part, float] = defaultdict(float)
     first = min((str(event.get("pid")) for event in events), key=lambda pid: (len(pid), pid), default="")
