@@ -213,13 +213,13 @@ def _is_ours(path: Path) -> bool:
 
 
 def check(
-    ds_config: str | Path | Mapping[str, Any] | None = None,
+    ds_config: str | Path | Mapping[str, object] | None = None,
     run: Run | RunRequest | None = None,
     cluster: Cluster | str | None = None,
     *,
     reader: str | None = None,
-    training_args: str | Path | Mapping[str, Any] | None = None,
-    accelerate_config: str | Path | Mapping[str, Any] | None = None,
+    training_args: str | Path | Mapping[str, object] | None = None,
+    accelerate_config: str | Path | Mapping[str, object] | None = None,
     on_event: OnEvent | None = None,
 ) -> CheckResult:
     """Find all problems in a DeepSpeed JSON before anything starts.
@@ -298,7 +298,7 @@ def check(
     )
 
 
-def read_arguments(given: str | Path | Mapping[str, Any], *, accelerate: bool) -> ArgumentFile:
+def read_arguments(given: str | Path | Mapping[str, object], *, accelerate: bool) -> ArgumentFile:
     """Read an argument file or values. Raises UserError with line and column if it does not parse."""
     if isinstance(given, Mapping):
         return of_mapping(given, accelerate=accelerate)
@@ -329,7 +329,7 @@ def _named_config(argument_files: Sequence[ArgumentFile]) -> tuple[str, str] | N
 
 
 def _document(
-    ds_config: str | Path | Mapping[str, Any] | None, argument_files: list[ArgumentFile]
+    ds_config: str | Path | Mapping[str, object] | None, argument_files: list[ArgumentFile]
 ) -> tuple[str, Document]:
     if isinstance(ds_config, Mapping):
         return "ds_config", of_data(dict(ds_config))

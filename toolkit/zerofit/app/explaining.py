@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BufferedIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from zerofit.explain.advice import KERNEL_LOG
 from zerofit.explain.failures import NO_SHORTAGE, NOT_FINITE
@@ -19,10 +19,9 @@ from zerofit.explain.from_snapshot import ENOUGH, FRAGMENTS, explain_snapshot
 from zerofit.explain.log import LogLine, decoded_log, lines_of, read_ends, read_log
 from zerofit.explain.result import UNKNOWN, Change, Explanation, ForecastAtMoment
 from zerofit.explain.tracebacks import BACKWARD, FORWARD, INIT, LOADING, LOSS, STEP
-from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.files import number_in, read_jsonl
-from zerofit.spec.foreign import Unreadable, read_json, refused
+from zerofit.spec.foreign import refused
 from zerofit.spec.foreign_pickle import is_pickle
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.spec.units import shown_bytes
@@ -121,9 +120,7 @@ def _of_log(lines: Sequence[LogLine], source: str = "log") -> Explanation:
 # A rank that fails writes its error into its own file, and its traceback into its log. A rank that the kernel kills
 # writes neither; the command's file of faults names this rank.
 def _of_run_folder(folder: RunFolder) -> Explanation:
-    if not folder.plan.is_file():
-        message = f"{folder.path} is not a zerofit run folder: plan.json is missing"
-        raise UserError(Problem(kind="run-folder", message=message, hint=HINT, where="WHAT"))
+    folder.refuse_other(folder.path, HINT, "WHAT")
     lines = list[LogLine]()
     for text, rank in _texts(folder):
         start = len(lines)
@@ -159,7 +156,7 @@ def _with_snapshot(found: Explanation, snapshot: Explanation) -> Explanation:
     )
 
 
-def _count(record: Mapping[str, Any], key: str) -> int:
+def _count(record: Mapping[str, object], key: str) -> int:
     value = number_in(record, key)
     return int(value) if value is not None and math.isfinite(value) else 0
 
@@ -169,19 +166,16 @@ def _texts(folder: RunFolder) -> Iterator[tuple[str, str]]:
     for log in sorted(folder.logs.glob("*.log")):
         with refused(log):
             yield "\n".join(line.text for line in read_log(log)), log.stem.removeprefix("rank-")
-    for file in sorted(folder.logs.glob("rank-*.error.json")):
-        try:
-            problems = read_json(file).get("problems")
-        except (OSError, Unreadable):
-            continue
+    for rank, failure in folder.errors():
+        problems = failure.get("problems")
         listed = problems if isinstance(problems, list) else []
         messages = [str(problem.get("message", "")) for problem in listed if isinstance(problem, dict)]
-        yield "\n".join(messages), file.name.removeprefix("rank-").split(".")[0]
+        yield "\n".join(messages), rank
     faults = read_jsonl(folder.faults) if folder.faults.is_file() else []
     yield "\n".join(str(fault.get("message", "")) for fault in faults), ""
 
 
-def _of_plan(found: Explanation, job: Job, measured: Mapping[str, Any]) -> ForecastAtMoment:
+def _of_plan(found: Explanation, job: Job, measured: Mapping[str, object]) -> ForecastAtMoment:
     forecast = job.forecast
     assert forecast is not None
     phase = PHASES.get(found.phase, "")

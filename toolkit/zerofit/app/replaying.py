@@ -23,7 +23,6 @@ from zerofit.launch.run_lock import refuse_if_held
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter, shielded
 from zerofit.spec.files import number_in, read_jsonl
-from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.named_code import refuse_foreign_code
 from zerofit.spec.run_folder import Job, Layout, ReplayRequest, RunFolder, Start
 from zerofit.spec.units import counted
@@ -31,7 +30,7 @@ from zerofit.watch.supervise import Watch
 
 WidePrecision = Literal["fp32", "fp64"]
 # settings of a run that a replay replaces: they write to other places, save, compile or profile
-_QUIET: dict[str, Any] = {"callbacks": (), "tensorboard": False, "wandb": None, "profile": None, "compile": False}
+_QUIET: dict[str, object] = {"callbacks": (), "tensorboard": False, "wandb": None, "profile": None, "compile": False}
 _QUIET |= {"save_every": "0", "ema": None, "check_loss": True, "record_memory": False, "output": None}
 KEPT = ("optimizer", "scheduler", "gradient_clipping")  # keys of the run's DeepSpeed JSON for a replay on one CPU
 
@@ -64,9 +63,7 @@ def replay(
     """
     report = Reporter(shielded(on_event) if on_event else None)
     folder = RunFolder(Path(run).absolute())
-    if not folder.plan.is_file():
-        message = f"{run} is not a zerofit run folder: plan.json is missing"
-        raise UserError(Problem(kind="run-folder", message=message, hint="give the --output of a run", where="RUN"))
+    folder.refuse_other(run, "give the --output of a run", "RUN")
     refuse_if_held(folder)
     job = Job.read(folder)
     refuse_foreign_code(folder.run, trust_model_code, model=job.run.model, model_args=job.run.model_args)
@@ -108,11 +105,7 @@ def _failed_step(folder: RunFolder, losses: dict[int, float], job: Job) -> int:
 
     Without either, return the step after the last recorded loss, at most the run's last step.
     """
-    for file in sorted(folder.logs.glob("rank-*.error.json")):
-        try:
-            text = str(read_json(file))
-        except (OSError, Unreadable):
-            continue
+    for text in (str(failure) for _, failure in folder.errors()):
         if named := re.search(r"step (\d{1,9})\b", text) if "nan-loss" in text else None:
             return int(named[1])
     lowest = math.inf

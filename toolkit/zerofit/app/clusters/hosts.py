@@ -276,7 +276,7 @@ def build_ops_on(hosts: Sequence[str], ops: list[str], ssh_port: int | None, sho
 
 def ask_hosts(
     hosts: Sequence[str],
-    question: dict[str, Any],
+    question: dict[str, object],
     ssh_port: int | None,
     *,
     module: str = FACTS,

@@ -93,7 +93,7 @@ def write_job_file(options: JobFileRequest) -> JobFile:
     return write()
 
 
-def _common(options: JobFileRequest, env: Mapping[str, str]) -> dict[str, Any]:
+def _common(options: JobFileRequest, env: Mapping[str, str]) -> dict[str, object]:
     return {
         "name": options.job_name or "zerofit",
         "run": options.target,
@@ -105,7 +105,7 @@ def _common(options: JobFileRequest, env: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _slurm(options: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str, str]) -> Callable[[], JobFile]:
+def _slurm(options: JobFileRequest, common: Mapping[str, object], secret: Mapping[str, str]) -> Callable[[], JobFile]:
     """Return the function that writes the sbatch file and a private file with the secrets. Raises UserError."""
     file = options.slurm
     assert file

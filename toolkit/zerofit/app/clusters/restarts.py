@@ -11,7 +11,6 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from zerofit.app.clusters.hosts import (
     HostRequest,
@@ -245,7 +244,7 @@ def _stop_after(problem: Problem, folder: RunFolder) -> None:
         raise Stopped(Problem(kind="stopped", message=message, hint=hint, where=str(folder.path))) from None
 
 
-def _check_libaio(found: Preflight | None, ds_config: Mapping[str, Any]) -> None:
+def _check_libaio(found: Preflight | None, ds_config: Mapping[str, object]) -> None:
     """Check that NVMe offload can be compiled on every examined host. Raises UserError.
 
     If no host was examined (`found` is None), check this machine.

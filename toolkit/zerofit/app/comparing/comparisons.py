@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from zerofit.app.comparing.jobs import STEPPED, ComparisonSetup, StateGate, rank_counts
 from zerofit.app.comparing.processes import one_server, run_job
@@ -203,7 +203,9 @@ def compare_scaling(
 class _RowRunner:
     """Measure the rows of one comparison. Rows stored in its folder are not measured again."""
 
-    def __init__(self, setup: ComparisonSetup, kind: Kind, job: CompareJob, question: Mapping[str, Any], anyway: bool):
+    def __init__(
+        self, setup: ComparisonSetup, kind: Kind, job: CompareJob, question: Mapping[str, object], anyway: bool
+    ):
         """`question`: inputs of the rows, besides the job. Raises UserError if the folder has other contents."""
         code = model_code(job.model)  # rows from before and after a change of a user's model must not mix
         identity = {"job": vars(job), **question, "code": code_hash(code) if code else None}
@@ -272,6 +274,6 @@ def _check_sizes(
         problems.add("bad-value", message, hint, "--finish")
 
 
-def _about(job: CompareJob, *names: str) -> dict[str, Any]:
+def _about(job: CompareJob, *names: str) -> dict[str, object]:
     names = (*names, "hosts") if job.hosts else names
     return {name: getattr(job, name) for name in ("model", "model_args", "data", "lr", "seed", "accelerator", *names)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from zerofit.app.job.resolve import find_model, open_model
 from zerofit.app.training.free_memory import memory_here
@@ -47,7 +46,7 @@ class ComparisonSetup:
         return int(epochs)
 
     def resolve(
-        self, fields: set[str], *, batch_option: str = "--global-batch", has_accuracy: bool = False, **settings: Any
+        self, fields: set[str], *, batch_option: str = "--global-batch", has_accuracy: bool = False, **settings: object
     ) -> CompareJob:
         """Return the job of the comparison. Open the data once.
 
@@ -76,7 +75,7 @@ class ComparisonSetup:
         problems.raise_if_any()
         return replace(job, data=opened.run.data, seq_len=opened.run.seq_len, tokenizer=opened.run.tokenizer)
 
-    def _job(self, fields: set[str], settings: Mapping[str, Any]) -> CompareJob:
+    def _job(self, fields: set[str], settings: Mapping[str, object]) -> CompareJob:
         run, request, machine = self.request.run, self.request, this_machine()
         for name in sorted(set(request.places) - COMMON - fields - {"output"}):
             self.problems.add("conflict", f"{name} is not supported in comparisons", "remove it", request.place(name))

@@ -155,7 +155,11 @@ def _section(done: Done, folder: Path) -> Evidence:
 
 
 def conduct(
-    experiment: Experiment, folder: Path, common: Mapping[str, Any], shared: Mapping[str, Any] | None = None, **how: Any
+    experiment: Experiment,
+    folder: Path,
+    common: Mapping[str, object],
+    shared: Mapping[str, object] | None = None,
+    **how: object,
 ) -> Done:
     """Run one experiment in a folder. `common`: fields of the run. `shared` and `how`: options of the comparison."""
     shared = shared or {}
@@ -165,7 +169,7 @@ def conduct(
     return Done(experiment, command(experiment, {**common, **shared}), compared)
 
 
-def command(experiment: Experiment, common: Mapping[str, Any]) -> str:
+def command(experiment: Experiment, common: Mapping[str, object]) -> str:
     """Return the command line that repeats an experiment.
 
     `common`: the fields that the runs of all experiments share.
@@ -183,7 +187,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _texts(value: Any) -> list[str]:
+def _texts(value: object) -> list[str]:
     """Return the command-line texts of an option's value. A repeated option has several texts."""
     match value:
         case dict() if all(isinstance(key, int) for key in value):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
 
 from zerofit.app.comparing.on_host import order
 from zerofit.compare.job import STRATEGIES, CompareJob, RankReport
@@ -64,7 +63,7 @@ class RankServer:
     def __init__(self) -> None:
         self._process: ServerProcess | None = None
 
-    def start(self, *request: Any) -> Rank:
+    def start(self, *request: object) -> Rank:
         """Start a rank."""
         if self._process is None or self._process.process.poll() is not None:
             self._process = ServerProcess(SERVER, answers=True)

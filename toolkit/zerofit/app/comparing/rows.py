@@ -231,7 +231,7 @@ def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[RankRepo
     )
 
 
-def _on_the_way(reports: Sequence[RankReport], target: float | None) -> dict[str, Any]:
+def _on_the_way(reports: Sequence[RankReport], target: float | None) -> dict[str, object]:
     curve = next((report["curve"] for report in reports if "curve" in report), None)
     if curve is None or target is None:
         return {}
@@ -249,7 +249,7 @@ def size_row(job: CompareJob, reports: Sequence[RankReport]) -> SizeRow:
     )
 
 
-def curve_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:
+def curve_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, object]:
     """Return the figures of a curve of accuracy over epochs.
 
     If the curve does not reach the accuracy `target`, all `..._to_target` figures are None.

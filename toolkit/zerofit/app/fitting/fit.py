@@ -131,7 +131,7 @@ def _has_ranks(known: FittedLayout, machine: Machine | None) -> bool:
     return "ranks" in known.given or known.chosen["ranks"] <= (machine or this_machine()).devices
 
 
-def _settled(request: RunRequest, chosen: Mapping[str, Any]) -> RunRequest:
+def _settled(request: RunRequest, chosen: Mapping[str, object]) -> RunRequest:
     run = request.run.model_copy(update={**chosen, "fit": False})
     return RunRequest(run=run, places={**dict.fromkeys(chosen, PLACE), **request.places})
 

@@ -48,7 +48,7 @@ class LayoutOption:
         return ", ".join(filter(None, (str(self.layout), self.savings.flags)))
 
 
-def given_fields(request: RunRequest) -> dict[str, Any]:
+def given_fields(request: RunRequest) -> dict[str, object]:
     """Return the fields that `--fit` does not change, with the DeepSpeed JSON as the user wrote it."""
     given = {name: getattr(request.run, name) for name in ("ranks", *CHOSEN) if name in request.places}
     given = {name: value for name, value in given.items() if value is not None}
@@ -56,7 +56,7 @@ def given_fields(request: RunRequest) -> dict[str, Any]:
 
 
 def options_of(
-    resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster, report: Reporter, *, lean: bool = False
+    resolved: ResolvedJob, given: Mapping[str, object], cluster: Cluster, report: Reporter, *, lean: bool = False
 ) -> tuple[Profile, tuple[LayoutOption, ...]]:
     """Return the model's profile and all layouts with the run's global batch, fastest first by forecast.
 
@@ -128,7 +128,7 @@ def _within(savings: Savings, run: Run) -> Savings:
     return savings._replace(loss_chunk=chunk and min(chunk, run.seq_len or chunk))
 
 
-def _disk_bytes(given: Mapping[str, Any]) -> int | None:
+def _disk_bytes(given: Mapping[str, object]) -> int | None:
     """Return the free bytes of the disk that the DeepSpeed JSON offloads to; None if it names no disk."""
     path = _nvme_path(given)
     folder = next((place for place in (path, *path.absolute().parents) if place.is_dir()), None) if path else None
@@ -143,7 +143,7 @@ def _nvme_path(given: Mapping[str, Any]) -> Path | None:
 
 def chosen_fields(
     option: LayoutOption, profile: Profile, given: Mapping[str, Any], optimizer: str | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the fields of the run for an option, including the full DeepSpeed JSON.
 
     `optimizer`: the run's optimizer. It is stored because the default may change with offloading.

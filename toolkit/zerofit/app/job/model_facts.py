@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import TypeAdapter
 from torch import nn
@@ -51,7 +51,7 @@ def _stamp(source: ModelSource) -> tuple[int, ...]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def max_positions_of(source: ModelSource, args: dict[str, Any]) -> int | None:
+def max_positions_of(source: ModelSource, args: dict[str, object]) -> int | None:
     """Return the longest sequence that a model supports, in tokens; None without a limit.
 
     Raises UserError if the model has no such `args`.
@@ -60,7 +60,7 @@ def max_positions_of(source: ModelSource, args: dict[str, Any]) -> int | None:
         return _kept(source, ["positions", args], TypeAdapter(int | None), lambda: source_max_positions(source, args))
 
 
-def _kept(source: ModelSource, key: list[Any], form: TypeAdapter[T], read: Callable[[], T]) -> T:
+def _kept(source: ModelSource, key: list[object], form: TypeAdapter[T], read: Callable[[], T]) -> T:
     """Return the stored result of `read`, or call `read` and store its result.
 
     For a user's own model, always call `read`.

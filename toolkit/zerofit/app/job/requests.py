@@ -58,7 +58,7 @@ def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunReques
     return request.updated(model=info.model, pretrained=folder, model_args=model_args)
 
 
-def read_request(target: str | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:
+def read_request(target: str | None, flags: Mapping[str, object], trust_model_code: bool = False) -> RunRequest:
     """Return the request for a model's name, a run file or a run folder. Flags override saved values.
 
     For a run folder, the request resumes its run. If flags change the layout, batch sizes per rank are chosen again
@@ -68,7 +68,7 @@ def read_request(target: str | None, flags: Mapping[str, Any], trust_model_code:
     return from_saved(_read_request(target, dict(flags), trust_model_code), trust_model_code)
 
 
-def _read_request(target: str | None, flags: dict[str, Any], trusted: bool) -> RunRequest:
+def _read_request(target: str | None, flags: dict[str, object], trusted: bool) -> RunRequest:
     if target and RunFolder(Path(target)).plan.is_file():
         free = {"micro_batch": None, "gradient_accumulation_steps": None} if LAYOUT & set(flags) else {}
         return load_run(RunFolder(Path(target)).run, {"output": Path(target), **free, **flags}, trusted)

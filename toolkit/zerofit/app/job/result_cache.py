@@ -7,7 +7,6 @@ import json
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from zerofit.spec.files import cache_root
 from zerofit.spec.local_machine import versions
@@ -15,7 +14,7 @@ from zerofit.spec.local_machine import versions
 ROOT = Path(__file__).parents[2]  # the package
 
 
-def result_file(folder: str, key: Any, stem: str = "") -> Path:
+def result_file(folder: str, key: object, stem: str = "") -> Path:
     """Return the file for the result of `key` (plain data).
 
     Its name changes with the versions of code and libraries.

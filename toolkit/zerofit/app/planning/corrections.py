@@ -14,7 +14,6 @@ from pydantic import Field, TypeAdapter
 
 from zerofit.app.planning.layout_pins import DEGREES
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
-from zerofit.plan.degrees import Degrees
 from zerofit.plan.fit import Forecast
 from zerofit.plan.interval import AS_MEASURED, PAIRS
 from zerofit.plan.layout import PlannedLayout
@@ -344,13 +343,10 @@ def _by_kind(
 
 
 def _profile(job: Job, cluster: Cluster, report: Reporter) -> Profile:
-    run, layout = job.run, job.layout
     image = None
-    if not run.seq_len:  # the inputs of other models depend on the data
+    if not job.run.seq_len:  # the inputs of other models depend on the data
         from zerofit.app.job.requests import as_request, input_option
         from zerofit.app.job.resolve import resolve_job
 
-        image = input_option(resolve_job(as_request(run)).inputs)
-    degrees = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()
-    request = ProfileRequest.of_run(run, job.precision, cluster.accelerator, image, degrees)
-    return get_profile(request, report)[0]
+        image = input_option(resolve_job(as_request(job.run)).inputs)
+    return get_profile(ProfileRequest.of_job(job, cluster.accelerator, image), report)[0]

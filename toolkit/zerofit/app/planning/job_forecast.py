@@ -75,9 +75,7 @@ def traced_step_s(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) 
     """
     if cluster.on_cpu and read_calibration(cluster.device.kind) is None:
         return None
-    layout = job.layout
-    degrees = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()
-    wanted = ProfileRequest.of_run(job.run, job.precision, cluster.accelerator, input_option(inputs), degrees)
+    wanted = ProfileRequest.of_job(job, cluster.accelerator, input_option(inputs))
     try:
         return step_s_of(job, get_profile(wanted, report)[0], cluster)
     except (UserError, ModelError):
@@ -100,13 +98,10 @@ def step_s_of(job: Job, profile: Profile, cluster: Cluster) -> float | None:
 def _stored_profile(resolved: ResolvedJob, device: str) -> Profile | None:
     """Return a stored profile that covers the job's model and setting, whichever command stored it."""
     job, inputs = resolved.job, resolved.inputs
-    layout, run = job.layout, job.run
-    key = PlannedLayout.of(job).setting
-    image = input_option(inputs)
-    asked = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()
-    for seq_len, degrees in product({run.seq_len, None}, (None, asked)):
-        wanted = ProfileRequest.of_run(run, job.precision, device, image, degrees)
-        profile = kept_profile(replace(wanted, seq_len=seq_len))
-        if profile is not None and profile.seq_len == run.seq_len and key in profile.costs:
+    key, seq_lens = PlannedLayout.of(job).setting, {job.run.seq_len, None}
+    wanted = ProfileRequest.of_job(job, device, input_option(inputs))
+    for seq_len, degrees in product(seq_lens, (None, wanted.degrees)):
+        profile = kept_profile(replace(wanted, seq_len=seq_len, degrees=degrees))
+        if profile is not None and profile.seq_len == job.run.seq_len and key in profile.costs:
             return profile
     return None

@@ -233,7 +233,7 @@ def _longer(
         yield LongerSequence(traced.savings, length)
 
 
-def _others(choices: dict[str, Any], savings: Savings) -> dict[str, Any]:
+def _others(choices: dict[str, object], savings: Savings) -> dict[str, object]:
     return {name: value for name, value in choices.items() if not getattr(savings, name)}
 
 

@@ -138,7 +138,7 @@ def savings_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Savings:
     return Savings(**found)
 
 
-def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
+def read_config(ds_config: str | Mapping[str, object] | None) -> dict[str, Any]:
     """Return the DeepSpeed JSON of a file, bundled name or dictionary; {} for None. Raises UserError."""
     if ds_config is None:
         return {}
@@ -147,7 +147,7 @@ def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
     return of_data(dict(ds_config)).config
 
 
-def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def knobs_of(pins: Mapping[str, object], config: Mapping[str, object]) -> dict[str, Any]:
     """Return the knobs that pins and a DeepSpeed JSON fix. If both fix a knob, the pin wins.
 
     If the JSON has `zero_optimization` but offloads no optimizer states, these stay on the device. The same applies to
@@ -164,14 +164,14 @@ def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
     return {knob: max(1, value) if knob in DEGREES else value for knob, value in found.items()}
 
 
-def batch_and_precision(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def batch_and_precision(pins: Mapping[str, object], config: Mapping[str, object]) -> dict[str, Any]:
     """Return the global batch and the precision. If a value is not pinned, it comes from the DeepSpeed JSON."""
     found = {"global_batch": get(config, "train_batch_size", "auto"), "precision": precision_of(None, config)[0]}
     found = {name: value for name, value in found.items() if value != "auto"}
     return found | {name: pins[name] for name in ("global_batch", "precision") if pins.get(name) is not None}
 
 
-def uncounted(pins: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+def uncounted(pins: Mapping[str, object], config: Mapping[str, object]) -> list[str]:
     """Return the keys of the DeepSpeed JSON that affect this run but not its forecasts."""
     stage, precision = knobs_of(pins, config).get("zero_stage", 3), batch_and_precision(pins, config).get("precision")
     return [

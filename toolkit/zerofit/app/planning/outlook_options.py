@@ -69,7 +69,7 @@ def read_work(options: Mapping[str, Any]) -> Work | None:
     )
 
 
-def _count(value: Any, where: str) -> float:
+def _count(value: object, where: str) -> float:
     match = _COUNT.fullmatch(str(value))
     number = float(match[1]) * _POWERS[match[2].lower()] if match else 0.0
     if not 0 < number < 1e30:
@@ -78,7 +78,7 @@ def _count(value: Any, where: str) -> float:
     return number
 
 
-def _prices(value: Any) -> dict[str, float]:
+def _prices(value: object) -> dict[str, float]:
     if isinstance(value, Mapping):
         pairs = list(value.items())
     else:
@@ -93,7 +93,7 @@ def _prices(value: Any) -> dict[str, float]:
     return found
 
 
-def _mtbf(value: Any) -> tuple[float, bool]:
+def _mtbf(value: object) -> tuple[float, bool]:
     match = _MTBF.fullmatch(str(value))
     if not match or not float(match[1]):
         hint = "write the hours between failures of one GPU, like 50000, or of a node, like 6000/node"

@@ -44,7 +44,9 @@ def refuse_existing(folder: Path) -> None:
     problems.raise_if_any()
 
 
-def write_plan(folder: Path, fields: Mapping[str, Any], config: Mapping[str, Any], comment: str) -> tuple[Path, ...]:
+def write_plan(
+    folder: Path, fields: Mapping[str, object], config: Mapping[str, object], comment: str
+) -> tuple[Path, ...]:
     """Write a DeepSpeed JSON, and a run file with `comment` at its end. Return their paths. Raises UserError."""
     # relative to run.yaml, so that the folder can be moved or copied to another machine
     run = yaml.safe_dump({**fields, "ds_config": NAMES[0]}, sort_keys=False) + comment
@@ -66,7 +68,7 @@ def write_accelerate(folder: Path, layout: PlannedLayout, cluster: Cluster) -> t
     return _write(folder, {NAMES[2]: text})
 
 
-def accelerate_config(layout: PlannedLayout, cluster: Cluster) -> dict[str, Any]:
+def accelerate_config(layout: PlannedLayout, cluster: Cluster) -> dict[str, object]:
     """Return the content of the file that `accelerate launch --config_file` reads (commands/config/config_args.py)."""
     sizes = {"dp_replicate_size": layout.replicas, "dp_shard_size": layout.shard_ranks}
     return {
@@ -136,7 +138,7 @@ def torchtitan_flags(layout: PlannedLayout, profile: Profile) -> dict[str, str |
     }
 
 
-def write_files(folder: Path, texts: Mapping[str, str], config: Mapping[str, Any] | None = None) -> tuple[Path, ...]:
+def write_files(folder: Path, texts: Mapping[str, str], config: Mapping[str, object] | None = None) -> tuple[Path, ...]:
     """Write the files in `texts`, and the DeepSpeed JSON `config` if there is one. Return their paths.
 
     Raises UserError.
@@ -189,7 +191,7 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
     return config
 
 
-def for_trainer(config: Mapping[str, Any], layout: PlannedLayout, profile: Profile) -> dict[str, Any]:
+def for_trainer(config: Mapping[str, Any], layout: PlannedLayout, profile: Profile) -> dict[str, object]:
     """Return a DeepSpeed JSON with the plan's buckets, in which the HF Trainer can fill in each "auto".
 
     The Trainer does not fill in `allgather_bucket_size`. If the layout offloads the optimizer, the JSON names an
@@ -224,8 +226,8 @@ def data_line(profile: Profile, image: str | None) -> str:
 
 
 def run_fields(
-    layout: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None
-) -> dict[str, Any]:
+    layout: PlannedLayout, profile: Profile, model_args: dict[str, object], image: str | None
+) -> dict[str, object]:
     """Return the fields of the planned run. `zerofit train` decides the other fields."""
     path = Path(profile.model)
     return {
@@ -239,7 +241,7 @@ def run_fields(
     }
 
 
-def layout_fields(layout: PlannedLayout) -> dict[str, Any]:
+def layout_fields(layout: PlannedLayout) -> dict[str, object]:
     """Return the fields of a run that this layout sets."""
     degrees = {"tensor_parallel": layout.tp, "pipeline": layout.pp, "sequence_parallel": layout.sp}
     degrees["expert_parallel"] = layout.ep
@@ -274,7 +276,7 @@ def refuse_place(path: Path, flag: str = TRACE_FLAG) -> None:
         raise UserError(Problem(kind="bad-value", message=f"cannot write {path}", hint=hint, where=flag))
 
 
-def write_trace(path: Path, trace: dict[str, Any]) -> None:
+def write_trace(path: Path, trace: dict[str, object]) -> None:
     """Write a trace. Raises UserError if it cannot be written."""
     try:
         write_text(path, json.dumps(trace, separators=(",", ":")) + "\n")
@@ -285,7 +287,7 @@ def write_trace(path: Path, trace: dict[str, Any]) -> None:
 
 def trace_of_layout(
     profile: Profile, cluster: Cluster, rates: Rates, layout: PlannedLayout, step_s: float
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the trace of a planned step, scaled to `step_s`. It shows the first rank of each pipeline stage."""
     timer = Timer(profile, cluster, rates)
     timeline = step_timeline(profile, timer, layout)

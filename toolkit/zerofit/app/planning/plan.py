@@ -262,7 +262,7 @@ class Plan:
         return self.result._repr_html_()
 
 
-def _box(plan: Plan) -> dict[str, Any]:
+def _box(plan: Plan) -> dict[str, object]:
     cluster, layouts = plan.cluster, plan.result.layouts
     return {
         "gpu": cluster.device.kind,

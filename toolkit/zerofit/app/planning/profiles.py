@@ -30,6 +30,7 @@ from zerofit.spec.partial_training import PartialTraining
 from zerofit.spec.process import deepspeed_quiet
 from zerofit.spec.profile import NOTHING_SAVED, LayerCost, Profile, Savings, setting
 from zerofit.spec.run import Run
+from zerofit.spec.run_folder import Job
 
 Costs = tuple[LayerCost, ...]  # the costs of all layers, in one setting
 TRACED_RANKS = 8  # largest traced tensor and sequence parallel degree
@@ -73,6 +74,13 @@ class ProfileRequest:
             partial=run.partial,
             task=run.task,
         )
+
+    @classmethod
+    def of_job(cls, job: Job, device: str, image: str | None) -> ProfileRequest:
+        """Return the request for a job's model and settings, at its degrees and without parallelism."""
+        layout = job.layout
+        degrees = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()
+        return cls.of_run(job.run, job.precision, device, image, degrees)
 
 
 def read_profile(path: Path) -> Profile:
@@ -275,7 +283,7 @@ def _place(wanted: ProfileRequest) -> Path | None:
     return result_file("profiles", key, f"{stem}-{wanted.precision}-")
 
 
-def _content(model: str) -> Any:
+def _content(model: str) -> object:
     """Return the named model's config, or None. A pipeline of diffusers and a user's own code have no single config."""
     if model in PRESETS:
         return PRESETS[model]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import Any
 
 from zerofit.app.planning.plan import PlannedRun
 from zerofit.models.presets import NAMED
@@ -30,10 +29,10 @@ class Chosen:
         return named.hub[0] if named and named.hub else name
 
 
-def trl_config(chosen: Chosen, ds_config: str, colocated: bool) -> dict[str, Any]:
+def trl_config(chosen: Chosen, ds_config: str, colocated: bool) -> dict[str, object]:
     """Return the content of TRL's YAML file. `colocated`: vLLM runs on the training's GPUs."""
     layout, settings, engine = chosen.planned.layout, chosen.settings, chosen.engine
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "model_name_or_path": chosen.model,
         "dtype": "bfloat16" if layout.precision == "bf16" else "float16",
         "output_dir": "out",
@@ -86,7 +85,7 @@ def verl_script(chosen: Chosen, cluster: Cluster) -> str:
     return start + "set -eu\n" + " \\\n    ".join(lines) + "\n"
 
 
-def verl_overrides(chosen: Chosen, cluster: Cluster) -> dict[str, Any]:
+def verl_overrides(chosen: Chosen, cluster: Cluster) -> dict[str, object]:
     """Return Hydra's overrides of verl's ppo_trainer.yaml (verl/trainer/config/_generated_ppo_trainer.yaml)."""
     layout, s, engine = chosen.planned.layout, chosen.settings, chosen.engine
     assert engine
@@ -107,7 +106,7 @@ def verl_overrides(chosen: Chosen, cluster: Cluster) -> dict[str, Any]:
         **({"fsdp_config.use_no_sync_for_gradient_accumulation": True} if layout.keeps_full_gradients else {}),
         **({"fsdp_config.model_dtype": "bf16"} if layout.weight_bytes == 2 else {}),
     }
-    model: dict[str, Any] = {
+    model: dict[str, object] = {
         "path": chosen.model,
         "use_remove_padding": True,
         "enable_gradient_checkpointing": bool(layout.checkpointing),
@@ -149,7 +148,7 @@ def openrlhf_script(chosen: Chosen, cluster: Cluster) -> str:
     return start + " \\\n    ".join(lines) + "\n"
 
 
-def openrlhf_flags(chosen: Chosen, cluster: Cluster) -> dict[str, Any]:
+def openrlhf_flags(chosen: Chosen, cluster: Cluster) -> dict[str, object]:
     """Return the flags for openrlhf/cli/train_ppo_ray.py. Switches that are False are left out later."""
     layout, s, engine = chosen.planned.layout, chosen.settings, chosen.engine
     assert engine
@@ -185,7 +184,7 @@ def openrlhf_flags(chosen: Chosen, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _flag(name: str, value: Any) -> list[str]:
+def _flag(name: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [f"--{name}"] if value else []
     return [f"--{name} {shlex.quote(str(value))}"]

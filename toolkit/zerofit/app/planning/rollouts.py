@@ -159,7 +159,12 @@ class RolloutPlan:
 
 
 def plan_rollouts(
-    name: str, request: PlanningRequest, cluster: Cluster, values: Mapping[str, Any], *, on_event: OnEvent | None = None
+    name: str,
+    request: PlanningRequest,
+    cluster: Cluster,
+    values: Mapping[str, object],
+    *,
+    on_event: OnEvent | None = None,
 ) -> RolloutPlan:
     """Return the arrangements of method `name` on a cluster. Raises UserError with all problems.
 
@@ -279,7 +284,7 @@ def _data_parallel(request: PlanningRequest, cluster: Cluster, group: int) -> Pl
     if batch % group:
         message = f"a global batch of {batch} completions is not a multiple of the {group} completions per prompt"
         raise UserError(Problem(kind="batch-size", message=message, hint="change --global-batch", where=SETTINGS))
-    fixed: Any = {
+    fixed: object = {
         **pins,
         "global_batch": batch,
         **dict.fromkeys(("tensor_parallel", "pipeline", "sequence_parallel", "expert_parallel"), 1),

@@ -134,7 +134,7 @@ def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) 
 
 
 def _by_rank(
-    request: PlanningRequest, own: Mapping[str, Any], decided: dict[str, Any], cluster: Cluster
+    request: PlanningRequest, own: Mapping[str, Any], decided: dict[str, object], cluster: Cluster
 ) -> dict[str, Any]:
     """Return the request fields for --micro-batch-by-rank: one data parallel rank per device.
 

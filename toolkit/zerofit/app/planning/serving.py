@@ -103,7 +103,7 @@ class ServingPlan:
         }
 
 
-def served_model(name: str, model_args: Mapping[str, Any]) -> ServedModel:
+def served_model(name: str, model_args: Mapping[str, object]) -> ServedModel:
     """Return the sizes that decide an engine's memory, for a named model or a config. Raises UserError."""
     from zerofit.app.job.model_facts import facts_of
     from zerofit.models.hf_config import make_config
@@ -144,7 +144,7 @@ def _unquantized(source: ModelSource, args: dict[str, Any], patterns: tuple[str,
     return found
 
 
-def settings_of(pins: Mapping[str, Any], values: Mapping[str, Any]) -> EngineSettings:
+def settings_of(pins: Mapping[str, object], values: Mapping[str, object]) -> EngineSettings:
     """Return vLLM's settings from `values` (--rollout) and `pins` (options of a run). Raises UserError."""
     problems, found = Problems(), dict(values)
     for name, value in pins.items():
@@ -158,7 +158,7 @@ def settings_of(pins: Mapping[str, Any], values: Mapping[str, Any]) -> EngineSet
     return EngineSettings.read(found, SETTINGS)
 
 
-def serve(model: str | None, cluster: Cluster, pins: Mapping[str, Any], values: Mapping[str, Any]) -> ServingPlan:
+def serve(model: str | None, cluster: Cluster, pins: Mapping[str, Any], values: Mapping[str, object]) -> ServingPlan:
     """Return the memory of vLLM for a model on a cluster. Raises UserError with all problems."""
     problems = Problems()
     settings = problems.attempt(lambda: settings_of(pins, values))

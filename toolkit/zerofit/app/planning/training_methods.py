@@ -95,7 +95,7 @@ def compare_methods(
     return MethodComparison(cluster=cluster, rows=tuple(_row(method, request, cluster, report) for method in methods))
 
 
-def _part(method: Method, request: PlanningRequest) -> dict[str, Any]:
+def _part(method: Method, request: PlanningRequest) -> dict[str, object]:
     if method == "full":
         return {}
     part = {"lora": USUAL_RANK, **request.part}

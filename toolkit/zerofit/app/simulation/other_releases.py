@@ -11,7 +11,6 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 from packaging.requirements import Requirement
@@ -100,7 +99,7 @@ def _is(installed: str, version: str) -> bool:
     return SpecifierSet(f"=={version}").contains(installed, prereleases=True)
 
 
-def _run(words: Sequence[Any], where: str) -> str:
+def _run(words: Sequence[object], where: str) -> str:
     env = {**os.environ, "DS_BUILD_OPS": "0"}  # DeepSpeed's ops are compiled when they are used
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, env=env)
     if done.returncode:

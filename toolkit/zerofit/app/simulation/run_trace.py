@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 from zerofit.app.job.requests import input_option
 from zerofit.app.planning.output_files import about
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
 from zerofit.models.inputs import ImageInputs, Inputs, TableInputs
-from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
 from zerofit.plan.software import Software
@@ -29,7 +27,7 @@ from zerofit.spec.run_folder import Job
 
 def trace_of_simulation(
     simulation: Simulation, job: Job, inputs: Inputs, cluster: Cluster, report: Reporter
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the trace of the simulated rank's last step: times by `zerofit plan`, memory from the simulation.
 
     Raises UserError if the model cannot be profiled.
@@ -64,9 +62,6 @@ def simulated_memory(timeline: StepTimeline, stage: int, points: tuple[MemoryPoi
 
 
 def _profile(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> Profile:
-    run, layout = job.run, job.layout
     image = input_option(inputs) if isinstance(inputs, ImageInputs | TableInputs) else None
-    degrees = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()
-    wanted = ProfileRequest.of_run(run, job.precision, cluster.accelerator, image, degrees)
-    checkpointed = (run.activation_checkpointing,)
-    return get_profile(replace(wanted, checkpointings=checkpointed), report)[0]
+    wanted = ProfileRequest.of_job(job, cluster.accelerator, image)
+    return get_profile(replace(wanted, checkpointings=(job.run.activation_checkpointing,)), report)[0]

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from zerofit.plan.collectives import RankGroup, collective_s
 from zerofit.plan.kernels import kernel_s
@@ -29,7 +28,7 @@ _OPS = {  # part of c10d's op name -> collective; the first match counts
 _SENT = "send"  # all other collectives send a tensor from one rank to others
 
 
-def trace_of_script(record: RankRecord, rank: int, cluster: Cluster) -> dict[str, Any]:
+def trace_of_script(record: RankRecord, rank: int, cluster: Cluster) -> dict[str, object]:
     """Return the trace of the last step of a simulated script's rank.
 
     Memory changes at the time when the host allocates it.

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -304,7 +303,7 @@ def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, re
     )
 
 
-def _refuse_another_run(old: dict[str, Any], job: Job, folder: RunFolder, fields: tuple[str, ...]) -> None:
+def _refuse_another_run(old: dict[str, object], job: Job, folder: RunFolder, fields: tuple[str, ...]) -> None:
     new = job.run.model_dump(mode="json")
     then = Run().model_dump(mode="json") | old  # runs of older versions lack some fields
     changed = [name for name in fields if then[name] != new[name]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from zerofit.launch.local import STARTED
 from zerofit.report.html_table import html_table
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, RunFailed, Stopped
-from zerofit.spec.foreign import Unreadable, read_json, refused
+from zerofit.spec.foreign import read_json, refused
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.spec.units import shown_score
 
@@ -87,8 +86,8 @@ def outcome(
     code: int,
     again: str = "zerofit train",
     seen: Problem | None = None,
-    heard: Sequence[dict[str, Any]] = (),
-) -> dict[str, Any]:
+    heard: Sequence[dict[str, object]] = (),
+) -> dict[str, object]:
     """Return the result that rank 0 wrote.
 
     `again`: the command that resumes a run folder. `seen`: the failure that the guards or the command saw. `heard`:
@@ -97,10 +96,7 @@ def outcome(
     Raises RunFailed with the cause, DoesNotFit if a host that the command could not examine has too little memory,
     and Stopped if the ranks stopped on request.
     """
-    written = []
-    for path in folder.logs.glob("rank-*.error.json"):
-        with suppress(Unreadable):  # truncated if the disk was full
-            written.append(read_json(path))
+    written = [failure for _, failure in folder.errors() if failure]
     failures = list({failure["rank"]: failure for failure in [*written, *heard]}.values())
     failures.sort(key=lambda failure: failure.get("time_s", 0.0))
     # losing a peer is a consequence; the cause is the first other failure, or the failure seen from outside

@@ -74,7 +74,7 @@ def metrics_event(record: dict[str, Any], steps: int | None) -> Event:
     return Event(kind="metrics", text=f"step {step}: {text}", done=step, total=steps, unit="steps", data=record)
 
 
-def _memory(record: dict[str, Any]) -> str:
+def _memory(record: dict[str, object]) -> str:
     device = record.get("reserved_bytes") or record.get("memory_bytes", 0)
     pairs = {"memory": (device, record.get("forecast_bytes"))}
     if record.get("forecast_host_bytes"):

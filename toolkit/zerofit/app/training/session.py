@@ -80,7 +80,7 @@ class Session:
         self._losses: list[Tensor] = []
         self._rank_run: RankRun | None = None
         self._locks = ExitStack()
-        self._result: dict[str, Any] | None = None
+        self._result: dict[str, object] | None = None
 
     def prepare(self, model: nn.Module | None = None) -> tuple[Any, Iterator[dict[str, Any]]]:
         """Join the ranks, and return the DeepSpeed engine and this rank's micro batches.

@@ -52,7 +52,7 @@ ENDLESS = 10**9  # steps; a trial is stopped once its step time is known
 ALL = 10**6  # layouts
 
 
-def read_space(space: Path | str | Mapping[str, Any]) -> dict[str, list[Any]]:
+def read_space(space: Path | str | Mapping[str, object]) -> dict[str, list[Any]]:
     """Return the allowed values of each knob, from a mapping or from a YAML file.
 
     Raises UserError with all problems.
@@ -86,7 +86,7 @@ def _check(key: str, value: Any, place: str, problems: Problems) -> None:
         problems.add("space", f"precision: {value!r}", f"use {', '.join(PRECISIONS)}", place)
 
 
-def allows(allowed: Mapping[str, list[Any]], row: Mapping[str, Any]) -> bool:
+def allows(allowed: Mapping[str, list[object]], row: Mapping[str, object]) -> bool:
     """Return whether all values of a configuration (as in --json) are allowed."""
     return all(row[knob] in values for knob, values in allowed.items())
 
@@ -157,7 +157,7 @@ class TuneJob:
         cls,
         request: RunRequest,
         *,
-        space: Path | str | Mapping[str, Any] | None = None,
+        space: Path | str | Mapping[str, object] | None = None,
         hosts: Path | str | TrialHosts | None = None,
         anyway: bool = False,
         report: Reporter | None = None,
@@ -212,11 +212,11 @@ class TuneJob:
                 config[key] = planned[key]
         return config
 
-    def run_fields(self, candidate: Candidate) -> dict[str, Any]:
+    def run_fields(self, candidate: Candidate) -> dict[str, object]:
         """Return the fields of the run that this configuration sets."""
         return {**layout_fields(candidate.layout), "compile": candidate.compiled}
 
-    def trial_run(self, candidate: Candidate) -> dict[str, Any]:
+    def trial_run(self, candidate: Candidate) -> dict[str, object]:
         """Return a trial's run.yaml: the user's run without a limit on steps, without saves and without evaluations."""
         run = self.run.model_dump(mode="json")
         drop = {"output": None, "resume": "never", "steps": ENDLESS, "global_batch": None}

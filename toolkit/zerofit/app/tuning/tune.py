@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import TypeAdapter
@@ -44,7 +43,7 @@ def tune(
     *,
     trials: int = 8,
     minutes: float | None = 10.0,
-    space: Path | str | Mapping[str, Any] | None = None,
+    space: Path | str | Mapping[str, object] | None = None,
     hosts: Path | str | TrialHosts | None = None,
     output: Path | str | None = None,
     anyway: bool = False,
