@@ -199,7 +199,7 @@ def _written(args: TrainingArguments, report: Reporter) -> dict[str, Any]:
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else None
     words = f" with autocast to {precision}" if precision else ""
     report.note(f"args.deepspeed is not set: simulating ZeRO stage 0{words}")
-    plain: dict[str, Any] = {"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": "auto"}
+    plain: dict[str, object] = {"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": "auto"}
     if precision:
         plain["torch_autocast"] = {"enabled": True, "dtype": {"bf16": "bfloat16", "fp16": "float16"}[precision]}
     return plain
@@ -211,12 +211,12 @@ class _AsOnCluster:
     def __init__(self, args: TrainingArguments, ranks: int):
         self._args, self.world_size = args, ranks
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._args, name)
 
 
 def _filled(
-    written: dict[str, Any], args: TrainingArguments, config: PretrainedConfig | None, ranks: int, steps: int
+    written: dict[str, object], args: TrainingArguments, config: PretrainedConfig | None, ranks: int, steps: int
 ) -> dict[str, Any]:
     """Let transformers fill the JSON's "auto" values. Raises UserError if JSON and arguments disagree."""
     trainers = getattr(args, "hf_deepspeed_config", None)
@@ -264,7 +264,7 @@ class MemoryAgainstForecast(TrainerCallback):
         """The ratio of measured to forecast memory."""
         return self.measured_bytes / self.forecast_bytes
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Measure after each step and micro batch, and warn if the forecast is exceeded."""
         if args.device.type == "cuda":
             now = torch.cuda.max_memory_allocated(args.device)
@@ -306,7 +306,7 @@ class NanReport(TrainerCallback):
         self.folder, self.stop = folder, stop
         self.finding: NanFinding | None = None
         self._drawn: _RecordedBatches | None = None
-        self._losses: list[tuple[int, torch.Tensor, dict[str, Any]]] = []  # of this step: number, loss, batch
+        self._losses: list[tuple[int, torch.Tensor, dict[str, object]]] = []  # of this step: number, loss, batch
         self._count = 0
         self._hook: Any = None
 
@@ -316,8 +316,8 @@ class NanReport(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         model: Any = None,
-        train_dataloader: Any = None,
-        **_: Any,
+        train_dataloader: object = None,
+        **_: object,
     ) -> None:
         """Start to record the model's losses and the loader's indices."""
         self._count, self._losses = 0, []
@@ -328,18 +328,18 @@ class NanReport(TrainerCallback):
             self._drawn = _RecordedBatches(sampler)
             loader.__dict__["batch_sampler"] = self._drawn  # torch refuses a plain assignment
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Stop recording."""
         self._hook.remove()
 
-    def _forward(self, module: torch.nn.Module, args: Any, batch: dict[str, Any], output: Any) -> None:
+    def _forward(self, module: torch.nn.Module, args: object, batch: dict[str, object], output: object) -> None:
         if module.training and self.finding is None:
             loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", None)
             if isinstance(loss, torch.Tensor):
                 self._losses.append((self._count, loss.detach(), batch))
             self._count += 1
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Check the losses of the forward passes since the last call."""
         losses, self._losses = self._losses, []
         for number, loss, batch in losses:
@@ -356,7 +356,7 @@ class NanReport(TrainerCallback):
 
     on_substep_end = on_step_end
 
-    def _save(self, args: TrainingArguments, number: int, loss: float, batch: dict[str, Any]) -> NanFinding:
+    def _save(self, args: TrainingArguments, number: int, loss: float, batch: dict[str, object]) -> NanFinding:
         stem = _folder(self.folder, args) / f"nan-rank-{args.process_index}"
         tensors = {name: value.cpu() for name, value in batch.items() if isinstance(value, torch.Tensor)}
         torch.save(tensors, f"{stem}.pt")
@@ -389,7 +389,7 @@ class _RecordedBatches:
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._sampler, name)
 
     def indices(self, number: int) -> list[int] | None:
@@ -410,20 +410,22 @@ class HangWatch(TrainerCallback):
         self._progress, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         """Start watching."""
         self._ended.clear()
         self._thread = threading.Thread(target=self._watch, args=(args,), name="zerofit-hang-watch", daemon=True)
         self._thread.start()
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Stop watching."""
         self._ended.set()
         self._progress.set()
         if self._thread:
             self._thread.join()
 
-    def _mark(self, *_: Any, **__: Any) -> None:
+    def _mark(self, *_: object, **__: object) -> None:
         self._progress.set()
 
     on_substep_end = on_step_end = on_prediction_step = on_evaluate = on_save = _mark

@@ -149,7 +149,7 @@ def fail(problems: list[Problem], code: int, as_json: bool) -> NoReturn:
         if problem.hint:
             click.echo(f"  try: {problem.hint}", err=True)
     if as_json:
-        shown: dict[str, Any] = {"error": problems[0].as_dict()}
+        shown: dict[str, object] = {"error": problems[0].as_dict()}
         if len(problems) > 1:
             shown["errors"] = [p.as_dict() for p in problems]
         print(json.dumps(shown), flush=True)

@@ -110,7 +110,7 @@ def _finish(context: click.Context, parameter: click.Parameter, value: str | Non
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options
-def strategies(model: str, as_json: bool, **options: Any) -> None:
+def strategies(model: str, as_json: bool, **options: object) -> None:
     """Train MODEL with each strategy on the same samples, and compare speed, memory, traffic and weights.
 
     If a strategy fails or cannot run on these devices, the table shows the reason. Repeat the command to resume.
@@ -140,7 +140,7 @@ def strategies(model: str, as_json: bool, **options: Any) -> None:
 @click.option("--eval-samples", type=POSITIVE, help="validation samples per evaluation [all]")
 @run_options(FIELDS)
 @common_options
-def batch_size(model: str, as_json: bool, **options: Any) -> None:
+def batch_size(model: str, as_json: bool, **options: object) -> None:
     """Show the batch size that reaches the target accuracy first, and the size above which training gets no faster.
 
     --lr is the learning rate of the smallest size; --scale-lr raises it for larger sizes.
@@ -157,7 +157,7 @@ def batch_size(model: str, as_json: bool, **options: Any) -> None:
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options
-def scaling(model: str, as_json: bool, **options: Any) -> None:
+def scaling(model: str, as_json: bool, **options: object) -> None:
     """Measure weak scaling (the batch grows with the ranks) and strong scaling (it does not) on 1 to --ranks ranks."""
     from zerofit.app.comparing.comparisons import compare_scaling
 
@@ -172,7 +172,7 @@ def scaling(model: str, as_json: bool, **options: Any) -> None:
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options
-def all_experiments(model: str, as_json: bool, **options: Any) -> None:
+def all_experiments(model: str, as_json: bool, **options: object) -> None:
     """Run every experiment with MODEL, on 1, 2, 4, ... --ranks ranks, and write one page about all of them.
 
     --lr is the learning rate for --global-batch. Repeat the command to resume.
@@ -182,13 +182,13 @@ def all_experiments(model: str, as_json: bool, **options: Any) -> None:
     _compare(partial(compare_all, **_taken(options, ("target", "seeds"))), model, options, as_json, show_laboratory)
 
 
-def _taken(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _taken(options: dict[str, object], names: Sequence[str]) -> dict[str, object]:
     """Remove "hostfile", "anyway" and the options listed in `names` from `options`, and return the removed options."""
     return {name: options.pop(name) for name in (*names, "hostfile", "anyway")}
 
 
 def _compare(
-    work: Callable[..., R], model: str, options: dict[str, Any], as_json: bool, show: Callable[[R], None]
+    work: Callable[..., R], model: str, options: dict[str, object], as_json: bool, show: Callable[[R], None]
 ) -> None:
 
     def watched(events: EventConsole) -> R:

@@ -126,9 +126,9 @@ def _wrapped(console: Console, label: str, text: str, indent: int, hang: int) ->
     return wrapped.replace("\N{NO-BREAK SPACE}", " ")
 
 
-def print_commands(console: Console, label: str, commands: Iterable[Sequence[str]]) -> None:
-    """Print a label and one shell command per line; a long command continues after a backslash, so it can be copied."""
-    console.print(label)
+def print_next(console: Console, commands: Iterable[Sequence[str]]) -> None:
+    """Print the commands to run next, one per line. A long command continues after a backslash, so it can be copied."""
+    console.print("next")
     for words in commands:
         joined = " ".join(shlex.quote(word).replace(" ", "\N{NO-BREAK SPACE}") for word in words)
         lines = textwrap.wrap(joined, max(console.width - 6, 20), break_long_words=False, break_on_hyphens=False)

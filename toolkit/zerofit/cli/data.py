@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -22,7 +22,7 @@ FIELDS = ("text_field", "tokenizer", "chat_template", "packing", "seq_len")
 @click.option("--show", type=click.IntRange(0), default=3, show_default=True, help="samples to show")
 @run_options(FIELDS)
 @AS_JSON
-def data(path: str, show: int, as_json: bool, **options: Any) -> None:
+def data(path: str, show: int, as_json: bool, **options: object) -> None:
     """Show the samples that a language model gets from PATH: a file of text or JSON lines, or a value of --data.
 
     Learned text is green (between ⟦ and ⟧ without colors); text that is only read is dim.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -32,7 +32,7 @@ NO_CAUSE = "CAUSE UNKNOWN"
 @HTML
 @AS_JSON
 @click.pass_context
-def explain(ctx: click.Context, what: str, html: Path | None, as_json: bool, **hardware: Any) -> None:
+def explain(ctx: click.Context, what: str, html: Path | None, as_json: bool, **hardware: object) -> None:
     """Explain why a run ran out of memory, or which other failure ended it.
 
     WHAT is the log of any program, a snapshot of torch.cuda.memory._dump_snapshot() (.pickle, also .gz), a run folder
@@ -56,7 +56,7 @@ def explain(ctx: click.Context, what: str, html: Path | None, as_json: bool, **h
     sys.exit(0 if result.is_known else NOT_KNOWN)
 
 
-def _cluster(ctx: click.Context, what: str, hardware: dict[str, Any]) -> Cluster | None:
+def _cluster(ctx: click.Context, what: str, hardware: dict[str, object]) -> Cluster | None:
     """Return the hardware on which the run started; None if it is unknown.
 
     With a command after --, the hardware comes from the command and the options. A run folder needs the options.

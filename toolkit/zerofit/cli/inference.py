@@ -94,7 +94,7 @@ def _show_scores(result: Evaluation) -> None:
 )
 @run_options(("tokenizer", "chat_template"))
 @placement_options
-def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **options: Any) -> None:
+def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **options: object) -> None:
     """Continue --prompt, or chat (--chat), with the model of CKPT: a run, a checkpoint or a model folder.
 
     The text is printed while the model writes it, to standard output (with --json to standard error). A chat ends

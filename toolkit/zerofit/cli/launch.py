@@ -85,7 +85,7 @@ file_options = add_options(
 @ANYWAY
 @TRUST_MODEL_CODE
 @AS_JSON
-def launch(target: str | None, as_json: bool, **options: Any) -> None:
+def launch(target: str | None, as_json: bool, **options: object) -> None:
     """Train on many hosts with the deepspeed launcher.
 
     All hosts are checked before the start. If a rank dies or hangs (has no heartbeat), all ranks are stopped. With
@@ -97,7 +97,7 @@ def launch(target: str | None, as_json: bool, **options: Any) -> None:
 
 def _launch(
     target: str | None, flags: dict[str, Any], own: dict[str, Any]
-) -> TrainingResult | JobFile | dict[str, Any]:
+) -> TrainingResult | JobFile | dict[str, object]:
     if own["slurm"] or own["kubernetes"]:
         activate = Path(sys.prefix, "bin", "activate")
         if own["setup"] is None:
@@ -133,7 +133,7 @@ def _launch(
         ).run()
 
 
-def _refuse_unused(given: dict[str, Any]) -> None:
+def _refuse_unused(given: dict[str, object]) -> None:
     """Raise UserError if an option was given that cannot be used with a job file."""
     problems = Problems()
     for name in given:

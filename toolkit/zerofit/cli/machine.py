@@ -117,7 +117,7 @@ def calibrate(seconds: float, as_json: bool) -> None:
     answer(lambda: _calibrate(seconds), as_json, _show_speeds)
 
 
-def _calibrate(budget_s: float) -> dict[str, Any]:
+def _calibrate(budget_s: float) -> dict[str, object]:
     from zerofit.spec.cluster import Cluster
     from zerofit.spec.local_machine import Calibration, usable_cores, write_calibration
 
@@ -136,7 +136,7 @@ def _calibrate(budget_s: float) -> dict[str, Any]:
     return {**asdict(calibration), "file": str(path), "seconds": round(time.perf_counter() - start, 1)}
 
 
-def _measure(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
+def _measure(ranks: int, threads: int, budget_s: float) -> dict[str, object]:
     """Return the measurements of the ranks. Raises RunFailed."""
     from zerofit.doctor.measured import MeasurementJob, measured, together
 

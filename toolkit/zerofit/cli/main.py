@@ -81,7 +81,7 @@ class Commands(click.Group):
         ctx.meta["json"], ctx.meta["no_ssh"] = "--json" in args, NO_SSH in args
         return super().parse_args(ctx, args)
 
-    def main(self, args: Sequence[str] | None = None, *arguments: Any, **options: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *arguments: Any, **options: Any) -> object:
         """Run the command line with safe output; under a launcher only the first rank prints."""
         with safe_output(), ExitStack() as stack:
             world = _world(NO_SSH in (sys.argv if args is None else args))

@@ -62,8 +62,8 @@ async def simulate(
     gpu: Gpu,
     gpus: Gpus = 1,
     nodes: int = 1,
-    run: Annotated[dict[str, Any] | None, Field(description=RUN)] = None,
-) -> dict[str, Any]:
+    run: Annotated[dict[str, object] | None, Field(description=RUN)] = None,
+) -> dict[str, object]:
     """Forecast the memory of a zerofit training run to the byte, and simulate changes if it does not fit."""
 
     def work(report: OnEvent) -> Simulation:
@@ -84,7 +84,7 @@ async def simulate_script(
     gpu: Gpu,
     gpus: Gpus = 1,
     nodes: int = 1,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Run a training script on fake tensors for two steps, forecast its memory, and simulate changes if needed.
 
     It executes the unmodified script in the server's working directory. HF Trainer, Accelerate, TRL,
@@ -123,7 +123,7 @@ async def check(
     ctx: Context,
     ds_config: Configuration,
     reader: Annotated[str | None, Field(description="deepspeed, trainer, accelerate, lightning or zerofit")] = None,
-    training_args: Annotated[str | dict[str, Any] | None, Field(description="the Trainer's arguments")] = None,
+    training_args: Annotated[str | dict[str, object] | None, Field(description="the Trainer's arguments")] = None,
 ) -> dict[str, Any]:
     """Find faults in a DeepSpeed JSON: unknown keys, wrong values, combinations that DeepSpeed ignores."""
     return await _answered(
@@ -146,7 +146,7 @@ async def explain(
 @app.tool(annotations=READING)
 async def models(
     ctx: Context, words: Annotated[list[str] | None, Field(description='["qwen3", "8b"]')] = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """List the models known by name, with parameter counts."""
     return await _answered(ctx, lambda report: {"models": model_table(tuple(words or ()))})
 
@@ -163,7 +163,7 @@ def _limiter() -> anyio.CapacityLimiter:
     return anyio.CapacityLimiter(1)
 
 
-async def _answered(ctx: Context, work: Callable[[OnEvent], Any]) -> dict[str, Any]:
+async def _answered(ctx: Context, work: Callable[[OnEvent], Any]) -> dict[str, object]:
     """Do the work in a thread, report its progress, and return the JSON of its result.
 
     Raises ToolError with the problems that `--json` prints.

@@ -54,7 +54,7 @@ class JsonObject(click.ParamType):
 
     name = "json"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, object]:
         """Parse a JSON object; other text is a usage error (exit code 2)."""
         if isinstance(value, dict):
             return value
@@ -124,7 +124,7 @@ class Group(click.Group):
 def add_options(*options: Decorator) -> Decorator:
     """Return a decorator that adds these options to a command, in this order."""
 
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+    def add(command: Callable[..., object]) -> Callable[..., Any]:
         for option in reversed(options):
             command = option(command)
         return command
@@ -132,7 +132,7 @@ def add_options(*options: Decorator) -> Decorator:
     return add
 
 
-def given(options: Mapping[str, Any]) -> dict[str, Any]:
+def given(options: Mapping[str, object]) -> dict[str, Any]:
     """Return the options that the user gave."""
     return {name: value for name, value in options.items() if value is not None}
 
@@ -164,7 +164,7 @@ def _option(field: str, info: Any) -> Callable[..., Any]:
     return click.option(name, field, type=types_of.get(kind, JsonObject()), **extra)
 
 
-def _switches(field: str, words: Sequence[str], extra: Mapping[str, Any]) -> Decorator:
+def _switches(field: str, words: Sequence[str], extra: Mapping[str, object]) -> Decorator:
     helps = {True: extra["help"], False: f"switch {switch(field, True)} off", **checkpointing.HELP}
     options = {"type": click.UNPROCESSED, "default": None}
     return add_options(
@@ -189,7 +189,7 @@ host_options = add_options(
 )
 
 
-def host_arguments(options: dict[str, Any]) -> list[str]:
+def host_arguments(options: dict[str, object]) -> list[str]:
     """Return these options as arguments of a command line."""
     words: list[str] = []
     for name in HOST_FIELDS:
@@ -205,7 +205,7 @@ def hardware_options(*names: str, kinds: str) -> Decorator:
     return add_options(gpu, *(click.option("--" + name.replace("_", "-"), name, **HARDWARE[name]) for name in names))
 
 
-def clusters(kinds: Sequence[str], **sizes: Any) -> list[Cluster]:
+def clusters(kinds: Sequence[str], **sizes: object) -> list[Cluster]:
     """Return one cluster for each kind (kinds may be comma-separated); this machine if no kind is given.
 
     Raises UserError with all problems.

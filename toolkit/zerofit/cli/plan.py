@@ -204,7 +204,7 @@ def refuse_unread(ctx: click.Context) -> None:
         fail(list(error.problems), error.exit_code, ctx.params["as_json"])
 
 
-def _compare(model: str | None, options: dict[str, Any], methods: str) -> MethodComparison:
+def _compare(model: str | None, options: dict[str, object], methods: str) -> MethodComparison:
     from zerofit.app.planning.training_methods import compare_methods, read_methods
 
     request, kinds = _read_request(model, options)
@@ -219,15 +219,9 @@ def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:
     from zerofit.app.planning.serving import serve
 
     refuse_page(options["html"])
-    kinds = clusters(**{name: options[name] for name in ("kinds", *HARDWARE)})
-    if len(kinds) > 1:
-        raise UserError(
-            Problem(
-                kind="usage", message="--serve supports only one kind of machine", hint="name one kind", where="--gpu"
-            )
-        )
+    kind = _only_kind(clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}), "--serve")
     pins = given({name: options[name] for name in (*RUN_FIELDS, *OWN_PINS, "precision")})
-    plan = serve(model, kinds[0], pins, options["rollout"] or {})
+    plan = serve(model, kind, pins, options["rollout"] or {})
     write_page(plan.to_dict(), options["html"])
     return plan
 
@@ -236,15 +230,21 @@ def _rollouts(model: str | None, options: dict[str, Any]) -> RolloutPlan:
     from zerofit.app.planning.rollouts import plan_rollouts
 
     request, kinds = _read_request(model, options)
-    if len(kinds) > 1:
-        message = "--method supports only one kind of machine"
-        raise UserError(Problem(kind="usage", message=message, hint="name one kind", where="--gpu"))
+    kind = _only_kind(kinds, "--method")
     with EventConsole() as console:
-        plan = plan_rollouts(options["method"], request, kinds[0], options["rollout"] or {}, on_event=console)
+        plan = plan_rollouts(options["method"], request, kind, options["rollout"] or {}, on_event=console)
     if options["write"] and plan.best.fits:
         plan = replace(plan, written=plan.write(options["write"]))
     write_page(plan.to_dict(), options["html"])
     return plan
+
+
+def _only_kind(kinds: list[Cluster], option: str) -> Cluster:
+    """Return the only cluster. Raises UserError if there are several."""
+    if len(kinds) > 1:
+        message = f"{option} supports only one kind of machine"
+        raise UserError(Problem(kind="usage", message=message, hint="name one kind", where="--gpu"))
+    return kinds[0]
 
 
 def _plan(model: str | None, options: dict[str, Any], on_plan: Callable[[Plan], None] | None) -> Plan:

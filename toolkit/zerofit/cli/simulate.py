@@ -150,7 +150,7 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
     sys.exit(FINDING if not result.fits or (result.against and result.against.exceeded) else 0)
 
 
-def _read_baseline(options: dict[str, Any]) -> dict[str, Any] | None:
+def _read_baseline(options: dict[str, Any]) -> dict[str, object] | None:
     """Return the simulation to compare with; None without --baseline. Raises UserError before any work."""
     if options["baseline"] is None:
         if options["fail_above"] is not None:
@@ -236,7 +236,7 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
     return _with_knobs(_shown(result, as_json, options), options)
 
 
-def command_cluster(words: list[str], hardware: dict[str, Any]) -> Cluster:
+def command_cluster(words: list[str], hardware: dict[str, object]) -> Cluster:
     """Return the hardware from the options. If --gpus or --nodes is missing, use the command's number of GPUs or nodes.
 
     Raises UserError with all problems.
@@ -276,7 +276,7 @@ def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation
     return replace(result, seconds=round(time.perf_counter() - start, 1))
 
 
-def _with_knobs(result: Simulation, options: dict[str, Any]) -> Simulation:
+def _with_knobs(result: Simulation, options: dict[str, object]) -> Simulation:
     if options["knobs"]:
         with EventConsole() as console:
             result.knobs(console)

@@ -58,7 +58,7 @@ class SafeStream:
     def __init__(self, stream: Any):
         self._stream = stream
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
@@ -81,8 +81,8 @@ class SafeStream:
 @contextmanager
 def safe_output() -> Iterator[None]:
     """Make both standard streams safe within the block."""
-    former: Any = sys.stdout, sys.stderr
-    safe: Any = SafeStream(sys.stdout), SafeStream(sys.stderr)
+    former: object = sys.stdout, sys.stderr
+    safe: object = SafeStream(sys.stdout), SafeStream(sys.stderr)
     sys.stdout, sys.stderr = safe
     try:
         yield

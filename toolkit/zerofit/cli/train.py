@@ -16,7 +16,7 @@ import click
 from zerofit.app.job.requests import read_request
 from zerofit.app.training.result import TrainingResult
 from zerofit.cli.answer import BAD_INPUT, answer, fail
-from zerofit.cli.console import EventConsole, fitting_table, print_commands, print_facts, print_verdict
+from zerofit.cli.console import EventConsole, fitting_table, print_facts, print_next, print_verdict
 from zerofit.cli.console import out as stdout
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, TRUST_MODEL_CODE, given, run_options
 from zerofit.launch.rendezvous import quiet_torch
@@ -55,7 +55,7 @@ DEFAULT_JOB = {
 @ANYWAY
 @TRUST_MODEL_CODE
 @AS_JSON
-def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: bool, **options: Any) -> None:
+def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: bool, **options: object) -> None:
     """Train MODEL on --data, or the run in RUN.yaml (or a run folder's run.json). Options override the file.
 
     With a RUN_FOLDER, or an --output with the same run, training resumes from the newest checkpoint. SIGTERM and
@@ -71,7 +71,7 @@ def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: boo
     answer(lambda: _train(target, given(options), anyway, trust_model_code), as_json, show)
 
 
-def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: bool) -> TrainingResult:
+def _train(target: str | None, flags: dict[str, object], anyway: bool, trusted: bool) -> TrainingResult:
     world = given_world(os.environ)
     earlier = ""
     if not (target or flags):
@@ -92,7 +92,7 @@ def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: boo
         return train_here(request, on_event=console, handle_signals=True, anyway=anyway)
 
 
-def _default_job(runs: Path) -> tuple[dict[str, Any], str]:
+def _default_job(runs: Path) -> tuple[dict[str, object], str]:
     """Return the run for `zerofit train` without arguments, and a line about an earlier run in `runs`.
 
     An unfinished run is resumed; otherwise the run is new. Without an earlier run the line is "".
@@ -146,7 +146,7 @@ def show(result: TrainingResult) -> None:
     figures |= {names[name]: _against_forecast(name, pair) for name, pair in result.against_forecast.items()}
     figures["run folder"] = _from_here(result.run_dir)
     print_facts(stdout(), figures.items(), indent=23)
-    print_commands(stdout(), "next", _next_commands(result))
+    print_next(stdout(), _next_commands(result))
     if result.sample:
         click.echo("\nA sample of generated text:\n")
         click.echo("\n".join("    " + line for line in result.sample.splitlines()))
