@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tests.simulate.script.scripts import facts, simulated
@@ -89,6 +92,10 @@ for _ in range(50):
 """
 
 
+def traced(file: Path) -> list[dict]:
+    return [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
+
+
 def own_loop(batches: int, kept: int = 0) -> str:
     return OWN_LOOP.replace("BATCHES", str(batches)).replace("KEPT", str(kept))
 
@@ -99,6 +106,18 @@ def test_a_loop_of_equal_batches_is_cut_and_the_answer_names_it(folder):
     assert keeping.phases[0].peak_bytes - many.phases[0].peak_bytes == 100 * OUTPUT_BYTES
     left_out = {note.text: note.count for note in facts(many).facts.notes}
     assert left_out == {"calls of Net that repeat the allocations of earlier ones: left out, at train.py:17": 497}
+
+
+def test_calls_within_the_last_step_are_left_out_but_count_for_its_time(folder):
+    """As samples that a script draws between two steps: 2 of 500 calls run, but all count."""
+    loop = "    with torch.no_grad():\n        for _ in range({}):\n            net(torch.randn(128, 64).cuda())\n"
+    calls = (3, 500, 997)
+    few, many, more = (simulated(own_loop(0) + loop.format(n), gpus=1, trace=folder / f"{n}.json") for n in calls)
+    assert few.phases == many.phases == more.phases
+    assert many.flops - few.flops == more.flops - many.flops == 497 * 2 * 128 * 64 * 256 * 2
+    ends = [max(event["ts"] + event.get("dur", 0) for event in traced(folder / f"{n}.json")) for n in calls]
+    assert ends[1] - ends[0] == pytest.approx(ends[2] - ends[1], rel=0.01)
+    assert sum(note.count for note in facts(many).facts.notes) == 498
 
 
 def test_weights_that_were_not_downloaded_are_named(folder, monkeypatch):

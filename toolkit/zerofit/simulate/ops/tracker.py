@@ -212,10 +212,14 @@ class AllocationTracker(TorchDispatchMode):
             self._note_storages(name, func, args, kwargs, out)
         return out
 
+    def count_flops(self, flops: int) -> None:
+        """Add FLOPs to the current phase."""
+        self.flops[self._phase, self._step] += flops
+
     def _note_storages(self, name: str, func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> None:
         flops = flops_of(func, args, kwargs, out)
         if flops:
-            self.flops[self._phase, self._step] += flops
+            self.count_flops(flops)
         place: CallSite | None = None
         touched = leaves_of(out)
         if name in RESIZING:

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten
 
+from zerofit.simulate.ops.issued import COPY, KERNEL, ON_HOST, IssuedWork
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.simulate.script.values import known_value
 
+_ALONE = (KERNEL, ON_HOST, COPY)  # work for which no stream or rank waits
 _PLAIN = (str, int, float, torch.dtype, torch.device, type(None))
 
 
@@ -27,6 +29,8 @@ class _Calls:
     changes: list[int] = field(default_factory=list)  # in bytes, of the last call's allocations and releases
     outputs: bytes = b""  # pickled, without the tensors' data, if later calls may be left out
     start: int = -1  # the most live bytes at which a call started
+    issued: list[IssuedWork] = field(default_factory=list)  # the last call's kernels, in the step whose time is known
+    flops: int = 0  # of the last call
 
 
 class Repeats:
@@ -44,8 +48,7 @@ class Repeats:
 
     def __call__(self, method: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call the module's method, or return outputs like those of the call before."""
-        # kernels of the last step are recorded for its time
-        if torch.is_grad_enabled() or self._is_running or self._meter.streams.issued is not None:
+        if torch.is_grad_enabled() or self._is_running:
             return method(module, *args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         if not all(isinstance(leaf, (*_PLAIN, Tensor)) for leaf in leaves):
@@ -58,6 +61,7 @@ class Repeats:
         if calls.outputs and self._meter.live() <= calls.start:
             name = type(module).__name__
             self._meter.note(f"calls of {name} that repeat the allocations of earlier ones: left out", here=True)
+            self._issue(calls)
             return _LayoutReader(io.BytesIO(calls.outputs)).load()
         self._is_running = True
         try:
@@ -66,12 +70,23 @@ class Repeats:
             self._is_running = False
 
     def _run(self, calls: _Calls, method: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        ledger, before = self._meter.ledger, calls.changes
+        ledger, before, log = self._meter.ledger, calls.changes, self._meter.streams.issued
         calls.start, begin = max(calls.start, self._meter.live()), len(ledger.events)
+        first, flops = self._meter.streams.place, self._meter.flops.total()
         out = method(module, *args, **kwargs)
         calls.changes = [change for _, change in ledger.events[begin:]]
-        calls.outputs = _described(out, sum(before)) if calls.changes == before else b""
+        calls.flops, items = self._meter.flops.total() - flops, log.items[first:] if log else []
+        calls.issued = [work for work in items if isinstance(work, IssuedWork) and work.kind in _ALONE]
+        repeats = calls.changes == before and len(calls.issued) == len(items)
+        calls.outputs = _described(out, sum(before)) if repeats else b""
         return out
+
+    def _issue(self, calls: _Calls) -> None:
+        """Record the kernels of a call that is left out, if the time of this step is forecast."""
+        streams = self._meter.streams
+        if streams.issued is not None:
+            streams.issued.items += [work._replace(t=streams.now) for work in calls.issued]
+            self._meter.count_flops(calls.flops)
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  # size and stride
