@@ -52,6 +52,23 @@ for (x,) in DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=8, pin_mem
     optimizer.step()
     optimizer.zero_grad()
 """
+# nanoGPT, nanochat and torchvision's references ask in these ways whether a launcher has started them
+ALONE = """\
+import os
+import torch
+
+assert int(os.environ.get("RANK", -1)) == -1 and os.getenv("LOCAL_RANK") is None
+assert not any(name in os.environ for name in ("RANK", "WORLD_SIZE")) and os.environ["RANK"] == "0"
+os.environ["LOCAL_RANK"] = "0"
+assert os.environ.get("LOCAL_RANK") == os.environ.setdefault("RANK", "0") == os.getenv("RANK") == "0"
+torch.distributed.init_process_group("nccl")
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i in range(4):
+    model(torch.randn(8, 8, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 # the peak that the script itself reads: since its own reset, not since the phase began
 PEAKS = """\
 import torch
@@ -292,6 +309,10 @@ def test_pinned_memory_however_it_is_asked_for(folder):
 
 def test_tensors_are_made_as_on_a_gpu(folder):
     assert facts(simulated(MADE, gpus=1)).facts.optimizer == "AdamW"
+
+
+def test_a_script_without_launcher_finds_no_rank(folder):
+    assert facts(simulated(ALONE, gpus=1)).facts.optimizer == "SGD"
 
 
 def test_a_script_reads_the_peak_since_its_own_reset(folder):

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -19,12 +20,14 @@ import torch
 import torch.multiprocessing
 
 from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.script.command import ScriptCommand, rank_problems, started_inside
 from zerofit.simulate.script.errors import NotSimulated
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.errors import UserError
 
 _STARTERS = ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher", "tpu_launcher")  # of accelerate
+_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _PLACED = ("RANK", "WORLD_SIZE", "MASTER_", "OMP_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")  # zerofit sets these itself
 
 _ASSIGNMENT = re.compile(r"\w+=")  # before a command in a shell
@@ -127,7 +130,42 @@ def _commands(args: object) -> Iterator[list[str]]:
             yield from _commands(words[flags[0] + 1]) if flags else ()
 
 
-def environment(target: ScriptTarget) -> dict[str, str]:
+class _WithoutLauncher(os._Environ):
+    """The environment of a script that `python` starts on one GPU: its own code finds no rank's number.
+
+    nanoGPT and others ask by `get` or `in` whether a launcher has started them, and otherwise use neither
+    DistributedDataParallel nor its buckets. Libraries find the numbers, so that a DeepSpeed script needs no launcher.
+    """
+
+    hidden = frozenset(_NUMBERS)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the variable's value, or `default`."""
+        return default if key in self.hidden and _script_asks() else super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        return not (key in self.hidden and _script_asks()) and super().__contains__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.hidden -= {key}  # now it is the script's own
+        super().__setitem__(key, value)
+
+
+def _script_asks() -> bool:
+    frame = sys._getframe(2)
+    if frame.f_code.co_filename == os.getenv.__code__.co_filename and frame.f_back is not None:
+        frame = frame.f_back
+    return is_own(frame.f_code.co_filename)
+
+
+def set_environment(target: ScriptTarget, more: Mapping[str, str] | None = None) -> None:
+    """Set a rank's environment variables. `more`: those that an outer script has set."""
+    os.environ |= {**(more or {}), **_environment(target)}
+    alone = target.command.launcher == "python" and target.world_size == 1
+    os.environ.__class__ = _WithoutLauncher if alone else os._Environ  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _environment(target: ScriptTarget) -> dict[str, str]:
     """Return a rank's environment variables: the rank numbers, and the variables that its launcher sets."""
     local, node = target.rank % target.gpus, target.rank // target.gpus
     found: dict[str, object] = {

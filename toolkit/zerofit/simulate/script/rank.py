@@ -47,7 +47,7 @@ from zerofit.simulate.script.fault_log import FaultLog
 from zerofit.simulate.script.faults import LOST_GRADIENTS, find_faults
 from zerofit.simulate.script.files import opening, processes, scratch_files
 from zerofit.simulate.script.generation import generation
-from zerofit.simulate.script.launchers import LaunchedInside, environment, launchers_inside, spawned_ranks
+from zerofit.simulate.script.launchers import LaunchedInside, launchers_inside, set_environment, spawned_ranks
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.progress import watch_progress
@@ -88,7 +88,7 @@ def simulate_script(
     meter.stacks = StackLog() if target.stacks else None
     apply_patches(meter, target)
     gradients = GradientLog(meter)
-    os.environ |= environment(target)
+    set_environment(target)
     shapes, lengths_seen = BatchShapes(), Lengths()
     register_module_forward_pre_hook(shapes.note_layer)
     lengths.tokenizers(lengths_seen)
@@ -276,7 +276,7 @@ def _run(target: ScriptTarget, meter: ScriptTracker, watched: FaultLog) -> tuple
     if problems:
         raise UserError(*problems)
     target = replace(target, command=inside.command)
-    os.environ |= {**inside.variables, **environment(target)}
+    set_environment(target, inside.variables)
     return _run(target, meter, watched)
 
 
