@@ -224,6 +224,7 @@ PATCHES = {
             for line in ("self.data = torch.empty(shape, device=device", "self.__class__ = self.cls_to_become")
         ],
     ),
+    "set_environment": (["os:environ", "os:getenv"], []),
     "launchers_inside": (["subprocess:Popen.__init__", "os:system", "os:execv", "os:execve"], []),
     "spawned_ranks": (["torch.multiprocessing:spawn", "torch.multiprocessing:start_processes"], []),
     "processes": (["multiprocessing.context:BaseContext.get_context"], []),
@@ -315,7 +316,6 @@ def test_every_patch_is_listed():
         "quantizer_of",
         "quantize",
         "missing_triton",
-        "environment",
         "traced_bits",
         "replace_everywhere",
     }  # of the same modules
