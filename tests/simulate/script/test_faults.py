@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulate.script.faulty import CHECKPOINTED, FAULTY, HEALTHY, LOGITS, variant
+from tests.simulate.script.faulty import CHECKPOINTED, FAULTY, HEALTHY, LATE, LOGITS, OFFLOADED, TWO, WEIGHTS, variant
 from tests.simulate.script.scripts import facts, refused, simulated
 from zerofit.cli.simulate_show import show
 from zerofit.simulate.forecast.processes import simulate_all
@@ -70,6 +70,13 @@ def test_a_fault_that_ends_the_script_is_the_hint(folder):
         variant(CHECKPOINTED, ("self.head(", "("), (".head = ", ".none = ")).replace("nn.Linear(64, 256)", "0")
     )
     assert "does not require grad" in problem.message and "enable_input_require_grads" in problem.hint
+
+
+def test_sharded_gradients_count_with_this_ranks_part(folder):
+    cuda = OFFLOADED.replace("offload_policy=CPUOffloadPolicy()", "").replace('device="cpu"', 'device="cuda"')
+    script = facts(simulated(variant(cuda, *LATE), f"{TWO} train.py"))
+    (fault,) = [fault for fault in script.facts.faults if fault.code == "kept-gradients"]
+    assert fault.bytes == WEIGHTS // 2
 
 
 def test_the_answer_prints_faults(folder, capsys):

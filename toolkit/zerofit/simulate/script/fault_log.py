@@ -122,10 +122,10 @@ class FaultLog:
                 self.names[id(parameter)] = name
                 parameter.register_post_accumulate_grad_hook(lambda p: self.updated.update((id(p),)))
             if not hasattr(parameter, "ds_id"):
-                self.plain_bytes += parameter.nbytes
+                self.plain_bytes += local_bytes(parameter)
                 storage = self.meter.storage_of(parameter)
-                if storage is not None and parameter.nbytes > largest:
-                    largest, self.plain_at = parameter.nbytes, storage.own
+                if storage is not None and local_bytes(parameter) > largest:
+                    largest, self.plain_at = local_bytes(parameter), storage.own
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 self.widths.add(module.num_embeddings)
@@ -161,8 +161,13 @@ class FaultLog:
         step = self.meter.ledger.marks[-1].step
         if step > self._step >= 0:
             parameters = {id(p): p for model in self.models for p in model.parameters()}
-            self.kept_gradients.append(sum(p.grad.nbytes for p in parameters.values() if p.grad is not None))
+            self.kept_gradients.append(sum(local_bytes(p.grad) for p in parameters.values() if p.grad is not None))
         self._step = step
+
+
+def local_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, or of this rank's part of a DTensor."""
+    return getattr(tensor, "_local_tensor", tensor).nbytes
 
 
 class Lives:

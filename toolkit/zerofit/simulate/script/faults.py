@@ -31,7 +31,7 @@ from zerofit.simulate.memory.ledger import DEVICE, Storage
 from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.record import ScriptFault
 from zerofit.simulate.script.facts import elements_of
-from zerofit.simulate.script.fault_log import FaultLog, Lives
+from zerofit.simulate.script.fault_log import FaultLog, Lives, local_bytes
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
 from zerofit.simulate.script.target import ScriptTarget
@@ -240,7 +240,8 @@ def _kind(storage: Storage) -> str:
 
 def _kept_gradients(script: Script) -> Iterator[Found]:
     size = min(script.log.kept_gradients, default=0)
-    if script.is_worth(size):
+    in_graph = any(note.startswith("CUDA graph") for note in script.log.meter.notes)  # whose gradients must stay
+    if script.is_worth(size) and not in_graph:
         yield script.log.zeroed_at or script.log.batch_at, size, ""
 
 
@@ -253,7 +254,7 @@ def _half_weights(script: Script) -> Iterator[Found]:
             for leaf in tree_leaves(state)
             if isinstance(leaf, Tensor) and leaf.shape == parameter.shape and leaf.is_floating_point()
         ]
-        size = sum(leaf.nbytes for leaf in states)
+        size = sum(map(local_bytes, states))
         if script.is_worth(size):
             types = " and ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in states}))
             yield script.log.zeroed_at or script.log.batch_at, size, f"{type(optimizer).__name__} has {types} states"
