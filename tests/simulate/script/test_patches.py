@@ -316,6 +316,7 @@ def test_every_patch_is_listed():
         "quantizer_of",
         "quantize",
         "missing_triton",
+        "environment",
         "traced_bits",
         "replace_everywhere",
     }  # of the same modules

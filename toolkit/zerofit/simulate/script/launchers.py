@@ -160,12 +160,12 @@ def _script_asks() -> bool:
 
 def set_environment(target: ScriptTarget, more: Mapping[str, str] | None = None) -> None:
     """Set a rank's environment variables. `more`: those that an outer script has set."""
-    os.environ |= {**(more or {}), **_environment(target)}
+    os.environ |= {**(more or {}), **environment(target)}
     alone = target.command.launcher == "python" and target.world_size == 1
     os.environ.__class__ = _WithoutLauncher if alone else os._Environ  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _environment(target: ScriptTarget) -> dict[str, str]:
+def environment(target: ScriptTarget) -> dict[str, str]:
     """Return a rank's environment variables: the rank numbers, and the variables that its launcher sets."""
     local, node = target.rank % target.gpus, target.rank // target.gpus
     found: dict[str, object] = {
