@@ -42,10 +42,7 @@ def test_a_flag_that_the_answer_does_not_read_is_refused(tmp_path):
         return {p["where"] for p in refused("gpt2", "--gpu", "l4", "--gpus", 1, *args)}
 
     assert unread("--rollout", "max_model_len=64") == {"--rollout"}
-    assert unread("--serve", "--write", tmp_path / "new", "--max", "seq-len", "--top", 3) == {
-        "--write",
-        "--max",
-        "--top",
-    }
+    ignored = "--write", tmp_path / "new", "--max", "seq-len", "--confirm", 3
+    assert unread("--serve", *ignored) == {"--write", "--max", "--confirm"}
     assert unread("--method", "grpo", "--trace", tmp_path / "t.json", "--tokens", "1B") == {"--trace", "--tokens"}
     assert unread("--methods", "full,lora", "--html", tmp_path / "page.html") == {"--html"}

@@ -89,15 +89,14 @@ ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate), 
 PRECISION_HELP = f"{DEFAULT_PRECISION}; with --profile, the profile's precision"
 
 
-# The options that the answer to --serve, --method or --methods does not read
-_SHOWN = ("confirm", "trace", "show_mesh", "details", "columns", "top")
+# The options that the answer to --serve, --method or --methods does not read, but those of the table
 UNREAD = {
     "serve": (
         *("method", "methods", "write", "image", "profile", "tuned", "measured", "from_trace", "maximum", "minimum"),
-        *("engines", "nvme_path", *WORK, *_SHOWN),
+        *("engines", "nvme_path", "confirm", "trace", *WORK),
     ),
-    "method": ("methods", *WORK, *_SHOWN),
-    "methods": ("rollout", "write", "html", "measured", *WORK, *_SHOWN),
+    "method": ("methods", "confirm", "trace", *WORK),
+    "methods": ("rollout", "write", "html", "confirm", "trace", *WORK),
 }
 
 
