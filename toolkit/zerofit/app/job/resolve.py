@@ -359,9 +359,8 @@ _READERS: dict[str, tuple[str, Callable[[Run, Task], bool]]] = {
 
 def _warn_unread(request: RunRequest, run: Run, task: Task, report: Reporter) -> None:
     """Warn of each option that the user has set and that has no effect in this run."""
-    for field in _READERS.keys() & request.places.keys():
-        readers, reads = _READERS[field]
-        if not reads(run, task):
+    for field, (readers, reads) in _READERS.items():
+        if field in request.places and not reads(run, task):
             report.warning(f"{field} has no effect: only {readers} read it", request.place(field))
 
 
