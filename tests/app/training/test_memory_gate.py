@@ -260,6 +260,21 @@ def test_the_copy_that_is_written_while_it_trains_is_what_is_saved(pools, tmp_pa
         assert grown[2] == pytest.approx(size, rel=0.02, abs=2**16)
 
 
+def test_one_data_parallel_rank_of_each_pipeline_stage_copies_its_parameters():
+    run = zf.Run(**{**LLAMA, "ranks": 4, "pipeline": 2, "ds_config": "zero1", "precision": "bf16", "save_every": "1"})
+    kept, grown = [], []
+    for background in (False, True):
+        asked, cluster = as_request(run.model_copy(update={"save_async": background})), zf.Cluster("cpu", gpus=4)
+        prepared = memory_gate.prepared_for(asked, resolve_job(asked), cluster)
+        known = memory_forecast.forecast_ranks(prepared, cluster, Reporter())
+        assert isinstance(known, memory_forecast.RankForecasts)
+        kept = [known.of(rank).record.kept for rank in (0, 1, 2)]
+        grown.append([known.of(rank).record.phases[-2].end_bytes for rank in (0, 1, 2)])
+    copies = [copied - plain for plain, copied in zip(*grown, strict=True)]
+    of_optimizer = [rank["optimizer state"] + rank["master weights"] for rank in kept]
+    assert copies == [of_optimizer[0] + kept[0]["parameters"], of_optimizer[1], of_optimizer[2] + kept[2]["parameters"]]
+
+
 def test_a_host_whose_memory_is_not_enough_is_named(unhinted):
     found = held_on({"n1": host(8 * GIB)}, zf.Run(**{**LLAMA, "ranks": 2}), slots=2)
     assert found

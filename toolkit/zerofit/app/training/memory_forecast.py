@@ -124,13 +124,14 @@ def forecast_ranks(prepared: PreparedSimulation, free: Cluster, report: Reporter
     heaviest = heaviest_of(ranks, exactly)
     known = [rank for rank in [ranks[0], *heaviest] if isinstance(rank, SimulatedRank)]
     first, *stages = (
-        _with_save(_with_copy(rank, first=n == 0), saved, cluster.on_cpu)
+        # the second rank stands for the other ranks of the first stage; each later rank for all ranks of its stage
+        _with_save(_with_copy(rank, saves_parameters=n != 1), saved, cluster.on_cpu)
         for n, (rank, saved) in enumerate(zip(known, _saved_bytes(job, cluster.on_cpu), strict=True))
     )
     return RankForecasts(cluster=cluster, first=first, stages=tuple(stages))
 
 
-def _with_copy(rank: SimulatedRank, *, first: bool) -> SimulatedRank:
+def _with_copy(rank: SimulatedRank, *, saves_parameters: bool) -> SimulatedRank:
     """Add to a rank the host copy of the data that it saves during training (`--save-async`).
 
     At stages 0 to 2, only one data parallel rank saves the parameters. At stage 0, this rank also saves everything
@@ -140,9 +141,9 @@ def _with_copy(rank: SimulatedRank, *, first: bool) -> SimulatedRank:
     job, record = rank.target.job, rank.record
     if not job.run.save_async or job.run.save_every == "0":
         return rank
-    stage, one_of_each_stage = job.layout.zero_stage, first or job.layout.dp == 1
-    saved = [STATE, MASTER] if stage or one_of_each_stage else []
-    saved += [PARAMETERS] if stage < 3 and one_of_each_stage else []
+    stage, saves_parameters = job.layout.zero_stage, saves_parameters or job.layout.dp == 1
+    saved = [STATE, MASTER] if stage or saves_parameters else []
+    saved += [PARAMETERS] if stage < 3 and saves_parameters else []
     copy = sum(record.kept[kind] for kind in saved)
     host = {name: size + (copy if name in STEPS else 0) for name, size in record.host_phases.items()}
     pinned = {**record.host, "pinned": record.host["pinned"] + copy}
