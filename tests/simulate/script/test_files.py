@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.simulate.script.scripts import facts, refused, simulated
+from zerofit.simulate.script.files import ScratchFiles
 
 TRAINED = """
 import torch
@@ -131,15 +134,29 @@ def test_writes_go_to_scratch_and_reads_find_them(files):
     assert os.path.isdir("older/a/b") and not os.path.exists("old")
 
 
-def test_a_large_file_of_the_user_stays_when_the_script_renames_or_truncates_it(folder):
-    sizes = {"one.bin": 257 << 20, "other.bin": 257 << 20}
+def test_a_large_file_of_the_user_stays_when_the_script_changes_it(folder):
+    sizes = {"one.bin": 257 << 20, "other.bin": 257 << 20, "log.bin": 257 << 20}
     for name, size in sizes.items():
         (folder / name).touch()
         os.truncate(folder / name, size)
-    change = "import os\nos.replace('one.bin', 'new.bin')\nos.truncate('other.bin', 5)\n"
-    check = f"assert os.path.getsize('new.bin') == {257 << 20} and os.path.getsize('other.bin') == 5\n"
+    change = (
+        "import os\nos.replace('one.bin', 'new.bin')\nos.truncate('other.bin', 5)\nopen('log.bin', 'ab').write(b'12')\n"
+    )
+    found = "[os.path.getsize(name + '.bin') for name in ('new', 'other', 'log')]"
+    check = f"assert {found} == [{257 << 20}, 5, {(257 << 20) + 2}]\n"
     simulated(change + check + TRAINED, gpus=1)
     assert {path.name: path.stat().st_size for path in folder.glob("*.bin")} == sizes
+
+
+def test_a_file_for_whose_copy_there_is_no_space_is_not_changed(folder, monkeypatch):
+    (folder / "log.bin").write_bytes(b"kept")
+    (folder / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "scratch"))  # files under the temporary folder are not copied
+    free = shutil.disk_usage(folder)._replace(free=3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with pytest.raises(OSError, match=r"no space in .* for the simulation's copy"):
+        ScratchFiles().open("log.bin", "ab")
+    assert (folder / "log.bin").read_bytes() == b"kept"
 
 
 LOADED = """\

@@ -8,7 +8,6 @@ from __future__ import annotations
 import builtins
 import errno
 import functools
-import math
 import multiprocessing
 import multiprocessing.context
 import os
@@ -24,11 +23,9 @@ from typing import Any
 import multiprocess  # of dill's authors, which datasets uses
 
 from zerofit.simulate.fakes.patches import replace_in
-from zerofit.simulate.script.tracker import ScriptTracker
 
 _CACHES = ("HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")  # variables that name cache folders
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_MOST_BYTES = 1 << 28  # a larger file that is opened for an update is not copied: the script changes it
 _READING = ("stat", "lstat", "access", "readlink", "statvfs")
 _UPDATING = ("chmod", "chown", "utime", "truncate")
 if hasattr(os, "listxattr"):  # on Linux; shutil.copy2 calls it
@@ -49,8 +46,7 @@ _open = builtins.open
 class ScratchFiles:
     """The files that a script wrote, changed or removed."""
 
-    def __init__(self, meter: ScriptTracker):
-        self._meter = meter
+    def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="files-")
         self._here = os.getcwd()
         self._gone = set[str]()
@@ -68,11 +64,8 @@ class ScratchFiles:
             kept = self._folder + full
             return kept if os.path.lexists(kept) or self._is_gone(full) else full
 
-    def to_write(self, path: Any, *, update: bool = True, most: float = math.inf) -> Any:
-        """Return the scratch file to write for a path. With `update`, it begins as a copy of the user's file.
-
-        If the user's file has more than `most` bytes, add a note and return the path of the user's file.
-        """
+    def to_write(self, path: Any, *, update: bool = True) -> Any:
+        """Return the scratch file to write for a path. With `update`, it begins as a copy of the user's file."""
         full = self._full(path)
         if full is None:
             return path
@@ -86,16 +79,16 @@ class ScratchFiles:
                 return kept  # opening it raises the usual error
             os.makedirs(kept if visible and os.path.isdir(full) else os.path.dirname(kept), exist_ok=True)
             if visible and update and os.path.isfile(full):
-                if os.path.getsize(full) > most:
-                    self._meter.note(f"{os.path.relpath(full, self._here)}: opened for writing", here=True)
-                    return path
+                if os.path.getsize(full) > shutil.disk_usage(self._folder).free:
+                    # the script must neither change the user's file nor fill a disk
+                    raise OSError(errno.ENOSPC, f"no space in {self._folder} for the simulation's copy", full)
                 shutil.copy2(full, kept)
             return kept
 
     def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """Open a file like Python's open()."""
         reads = not set(mode) & set("wax+") or ("x" in mode and self._exists(file))
-        place = self.to_read(file) if reads else self.to_write(file, update="w" not in mode, most=_MOST_BYTES)
+        place = self.to_read(file) if reads else self.to_write(file, update="w" not in mode)
         return _open(place, mode, *args, **kwargs)
 
     def descriptor(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
@@ -103,7 +96,7 @@ class ScratchFiles:
         if dir_fd is not None:
             return _os["open"](path, flags, mode, dir_fd=dir_fd)
         reads = not flags & _WRITING or (flags & os.O_EXCL and self._exists(path))
-        place = self.to_read(path) if reads else self.to_write(path, update=not flags & os.O_TRUNC, most=_MOST_BYTES)
+        place = self.to_read(path) if reads else self.to_write(path, update=not flags & os.O_TRUNC)
         return _os["open"](place, flags, mode)
 
     def mkdir(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -266,7 +259,7 @@ class _Entries:
 
 
 def _database(files: ScratchFiles) -> Callable[[Any], Any]:
-    return lambda path: path if str(path).startswith((":", "file:")) else files.to_write(path, most=_MOST_BYTES)
+    return lambda path: path if str(path).startswith((":", "file:")) else files.to_write(path)
 
 
 def processes() -> None:
@@ -290,9 +283,9 @@ def opening(files: ScratchFiles) -> list[tuple[object, object]]:
     return [(builtins.open, files.named(files.open, builtins.open))]
 
 
-def scratch_files(meter: ScriptTracker) -> ScratchFiles:
+def scratch_files() -> ScratchFiles:
     """Redirect all writes of the script except open(). (os, pathlib, shutil, tempfile; sqlite3, pyarrow)"""
-    files = ScratchFiles(meter)
+    files = ScratchFiles()
     own = {"open": files.descriptor, "unlink": files.remove, "rename": files.replace}
     own |= {"getcwd": lambda: files._here}
     for name in _OWN:

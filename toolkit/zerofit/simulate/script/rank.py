@@ -186,7 +186,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     spawned_ranks(target)
     writes.saving(meter)
     writes.tracking()
-    files = scratch_files(meter)
+    files = scratch_files()
     processes()
     pairs = [*opening(files), *saved.saved_by_torch(meter, files), *saved.saved_by_safetensors(meter, files)]
     saved.replace_everywhere([*pairs, *saved.saved_checkpoints()])
