@@ -70,6 +70,11 @@ def test_the_first_token_of_a_word_has_its_tag(tmp_path, wordpiece):
     assert any("2 texts are longer" in note for note in cut.notes)
 
 
+def test_classes_that_are_integers_are_in_the_order_of_their_values(tmp_path):
+    rows = [{"text": "it rained", "label": label} for label in (10, -2, 9, -10)]
+    assert opened("classify", write(tmp_path / "rows.jsonl", rows), 8).inputs.classes == ("-10", "-2", "9", "10")
+
+
 def test_pairs_are_told_apart_and_padding_is_cut_off(tmp_path, wordpiece):
     rows = [{"text": "it rained", "text_pair": "sun now", "label": n % 2 == 0} for n in range(4)]
     data = opened("classify", write(tmp_path / "rows.jsonl", rows), 32, tokenizer=wordpiece)

@@ -79,6 +79,8 @@ def test_rows_are_joined_into_a_given_tensor_without_torch(monkeypatch):
         assert calls == []
         shortcuts.run(aten.cat.out, (rows,), {"out": torch.empty(8, dtype=torch.float64)})
         assert aten.cat.out in calls
+        with pytest.raises(IndexError):
+            shortcuts.run(aten.cat.default, (rows, 1), {})
 
 
 def test_results_of_known_values_are_not_repeated():

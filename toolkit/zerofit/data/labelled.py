@@ -168,7 +168,7 @@ def _class_order(name: str, names: list[str], known: Sequence[str]) -> list[str]
         message = f"--data {name} has labels like {fractions[0]}: a fraction is not a class"
         hint = "set --label-field to another field; regression is not supported"
         raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--label-field"))
-    numeric = all(class_name.isdecimal() for class_name in names)
+    numeric = all(class_name.removeprefix("-").isdecimal() for class_name in names)
     classes = sorted(names, key=lambda class_name: (int(class_name) if numeric else 0, class_name))
     if not 2 <= len(classes) <= MOST_CLASSES:
         message = f"--data {name} has {counted(len(classes), 'class')}; 2 to {MOST_CLASSES:,} are supported"

@@ -42,7 +42,7 @@ def run(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
         if tensors and all(map(_is_unknown, tensors)):
             with in_kernel_invocation_manager(tensors[0].fake_mode):
                 return func(*args, **kwargs)  # torch/distributed/_meta_registrations.py: its own arguments
-    if func is _CAT and _are_rows_alike(list(args[0])):
+    if func is _CAT and args[1:] in ((), (0,), (-1,)) and not kwargs and _are_rows_alike(list(args[0])):
         return args[0][0].new_empty(_length(args[0]))
     if func is _CAT_INTO and _are_rows_alike([whole := kwargs["out"], *args[0]]) and len(whole) == _length(args[0]):
         return whole  # FakeTensorMode caches no op that writes into `out`
