@@ -71,7 +71,7 @@ def test_the_first_token_of_a_word_has_its_tag(tmp_path, wordpiece):
 
 
 def test_classes_that_are_integers_are_in_the_order_of_their_values(tmp_path):
-    rows = [{"text": "it rained", "label": label} for label in (10, -2, 9, -10)]
+    rows = [{"text": "it rained", "label": label} for label in ("10", "-2", "9", "-10")]
     assert opened("classify", write(tmp_path / "rows.jsonl", rows), 8).inputs.classes == ("-10", "-2", "9", "10")
 
 
