@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from types import SimpleNamespace
 
@@ -204,3 +205,20 @@ def test_nvme_file_systems_are_measured_in_folders(tmp_path, monkeypatch):
     found = measured.nvme_disks(lambda words: None)
     assert list(found) == [str(folder)] and found[str(folder)].keys() == {"disk_write", "disk_read"}
     assert not list(folder.iterdir())
+
+
+def test_a_file_system_that_cannot_be_written_loses_no_other(tmp_path, monkeypatch):
+    folders = [tmp_path / "full", tmp_path / "data"]
+    parts = [SimpleNamespace(device=f"/dev/nvme{n}n1", mountpoint=str(folder)) for n, folder in enumerate(folders)]
+    monkeypatch.setattr(measured.psutil, "disk_partitions", lambda: parts)
+    monkeypatch.setattr(measured, "BYTES", measured.BLOCK)
+
+    def measure(folder: Path) -> dict[str, float]:
+        if folder.parent.name == "full":
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return {"disk_read": 1e9}
+
+    monkeypatch.setattr(measured, "measure_disk", measure)
+    for folder in folders:
+        folder.mkdir()
+    assert measured.nvme_disks(lambda words: None) == {str(tmp_path / "data"): {"disk_read": 1e9}}

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,10 @@ def measure_disk(folder: Path) -> dict[str, float]:
 
 
 def nvme_disks(say: Callable[[str], None]) -> dict[str, dict[str, float]]:
-    """Measure each NVMe file system that this user can write to; return the figures by mount point."""
+    """Measure each NVMe file system that this user can write to; return the figures by mount point.
+
+    A file system on which writing or reading fails is left out.
+    """
     mounts: dict[str, str] = {}
     for part in psutil.disk_partitions():
         folder = os.path.isdir(part.mountpoint)  # in a container, files like /etc/hosts are mounted, too
@@ -151,6 +155,7 @@ def nvme_disks(say: Callable[[str], None]) -> dict[str, dict[str, float]]:
     for mount in list(mounts.values())[:AT_MOST]:
         if psutil.disk_usage(mount).free > 4 * BYTES:
             say(f"measuring {mount}")
-            with tempfile.TemporaryDirectory(dir=mount, prefix=".zerofit-") as name:
+            # a full quota or a disk with errors must not lose what other disks and the ranks have measured
+            with suppress(OSError), tempfile.TemporaryDirectory(dir=mount, prefix=".zerofit-") as name:
                 found[mount] = measure_disk(Path(name))
     return found
