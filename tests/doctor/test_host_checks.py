@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
