@@ -10,14 +10,14 @@ Forms are OpenAI's messages, ShareGPT's turns, Alpaca's instructions, and TRL's 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zerofit.spec.errors import Problem, nearest
 from zerofit.spec.foreign import Unreadable, parse_json
 
-Record = Mapping[str, Any]  # a JSON object of a file
+Record = Mapping[str, object]  # a JSON object of a file
 Message = dict[str, Any]  # "role", "content", and other fields that a template may read
 
 _ANSWERS = ("response", "answer", "completion", "target")  # other words for Alpaca's "output", e.g. Dolly's
@@ -59,7 +59,7 @@ class ChatMessages:
     """Messages in order, in the form that chat templates accept."""
 
     messages: list[Message]  # {"role", "content"}, and other fields for templates; "weight" 0: not learned
-    variables: dict[str, Any] = field(default_factory=dict)  # "tools" and others that a template may read
+    variables: dict[str, object] = field(default_factory=dict)  # "tools" and others that a template may read
     unread: tuple[str, ...] = ()  # fields of the record that its form does not use
 
 
@@ -81,7 +81,7 @@ class ChatForm:
 
 
 def form_of(row: Record, text_field: str) -> ChatForm | None:
-    """Return the form of a record. None if `text_field` contains plain text, or if the form is unknown."""
+    """Return a record's form; None if `text_field` has plain text or the form is unknown."""
     if text_field in row and text_field not in CHAT_FIELDS:
         return None
     forms = [CHAT_FIELDS[text_field]] if text_field in CHAT_FIELDS else CHAT_FIELDS.values()
@@ -90,16 +90,11 @@ def form_of(row: Record, text_field: str) -> ChatForm | None:
 
 def refused_record(row: Record, text_field: str, where: str) -> Problem | None:
     """Return the problem that makes zerofit refuse a record; None if it accepts the record."""
-    return _lone_message(row, text_field, where) or judged_answers(row, text_field, where)
-
-
-def _lone_message(row: Record, text_field: str, where: str) -> Problem | None:
-    """Return a problem if records are single messages of a conversation; each record must be a conversation."""
-    if text_field in row or not _is_turn(row):
-        return None
-    message = f"{where} is one conversation: each of its records is a message"
-    hint = "make each record a conversation; for this file: jq -sc '{messages: flatten}' FILE > chats.jsonl"
-    return Problem(kind="one-conversation", message=message, hint=hint, where=where)
+    if text_field not in row and _is_turn(row):
+        message = f"{where} is one conversation: each of its records is a message"
+        hint = "make each record a conversation; for this file: jq -sc '{messages: flatten}' FILE > chats.jsonl"
+        return Problem(kind="one-conversation", message=message, hint=hint, where=where)
+    return judged_answers(row, text_field, where)
 
 
 def _is_turn(row: Record) -> bool:
@@ -108,21 +103,17 @@ def _is_turn(row: Record) -> bool:
 
 
 def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
-    """Return a problem if a record has good and bad answers, which zerofit does not train on; else None.
-
-    The full text would teach the bad answers too. The prompt alone would teach no answers.
-    """
+    """Return a problem if a record has good and bad answers, which zerofit does not train on."""
+    # The full text would teach the bad answers too. The prompt alone would teach no answers.
     has = {name for name, value in row.items() if value is not None}
-    if text_field in has:
-        return None
     judged = next((judged for judged in _JUDGED if has >= judged.fields), None)
-    if judged is None:
+    if judged is None or text_field in has:
         return None
-    keep = judged.keep
+    command = _command(judged.keep, "good.jsonl")
+    # DPO records may have the full conversation, as messages or as text, in place of an answer.
     if isinstance(row.get("chosen"), list):
-        keep = "{messages: .chosen}"
-    command = _command(keep, "good.jsonl")
-    if "chosen" in has and isinstance(row["chosen"], str) and "prompt" not in has:
+        command = _command("{messages: .chosen}", "good.jsonl")
+    elif isinstance(row.get("chosen"), str) and "prompt" not in has:
         command = "--text-field chosen"
     message = f"{where}: a {judged.title}; zerofit trains on all text, so it would also learn bad answers"
     hint = f"TRL's {judged.trainer} trains on these records; to learn the good answers alone: {command}"
@@ -185,7 +176,7 @@ _EXPORTS = (  # fields of a chat program's export, and jq's expression for the c
 
 
 def _command(expression: str, file: str) -> str:
-    """Return a command that applies a jq expression to all records, also to those in an array, and writes `file`."""
+    """Return a command that applies a jq expression to all records and writes `file`."""
     return f"jq -c '(arrays[], objects) | {expression}' FILE > {file}"
 
 
@@ -195,18 +186,19 @@ def _nested(row: Record) -> str:
         if fields <= row.keys():
             return expression
     for name, value in row.items():
-        place, first = f".[{json.dumps(name)}]", value[0] if isinstance(value, list) and value else None
+        path = f".[{json.dumps(name)}]"
+        first = value[0] if isinstance(value, list) and value else None
         if isinstance(value, Mapping) and form_of(value, ""):
-            return place
+            return path
         if isinstance(first, Mapping) and form_of(first, ""):
-            return f"{place}[]"
+            return f"{path}[]"
         if name not in CHAT_FIELDS and isinstance(first, Mapping) and _is_turn(first):
-            return f"{{messages: {place}}}"
+            return f"{{messages: {path}}}"
     return ""
 
 
 def field_hint(row: Record, field: str) -> str:
-    """Return a hint for records without `field`; training on only one of several texts is seldom intended."""
+    """Return a hint for records without `field`."""
     if nested := _nested(row):
         return f"{_command(nested, 'chats.jsonl')} extracts the conversations"
     close = nearest(field, map(str, row))
@@ -216,6 +208,7 @@ def field_hint(row: Record, field: str) -> str:
         return f"{_command(f'.[{json.dumps(lists[0])}][]', 'records.jsonl')} extracts the records"
     if close.startswith("did you mean") or len(texts) < 2:
         return f"set --text-field: {close}"
+    # Records with several texts are often pairs, and training on one of the texts is seldom intended.
     first, second = (json.dumps(name) for name in texts[:2])
     command = _command(f"{{prompt: .[{first}], completion: .[{second}]}}", "pairs.jsonl")
     return f"--text-field NAME trains on that field alone; if one field is the answer to another, run {command}"
@@ -237,6 +230,7 @@ def conversation_of(row: Record, form: ChatForm) -> ChatMessages | str:
     except NotAConversation as error:
         return str(error)
     unread = [str(name) for name, value in row.items() if name not in form.fields and value is not None]
+    # An empty answer would teach the model to end its turn at once.
     empty = [message for message in messages if message["role"] == "assistant" and not _has_text(message)]
     if any(message.get("weight", 1) for message in empty):
         unread.append("empty answers")
@@ -246,6 +240,7 @@ def conversation_of(row: Record, form: ChatForm) -> ChatMessages | str:
 
 
 def _variables(row: Record) -> dict[str, object]:
+    """Return the template's variables in a record. Raises NotAConversation."""
     arguments = row.get("chat_template_kwargs") or {}
     if not isinstance(arguments, Mapping):
         raise NotAConversation(f"'chat_template_kwargs' is {type(arguments).__name__}, need an object")
@@ -260,7 +255,14 @@ def _chat(field: str) -> Callable[[Record], list[Message]]:
     """Return a reader of turns in OpenAI's or ShareGPT's form, and of a system message next to them."""
 
     def read(row: Record) -> list[Message]:
-        messages = read_messages([_turn(turn, n) for n, turn in enumerate(_turns(row, field), 1)])
+        turns = row[field]
+        if isinstance(turns, str):  # in columns of CSV and Parquet
+            turns = _parsed(turns, field)
+        if not isinstance(turns, list) or not turns:
+            what = "empty" if isinstance(turns, list) else type(turns).__name__
+            raise NotAConversation(f"{field!r} is {what}, need a list of turns")
+        messages = read_messages([_turn(turn, n) for n, turn in enumerate(turns, 1)])
+        # Some records repeat their first message as the system message.
         return [*(message for message in read_messages(_system(row)) if message != messages[0]), *messages]
 
     return read
@@ -299,38 +301,26 @@ def _alpaca(row: Record) -> list[Message]:
     history = row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise NotAConversation("'history' is not a list of [instruction, answer]")
-    prompt = "\n\n".join(filter(None, (texts["instruction"], texts["input"])))
+    prompt = "\n\n".join(str(texts[name]) for name in ("instruction", "input") if texts[name])
     pairs = [message for pair in [*history, [prompt, texts["output"]]] for message in _question_and_answer(*pair)]
     return read_messages([*_system(row), *pairs])
 
 
 def _completion(row: Record) -> list[Message]:
-    """Return the messages of TRL's prompt and completion, each a text or a list of messages.
-
-    Messages of the prompt are not learned.
-    """
+    """Return the messages of TRL's prompt and completion, each a text or a list of messages."""
     prompt, completion = row.get("prompt"), row.get("completion")
     question, answer = _question_and_answer(prompt, completion)
-    question_messages = prompt if isinstance(prompt, list) else [question]
-    read = read_messages([*question_messages, *(completion if isinstance(completion, list) else [answer])])
-    for message in read[: len(question_messages)]:
+    questions = prompt if isinstance(prompt, list) else [question]
+    answers = completion if isinstance(completion, list) else [answer]
+    messages = read_messages([*questions, *answers])
+    for message in messages[: len(questions)]:
         if message["role"] == "assistant":
-            message["weight"] = 0
-    return read
+            message["weight"] = 0  # answers within the prompt are not learned
+    return messages
 
 
 def _question_and_answer(question: object, answer: object) -> tuple[Message, Message]:
     return {"role": "user", "content": question}, {"role": "assistant", "content": answer}
-
-
-def _turns(row: Record, field: str) -> list[object]:
-    turns = row[field]
-    if isinstance(turns, str):  # in columns of CSV and Parquet
-        turns = _parsed(turns, field)
-    if not isinstance(turns, list) or not turns:
-        what = "empty" if isinstance(turns, list) else type(turns).__name__
-        raise NotAConversation(f"{field!r} is {what}, need a list of turns")
-    return turns
 
 
 def _system(row: Record) -> list[Message]:
@@ -354,12 +344,10 @@ def _parsed(text: str, field: str) -> object:
         raise NotAConversation(f"{field!r} is not JSON: {error}") from None
 
 
-class Arguments(dict[str, Any]):
-    """Arguments of a tool call: a dict for some templates, and its JSON text for other templates.
-
-    Templates with `| tojson` need the dict: they would encode a string, such as OpenAI's JSON, a second time. Templates
-    with `{{ arguments }}` need the text: they would print a dict in Python's notation. Records have either form.
-    """
+# Templates with `| tojson` need the dict: they would encode a string, such as OpenAI's JSON, a second time. Templates
+# with `{{ arguments }}` need the text: they would print a dict in Python's notation. Records have either form.
+class Arguments(dict[str, object]):
+    """Arguments of a tool call: a dict for some templates, and its JSON text for other templates."""
 
     def __init__(self, values: Mapping[str, object], text: str):
         super().__init__(values)
@@ -376,7 +364,10 @@ class Arguments(dict[str, Any]):
 
 
 def read_messages(turns: Sequence[object]) -> list[Message]:
-    """Return messages in OpenAI's form without null fields, as transformers does. Raises NotAConversation."""
+    """Return messages in OpenAI's form without null fields, as transformers does.
+
+    Raises NotAConversation.
+    """
     return [_message(turn, number) for number, turn in enumerate(turns, 1)]
 
 
@@ -388,7 +379,12 @@ def _message(turn: object, number: int) -> Message:
     message["role"] = role
     if role == "assistant":
         _read_calls(message, number)
-        _read_weight(message, number)
+        weight = message.get("weight", 1)
+        if not isinstance(weight, int | float) or weight not in (0, 1):
+            raise NotAConversation(f"message {number} has the weight {weight!r}; must be 1 (learned) or 0 (not)")
+        switches = [message.pop(name) for name in _SWITCHES if isinstance(message.get(name), bool)]
+        if not all(switches):
+            message["weight"] = 0
     if isinstance(message.get("content"), list):
         message["content"] = "".join(_part(part, number) for part in message["content"])
     if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
@@ -396,17 +392,8 @@ def _message(turn: object, number: int) -> Message:
     return message
 
 
-def _read_weight(message: Message, number: int) -> None:
-    """Set a message's weight to 0 if one of its switches is off."""
-    weight = message.get("weight", 1)
-    if not isinstance(weight, int | float) or weight not in (0, 1):
-        raise NotAConversation(f"message {number} has the weight {weight!r}; must be 1 (learned) or 0 (not)")
-    switches = [message.pop(name) for name in _SWITCHES if isinstance(message.get(name), bool)]
-    if not all(switches):
-        message["weight"] = 0
-
-
 def _part(part: object, number: int) -> str:
+    """Return the text of one part of a message's content. Raises NotAConversation."""
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
@@ -416,7 +403,7 @@ def _part(part: object, number: int) -> str:
 
 
 def _read_calls(message: Message, number: int) -> None:
-    """Convert the tool calls of a message, or OpenAI's older "function_call", to the form that templates accept."""
+    """Convert a message's tool calls, or OpenAI's older "function_call", to templates' form."""
     calls = message.pop("tool_calls", [])
     if not isinstance(calls, list):
         raise NotAConversation(f"message {number}: 'tool_calls' is {type(calls).__name__}, need a list")
@@ -456,18 +443,17 @@ def read_tools(row: Record) -> list[dict[str, object]] | None:
 
     The record may have them as JSON in a string, or as OpenAI's older "functions".
     """
-    named = [name for name in ("tools", "functions") if row.get(name)]
-    tools = [schema for name in named for schema in _schemas(row[name], name)]
+    tools: list[dict[str, object]] = []
+    for name in ("tools", "functions"):
+        schemas = row.get(name) or []
+        if isinstance(schemas, str):
+            schemas = _parsed(schemas, name)
+        if not isinstance(schemas, list) or not all(isinstance(tool, Mapping) for tool in schemas):
+            raise NotAConversation(f"{name!r} is {type(schemas).__name__}, need a list of JSON schemas")
+        for tool in schemas:
+            is_bare = "name" in tool and "function" not in tool
+            tools.append({"type": "function", "function": dict(tool)} if is_bare else dict(tool))
     return tools or None
-
-
-def _schemas(schemas: object, field: str) -> Iterator[dict[str, object]]:
-    if isinstance(schemas, str):
-        schemas = _parsed(schemas, field)
-    if not isinstance(schemas, list) or not all(isinstance(tool, Mapping) for tool in schemas):
-        raise NotAConversation(f"{field!r} is {type(schemas).__name__}, need a list of JSON schemas")
-    for tool in schemas:
-        yield dict(tool) if "function" in tool or "name" not in tool else {"type": "function", "function": dict(tool)}
 
 
 CHAT_FIELDS: dict[str, ChatForm] = {

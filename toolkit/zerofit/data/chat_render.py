@@ -11,7 +11,7 @@ from zerofit.data.chat_records import REASONING, ChatMessages, Message
 from zerofit.data.limited import begin_step
 from zerofit.spec.errors import reason_of
 
-# marks the assistant's text in a template (as in transformers' return_assistant_tokens_mask)
+# Marks the assistant's text in a template, as in transformers' return_assistant_tokens_mask.
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MOST_CHARACTERS = 1 << 26  # limit for one text; a million tokens have about 2**22 characters
 
@@ -19,7 +19,7 @@ Span = tuple[int, int]  # of characters
 
 
 class NotRendered(ValueError):
-    """A template rejects a conversation, or the assistant's part cannot be found. The message is the reason."""
+    """A template rejects a conversation, or the assistant's part cannot be found, for the reason given."""
 
 
 class Rendered(NamedTuple):
@@ -36,7 +36,7 @@ class Renderer:
 
     template: str
     origin: str  # "chat template chatml", as shown to the user
-    special_tokens: Mapping[str, Any]
+    special_tokens: Mapping[str, object]
 
     def render(self, chat: ChatMessages) -> Rendered:
         """Return the text of a conversation. Raises NotRendered."""
@@ -45,7 +45,9 @@ class Renderer:
         spans = self._learned(chat, spans) if MARKED.search(self.template) else self._by_prefixes(chat, text)
         return Rendered(text, spans, (*self._without_effect(chat, text), *chat.unread))
 
+    # Whether the template reads a field is found by rendering without it: the text is then the same or not.
     def _refuse_lost_calls(self, chat: ChatMessages, text: str) -> None:
+        """Raise NotRendered if the template does not write the tool calls of a message."""
         for n, message in enumerate(chat.messages):
             plain = {key: value for key, value in message.items() if key != "tool_calls"}
             others = [*chat.messages[:n], plain, *chat.messages[n + 1 :]]
@@ -69,6 +71,7 @@ class Renderer:
         return [*unused, "messages.weight (except the assistant's)"] if weighted else unused
 
     def _same(self, chat: ChatMessages, text: str) -> bool:
+        """Return whether a conversation has this text."""
         try:
             return self.written(chat)[0] == text
         except NotRendered:
@@ -80,7 +83,7 @@ class Renderer:
     #     the same with the answer                      <user> 2 + 2? <assistant> 4 <end>
     #                                                                             |-----| learned
     def _by_prefixes(self, chat: ChatMessages, text: str) -> list[Span]:
-        """Return the spans of the assistant's text, for a template that does not mark them. Raises NotRendered."""
+        """Return the spans of the assistant's text, which the template does not mark. Raises NotRendered."""
         spans = []
         for n, message in enumerate(chat.messages):
             if _is_learned(message):
@@ -93,14 +96,12 @@ class Renderer:
         return spans
 
     def _learned(self, chat: ChatMessages, spans: list[Span]) -> list[Span]:
-        """Return the marked spans without the spans of messages that are not learned. Raises NotRendered.
-
-        To find a message's spans, the conversation up to this message is rendered twice: without and with the message.
-        """
+        """Return the marked spans without those of messages that are not learned. Raises NotRendered."""
         dropped: set[int] = set()
         for n, message in enumerate(chat.messages):
             if message["role"] != "assistant" or _is_learned(message):
                 continue
+            # The message's spans are those that its addition to the messages before it adds.
             before, after = (
                 len(self.written(replace(chat, messages=chat.messages[:end]))[1]) if end else 0 for end in (n, n + 1)
             )
@@ -117,19 +118,21 @@ class Renderer:
             template = compiled(self.template)
             variables: dict[str, object] = {"tools": None, "documents": None, **self.special_tokens, **chat.variables}
             variables |= {"messages": [_as_read(message) for message in chat.messages], "add_generation_prompt": prompt}
+            # The tracker appends the span of each marked part to `spans`: it starts where the text in `blocks` ends.
             with template.environment.activate_tracker(blocks, spans):
                 for block in template.generate(**variables):
                     blocks.append(block)
                     size += len(block)
                     if size > MOST_CHARACTERS:
                         raise ValueError(f"its text has more than {MOST_CHARACTERS:,} characters")
-        except MemoryError:
+        except MemoryError:  # a limit of the process, not a fault of the conversation
             raise
         except Exception as error:  # a template can raise anything
             raise NotRendered(f"the {self.origin} {self._why(chat, error)}") from None
         return "".join(blocks), spans
 
     def _why(self, chat: ChatMessages, error: Exception) -> str:
+        """Return why the template failed."""
         calls = [n for n, turn in enumerate(chat.messages, 1) if turn.get("content") is None and turn.get("tool_calls")]
         if calls and "tool_calls" not in self.template:
             return f"writes no tool_calls, and message {calls[0]} has no other text; --chat-template qwen writes them"
@@ -137,7 +140,7 @@ class Renderer:
 
 
 def compiled(template: str) -> Any:  # jinja's types do not have the attributes of transformers' environment
-    """Compile a template in transformers' sandbox. Raises the errors of jinja and of Python's compiler."""
+    """Compile a template in transformers' sandbox. Raises errors of jinja and Python's compiler."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _compile_jinja_template(template)
@@ -148,9 +151,9 @@ def _is_learned(message: Message) -> bool:
 
 
 def _as_read(message: Message) -> Message:
-    """Return a message as transformers passes it to a template. Reasoning is under both names that templates use."""
+    """Return a message as transformers passes it to a template."""
     shown = {key: value for key, value in message.items() if key != "weight"}
     reasoning = next((shown[name] for name in REASONING if name in shown), None)
     if reasoning is None:
         return shown
-    return {"thinking": reasoning, **shown, "reasoning_content": reasoning}
+    return {"thinking": reasoning, **shown, "reasoning_content": reasoning}  # templates use one of these names

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from zerofit.data.chat_records import ChatMessages, Message
-from zerofit.data.chat_render import MARKED, NotRendered, Renderer, Span, compiled
+from zerofit.data.chat_render import MARKED, NotRendered, Rendered, Renderer, compiled
 from zerofit.data.hashing import text_digest
 from zerofit.data.limited import Exceeded, begin_step, limited
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
@@ -44,7 +44,7 @@ COPY_IT = (
     "with {% generation %} ... {% endgeneration %} around the assistant's text"
 )
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # file names of a tokenizer and a config
-_PROBE = "zerofit-probe"  # an answer, to find the text after it
+_PROBE = "zerofit-probe"  # an answer, to find the text that a template writes after it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +80,14 @@ class ChatTemplate:
 
         Raises UserError if the template exceeds its limits.
         """
-        results = self._limited(lambda renderer, chat: renderer.render(chat), conversations)
-        rendered = [result if isinstance(result, str) else _bytes_safe(*result) for result in results]
-        texts = [result[0] for result in rendered if not isinstance(result, str)]
-        tokens = iter(_with_places(self.tokenizer, texts))
-        return [result if isinstance(result, str) else self._targets(*next(tokens), *result) for result in rendered]
+        rendered = [
+            result if isinstance(result, str) else Rendered(_bytes_safe(result[0]), *result[1:])
+            for result in self._limited(lambda renderer, chat: renderer.render(chat), conversations)
+        ]
+        # All texts go to the tokenizer at once, which encodes them in threads.
+        texts = [result.text for result in rendered if not isinstance(result, str)]
+        tokens = iter(_with_ranges(self.tokenizer, texts))
+        return [result if isinstance(result, str) else self._encoded(*next(tokens), result) for result in rendered]
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text of a conversation up to the start of the assistant's answer. Raises UserError."""
@@ -102,14 +105,17 @@ class ChatTemplate:
         (result,) = self._limited(lambda renderer, chat: [renderer.written(chat, prompt)[0]], [chat])
         if isinstance(result, str):
             raise UserError(_unusable(result, hint="--chat-template names another"))
-        return _bytes_safe(result[0], (), ())[0]
+        return _bytes_safe(result[0])
 
     def _limited(self, work: Callable[[Renderer, ChatMessages], object], chats: Sequence[ChatMessages]) -> list[Any]:
-        """Return the result of `work` for each conversation, or the reason why it failed. Raises UserError."""
+        """Return the result of `work` for each conversation, or the reason why it failed.
+
+        Results have passed through JSON: tuples are lists. Raises UserError if a limit is exceeded.
+        """
         compiled("")  # imports jinja once, before processes are forked
         renderer = Renderer(template=self.text, origin=self.origin, special_tokens=self._special_tokens())
 
-        def attempt(chat: ChatMessages) -> Any:
+        def attempt(chat: ChatMessages) -> object:
             try:
                 return work(renderer, chat)
             except NotRendered as error:
@@ -121,36 +127,36 @@ class ChatTemplate:
             hint = "use another one (--chat-template); an ordinary template takes milliseconds"
             raise UserError(_unusable(f"the {self.origin} {error}", hint=hint)) from None
 
-    def _special_tokens(self) -> dict[str, Any]:
+    def _special_tokens(self) -> dict[str, object]:
         loaded = self.tokenizer.loaded
         return {"bos_token": "", "eos_token": ""} if loaded is None else dict(loaded.special_tokens_map)
 
-    def _targets(
-        self, ids: np.ndarray, ranges: np.ndarray, text: str, spans: Sequence[Span], unused: Sequence[str]
-    ) -> EncodedChat:
+    # A token is learned if one of its characters is: tokens may cross the border of a span.
+    def _encoded(self, ids: np.ndarray, ranges: np.ndarray, rendered: Rendered) -> EncodedChat:
+        """Return the tokens with their targets. `ranges`: the characters of each token, int64 (tokens, 2)."""
         targets = np.zeros(len(ids), dtype=bool)
         special = np.isin(ids, self.tokenizer.added_ids)
-        for start, stop in spans:
+        for start, stop in rendered.spans:
             inside = np.flatnonzero((ranges[:, 0] < stop) & (ranges[:, 1] > start))
             if not len(inside):
                 continue
             last = int(inside[-1])
             ends = inside[special[inside]]
-            if not self.marked and len(ends) and not text[ranges[ends[-1], 1] : stop].strip():
+            if not self.marked and len(ends) and not rendered.text[ranges[ends[-1], 1] : stop].strip():
                 last = int(ends[-1])  # a turn ends with its special token, without the newline after it
             targets[int(inside[0]) : last + 1] = True
-        return EncodedChat(ids=ids, targets=targets, unused=tuple(unused))
+        return EncodedChat(ids=ids, targets=targets, unused=tuple(rendered.unused))
 
 
-def _bytes_safe(text: str, spans: Sequence[Span], unused: Sequence[str]) -> tuple[str, Sequence[Span], Sequence[str]]:
-    """Replace halves of surrogate pairs: a template can produce them from escapes, but they have no UTF-8 bytes."""
-    return text.encode("utf-8", "replace").decode(), spans, unused
+def _bytes_safe(text: str) -> str:
+    """Replace halves of surrogate pairs, which have no UTF-8 bytes."""
+    return text.encode("utf-8", "replace").decode()  # a template can produce them from escapes
 
 
-def _with_places(tokenizer: Tokenizer, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the ids of each text, int64 (tokens,), and the range of characters of each token, int64 (tokens, 2)."""
+def _with_ranges(tokenizer: Tokenizer, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return each text's ids, int64 (tokens,), and its tokens' characters, int64 (tokens, 2)."""
     if tokenizer.loaded is None:
-        return [_bytes_with_places(text) for text in texts]
+        return [_bytes_with_ranges(text) for text in texts]
     if not texts:
         return []
     options = {"add_special_tokens": False, "return_attention_mask": False, "return_offsets_mapping": True}
@@ -160,7 +166,7 @@ def _with_places(tokenizer: Tokenizer, texts: list[str]) -> list[tuple[np.ndarra
 
 
 # UTF-8 has 1 to 4 bytes a character. A byte has the range of the character that it belongs to.
-def _bytes_with_places(text: str) -> tuple[np.ndarray, np.ndarray]:
+def _bytes_with_ranges(text: str) -> tuple[np.ndarray, np.ndarray]:
     codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
     characters = np.repeat(np.arange(len(codes)), widths)
@@ -169,10 +175,7 @@ def _bytes_with_places(text: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def open_chat_template(template: Path | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template that `template` names (a file or a shipped template), else the tokenizer's own.
-
-    Raises UserError.
-    """
+    """Return the template of a file or a shipped one, else the tokenizer's own. Raises UserError."""
     loaded = tokenizer.loaded
     if loaded is not None and not loaded.is_fast:
         message = f"--tokenizer {tokenizer.name} does not return the character offsets of its tokens"
@@ -197,6 +200,7 @@ def open_chat_template(template: Path | None, tokenizer: Tokenizer) -> ChatTempl
 # Only the syntax of a user's own template is checked. A shipped template may not suit the tokenizer. Without the
 # template's tokens, the model would learn to spell them. Without an eos_token, an answer would never end.
 def _open_named(name: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """Open a user's file or a shipped template. Raises UserError."""
     file = template_file(name)
     text = _read(file)
     template = ChatTemplate(text=text, origin=f"chat template {name}", tokenizer=tokenizer)
@@ -212,11 +216,9 @@ def _open_named(name: Path, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def template_file(template: Path) -> Path:
-    """Return the file of a template that is given by name or by path. Raises UserError for an unknown name.
-
-    A file in the current folder takes precedence over a shipped template with its name.
-    """
+    """Return the file of a template's name or path. Raises UserError for an unknown name."""
     name, is_path = str(template), len(template.parts) > 1 or template.suffix in SUFFIXES
+    # A file in the current folder takes precedence over a shipped template with its name.
     if is_path or template.expanduser().is_file():
         return template
     if name in NAMED_TEMPLATES:
@@ -227,11 +229,7 @@ def template_file(template: Path) -> Path:
 
 
 def likely_template(vocabulary: Collection[str]) -> str:
-    """Return the name of a template for a tokenizer. `vocabulary` must contain all special tokens of the template.
-
-    Of these templates, the one with the most special tokens is chosen. If none of them has special tokens, return
-    "zephyr".
-    """
+    """Return the shipped template with most special tokens, all in `vocabulary`; else "zephyr"."""
     suited = {name: len(tokens) for name, tokens in NAMED_TEMPLATES.items() if not missing_tokens(name, vocabulary)}
     best = max(suited, key=suited.__getitem__)
     return best if suited[best] else "zephyr"
@@ -243,9 +241,9 @@ def missing_tokens(name: str, vocabulary: Collection[str]) -> list[str]:
 
 
 def tokenizer_files(tokenizer: str, chat_template: Path | None) -> Callable[[Path], None]:
-    """Read a run's tokenizer and chat template; return a function that saves them to a model's folder.
+    """Read a run's tokenizer and chat template; return a function that saves them to a folder.
 
-    The function also gives the model the tokenizer's special tokens. Raises UserError.
+    The function also gives the model in this folder the tokenizer's special tokens. Raises UserError.
     """
     loaded = open_tokenizer(tokenizer).loaded
     text = _read(template_file(chat_template)) if chat_template is not None else None
@@ -261,12 +259,11 @@ def tokenizer_files(tokenizer: str, chat_template: Path | None) -> Callable[[Pat
     return write
 
 
+# A base model's config has the base model's end token. The training's tokenizer may have another end token. Other
+# programs would then generate past the end of an answer.
+# As in transformers' Trainer (transformers/trainer_utils.py, align_special_tokens).
 def _set_special_tokens(folder: Path, ids: Mapping[str, int]) -> None:
-    """Set the ids of special tokens in a model's config.json and generation_config.json, as transformers' Trainer does.
-
-    A base model's config has the base model's end token. The training's tokenizer may have another end token. Other
-    programs would then generate past the end of an answer. (transformers/trainer_utils.py, align_special_tokens)
-    """
+    """Set the ids of special tokens in a model's config.json and generation_config.json."""
     for name in ("config.json", "generation_config.json"):
         if not (folder / name).is_file():
             continue  # adapters have no config
@@ -292,13 +289,11 @@ def _read(file: Path) -> str:
 
 
 def _check(file: Path, text: str) -> None:
-    """Raise UserError if a template is invalid.
-
-    It is compiled in a limited process, because jinja evaluates constants while it compiles.
-    """
+    """Raise UserError if a template is invalid."""
     import jinja2
 
-    def fault(text: str) -> list[Any]:
+    # In a limited process, because jinja evaluates constants while it compiles.
+    def fault(text: str) -> list[object]:
         begin_step()
         try:
             compiled(text)

@@ -1,4 +1,4 @@
-"""Samples of conversations: packed into rows without attention between conversations, or one conversation per row."""
+"""Samples of conversations: packed into rows without attention between them, or one per row."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ChatTokens:
 # Positions that restart separate the conversations: transformers builds block masks from them.
 @dataclass(frozen=True, kw_only=True)
 class ChatRows(Dataset):
-    """Rows of packed conversations. Positions start at 0 in each conversation. Labels are the assistant's next tokens.
+    """Rows of conversations; labels are the assistant's next tokens.
 
     A conversation of n tokens takes n - 1 positions, since its last token is only a label. The rest of a row is padding
     and counts as a separate document.
@@ -68,25 +68,29 @@ class ChatRows(Dataset):
         return len(self.ends)
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """Return "inputs", "labels" and, if packed, "position_ids", each int64 (batch, seq_len); `keys` are unused."""
+        """Return "inputs", "labels" and, if packed, "position_ids", each int64 (batch, seq_len).
+
+        `keys` are unused.
+        """
         import torch
 
         shape = (len(indices), self.seq_len)
         inputs, labels = np.full(shape, self.pad_id), np.full(shape, IGNORE_INDEX)
         positions = np.zeros(shape, dtype=np.int64)
-        for place, row in enumerate(np.asarray(indices)):
-            at = 0
+        for sample, row in enumerate(np.asarray(indices)):
+            start = 0
             for document in self.row(int(row)):
                 ids, targets = self._conversation(int(document))
-                part = slice(at, at + len(ids) - 1)
-                inputs[place, part] = ids[:-1]
-                labels[place, part] = np.where(targets[1:], ids[1:], IGNORE_INDEX)
-                positions[place, part] = np.arange(len(ids) - 1)
-                at = part.stop
-            positions[place, at:] = np.arange(self.seq_len - at)
+                part = slice(start, start + len(ids) - 1)
+                inputs[sample, part] = ids[:-1]
+                labels[sample, part] = np.where(targets[1:], ids[1:], IGNORE_INDEX)
+                positions[sample, part] = np.arange(len(ids) - 1)
+                start = part.stop
+            positions[sample, start:] = np.arange(self.seq_len - start)
         arrays = {"inputs": inputs, "position_ids": positions, "labels": labels}
-        wanted = arrays if self.packed else {name: arrays[name] for name in ("inputs", "labels")}
-        return {name: torch.from_numpy(array) for name, array in wanted.items()}
+        if not self.packed:
+            del arrays["position_ids"]
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def row(self, index: int) -> np.ndarray:
         """Return the indices of the conversations in a row."""
@@ -101,7 +105,7 @@ class ChatRows(Dataset):
         return int(self.row_targets[np.asarray(indices, dtype=np.int64)].sum())
 
     def _conversation(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids (int64) and the targets of a conversation, cut off after seq_len + 1 tokens."""
+        """Return a conversation's ids, int64, and targets, cut off after seq_len + 1 tokens."""
         start, stop = self.tokens.starts.array()[number : number + 2]
         part = slice(start, min(stop, start + self.seq_len + 1))
         return self.tokens.ids.array()[part].astype(np.int64), self.tokens.targets.array()[part]
@@ -145,24 +149,27 @@ def make_rows(tokens: ChatTokens, seq_len: int, pad_id: int, packed: bool) -> tu
 # Rows are kept by their free space, and the sizes of free space in order. So each conversation finds the fullest row
 # into which it fits by bisection: n log n for n conversations, where a search over all rows would take n^2.
 def pack(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
-    """Divide conversations into rows of at most `size` tokens. Return the conversations' indices in each row.
+    """Divide conversations into rows of at most `size` tokens; return each row's conversations.
 
     Best-fit decreasing: the longest conversation comes first, and each goes into the fullest row with enough space.
     The result has at most 11/9 of the smallest possible number of rows.
     """
     rows: list[list[int]] = []
     rows_by_space: dict[int, list[int]] = {}  # remaining space -> rows
-    spaces: list[int] = []  # its keys, in order
+    spaces: list[int] = []  # its keys that have rows, in order, without 0
     for number in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         length = int(lengths[number])
-        place = bisect_left(spaces, length)
-        free, row = (spaces[place], rows_by_space[spaces[place]].pop()) if place < len(spaces) else (size, len(rows))
-        if place < len(spaces) and not rows_by_space[free]:
-            spaces.pop(place)
-        if row == len(rows):
+        fullest = bisect_left(spaces, length)
+        if fullest < len(spaces):
+            space = spaces[fullest]
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                spaces.pop(fullest)
+        else:
+            space, row = size, len(rows)
             rows.append([])
         rows[row].append(number)
-        remaining = free - length
+        remaining = space - length
         if not rows_by_space.setdefault(remaining, []) and remaining:
             insort(spaces, remaining)
         rows_by_space[remaining].append(row)
@@ -171,12 +178,12 @@ def pack(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
 
 # Cumulative sums need 8 bytes per token, so they are computed for one block of conversations at a time.
 def _count_targets(targets: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the number of targets in each part, int64. `starts` and `lengths` define the parts, in order."""
+    """Return the number of targets in each part, int64; parts have `starts`, in order, and `lengths`."""
     counts = np.zeros(len(starts), dtype=np.int64)
     first = 0
-    while first < len(starts):
-        past = max(first + 1, int(np.searchsorted(starts, starts[first] + BLOCK)))
+    while first < len(starts):  # parts first to past - 1 are a block
         offset = int(starts[first])
+        past = max(first + 1, int(np.searchsorted(starts, offset + BLOCK)))
         sums = np.concatenate([[0], np.cumsum(targets[offset : int(starts[past - 1] + lengths[past - 1])])])
         begin = np.minimum(starts[first:past] - offset, len(sums) - 1)  # an empty conversation may be at the end
         counts[first:past] = sums[begin + lengths[first:past]] - sums[begin]
@@ -185,7 +192,7 @@ def _count_targets(targets: np.ndarray, starts: np.ndarray, lengths: np.ndarray)
 
 
 def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int, progress: Reporter) -> Data:
-    """Open conversations as samples of `seq_len` tokens. Raises UserError if there is nothing to learn."""
+    """Open conversations as samples of `seq_len` tokens. Raises UserError if none can be learned."""
     template = open_chat_template(run.chat_template, tokenizer)
     splits = open_chat_tokens(source, template, progress)
     rows = {name: make_rows(tokens, seq_len, tokenizer.eod_id, run.packing) for name, tokens in splits.items()}
@@ -213,12 +220,11 @@ def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int,
 
 
 def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Reporter) -> dict[str, ChatTokens]:
-    """Return the tokens of a source's conversations for each split. If they are not in the cache, write them first.
+    """Return the tokens of a source's conversations for each split; they are written if not cached.
 
     Raises UserError with up to 20 bad records: no conversation, or the assistant's text cannot be found. Also raises
     the errors of `Preparation.open`.
     """
-
     ids = "uint16" if template.tokenizer.vocab_size <= 1 << 16 else "uint32"
     dtypes: dict[str, str] = dict(zip(PARTS, (ids, "bool", "int64"), strict=True))
 
@@ -243,10 +249,10 @@ def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Repor
 
 
 def _encoded(source: ChatSource, template: ChatTemplate, documents: int) -> Iterator[tuple[ChatPiece, EncodedChat]]:
-    """Yield all conversations with their tokens. Raises UserError with all problems, at the end or after the 20th."""
+    """Yield all conversations with their tokens. Raises UserError with up to 20 problems at the end."""
     problems: list[Problem] = []
-    pieces_left = source.pieces(documents)
-    while len(problems) < NAMED and (block := list(islice(pieces_left, AT_ONCE))):
+    remaining = source.pieces(documents)
+    while len(problems) < NAMED and (block := list(islice(remaining, AT_ONCE))):
         problems += [item for item in block if isinstance(item, Problem)]
         pieces = [item for item in block if isinstance(item, ChatPiece)]
         for piece, chat in zip(pieces, template.encode_all([item.conversation for item in pieces]), strict=True):
@@ -274,9 +280,10 @@ def _read(folder: Path) -> dict[str, ChatTokens] | None:
 def _notes(
     source: ChatSource, template: ChatTemplate, counts: ChatCounts, held_out: ChatCounts, train: ChatRows
 ) -> list[str]:
-    marks = (
-        "marks the assistant's turns" if template.marked else "does not mark the assistant's turns: zerofit finds them"
-    )
+    """Return what the user should know of the conversations, their template and their samples."""
+    marks = "marks the assistant's turns"
+    if not template.marked:
+        marks = "does not mark the assistant's turns: zerofit finds them"
     positions = counts.rows * train.seq_len
     fill = f"{counts.tokens / positions:.0%} full, {counts.targets / counts.tokens:.0%} of the tokens count in the loss"
     notes = [

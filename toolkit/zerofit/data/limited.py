@@ -25,9 +25,9 @@ class Exceeded(Exception):
 # system can stop such a template. A fork takes milliseconds and inherits the imported modules. A limit of address space
 # ends a single allocation, and ITIMER_PROF counts processor time, so a busy machine does not end the work.
 def limited(work: Callable[[T], object], items: Sequence[T]) -> Iterator[Any]:
-    """Yield the result of `work` for each item. Results are passed as JSON. Raises Exceeded.
+    """Yield the result of `work` for each item, from a forked process. Raises Exceeded.
 
-    The items are processed in a forked process. `work` calls `begin_step` before each part of unbounded length.
+    Results are passed as JSON. `work` calls `begin_step` before each part of unbounded length.
     """
     reading, writing = os.pipe()
     # Avoids a warning of tokenizers at every fork; the child never tokenizes.
@@ -62,10 +62,11 @@ def _work(work: Callable[[T], object], items: Sequence[T], writing: int) -> NoRe
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)  # the system can then end the process even during a call into C
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        allowed = taken + MORE_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (allowed if most < 0 else min(allowed, most), most))
+        # The limit is of address space, most of which the child shares with its parent: it comes on top of that.
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        allowed = pages * resource.getpagesize() + MORE_BYTES
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)  # negative: unlimited
+        resource.setrlimit(resource.RLIMIT_AS, (allowed if hard_limit < 0 else min(allowed, hard_limit), hard_limit))
         with open(writing, "w", encoding="utf-8") as answers:
             for item in items:
                 answers.write(json.dumps(work(item)) + "\n")
@@ -77,6 +78,7 @@ def _work(work: Callable[[T], object], items: Sequence[T], writing: int) -> NoRe
 
 
 def _why_ended(status: int) -> str:
+    """Return why the child ended early, from its wait status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         limit = f"{SECONDS} seconds of processor time"

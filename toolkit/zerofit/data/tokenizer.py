@@ -59,25 +59,24 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a model's folder has tokenizer files, or whether zerofit trained the model on bytes."""
+    """Return whether a model's folder has a tokenizer, or needs none because it learned bytes."""
     return any(next(folder.glob(pattern), None) for pattern in _FILES) or was_trained_on_bytes(folder)
 
 
 def was_trained_on_bytes(folder: Path) -> bool:
-    """Return whether the model in `folder` was trained by zerofit on bytes, which need no tokenizer files."""
+    """Return whether zerofit trained the model in `folder` on bytes, without tokenizer files."""
     try:
         return read_json(folder / CARD).get("tokenizer") == "bytes"
     except (OSError, Unreadable):
         return False
 
 
-# The number of ids is divisible by 4, since tensor parallelism splits the vocabulary.
 def _bytes_tokenizer() -> Tokenizer:
-    """Return a tokenizer of 256 bytes, end of document (256), mask (257), padding (258) and an unused id (259)."""
+    """Return a tokenizer of 256 bytes, end of document (256), mask (257) and padding (258)."""
     return Tokenizer(
         name="bytes",
         identity="bytes-1",
-        vocab_size=260,
+        vocab_size=260,  # id 259 is unused: tensor parallelism splits the vocabulary, so 4 must divide it
         eod_id=256,
         mask_id=257,
         ordinary_ids=np.arange(256),
@@ -87,6 +86,7 @@ def _bytes_tokenizer() -> Tokenizer:
 
 
 def _transformers_tokenizer(name: str) -> Tokenizer:
+    """Open a transformers tokenizer that has a vocabulary and an end token. Raises UserError."""
     loaded = load_transformers(name)
     vocab = loaded.get_vocab()
     if set(vocab.values()) <= {*loaded.all_special_ids, *loaded.added_tokens_decoder}:  # no file was found
@@ -99,6 +99,7 @@ def _transformers_tokenizer(name: str) -> Tokenizer:
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
     mask = _first_id(vocab, (loaded.mask_token, *_MASK_TOKENS))
     special = {*loaded.all_special_ids, end, mask}
+    # Only a tokenizer of the Rust library has all its rules as text.
     backend = getattr(loaded, "backend_tokenizer", None)
     content = backend.to_str() if backend else repr(sorted(vocab.items()))
 
@@ -149,4 +150,5 @@ def load_transformers(name: str) -> Any:  # Any: transformers' types of special 
 
 
 def _first_id(vocab: dict[str, int], tokens: Sequence[str | None]) -> int | None:
+    """Return the id of the first of these tokens that is in the vocabulary; None if none is."""
     return next((vocab[token] for token in tokens if token in vocab), None)
