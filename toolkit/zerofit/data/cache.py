@@ -32,13 +32,10 @@ def cache_errors(name: str) -> Iterator[None]:
 
 @contextmanager
 def waiting_lock(path: Path, text: str, progress: Reporter) -> Iterator[None]:
-    """Hold a lock on the file `path`. `text` ("another process ...") is shown while another process has the lock.
-
-    The operating system releases the lock when a process dies.
-    """
+    """Hold a lock on the file `path`; show `text` ("another process ...") while another process has it."""
     from filelock import FileLock, Timeout
 
-    lock = FileLock(path)
+    lock = FileLock(path)  # the operating system releases it when a process dies
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -67,22 +64,24 @@ class Preparation(Generic[T]):
     read: Callable[[Path], T | None]  # None: missing or incomplete
 
     def open(self, progress: Reporter) -> T:
-        """Open the files. If they do not exist, make them now, or wait for the process that is making them.
+        """Return the content of the files, which are made if they do not exist.
 
-        Raises UserError for bad documents, "empty-data", "data-changed" or "cache" (no space, no permission).
+        If another process is making them, wait for it. Raises UserError for bad documents, "empty-data", "data-changed"
+        or "cache" (no space, no permission).
         """
         root = cache_root() / "tokens"
         with cache_errors(self.source.name):
             root.mkdir(parents=True, exist_ok=True)
             _sweep(root)
-            known = root / "index" / text_digest(self.source.fingerprint(), *self.identity)
-            key = known.read_text() if known.is_file() else ""
+            index = root / "index" / text_digest(self.source.fingerprint(), *self.identity)
+            key = index.read_text() if index.is_file() else ""
             if key and (files := self.read(root / key)):
                 return files
-            return self._find_or_build(progress, known)
+            return self._find_or_build(progress, index)
 
-    def _find_or_build(self, progress: Reporter, known: Path) -> T:
-        root, source, before = known.parent.parent, self.source, self.source.fingerprint()
+    def _find_or_build(self, progress: Reporter, index: Path) -> T:
+        """Find the files by the hash of the content, or make them, and write their key to `index`."""
+        root, source, before = index.parent.parent, self.source, self.source.fingerprint()
         survey = source.survey(progress)
         key = text_digest(survey.digest, *self.identity)
         with waiting_lock(root / f"{key}.lock", f"another process tokenizes {source.name}", progress):
@@ -91,17 +90,17 @@ class Preparation(Generic[T]):
                 self._build(root, key, survey.documents)
                 files = self.read(root / key)
                 assert files is not None, "a cache that was just built cannot be read"
-        if source.fingerprint() != before:
+        if source.fingerprint() != before:  # the files may have content that the key does not cover
             shutil.rmtree(root / key, ignore_errors=True)
             message = f"{source.name} changed while it was tokenized"
-            raise UserError(
-                Problem(kind="data-changed", message=message, hint="repeat the command when the data are complete")
-            )
-        known.parent.mkdir(exist_ok=True)
-        write_text(known, key)
+            hint = "repeat the command when the data are complete"
+            raise UserError(Problem(kind="data-changed", message=message, hint=hint))
+        index.parent.mkdir(exist_ok=True)
+        write_text(index, key)
         return files
 
     def _build(self, root: Path, key: str, documents: int) -> None:
+        """Write the files into a staging folder, and rename it when they are complete."""
         staging = root / f"{key}.build"
         shutil.rmtree(staging, ignore_errors=True)
         shutil.rmtree(root / key, ignore_errors=True)  # a folder of this name exists only if it could not be read

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """Mix uint64 into uint64 of the same shape (SplitMix64); vectorized, stateless."""
+    """Mix uint64 into uint64 of the same shape, by the function of SplitMix64 (Steele et al., 2014)."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -18,7 +18,7 @@ def mix64(values: np.ndarray) -> np.ndarray:
 # Random numbers from keys instead of generators: sample i gets the same numbers in every process, batch and resumed
 # run.
 def sample_hashes(keys: object, stream: int) -> np.ndarray:
-    """Return one uint64 per key. Different `stream` numbers give independent values from the same keys."""
+    """Return one uint64 per key. Different `stream` numbers give independent values of a key."""
     key = np.asarray(keys).astype(np.uint64)
     return mix64(mix64(key) ^ mix64(np.full_like(key, stream)))
 
@@ -37,9 +37,9 @@ def name_hash(name: str) -> int:
 # Samples are held out by hash, not at random. So a file stays in its split on every machine, even if other files
 # change.
 def held_out_limit(hashes: np.ndarray, share: float) -> int:
-    """Return the hash up to which samples are held out.
+    """Return the largest hash of a held-out sample: those with the smallest hashes are held out.
 
-    The smallest hashes are held out: a `share` of all, but at least one. `hashes` (uint64) must not be empty.
+    They are a `share` of all, but at least one. `hashes` (uint64) must not be empty.
     """
     count = max(1, round(share * len(hashes)))
     return int(np.partition(hashes, count - 1)[count - 1])
@@ -60,6 +60,6 @@ def text_digest(*parts: str) -> str:
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         encoded = part.encode("utf-8", "surrogateescape")
-        state.update(len(encoded).to_bytes(8))
+        state.update(len(encoded).to_bytes(8))  # so ("ab", "c") differs from ("a", "bc")
         state.update(encoded)
     return state.hexdigest()

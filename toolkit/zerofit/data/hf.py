@@ -1,7 +1,4 @@
-"""Text from a data set on the Hugging Face hub, or from a folder that the `datasets` library can read.
-
-If this machine cannot reach the hub, zerofit does not retry.
-"""
+"""Text from a data set on the Hugging Face hub, or from a folder that the `datasets` library can read."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
@@ -35,6 +32,9 @@ from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict, IterableDatasetDict
+
 VALID_SPLITS = ("validation", "valid", "dev", "test")
 ROWS = 256  # rows read at a time
 _BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # by suffix
@@ -45,8 +45,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY
 def hub_if_reachable(*clients: ModuleType) -> Iterator[None]:
     """Make hub clients use only local files if this machine cannot resolve the hub's address.
 
-    Otherwise the clients would retry each file five times with growing delays. `clients`: modules, besides
-    huggingface_hub, that have a flag HF_HUB_OFFLINE.
+    `clients`: modules, besides huggingface_hub, that have a flag HF_HUB_OFFLINE.
     """
     from huggingface_hub import constants
 
@@ -56,7 +55,8 @@ def hub_if_reachable(*clients: ModuleType) -> Iterator[None]:
         yield
 
 
-# Compute nodes often have no network. A failing name look-up is quick, while the hub's client retries each file.
+# Compute nodes often have no network. A failing name look-up is quick, while the hub's client retries each file five
+# times with growing delays.
 @lru_cache
 def _reachable(endpoint: str) -> bool:
     if any(os.environ.get(name) for name in _PROXIES):
@@ -69,48 +69,43 @@ def _reachable(endpoint: str) -> bool:
 
 
 def open_hf(run: Run, argument: str) -> Source:
-    """Open NAME or NAME:CONFIG with one document per row: the column `run.text_field`, or a conversation.
+    """Open NAME or NAME:CONFIG, with a text in the column `run.text_field` or a conversation per row.
 
     NAME may be a local folder or file. The split `train` is for training. The split `validation` (or test) is held out.
     Without such a split, 5 % of the rows are held out, by the hash of their numbers. With fewer than 20 rows, the last
     5 % of each text are held out. Raises UserError "hf" or "text-field".
     """
-    fields = named_splits(argument)
-    train = fields["train"]
+    name = f"hf:{argument}"
+    train, valid = train_and_valid(argument)
     first = {**dict.fromkeys(train.column_names), **(train[0] if len(train) else {})}
-    if problem := refused_record(first, run.text_field, fields["name"]):
+    if problem := refused_record(first, run.text_field, name):
         raise UserError(problem)
     if form := form_of(first, run.text_field):
-        return HfChats(**fields, what=form.title, form=form)
+        return HfChats(name=name, train=train, valid=valid, what=form.title, form=form)
     if run.text_field not in train.column_names:
-        message = f"--data hf:{argument} has no column {run.text_field!r}; it has {', '.join(train.column_names)}"
+        message = f"--data {name} has no column {run.text_field!r}; it has {', '.join(train.column_names)}"
         hint = field_hint(first, run.text_field)
         raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))
-    return HfSource(**fields, what=run.text_field)
+    return HfSource(name=name, train=train, valid=valid, what=run.text_field)
 
 
-def named_splits(argument: str) -> dict[str, Any]:
-    """Return the arguments `name`, `train` and `valid` of an HfSet. Raises UserError "hf".
-
-    `valid` is None if there is no such split.
-    """
-    splits = load_splits(argument)
+def train_and_valid(argument: str) -> tuple[Dataset, Dataset | None]:
+    """Return the training split, and the validation split or None. Raises UserError "hf"."""
+    splits: Any = load_splits(argument)
     if "train" not in splits:
         message = f"--data hf:{argument} has no split 'train'; it has {', '.join(splits)}"
         hint = "add a split 'train', or use --data jsonl:GLOB"
         raise UserError(Problem(kind="hf", message=message, hint=hint, where="--data"))
-    valid = next((splits[word] for word in VALID_SPLITS if word in splits), None)
-    return {"name": f"hf:{argument}", "train": splits["train"], "valid": valid}
+    return splits["train"], next((splits[word] for word in VALID_SPLITS if word in splits), None)
 
 
 # A folder can be a set saved by `datasets` (one split or several), or files that `datasets` reads by their suffix.
-def load_splits(argument: str, streaming: bool = False) -> dict[Any, Any]:
+def load_splits(argument: str, streaming: bool = False) -> DatasetDict | IterableDatasetDict | dict[Any, Any]:
     """Open the splits of NAME or NAME:CONFIG or of a file, optionally as streams. Raises UserError "hf"."""
     import datasets.config
 
-    name, _, named = argument.partition(":")
-    config = named or None
-
+    name, _, config_name = argument.partition(":")
+    config = config_name or None
     datasets.disable_progress_bars()  # every rank opens the data; zerofit shows its own progress
     path = Path(name).expanduser()
     try:
@@ -140,8 +135,8 @@ class HfSet(Source):
     """Rows of a `datasets.Dataset`; only the column `what` is read."""
 
     name: str
-    train: Any
-    valid: Any | None
+    train: Dataset
+    valid: Dataset | None
     what: str  # name of a column, or a format of conversations
 
     def fingerprint(self) -> str:
@@ -150,14 +145,16 @@ class HfSet(Source):
         return text_digest(self.train._fingerprint, valid, self.what)
 
     def survey(self, progress: Reporter) -> Survey:
-        """Return the fingerprint instead of a content hash, which would need to read all rows."""
-        return Survey(self.fingerprint(), len(self.train))
+        """Return the fingerprint and the number of rows."""
+        return Survey(self.fingerprint(), len(self.train))  # a hash of the content would need to read all rows
 
-    def placed_rows(self, documents: int) -> Iterator[tuple[Any, str, bool]]:
-        """Yield each row, its place (for errors), and whether it is held out (without a split: 5 %, at least one)."""
+    def placed_rows(self, documents: int) -> Iterator[tuple[dict[str, Any], str, bool]]:
+        """Yield each row, its place for messages, and whether it is held out."""
+        # Without a split for validation, 5 % of the rows are held out, at least one.
         limit = held_out_hash(map(str, range(documents)), documents, whole_documents=True) if self.valid is None else -1
         for label, split in (("train", self.train), ("validation", self.valid)):
-            for number, row in enumerate(split if split is not None else ()):
+            rows: Any = split if split is not None else ()  # typed as an iterator of any values
+            for number, row in enumerate(rows):
                 held_out = split is self.valid or name_hash(str(number)) <= limit
                 yield row, f"{self.name}: {label}[{number}]", held_out
 
@@ -169,18 +166,25 @@ class HfSource(HfSet, TextSource):
     def pieces(self, documents: int) -> Iterator[TextPiece]:
         """See TextSource.pieces; reports rows whose field is not a string."""
         problems: list[Problem] = []
-        limit = held_out_hash(map(str, range(documents)), documents)
-        for row, text in self._rows(self.train, "train", problems):
-            has_split = self.valid is not None
-            yield from [TextPiece(text, False, True)] if has_split else split_text(str(row), text, limit)
-        for _, text in self._rows(self.valid, "validation", problems) if self.valid is not None else ():
-            yield TextPiece(text, True, True)
+        if self.valid is None:
+            limit = held_out_hash(map(str, range(documents)), documents)
+            for row, text in self._texts(self.train, "train", problems):
+                yield from split_text(str(row), text, limit)
+        else:
+            for split, label in ((self.train, "train"), (self.valid, "validation")):
+                for _, text in self._texts(split, label, problems):
+                    yield TextPiece(text, split is self.valid, True)
         if problems:
             raise UserError(*problems)
 
-    def _rows(self, split: Any, label: str, problems: list[Problem]) -> Iterator[tuple[int, str]]:
+    def _texts(self, split: Dataset, label: str, problems: list[Problem]) -> Iterator[tuple[int, str]]:
+        """Yield the number and the text of each row, and add rows without a text to `problems`.
+
+        Raises UserError with the first 20 problems.
+        """
         row = -1
-        for batch in split.select_columns([self.what]).iter(batch_size=ROWS):
+        batches: Any = split.select_columns([self.what]).iter(batch_size=ROWS)
+        for batch in batches:
             for text in batch[self.what]:
                 row += 1
                 if isinstance(text, str):
@@ -211,9 +215,10 @@ class HfChats(HfSet, ChatSource):
             yield Problem(kind="bad-chat", message=message, hint=self.form.hint(row), where=where)
 
 
-# Arrow has one schema for all rows: a message without tool calls gets "tool_calls": None, which templates would read.
+# Arrow has one schema for all rows, so each object of a list has the fields of all the others. A message without tool
+# calls gets "tool_calls": None, which templates would read.
 def _without_nulls(value: object) -> Any:
-    """Return rows without null fields. In a list of objects, Arrow gives each object the fields of all the others."""
+    """Return a row without the null fields of its objects."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -40,7 +40,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 class JsonLine(NamedTuple):
     """A record: a line that is not blank, or an element of an array."""
 
-    name: str  # its file's name, for order and split
+    name: str  # of its file, for order and split
     path: Path
     number: int  # number of the line or element, from 1
     raw: bytes
@@ -58,7 +58,7 @@ class JsonLine(NamedTuple):
         return Problem(kind=kind, message=f"{where}: {message}", hint=hint, where=where)
 
     def read(self) -> dict | Problem:
-        """Return the record's object, or a problem. A list of objects is read as the messages of a conversation."""
+        """Return the record's object, or a problem with it."""
         try:
             row = parse_json(self.raw.decode())
         except UnicodeDecodeError as error:
@@ -72,6 +72,7 @@ class JsonLine(NamedTuple):
                 message = "NUL bytes, from an interrupted write or UTF-16 without a byte order mark"
                 return self.problem("bad-jsonl", message, "remove this line, or convert the file to UTF-8")
             return self.problem("bad-jsonl", f"not JSON: {error.reason}", hint, error.line or 1, error.column or 1)
+        # A list of objects is a conversation without the object around its messages.
         if isinstance(row, list) and row and all(isinstance(message, dict) for message in row):
             return {"messages": row}
         if not isinstance(row, dict):
@@ -82,7 +83,7 @@ class JsonLine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlSet(FileSet):
-    """Files of records. Each record is a document; only its text field or conversation (`what`) is read."""
+    """Files of records, each a document; only its text field or conversation (`what`) is read."""
 
     what: str  # name of a field, or a format of conversations
 
@@ -95,8 +96,9 @@ class JsonlSet(FileSet):
         return Survey(super().survey(progress).digest + self.what, sum(1 for _ in self.lines()))
 
     def lines(self) -> Iterator[JsonLine]:
-        """Yield the lines that are not blank. If arrays or objects span several lines, yield elements instead."""
+        """Yield the lines that are not blank, or elements if arrays or objects span several lines."""
         for name, path in self.files:
+            # Compressed files cannot be seeked, so each file is opened twice.
             with open_plain(path) as file:
                 first, second = islice(chain(filter(bytes.strip, _bounded_lines(file)), repeat(b"")), 2)
             with open_plain(path) as file:
@@ -110,12 +112,15 @@ class JsonlSet(FileSet):
                         yield JsonLine(name, path, number, raw, number)
 
     def read_lines(self, documents: int) -> Iterator[tuple[JsonLine, dict | Problem, bool]]:
-        """Yield each line, its object or a problem, and whether it is held out (5 % of the lines, at least one)."""
+        """Yield each line, its object or a problem, and whether it is held out.
+
+        5 % of the lines are held out, at least one.
+        """
         limit = self.held_out_up_to(documents, whole_documents=True)
         return ((line, line.read(), name_hash(line.key) <= limit) for line in self.lines())
 
     def held_out_up_to(self, documents: int, whole_documents: bool = False) -> int:
-        """Return the hash limit: a line is held out if its key's hash is at most this limit (see `held_out_hash`)."""
+        """Return the largest hash of a held-out line's key (see `held_out_hash`)."""
         return held_out_hash((line.key for line in self.lines()), documents, whole_documents)
 
 
@@ -140,7 +145,8 @@ class JsonlSource(JsonlSet, TextSource):
 
 
 def _bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield each line. Of a long line, which may be the full file, only the beginning, a NUL and the end."""
+    """Yield each line; of a long line only its beginning, a NUL and its end."""
+    # A file without line ends is one line, which may be larger than memory.
     while line := file.readline(PART_BYTES):
         end = line
         while not end.endswith(b"\n") and (more := file.readline(PART_BYTES)):
@@ -149,6 +155,7 @@ def _bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _text_of(line: JsonLine, field: str) -> str | Problem:
+    """Return the text in a field of a line's object, or a problem with it."""
     row = line.read()
     if isinstance(row, Problem):
         return row
@@ -181,23 +188,21 @@ class JsonlChats(JsonlSet, ChatSource):
 
 
 def open_jsonl(run: Run, argument: str) -> Source:
-    """Open records as documents: texts in the field `run.text_field` of JSON objects, or conversations.
-
-    A record is a line that is not blank, or an element of an array. If the first record has the field, all records are
-    texts; otherwise they may be conversations.
+    """Open records as documents: texts in the field `run.text_field`, or conversations.
 
     From 20 documents on, 5 % of the documents are held out, by the hash of file and number. With fewer than 20 texts,
     the last 5 % of each text is held out. With fewer than 20 conversations, one conversation is held out. Raises
     UserError "empty-data" if no file matches.
     """
-    named = {"name": f"jsonl:{argument}", "files": matching_files("jsonl", argument)}
-    source = JsonlSource(**named, what=run.text_field)
+    name, files = f"jsonl:{argument}", matching_files("jsonl", argument)
+    source = JsonlSource(name=name, files=files, what=run.text_field)
+    # The first readable record decides for all: texts if it has the field, else conversations.
     rows = (row for row in map(JsonLine.read, source.lines()) if isinstance(row, dict))
     first = next(rows, {})
-    if problem := refused_record(first, run.text_field, named["name"]):
+    if problem := refused_record(first, run.text_field, name):
         raise UserError(problem)
     form = form_of(first, run.text_field)
-    return JsonlChats(**named, what=form.title, form=form) if form else source
+    return JsonlChats(name=name, files=files, what=form.title, form=form) if form else source
 
 
 class JsonElement(NamedTuple):
@@ -209,9 +214,10 @@ class JsonElement(NamedTuple):
 
 
 def is_spread(line: bytes, following: bytes = b"") -> bool:
-    """Return whether a file with these first lines is one array, or has values that span or share lines."""
+    """Return whether a file with these first lines is one array, or its values span or share lines."""
     text = line.decode("utf-8-sig", "replace").strip()
     if text.startswith("["):
+        # Lines that are lists of messages: each of them starts with a bracket.
         return not (text.endswith("]") and line.endswith(b"\n") and following.lstrip().startswith(b"["))
     try:
         json.loads(text)
@@ -219,60 +225,64 @@ def is_spread(line: bytes, following: bytes = b"") -> bool:
         if error.pos >= len(text):
             return line.endswith(b"\n") and text.startswith("{")  # continues on the next line
         return error.msg == "Extra data" and text[error.pos] in "{,"
-    except (RecursionError, ValueError):
+    except (RecursionError, ValueError):  # the reader of records reports the reason
         pass
     return False
 
 
 def elements(file: IO[bytes]) -> Iterator[JsonElement]:
-    """Yield the elements of an array, or consecutive values with or without commas; an unreadable part comes last.
+    """Yield the elements of an array, or consecutive values with or without commas.
 
-    Memory contains only a window of the file, with at least one full element. Bytes that are not UTF-8 are kept.
+    An unreadable part comes last, as it is. Bytes that are not UTF-8 are kept.
     """
-    text = _Window(file)
-    array = text.next() == "["
+    window = _Window(file)
+    array = window.next() == "["
     if array:
-        text.at += 1
+        window.at += 1
     separated = True  # an element may start here
-    while character := text.next():
+    while character := window.next():
         if array and character == "]":
-            text.at += 1
-            if text.next():
-                yield text.rest()
+            window.at += 1
+            if window.next():  # more text after the array
+                yield window.rest()
             return
         if character == "," and not separated:
-            text.at, separated = text.at + 1, True
+            window.at, separated = window.at + 1, True
             continue
-        if (array and not separated) or (element := text.element()) is None:
-            yield text.rest()
+        if (array and not separated) or (element := window.element()) is None:
+            yield window.rest()
             return
         yield element
         separated = False
-    if array:
-        yield text.rest()
+    if array:  # the array is not closed
+        yield window.rest()
 
 
 # An array may be larger than memory, and a parser needs all of an element. The window holds the text from the current
 # element on. If the parser fails there, more is read until it succeeds or the file ends. Each read is at least as long
 # as the unparsed text, so an element of n bytes is parsed log n times.
 class _Window:
-    """The part of a file that is in memory."""
+    """The part of a file that is in memory, and a position in it."""
 
     def __init__(self, file: IO[bytes]):
         self._file, self._decoder = file, json.JSONDecoder()
-        self._text, self.at, self._line, self._line_start = "", 0, 1, 0
-        self._tail, self._ended = file.read(len(MARK)).removeprefix(MARK), False
-        self._more()
+        self._text = ""
+        self.at = 0  # the current position in `_text`
+        self._line = 1  # its line
+        self._line_start = 0  # where its line begins in `_text`; negative if before it
+        self._tail = file.read(len(MARK)).removeprefix(MARK)  # read, but not decoded: may end within a character
+        self._ended = False  # whether the file is read to its end
+        self._read_more()
 
     def next(self) -> str:
         """Return the next character that is not white space; "" at the end."""
         while True:
             space = _SPACE.match(self._text, self.at)
-            assert space
-            self._count(space.end())
+            assert space  # it matches the empty text, too
+            self._advance(space.end())
             if self.at < len(self._text) or self._ended:
                 return self._text[self.at : self.at + 1]
-            self._more()
+            self._read_more()
 
     def element(self) -> JsonElement | None:
         """Return the value at the current position; None if it is incomplete or invalid."""
@@ -283,27 +293,31 @@ class _Window:
             except json.JSONDecodeError:
                 if self._ended:
                     return None
-                self._more()
+                self._read_more()
             except (RecursionError, ValueError):  # the reader of records reports the reason
                 return None
-        return self._taken(end)
+        return self._element_until(end)
 
     def rest(self) -> JsonElement:
-        return self._taken(min(len(self._text), self.at + CHUNK_CHARACTERS))
+        """Return the remaining text, or its beginning if it is long, as an element."""
+        return self._element_until(min(len(self._text), self.at + CHUNK_CHARACTERS))
 
-    def _taken(self, end: int) -> JsonElement:
-        place = self._line, self.at - self._line_start + 1
+    def _element_until(self, end: int) -> JsonElement:
+        """Return the text from the current position to `end`, and move there."""
+        line, column = self._line, self.at - self._line_start + 1
         raw = self._text[self.at : end].encode("utf-8", "surrogateescape")
-        self._count(end)
-        return JsonElement(raw, *place)
+        self._advance(end)
+        return JsonElement(raw, line, column)
 
-    def _count(self, end: int) -> None:
+    def _advance(self, end: int) -> None:
+        """Move to the position `end`, and count the lines before it."""
         if lines := self._text.count("\n", self.at, end):
-            self._line, self._line_start = self._line + lines, self._text.rindex("\n", self.at, end) + 1
+            self._line += lines
+            self._line_start = self._text.rindex("\n", self.at, end) + 1
         self.at = end
 
-    def _more(self) -> None:
-        """Read more text: at least as much as is still unparsed."""
+    def _read_more(self) -> None:
+        """Drop the text before the position, and read at least as much as is still unparsed."""
         unparsed = self._text[self.at :]
         read = self._tail + self._file.read(max(CHUNK_CHARACTERS, len(unparsed)))
         self._ended = len(read) == len(self._tail)
@@ -317,8 +331,8 @@ def _character_end(read: bytes) -> int:
     """Return the start of the last character if it may be incomplete; otherwise the length."""
     for back in range(1, min(4, len(read)) + 1):
         byte = read[-back]
-        if byte >= 0xC0:
+        if byte >= 0xC0:  # the first byte of a character of several bytes
             return len(read) - back
-        if byte < 0x80:
+        if byte < 0x80:  # a character of one byte
             break
     return len(read)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy as np
 
@@ -36,6 +36,15 @@ SHOWN = 10  # limit of class names in a message
 MULTIPLE = 8  # batch widths are multiples of this, for fast kernels
 
 
+class _Meta(TypedDict):
+    """Facts in meta.json."""
+
+    rows: dict[str, int]  # by split
+    classes: list[str]  # by their number in the files
+    cut: int  # texts that were truncated
+    types: bool  # whether texts are pairs
+
+
 @dataclass(frozen=True, kw_only=True)
 class LabelledText(Dataset):
     """Row i is a text, padded at the end, with its labels. The loss ignores labels of -100."""
@@ -47,14 +56,18 @@ class LabelledText(Dataset):
     seq_len: int
     target_len: int  # tokens of a target text
     pad_id: int
-    order: np.ndarray | None  # int64: class of each number in the files; None: the numbers are token ids
+    order: np.ndarray | None  # int64: id of each class by its number in the files; None: the numbers are token ids
     pairs: bool
 
     def __len__(self) -> int:
         return len(self.files["starts"].array()) - 1
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """Return "inputs", "attention_mask", "token_type_ids" (pairs only) and "labels"; `keys` are unused."""
+        """Return "inputs", "attention_mask", "token_type_ids" (pairs only) and "labels".
+
+        All are int64 (batch, seq_len), but labels are (batch,) for classes and (batch, target_len) for target texts.
+        `keys` are unused.
+        """
         import torch
 
         shape = (len(indices), self.seq_len)
@@ -63,13 +76,13 @@ class LabelledText(Dataset):
             arrays["token_type_ids"] = np.zeros(shape, dtype=np.int64)
         width = {"classify": 1, "tag": self.seq_len}.get(self.task, self.target_len)
         labels = np.full((len(indices), width), IGNORE_INDEX)
-        for place, row in enumerate(np.asarray(indices)):
+        for sample, row in enumerate(np.asarray(indices)):
             ids, row_labels = self._part("ids", row), self._labels(row)
-            arrays["inputs"][place, : len(ids)] = ids
-            arrays["attention_mask"][place, : len(ids)] = 1
+            arrays["inputs"][sample, : len(ids)] = ids
+            arrays["attention_mask"][sample, : len(ids)] = 1
             if self.pairs:
-                arrays["token_type_ids"][place, : len(ids)] = self._part("types", row)
-            labels[place, : len(row_labels)] = row_labels
+                arrays["token_type_ids"][sample, : len(ids)] = self._part("types", row)
+            labels[sample, : len(row_labels)] = row_labels
         arrays["labels"] = labels[:, 0] if self.task == "classify" else labels
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
@@ -87,27 +100,30 @@ class LabelledText(Dataset):
         return {key: v[:, : widths[key]].contiguous() if key in widths else v for key, v in batch.items()}
 
     def _part(self, name: str, row: int) -> np.ndarray:
+        """Return a row's numbers of a part, int64."""
         start, stop = self.files["label_starts" if name == "labels" else "starts"].array()[row : row + 2]
         return self.files[name].array()[start:stop].astype(np.int64)
 
     def _labels(self, row: int) -> np.ndarray:
+        """Return a row's labels, int64: ids of classes or of tokens, and -100 where there is none."""
         numbers = self._part("labels", row)
         return numbers if self.order is None else np.where(numbers < 0, numbers, self.order[np.maximum(numbers, 0)])
 
 
 # Texts of a batch are padded to the longest text, not to seq_len, since attention over padding takes time.
 def _width(real: torch.Tensor) -> int:
+    """Return the width of a batch, a multiple of 8. `real`: bool (batch, length), False for padding."""
     columns = real.any(dim=0).nonzero()
     last = int(columns[-1]) + 1 if len(columns) else 1
     return min(-(-last // MULTIPLE) * MULTIPLE, real.shape[1])
 
 
 def open_labelled(name: str, run: Run, task: Task, seq_len: int, known: Sequence[str], progress: Reporter) -> Data:
-    """Open labelled text as samples of at most `seq_len` tokens, and target texts of at most `run.target_len`.
+    """Open labelled text as samples of at most `seq_len` tokens.
 
-    `known`: the classes of an existing model. If they include all classes of the data, their order is kept.
-
-    Raises UserError for bad rows (up to 20), and for too few or too many classes.
+    Target texts have at most `run.target_len` tokens. `known`: the classes of an existing model. If they include all
+    classes of the data, their order is kept. Raises UserError for bad rows (up to 20), and for too few or too many
+    classes.
     """
     source, tokenizer = open_rows(name), open_tokenizer(run.tokenizer)
     fields = fields_of(run, task, source)
@@ -120,25 +136,31 @@ def open_labelled(name: str, run: Run, task: Task, seq_len: int, known: Sequence
     if task != "seq2seq-lm":
         classes = _class_order(name, meta["classes"], known)
         order = np.array([classes.index(name_of_class) for name_of_class in meta["classes"]], dtype=np.int64)
-    shape: dict[str, Any] = {
-        "task": task,
-        "seq_len": seq_len,
-        "target_len": encoder.target_length,
-        "pad_id": encoder.pad_id,
-    }
-    datasets = [LabelledText(**shape, files=files[split], order=order, pairs=meta["types"]) for split in SPLITS]
+    train, valid = (
+        LabelledText(
+            files=files[split],
+            task=task,
+            seq_len=seq_len,
+            target_len=encoder.target_length,
+            pad_id=encoder.pad_id,
+            order=order,
+            pairs=meta["types"],
+        )
+        for split in SPLITS
+    )
     return Data(
         name=name,
-        train=datasets[0],
-        valid=datasets[1],
+        train=train,
+        valid=valid,
         inputs=_inputs(task, encoder, classes, meta["types"]),
         decode=text_decoder(tokenizer),
         end_id=tokenizer.eod_id,
-        notes=tuple(_notes(name, meta, task, classes)),
+        notes=tuple(_notes(name, meta, classes)),
     )
 
 
 def _inputs(task: Task, encoder: LabelledEncoder, classes: Sequence[str], pairs: bool) -> Inputs:
+    """Return the inputs of a model for these data."""
     size, length = encoder.tokenizer.vocab_size, encoder.length
     if task == "seq2seq-lm":
         tensors = (
@@ -147,8 +169,14 @@ def _inputs(task: Task, encoder: LabelledEncoder, classes: Sequence[str], pairs:
             NamedInput(name="labels", shape=(encoder.target_length,), ids=size),
         )
         return NamedInputs(tensors=tensors, vocab_size=size, seq_len=length, padded=True)
-    facts: dict[str, Any] = {"classes": tuple(classes), "pad_id": encoder.pad_id, "tags": task == "tag", "pairs": pairs}
-    return LabelledTextInputs(vocab_size=size, seq_len=length, **facts)
+    return LabelledTextInputs(
+        vocab_size=size,
+        seq_len=length,
+        classes=tuple(classes),
+        pad_id=encoder.pad_id,
+        tags=task == "tag",
+        pairs=pairs,
+    )
 
 
 def text_decoder(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
@@ -187,7 +215,8 @@ def refuse_unknown_classes(name: str, inputs: Inputs, known: Sequence[str]) -> N
     raise UserError(Problem(kind="classes", message=message, hint=hint, where="--data"))
 
 
-def _notes(name: str, meta: dict[str, Any], task: Task, classes: Sequence[str]) -> Iterator[str]:
+def _notes(name: str, meta: _Meta, classes: Sequence[str]) -> Iterator[str]:
+    """Yield what the user should know of the rows and classes."""
     rows = meta["rows"]
     what = f", {counted(len(classes), 'class')}: {', '.join(classes[:SHOWN])}" if classes else ""
     yield f"{name}: {rows['train']:,} training rows and {rows['valid']:,} validation rows{what}"
@@ -197,11 +226,13 @@ def _notes(name: str, meta: dict[str, Any], task: Task, classes: Sequence[str]) 
 
 def _open_files(
     source: RowSource, fields: LabelledFields, encoder: LabelledEncoder, progress: Reporter
-) -> tuple[dict[str, Any], dict[str, dict[str, TokenFile]]]:
+) -> tuple[_Meta, dict[str, dict[str, TokenFile]]]:
+    """Return the facts and the files (by split and part) of a source, which are written if not cached."""
 
     def write(staging: Path, documents: int) -> None:
         writers = {split: SplitWriter(staging, split, PARTS, ("starts", "label_starts")) for split in SPLITS}
-        rows, cut, pairs, classes = dict.fromkeys(SPLITS, 0), 0, False, ClassNames()
+        meta: _Meta = {"rows": dict.fromkeys(SPLITS, 0), "classes": [], "cut": 0, "types": False}
+        classes = ClassNames()
         with progress.task(f"{source.name}: tokenizing", documents, "rows") as task:
             for row, sample in _encoded(source, fields, encoder, classes, documents):
                 split = "valid" if row.held_out else "train"
@@ -209,13 +240,14 @@ def _open_files(
                     writers[split].put(part, values)
                 writers[split].end("starts", len(sample.ids))
                 writers[split].end("label_starts", len(sample.labels))
-                rows[split] += 1
-                cut, pairs = cut + sample.cut, pairs or bool(sample.types.any())
+                meta["rows"][split] += 1
+                meta["cut"] += sample.cut
+                meta["types"] |= bool(sample.types.any())
                 task.advance()
         for writer in writers.values():
             writer.close()
-        facts = {"rows": rows, "classes": list(classes.numbers), "cut": cut, "types": pairs}
-        write_meta(staging, {"format": FORMAT, "source": source.name, **facts})
+        meta["classes"] = list(classes.numbers)
+        write_meta(staging, {"format": FORMAT, "source": source.name, **meta})
 
     settings = (encoder.task, str(encoder.length), str(encoder.target_length), *map(str, vars(fields).values()))
     identity = (encoder.tokenizer.identity, FORMAT, *settings)
@@ -225,10 +257,10 @@ def _open_files(
 def _encoded(
     source: RowSource, fields: LabelledFields, encoder: LabelledEncoder, classes: ClassNames, documents: int
 ) -> Iterator[tuple[LabelledRow, EncodedLabelled]]:
-    """Yield all rows with their samples. Raises UserError with all problems at the end, or after 20."""
+    """Yield all rows with their samples. Raises UserError with up to 20 problems at the end."""
     problems: list[Problem] = []
-    names, rows_left = source.class_names(fields.label), source.rows(documents)
-    while len(problems) < NAMED and (block := list(islice(rows_left, AT_ONCE))):
+    names, remaining = source.class_names(fields.label), source.rows(documents)
+    while len(problems) < NAMED and (block := list(islice(remaining, AT_ONCE))):
         rows, read = [], []
         for row in block:
             if isinstance(row, Problem):
@@ -246,10 +278,11 @@ def _encoded(
         raise UserError(*problems[:NAMED])
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, TokenFile]]] | None:
+def _read(folder: Path) -> tuple[_Meta, dict[str, dict[str, TokenFile]]] | None:
     """Return the content of a complete folder; None if it is missing or incomplete."""
     if (meta := read_meta(folder)) is None:
         return None
-    return meta, {
+    files = {
         split: {part: TokenFile(folder / f"{split}.{part}", dtype) for part, dtype in PARTS.items()} for split in SPLITS
     }
+    return cast(_Meta, meta), files

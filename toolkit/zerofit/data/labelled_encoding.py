@@ -1,10 +1,10 @@
-"""Converts labelled text to ids: texts with a class, words with tags, or texts with a target text."""
+"""Labelled text as ids: texts with a class, words with tags, or texts with a target text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from zerofit.data.labelled_rows import LabelledFields, value_of
 from zerofit.data.tokenizer import Tokenizer
 from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.model_facts import IGNORE_INDEX, Task
+
+if TYPE_CHECKING:
+    from transformers import BatchEncoding
 
 BYTES_PAD = 258  # padding id of the tokenizer `bytes`
 
@@ -46,23 +49,27 @@ class ClassNames:
 
 
 def read_row(values: Record, fields: LabelledFields, task: Task, names: Sequence[str]) -> Labelled | str:
-    """Return a row's content, or an error text. `names`: the data's names for class numbers; () if there are none."""
+    """Return a row's content, or an error text. `names`: the data's names for class numbers, if any."""
     text, label = value_of(values, fields.text), value_of(values, fields.label)
-    pair = value_of(values, fields.pair) if fields.pair else None
     if task == "tag":
         return _read_words(text, label, fields, names)
-    for field, value in ((fields.text, text), *(((fields.pair, pair),) if fields.pair else ())):
-        if not isinstance(value, str):
-            return f"{field!r} is {type(value).__name__}, not a string"
+    if not isinstance(text, str):
+        return f"{fields.text!r} is {type(text).__name__}, not a string"
+    pair = None
+    if fields.pair:
+        pair = value_of(values, fields.pair)
+        if not isinstance(pair, str):
+            return f"{fields.pair!r} is {type(pair).__name__}, not a string"
     if task == "seq2seq-lm":
         return Labelled(text, None, label) if isinstance(label, str) else _wrong(fields.label, label, "a string")
-    name = _class_name(label, names)
-    return (
-        Labelled(text, pair, name) if name is not None else _wrong(fields.label, label, "a class: a word or a number")
-    )
+    class_name = _class_name(label, names)
+    if class_name is None:
+        return _wrong(fields.label, label, "a class: a word or a number")
+    return Labelled(text, pair, class_name)
 
 
 def _read_words(words: object, tags: object, fields: LabelledFields, names: Sequence[str]) -> Labelled | str:
+    """Return the content of a row of words with tags, or an error text."""
     if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
         return _wrong(fields.text, words, "a list of words")
     if not isinstance(tags, list) or len(tags) != len(words):
@@ -75,6 +82,7 @@ def _read_words(words: object, tags: object, fields: LabelledFields, names: Sequ
 
 
 def _class_name(value: object, names: Sequence[str]) -> str | None:
+    """Return the class of a label, by `names` if it is a number; None if it is no class."""
     if isinstance(value, str):
         return value.strip() or None
     if isinstance(value, bool) or (isinstance(value, int) and not names and value >= 0):
@@ -122,23 +130,26 @@ class LabelledEncoder:
     # As in BERT (Devlin et al., 2019, section 5.3): further tokens of a word have no label.
     def _tagged(self, text: _Text, row: Labelled, classes: ClassNames) -> EncodedLabelled:
         labels, before = np.full(len(text.ids), IGNORE_INDEX), None
-        for place, word in enumerate(text.words):
+        for token, word in enumerate(text.words):
             if word is not None and word != before:
-                labels[place] = classes.number(row.label[word])
+                labels[token] = classes.number(row.label[word])
             before = word
         return EncodedLabelled(text.ids, text.types, labels, text.cut)
 
     def _bytes(self, rows: Sequence[Labelled]) -> list[_Text]:
         """Put an end-of-document id before, between and after the parts; words start with a space."""
-        end, encoded_texts, spaced = self.tokenizer.eod_id, [], self.task == "tag"
+        end, encoded_texts, is_words = self.tokenizer.eod_id, [], self.task == "tag"
         lead = [] if self.task == "seq2seq-lm" else [end]
-        longest = self.length - 1  # the last place is for the end id
+        longest = self.length - 1  # the last token is the end id
         for row in rows:
-            parts = row.text if isinstance(row.text, list) else [row.text, *([] if row.pair is None else [row.pair])]
+            if isinstance(row.text, list):
+                parts = [f" {word}" for word in row.text]
+            else:
+                parts = [row.text] if row.pair is None else [row.text, row.pair]
             ids: list[int] = list(lead)
             words: list[int | None] = [None] * len(lead)
-            for number, part in enumerate(self.tokenizer.encode_all([f" {p}" if spaced else p for p in parts])):
-                between = [end] if number and not spaced else []
+            for number, part in enumerate(self.tokenizer.encode_all(parts)):
+                between = [end] if number and not is_words else []
                 ids += [*between, *part.tolist()]
                 words += [*([None] * len(between)), *([number] * len(part))]
             text_ids, words_of_ids = [*ids[:longest], end], [*words[:longest], None]
@@ -147,14 +158,13 @@ class LabelledEncoder:
         return encoded_texts
 
     def _loaded(self, rows: Sequence[Labelled]) -> list[_Text]:
-        texts = [row.text for row in rows]
-        pairs = [row.pair for row in rows] if rows[0].pair is not None else None
-        options = {"is_split_into_words": True} if self.task == "tag" else {}
-        encoded = self._called(texts, pairs, **options)
+        """Encode the texts with the transformers tokenizer and its special tokens."""
+        encoded = self._called(rows)
         encoded_texts = []
-        for place, ids in enumerate(encoded["input_ids"]):
-            encoding = encoded.encodings[place] if encoded.encodings else None
-            types = encoded["token_type_ids"][place] if "token_type_ids" in encoded else [0] * len(ids)
+        for number, ids in enumerate(encoded["input_ids"]):
+            encoding = encoded.encodings[number] if encoded.encodings else None
+            types = encoded["token_type_ids"][number] if "token_type_ids" in encoded else [0] * len(ids)
+            # Without the Rust library, nothing tells a cut text from one that fits exactly.
             cut = bool(encoding.overflowing) if encoding else len(ids) == self.length
             words = encoding.word_ids if self.task == "tag" and encoding else []
             if not len(ids):  # an empty text, with a tokenizer that adds nothing
@@ -162,14 +172,18 @@ class LabelledEncoder:
             encoded_texts.append(_Text(np.array(ids), np.array(types), words, cut))
         return encoded_texts
 
-    def _called(self, texts: object, pairs: object, **options: object) -> Any:
+    def _called(self, rows: Sequence[Labelled]) -> BatchEncoding:
+        """Return the transformers tokenizer's result for these rows. Raises UserError."""
         loaded = self.tokenizer.loaded
+        texts = [row.text for row in rows]
+        pairs = [row.pair for row in rows] if rows[0].pair is not None else None
+        options = {"is_split_into_words": True} if self.task == "tag" else {}
         if options and not loaded.is_fast:
             message = f"--tokenizer {self.tokenizer.name} cannot map tokens to words"
             hint = "use a tokenizer with a tokenizer.json for --task tag"
             raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
+        options |= {"truncation": True, "max_length": self.length, "return_attention_mask": False}
         try:
-            options |= {"truncation": True, "max_length": self.length, "return_attention_mask": False}
             return loaded(texts, pairs, verbose=False, **options)
         except (AssertionError, ValueError, TypeError) as error:
             message = f"--tokenizer {self.tokenizer.name} rejects this text: {reason_of(error)}"
@@ -186,7 +200,7 @@ class LabelledEncoder:
         targets = []
         for row in rows:
             ids = list(row)
-            ids = ids[:-1] if ids and ids[-1] == end else ids
+            ids = ids[:-1] if ids and ids[-1] == end else ids  # some tokenizers end a target themselves
             target = [*ids[: self.target_length - 1], end]
             targets.append((np.array(target), len(ids) >= self.target_length))
         return targets

@@ -6,11 +6,11 @@ import csv
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zerofit.data.chat_records import Record
 from zerofit.data.hashing import name_hash
-from zerofit.data.hf import HfSet, named_splits
+from zerofit.data.hf import HfSet, train_and_valid
 from zerofit.data.jsonl import JsonlSet
 from zerofit.data.plain_files import open_cells
 from zerofit.data.text_sources import FileSet, Source, Survey, held_out_hash, matching_files, not_utf8_hint
@@ -20,13 +20,13 @@ from zerofit.spec.model_facts import Task
 from zerofit.spec.run import Run
 
 KINDS = ("jsonl", "hf", "csv")
-# by task: default fields of the text, of a second text, and of the label
-USUAL: dict[str, tuple[str, str, str]] = {
+# By task: default fields of the text, of a second text, and of the label.
+DEFAULT_FIELDS: dict[str, tuple[str, str, str]] = {
     "classify": ("text", "text_pair", "label"),
     "tag": ("tokens", "", "tags"),
     "seq2seq-lm": ("source", "", "target"),
 }
-_UNNAMED = Run.model_fields["text_field"].default
+_DEFAULT_TEXT_FIELD = Run.model_fields["text_field"].default
 
 
 class LabelledRow(NamedTuple):
@@ -45,7 +45,7 @@ class RowSource(Source):
         """Yield the rows, or problems with them."""
 
     def class_names(self, field: str) -> tuple[str, ...]:
-        """Return the data's own names for the class numbers in `field`; () if the data have no names."""
+        """Return the data's own names for the class numbers in `field`; () without such names."""
         return ()
 
 
@@ -77,8 +77,11 @@ class CsvRows(FileSet, RowSource):
             else:
                 yield LabelledRow(row, where, name_hash(key) <= limit)
 
-    def _lines(self) -> Iterator[tuple[str, str, dict[Any, Any]]]:
-        """Yield each line's name, place and cells. Raises UserError for invalid UTF-8 or CSV."""
+    def _lines(self) -> Iterator[tuple[str, str, dict[str, str]]]:
+        """Yield each line's name, place and cells. Raises UserError for invalid UTF-8 or CSV.
+
+        The key None has cells without a column, and the value None is a missing cell, as in csv.DictReader.
+        """
         for name, path in self.files:
             try:
                 file, delimiter = open_cells(path)
@@ -110,7 +113,8 @@ def open_rows(name: str) -> RowSource:
     """Open jsonl:GLOB, csv:GLOB or hf:NAME as rows. Raises UserError."""
     word, _, argument = name.partition(":")
     if word == "hf":
-        return HfRows(**named_splits(argument), what="rows")
+        train, valid = train_and_valid(argument)
+        return HfRows(name=name, train=train, valid=valid, what="rows")
     files = matching_files(word, argument)
     return CsvRows(name=name, files=files) if word == "csv" else JsonlRows(name=name, files=files, what="rows")
 
@@ -129,29 +133,31 @@ def fields_of(run: Run, task: Task, source: RowSource) -> LabelledFields:
 
     Raises UserError with all fields that the first row lacks.
     """
-    text, pair, label = USUAL[task]
+    text, pair, label = DEFAULT_FIELDS[task]
     first = next((row for row in source.rows(1) if isinstance(row, LabelledRow)), None)
     values = first.values if first else {}
-    named = run.text_field if run.text_field != _UNNAMED or value_of(values, text) is None else text
-    wanted_fields = {"text_field": named, "label_field": run.label_field or label}
+    # The run's own default is for plain text, so the task's default replaces it if the data have it.
+    is_default = run.text_field == _DEFAULT_TEXT_FIELD
+    text_field = text if is_default and value_of(values, text) is not None else run.text_field
+    wanted_fields = {"text_field": text_field, "label_field": run.label_field or label}
     if run.pair_field:
         wanted_fields["pair_field"] = run.pair_field
     problems = []
     for field, wanted in wanted_fields.items() if first else ():
         if value_of(values, wanted) is None:
             flag = "--" + field.replace("_", "-")
-            wanted = text if field == "text_field" and wanted == _UNNAMED else wanted
+            wanted = text if field == "text_field" and is_default else wanted
             message = f"--data {source.name} has no field {wanted!r}; it has {', '.join(map(str, values)) or 'none'}"
             hint = f"set {flag} ({nearest(wanted, list(map(str, values)))})"
             problems.append(Problem(kind="text-field", message=message, hint=hint, where=flag))
     if problems:
         raise UserError(*problems)
     pair_field = run.pair_field or (pair if pair and value_of(values, pair) is not None else None)
-    return LabelledFields(text=named, pair=pair_field, label=wanted_fields["label_field"])
+    return LabelledFields(text=text_field, pair=pair_field, label=wanted_fields["label_field"])
 
 
-def value_of(row: Record, field: str) -> Any:
-    """Return the value of a row's field, or of a field inside an object; None if the field is missing."""
+def value_of(row: Record, field: str) -> object:
+    """Return the value of a row's field or of a field inside an object; None if it is missing."""
     if field in row:
         return row[field]
     outer, dot, inner = field.partition(".")

@@ -1,4 +1,4 @@
-"""Opens plain files, which may be compressed or have a byte order mark, and refuses other programs' formats."""
+"""Plain files, which may be compressed or have a byte order mark; other programs' formats are refused."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Protocol
 
 from zerofit.spec.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 SKIPPED_BYTES = 1 << 20  # bytes to skip at a time
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 LARGEST_CELL = 1 << 24  # characters; Python's limit of 131,072 is less than a long text
 MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
-# Files named .txt or .jsonl can have any format, so the content decides.
-# first bytes of a file, its type, and how to read or convert it
+# Files named .txt or .jsonl can have any format, so the content decides: the first bytes of a file, its type, and how
+# to read or convert it.
 _OTHERS: tuple[tuple[bytes, str, str], ...] = (
     (b"PAR1", "a Parquet file", "--data hf:{path} reads it"),
     (b"ARROW1", "an Arrow file", "--data hf:{path} reads it"),
@@ -36,10 +39,18 @@ _OTHERS: tuple[tuple[bytes, str, str], ...] = (
 _TAR = 257  # position of the magic of a tar archive
 
 
-def open_plain(path: Path) -> IO[bytes]:
-    """Open a file's content, decompressing gzip, bzip2, xz and zstd. Opening and reading raise UserError.
+class _Decompressor(Protocol):
+    """A file opened by one of the decompressing libraries."""
 
-    The content of a compressed file cannot be seeked, only skipped (`skip`).
+    def read(self, size: int, /) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
+def open_plain(path: Path) -> IO[bytes]:
+    """Open a file's content, decompressing gzip, bzip2, xz and zstd.
+
+    The content of a compressed file cannot be seeked, only skipped (`skip`). Opening and reading raise UserError.
     """
     try:
         with path.open("rb") as file:
@@ -52,13 +63,13 @@ def open_plain(path: Path) -> IO[bytes]:
         raise UserError(_unreadable(path, error)) from None
 
 
-def _zstd(path: Path) -> object:
+def _zstd(path: Path) -> _Decompressor:
     import pyarrow
 
     return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
 
 
-_DECOMPRESSED: dict[bytes, Callable[[Path], object]] = {  # by a file's first bytes
+_DECOMPRESSED: dict[bytes, Callable[[Path], _Decompressor]] = {  # by a file's first bytes
     b"\x1f\x8b": gzip.GzipFile,
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\x00": lzma.LZMAFile,
@@ -70,18 +81,19 @@ _DECOMPRESSED: dict[bytes, Callable[[Path], object]] = {  # by a file's first by
 class _Decompressed(io.RawIOBase):
     """The content of a compressed file; errors name the file."""
 
-    def __init__(self, path: Path, content: Any):
+    def __init__(self, path: Path, content: _Decompressor):
         self._path, self._content = path, content
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        view = memoryview(buffer)
         try:
-            read = self._content.read(len(buffer))
+            read = self._content.read(len(view))
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
             raise UserError(_unreadable(self._path, error)) from None
-        buffer[: len(read)] = read
+        view[: len(read)] = read
         return len(read)
 
     def close(self) -> None:
@@ -129,7 +141,7 @@ def skip(file: IO[bytes], count: int) -> None:
 
 
 def refuse_others(files: Iterable[Path], most: int) -> None:
-    """Raise UserError if the content of files is not text. The error names up to `most` files, and how to read them."""
+    """Raise UserError if files are not text, with up to `most` files and how to read them."""
     problems: list[Problem] = []
     for path in files:
         if len(problems) < most and (problem := _other(path)):
@@ -139,6 +151,7 @@ def refuse_others(files: Iterable[Path], most: int) -> None:
 
 
 def _other(path: Path) -> Problem | None:
+    """Return the problem of a file in another program's format; None for text."""
     with open_plain(path) as file:
         head = file.read(_TAR + 5)
     file_type = next(((title, hint) for start, title, hint in _OTHERS if head.startswith(start)), None)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.files import atomic_write, cache_root, write_json
 from zerofit.spec.run import Run
 
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
 FORMAT = "stream-2"  # increase it if the format of the files changes
 BLOCK_TOKENS = 1 << 22
 VALID_WINDOWS = 256
@@ -37,51 +40,63 @@ AT_ONCE = 256  # documents per batch, for the tokenizer's threads
 ENDLESS = 1 << 62  # samples
 
 
+class _Position(TypedDict):
+    """A position in a stream, as in files."""
+
+    rows: dict | None  # the set's state before a read of rows; None: at the beginning
+    tokens: int  # tokens used from that read
+
+
 class _Reader:
     """Reads the tokens of a streamed split. If `endless`, the first row follows the last row."""
 
-    def __init__(self, stream: TokenStream, split: str, place: dict[str, Any], *, endless: bool = True):
+    def __init__(self, stream: TokenStream, split: str, position: _Position, *, endless: bool = True):
         self._stream, self._split, self._endless = stream, split, endless
         self._tokenizer = open_tokenizer(stream.tokenizer)
-        self._set, self._state = self._opened(), place["rows"]
+        self._set, self._state = self._opened(), position["rows"]
         if self._state is not None:
             self._set.load_state_dict(self._state)
         self._texts = self._rows()
-        self._chunk = np.zeros(0, np.uint32)
-        self._at, self._begun = 0, False
-        if place["tokens"]:
+        self._chunk = np.zeros(0, np.uint32)  # the tokens of the last read
+        self._used = 0  # how many of them are used
+        self._begun = False
+        if position["tokens"]:
             self._read()
-            self._at = place["tokens"]
+            self._used = position["tokens"]
 
     @property
-    def place(self) -> dict[str, Any]:
-        """The position as JSON: the set's state before the last read, and the number of tokens used from that read."""
-        return {"rows": self._state, "tokens": self._at}
+    def position(self) -> _Position:
+        """The position of the next token."""
+        return {"rows": self._state, "tokens": self._used}
 
     def take(self, tokens: int) -> np.ndarray:
         """Return the next tokens, uint32 (tokens,); fewer at the end of a split that is not endless."""
-        taken, have = [], 0
-        while have < tokens:
-            if self._at == len(self._chunk) and not self._read():
+        parts, count = [], 0
+        while count < tokens:
+            if self._used == len(self._chunk) and not self._read():
                 break
-            taken.append(self._chunk[self._at : self._at + tokens - have])
-            have += len(taken[-1])
-            self._at += len(taken[-1])
-        return np.concatenate(taken)
+            part = self._chunk[self._used : self._used + tokens - count]
+            parts.append(part)
+            count += len(part)
+            self._used += len(part)
+        return np.concatenate(parts)
 
     def _read(self) -> bool:
+        """Read and tokenize some rows. Return False if there are none."""
         if self._begun:  # at the start the set's state is unknown before reading
             self._state = self._set.state_dict()
-        self._begun, self._at = True, 0
+        self._begun, self._used = True, 0
         end = np.uint32(self._tokenizer.eod_id)
         encoded = self._tokenizer.encode_all(list(islice(self._texts, AT_ONCE)))
         self._chunk = np.concatenate([self._chunk[:0], *(np.append(ids.astype(np.uint32), end) for ids in encoded)])
         return len(encoded) > 0
 
-    def _opened(self) -> Any:
-        return load_splits(self._stream.name, streaming=True)[self._split].select_columns([self._stream.column])
+    def _opened(self) -> IterableDataset:
+        rows = cast("IterableDataset", load_splits(self._stream.name, streaming=True)[self._split])
+        return rows.select_columns([self._stream.column])
 
     def _rows(self) -> Iterator[str]:
+        """Yield the texts of the split's rows. Raises UserError."""
         name, column = self._stream.name, self._stream.column
         for passes in count():  # a resumed stream may be at its end; its first pass then has no rows
             empty = True
@@ -133,9 +148,10 @@ class TokenStream:
 
         Without a `valid_split` they are the first tokens of the training split, and training skips them.
         """
-        path, beginning = self.folder / "valid.bin", {"rows": None, "tokens": 0}
+        path = self.folder / "valid.bin"
+        beginning: _Position = {"rows": None, "tokens": 0}
         with cache_errors(f"hf:{self.name}"), self._alone():
-            if not self._noted(0).is_file():
+            if not self._before(0).is_file():
                 reader = _Reader(self, valid_split or "train", beginning, endless=False)
                 tokens = reader.take(self.valid_tokens)
                 if len(tokens) < self.valid_tokens and valid_split is None:
@@ -143,31 +159,32 @@ class TokenStream:
                     message += "for validation"
                     raise UserError(Problem(kind="data-too-short", message=message, hint="remove --stream"))
                 self._write(path, tokens)
-                self._note(0, beginning if valid_split else reader.place, int(tokens[-1]))
+                self._write_position(0, beginning if valid_split else reader.position, int(tokens[-1]))
         return TokenFile(path, "uint32")
 
     def _make(self, number: int) -> None:
-        """Write this block, and earlier blocks whose position is unknown. Only the newest blocks are kept."""
+        """Write this block, and earlier blocks whose position is unknown; delete the oldest blocks."""
         first = number
-        while not self._noted(first).is_file():
+        while not self._before(first).is_file():
             first -= 1
-        noted = json.loads(self._noted(first).read_text(encoding="utf-8"))
-        reader, last = _Reader(self, "train", noted["place"]), noted["last"]
+        before = json.loads(self._before(first).read_text(encoding="utf-8"))
+        reader, last = _Reader(self, "train", before["place"]), before["last"]
         for block in range(first, number + 1):
             tokens = np.append(np.uint32(last), reader.take(self.block_tokens))
             last = int(tokens[-1])
             self._write(self.folder / f"block-{block}.bin", tokens)
-            self._note(block + 1, reader.place, last)
+            self._write_position(block + 1, reader.position, last)
             (self.folder / f"block-{block - KEPT}.bin").unlink(missing_ok=True)
 
     def _alone(self) -> AbstractContextManager[None]:
         return waiting_lock(self.folder / "lock", f"another process reads hf:{self.name}", Reporter())
 
-    def _noted(self, block: int) -> Path:
+    def _before(self, block: int) -> Path:
         return self.folder / f"before-{block}.json"
 
-    def _note(self, block: int, place: dict[str, Any], last: int) -> None:
-        write_json(self._noted(block), {"place": place, "last": last})
+    def _write_position(self, block: int, position: _Position, last: int) -> None:
+        """Write where the stream is before a block, and the last token of the previous block."""
+        write_json(self._before(block), {"place": position, "last": last})
 
     def _write(self, path: Path, tokens: np.ndarray) -> None:
         with atomic_write(path) as file:
@@ -197,7 +214,7 @@ class StreamedText(Dataset):
         import torch
 
         blocks, windows = np.divmod(np.asarray(indices, dtype=np.int64), self.ordered_in)
-        tokens, columns = self.stream.block_tokens + 1, dict[str, Any]()
+        tokens, columns = self.stream.block_tokens + 1, dict[str, torch.Tensor]()
         for block in np.unique(blocks).tolist():  # most batches need one block
             of_block = np.flatnonzero(blocks == block)
             text = CausalText(file=self.stream.block(block), tokens=tokens, seq_len=self.seq_len, pad_id=self.pad_id)
@@ -213,7 +230,7 @@ class StreamedText(Dataset):
 def open_stream(run: Run, argument: str, tokenizer: Tokenizer, seq_len: int) -> Data:
     """Open the column `run.text_field` of a set as a stream. Raises UserError."""
     splits = load_splits(argument, streaming=True)
-    columns = splits["train"].column_names if "train" in splits else None
+    columns = splits["train"].column_names if "train" in splits else None  # a stream's may be unknown
     if not columns or run.text_field not in columns:
         what = f"no column {run.text_field!r} in split 'train' (columns: {', '.join(columns or []) or 'unknown'})"
         what = what if "train" in splits else f"no split 'train' (splits: {', '.join(splits)})"
@@ -245,6 +262,7 @@ def open_stream(run: Run, argument: str, tokenizer: Tokenizer, seq_len: int) -> 
     )
 
 
+# The text of a set is too long to hash. On the hub, its name has to do.
 def _content(argument: str) -> str:
     """Return the name of a set; for a local folder also its files with sizes and modification times."""
     folder = Path(argument.partition(":")[0]).expanduser()

@@ -23,22 +23,22 @@ class _TextWindows(Dataset):
     pad_id: int
 
     def _gather(self, indices: Integers, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens, int64 (batch, width), and the number of real tokens in each row (batch,).
+        """Return windows of tokens, int64 (batch, width), and the number of real tokens of each, (batch,).
 
-        A row starts at token index * L and is padded at the end.
+        A window starts at token index * L and is padded at the end.
         """
-        row, stride = self.file.array(), self.seq_len
+        tokens, stride = self.file.array(), self.seq_len
         starts = np.asarray(indices, dtype=np.int64) * stride
-        real = np.minimum(len(row) - starts, width)
-        full = (len(row) - width) // stride + 1 if len(row) >= width else 0
-        # A view of all complete windows, so each window is copied as one block.
-        step = row.itemsize
-        complete = np.lib.stride_tricks.as_strided(row, (full, width), (stride * step, step), writeable=False)
+        real = np.minimum(len(tokens) - starts, width)
+        count = (len(tokens) - width) // stride + 1 if len(tokens) >= width else 0
+        # A view of all complete windows, which may overlap by a token, so each window is copied as one block.
+        item = tokens.itemsize
+        complete = np.lib.stride_tricks.as_strided(tokens, (count, width), (stride * item, item), writeable=False)
         windows = np.full((len(starts), width), self.pad_id, dtype=np.int64)
-        is_whole = real == width
-        windows[is_whole] = complete[starts[is_whole] // stride]
-        for place in np.flatnonzero(~is_whole):
-            windows[place, : real[place]] = row[starts[place] :]
+        is_complete = real == width
+        windows[is_complete] = complete[starts[is_complete] // stride]
+        for window in np.flatnonzero(~is_complete):
+            windows[window, : real[window]] = tokens[starts[window] :]
         return windows, real
 
 
@@ -48,7 +48,7 @@ class _TextWindows(Dataset):
 #     window 2    t6 pad pad       labels t7 -100 -100
 @dataclass(frozen=True, kw_only=True)
 class CausalText(_TextWindows):
-    """Window i has the inputs tokens[i*L : (i+1)*L]. Labels are the same tokens, shifted by one.
+    """Windows with the inputs tokens[i*L : (i+1)*L]; labels are the same tokens, shifted by one.
 
     Every token except tokens[0] is a label exactly once. The last window is padded. The padding has labels -100.
     """
@@ -75,7 +75,7 @@ class CausalText(_TextWindows):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedText(_TextWindows):
-    """Window i: tokens[i*L : (i+1)*L], where the sample's key selects exactly 15 % (rounded) as targets."""
+    """Windows tokens[i*L : (i+1)*L]; the sample's key selects exactly 15 % (rounded) as targets."""
 
     mask_id: int
     ordinary_ids: np.ndarray  # int64: possible replacements of a token
@@ -107,15 +107,15 @@ def masked_count(real: np.ndarray) -> np.ndarray:
 def mask_tokens(
     tokens: np.ndarray, real: np.ndarray, keys: Integers, mask_id: int, ordinary: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mask tokens, int64 (batch, seq_len). In each row only the first `real` (batch,) tokens count.
+    """Mask tokens, int64 (batch, seq_len); return (inputs, labels), with labels -100 except for targets.
 
-    In each row the key selects exactly masked_count(real) tokens as targets. 80 % of the targets become `mask_id`, 10 %
-    become one of the `ordinary` ids, and 10 % stay. Returns (inputs, labels), with labels -100 elsewhere.
+    In each row only the first `real` (batch,) tokens count, and the key selects exactly masked_count(real) of them as
+    targets. 80 % of the targets become `mask_id`, 10 % become one of the `ordinary` ids, and 10 % stay.
     """
     width = tokens.shape[1]
     draws = cell_hashes(keys, width, _WHERE)
     draws[np.arange(width) >= real[:, None]] = np.iinfo(np.uint64).max  # padding comes last and is never drawn
-    ranks = draws.argsort(axis=1).argsort(axis=1)
+    ranks = draws.argsort(axis=1).argsort(axis=1)  # the rank of each token among its row's, by hash
     chosen = ranks < masked_count(real)[:, None]
     labels = np.where(chosen, tokens, IGNORE_INDEX)
     draw = cell_hashes(keys, width, _HOW) % np.uint64(10)

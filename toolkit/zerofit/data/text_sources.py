@@ -1,4 +1,11 @@
-"""Sources of text: the user's files, or Python's own library. Each has documents, a hash and a validation part."""
+"""Sources of text: the user's files, or Python's own library.
+
+    Source         documents in a fixed order, a fingerprint and a hash of their content
+    ├─ TextSource  yields the text of its documents in pieces
+    └─ ChatSource  yields conversations
+
+FileSet is a Source of files; `jsonl` and `hf` have others. Each source holds out a part of the text for validation.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +61,7 @@ class Source(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Without reading the files, return a text that changes if a file is added, removed or modified."""
+        """Return a text that changes if a file is added, removed or modified; reads no file."""
 
     @abstractmethod
     def survey(self, progress: Reporter) -> Survey:
@@ -70,7 +77,10 @@ class TextSource(Source):
 
     @abstractmethod
     def pieces(self, documents: int) -> Iterator[TextPiece]:
-        """Yield all text, at most a few MB (or one jsonl line) at a time. Raises UserError with all bad places."""
+        """Yield all text, at most a few MB (or one jsonl line) at a time.
+
+        Raises UserError with up to 20 bad places.
+        """
 
 
 class ChatPiece(NamedTuple):
@@ -92,10 +102,10 @@ class ChatSource(Source):
 
 
 def held_out_hash(names: Iterable[str], documents: int, whole_documents: bool = False) -> int:
-    """Return the hash limit: a document is held out if the hash of its name is at most this limit.
+    """Return the largest hash of the name of a held-out document; 5 % are held out, at least one.
 
-    The limit holds out 5 % of all documents, but at least one. For fewer than 20 documents return -1: the end of each
-    document is held out instead. `whole_documents`: hold out full documents even then.
+    For fewer than 20 documents return -1: the end of each document is held out instead. `whole_documents`: hold out
+    full documents even then.
     """
     if documents < WHOLE_DOCUMENTS_FROM and not whole_documents:
         return -1
@@ -108,7 +118,7 @@ def held_out_hash(names: Iterable[str], documents: int, whole_documents: bool = 
 # With few documents, a full document would be too large a part to hold out. Then the end of each document is held out,
 # since sentences from random places would leak training text into the validation part.
 def split_text(name: str, text: str, limit: int) -> Iterator[TextPiece]:
-    """Yield a document in one piece or, if documents are few, in two: its first 95 % and its last 5 %."""
+    """Yield a document in one piece or, for a negative limit, its first 95 % and its last 5 %."""
     if limit >= 0:
         yield TextPiece(text, name_hash(name) <= limit, True)
         return
@@ -131,7 +141,7 @@ class FileSet(Source):
         return text_digest(*(f"{path}\0{s.st_size}\0{s.st_mtime_ns}" for path, s in facts))
 
     def survey(self, progress: Reporter) -> Survey:
-        """Hash all names (which decide the split) and all bytes, in order; each file is a document."""
+        """Hash all names, which decide the split, and all bytes, in order; each file is a document."""
         state = hashlib.blake2b(digest_size=16)
         with progress.task(f"{self.name}: looking for cached tokens", self.size_bytes(), "bytes") as task:
             for name, path in self.files:
@@ -170,6 +180,7 @@ class FileSource(FileSet, TextSource):
             raise UserError(*problems)
 
     def _file_pieces(self, name: str, path: Path, limit: int) -> Iterator[TextPiece]:
+        """Do what `split_text` does, without reading the file into memory."""
         size = plain_size(path)
         if limit >= 0:
             yield from _segment(path, 0, size, self.errors, held_out=name_hash(name) <= limit)
@@ -180,19 +191,20 @@ class FileSource(FileSet, TextSource):
 
 
 def _cut_at_line(path: Path, wanted: int, size: int) -> int:
-    """Return the byte offset of the next line after `wanted`. If no line follows, return that of the next character."""
+    """Return the byte offset of the next line after `wanted`, or of the next character if no line follows."""
     with open_plain(path) as file:
         skip(file, wanted)
         tail = file.read(CHUNK_BYTES)
     line = tail.find(b"\n") + 1
     if line and wanted + line < size:
         return wanted + line
-    inside = next((i for i, byte in enumerate(tail) if byte & 0xC0 != 0x80), len(tail))
-    return wanted + inside
+    # In UTF-8, the bytes of a character after its first are 10xxxxxx.
+    character = next((i for i, byte in enumerate(tail) if byte & 0xC0 != 0x80), len(tail))
+    return wanted + character
 
 
 def _segment(path: Path, start: int, stop: int, errors: str, *, held_out: bool) -> Iterator[TextPiece]:
-    """Yield bytes start..stop of a file, in pieces that end with a line unless lines are very long."""
+    """Yield bytes start..stop of a file, in pieces that end with a line unless lines are long."""
     decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")(errors)
     with open_plain(path) as file:
         skip(file, start)
@@ -204,7 +216,7 @@ def _segment(path: Path, start: int, stop: int, errors: str, *, held_out: bool) 
 
 
 def _not_utf8(path: Path) -> Problem:
-    """Return a problem for the first byte that is not UTF-8, as file:line:column (columns count bytes, from 1)."""
+    """Return a problem for the first byte that is not UTF-8; columns count bytes, from 1."""
     with open_plain(path) as file:
         for number, line in enumerate(file, 1):
             try:
@@ -227,18 +239,16 @@ def open_pysource(run: Run, argument: str) -> Source:
     Skips installed packages, tests, idlelib and lib2to3. 5 % of the files, by hash of the path, are held out.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = tuple((name, root / name) for name in sorted(_library_files(root)))
+    names: list[str] = []
+    for folder, inner, in_folder in os.walk(root):
+        # Assigned in place, so that os.walk does not enter the others: they may have more files than the library.
+        inner[:] = [name for name in inner if name not in _NOT_LIBRARY]
+        names += [Path(folder, name).relative_to(root).as_posix() for name in in_folder if name.endswith(".py")]
+    files = tuple((name, root / name) for name in sorted(names))
     if not files:
         message = f"--data pysource: no Python source in {root} (a stripped interpreter?)"
         raise UserError(Problem(kind="empty-data", message=message, hint="use --data text:GLOB", where="--data"))
     return FileSource(name="pysource", files=files, errors="replace")
-
-
-def _library_files(root: Path) -> Iterator[str]:
-    """Yield relative paths of Python files. Skip installed packages, which often have more files than the library."""
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in _NOT_LIBRARY]
-        yield from (Path(folder, name).relative_to(root).as_posix() for name in names if name.endswith(".py"))
 
 
 def open_text(run: Run, argument: str) -> Source:
@@ -254,7 +264,7 @@ def open_text(run: Run, argument: str) -> Source:
 def matching_files(kind: str, pattern: str) -> tuple[tuple[str, Path], ...]:
     """Return each file's path relative to the fixed part of `pattern`, and its path.
 
-    Split and cache depend on the relative path, so they survive if the folder is moved.
+    Raises UserError if no file matches, or if files are not text.
     """
     full = str(Path(pattern).expanduser())
     full = glob.escape(full) if Path(full).is_file() else full  # its path may have brackets
@@ -265,6 +275,7 @@ def matching_files(kind: str, pattern: str) -> tuple[tuple[str, Path], ...]:
         hint = f"use a pattern: {kind}:{pattern.rstrip('/')}/*" if folder else "check the path; quote the *"
         raise UserError(Problem(kind="empty-data", message=message, hint=hint, where="--data"))
     refuse_others(paths, NAMED)
+    # Split and cache depend on the relative path, so they survive if the folder is moved.
     root = Path(full).absolute()
     while glob.has_magic(str(root)) or root.is_file():
         root = root.parent

@@ -44,7 +44,7 @@ class SplitWriter:
     """Writes the files of one split, sample by sample. Each file SPLIT.PART has numbers of one type."""
 
     def __init__(self, folder: Path, split: str, dtypes: Mapping[str, str], starts: Sequence[str] = ()):
-        """`dtypes`: the type of each part's numbers.
+        """Open the files. `dtypes`: the type of each part's numbers.
 
         `starts`: the parts that contain offsets: the start of each sample, and after them the end of the last sample.
         """
@@ -98,9 +98,9 @@ class Tokens:
 
 
 def open_tokens(source: TextSource, tokenizer: Tokenizer, progress: Reporter) -> Tokens:
-    """Open the tokens of a source: read existing files, make them now, or wait for the process that makes them.
+    """Return the tokens of a source, which are written if not cached.
 
-    Raises UserError for bad documents, "empty-data", "data-changed" or "cache" (no space, no permission).
+    Raises UserError with up to 20 bad documents, and the errors of `Preparation.open`.
     """
 
     def write(staging: Path, documents: int) -> None:
@@ -113,7 +113,7 @@ def open_tokens(source: TextSource, tokenizer: Tokenizer, progress: Reporter) ->
                 for piece, ids in zip(batch, encoded, strict=True):
                     tokens = np.append(ids.astype(dtype), np.array([tokenizer.eod_id] * piece.ends, dtype=dtype))
                     unigrams[int(piece.held_out)] += np.bincount(tokens, minlength=tokenizer.vocab_size)
-                    writers[piece.held_out].put("ids", tokens)
+                    writers[piece.held_out].put("ids", tokens)  # False is the index of "train"
                 task.advance(sum(len(piece.text.encode()) for piece in batch))
         for writer in writers:
             writer.close()
@@ -125,7 +125,7 @@ def open_tokens(source: TextSource, tokenizer: Tokenizer, progress: Reporter) ->
 
 
 def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Yield batches large enough for the tokenizer's threads, small enough for memory."""
+    """Yield batches that are large enough for the tokenizer's threads and small enough for memory."""
     batch: list[TextPiece] = []
     characters = 0
     for piece in pieces:
@@ -143,7 +143,7 @@ def _read(folder: Path) -> Tokens | None:
     if (meta := read_meta(folder)) is None:
         return None
     train, valid = (np.array(meta["unigrams"][split]) for split in SPLITS)
-    logs = np.log((train + 1) / (train.sum() + len(train)))  # loss of predicting by add-one smoothed frequencies
+    logs = np.log((train + 1) / (train.sum() + len(train)))  # ln p of each token by add-one smoothed frequencies
     files = {split: TokenFile(folder / f"{split}.ids", meta["dtype"]) for split in SPLITS}
     return Tokens(
         **files,
