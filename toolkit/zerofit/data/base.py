@@ -25,7 +25,7 @@ class Dataset(ABC):
 
     decodes = False  # True if making batches is slow enough to need loader processes
     draws = True  # False if samples have no randomness, so `keys` are not needed
-    ordered_in: int | None = None  # shuffle only within blocks of this many samples; None: over all
+    ordered_in: int | None = None  # samples are shuffled only within blocks of this many; None: over all
 
     @abstractmethod
     def __len__(self) -> int:
@@ -33,7 +33,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def batch(self, indices: Integers, keys: Integers) -> dict[str, torch.Tensor]:
-        """Return the samples `indices` as {"inputs", "labels"}, first dimension len(indices).
+        """Return the samples `indices` as {"inputs", "labels"}, of first dimension len(indices).
 
         Images: float32 (batch, channels, size, size) and int64 (batch,); rows of a table: float32 (batch, features).
         Text: both are int64 (batch, seq_len). The loss ignores labels of -100. Packed documents have "position_ids".
@@ -46,7 +46,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def targets(self, indices: Integers) -> int:
-        """Return the number of these samples' labels that count in the loss, without reading or decoding samples."""
+        """Return the number of these samples' labels that count in the loss; decodes no sample."""
 
     def trimmed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the batch without the columns that are padding in every sample."""

@@ -29,7 +29,7 @@ NAMED = 20  # maximum number of files named in an error
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
 # folders created by systems and programs, skipped like folders that start with a dot
 _SYSTEM = frozenset({"__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found"})
-_LARGEST = 65535  # modes of images with 16-bit values
+_LARGEST = 65535  # of pixels with 16 bits
 
 
 def is_own(name: str) -> bool:
@@ -44,22 +44,22 @@ def image_paths(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
             if not is_own(entry.name):
                 continue
             if entry.is_dir():
-                within = Path(entry.path)
-                if not (entry.is_symlink() and folder.resolve().is_relative_to(within.resolve())):  # a loop
-                    yield from image_paths(within)
+                inner = Path(entry.path)
+                if not (entry.is_symlink() and folder.resolve().is_relative_to(inner.resolve())):  # a loop
+                    yield from image_paths(inner)
             elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:
                 yield entry.path, entry.stat()
 
 
 def split_folders(root: Path) -> list[Path]:
-    """Return the training folder and, if it exists, the validation folder. Otherwise, the caller splits the files."""
+    """Return the training folder and, if it exists, the validation folder."""
     if not (root / "train").is_dir():
         return [root]
     return [root / "train", *[root / name for name in VALID_NAMES if (root / name).is_dir()][:1]]
 
 
 def split_by_name(files: Sequence[T], name: Callable[[T], str]) -> tuple[list[T], list[T]]:
-    """Return training and validation files. 10 %, at least one, are held out, chosen by the hash of their names."""
+    """Return training and validation files; 10 %, at least one, are held out by the hash of their names."""
     if not files:
         return [], []
     hashes = np.array([name_hash(name(file)) for file in files], dtype=np.uint64)
@@ -69,11 +69,11 @@ def split_by_name(files: Sequence[T], name: Callable[[T], str]) -> tuple[list[T]
 
 
 def decode_all(text: str, files: Sequence[T], decode: Callable[[T], R], progress: Reporter) -> list[R]:
-    """Return the result of `decode` for each file, in order. Threads help: decoders release the interpreter's lock."""
+    """Return the result of `decode` for each file, in order. `text` is shown with the progress."""
     results = []
     with (
         progress.task(text, len(files), "images") as task,
-        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,  # decoders release the interpreter's lock
         warnings.catch_warnings(action="ignore"),
     ):
         for result in pool.map(decode, files):
@@ -83,7 +83,7 @@ def decode_all(text: str, files: Sequence[T], decode: Callable[[T], R], progress
 
 
 def bad_images(what: str, root: Path, bad: dict[str, str]) -> Problem:
-    """Return a problem that names the first bad files, with reasons; `what`: "cannot decode 2 images in /x"."""
+    """Return a problem that names the first bad files, with reasons, after the words `what`."""
     named = [f"{root / name}: {reason}" for name, reason in sorted(bad.items())[:NAMED]]
     unnamed = f"; and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
     message = f"{what}: {'; '.join(named)}{unnamed}"
@@ -100,17 +100,18 @@ def as_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
     """Return an opened image with 8 bits per color. Of 16 bits only the upper 8 are kept, as in Pillow.
 
     `upright`: rotate by the EXIF tag, as image viewers do. Raises ValueError for pixel values without a known white
-    level; Pillow itself would clip them at 255.
+    level.
     """
     from PIL import Image, ImageOps
 
-    seen = image
+    rotated = image
     if upright:
         with suppress(Exception):  # ignore a broken tag
-            seen = ImageOps.exif_transpose(image)
+            rotated = ImageOps.exif_transpose(image)
     if not image.mode.startswith(("I", "F")):
-        return seen.convert("RGB")
-    values = np.asarray(seen)
+        return rotated.convert("RGB")
+    # Pillow's own conversion would clip the values at 255.
+    values = np.asarray(rotated)
     wide = image.mode == "I" and image.format != "PNG"  # PNG has 16 bits at most
     if image.mode == "F" or wide or (values.size and not 0 <= values.min() <= values.max() <= _LARGEST):
         raise ValueError(f"the largest pixel value of mode {image.mode} is unknown; save the image with 8 or 16 bits")

@@ -22,21 +22,25 @@ from zerofit.spec.run import Run
 
 if TYPE_CHECKING:
     import torch
+    from torchvision.datasets import CIFAR10, MNIST
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Scaling of pixel values to (value - mean) / std per channel. `mean` and `std` are in the stored values' units."""
+    """Scaling of pixel values to (value - mean) / std per channel."""
 
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]  # in the stored values' units
     std: tuple[float, ...]
     largest: float = 255.0  # largest stored value
 
     @classmethod
     def of_units(cls, mean: Sequence[float], std: Sequence[float], largest: float) -> Scaling:
-        """Return the scaling of values up to `largest`. `mean` and `std` are given for values from 0 to 1."""
-        units = {"mean": tuple(largest * value for value in mean), "std": tuple(largest * value for value in std)}
-        return cls(**units, largest=largest)
+        """Return the scaling of values up to `largest`; `mean` and `std` are of values from 0 to 1."""
+        return cls(
+            mean=tuple(largest * value for value in mean),
+            std=tuple(largest * value for value in std),
+            largest=largest,
+        )
 
     def units(self) -> dict[str, tuple[float, ...]]:
         """Return "mean" and "std", converted to values between 0 and 1."""
@@ -44,7 +48,7 @@ class Scaling:
 
     @classmethod
     def symmetric(cls, channels: int, largest: float) -> Scaling:
-        """Return the scaling that maps 0 to -1 and `largest` to 1, the range of a generator that ends in tanh."""
+        """Return the scaling that maps 0 to -1 and `largest` to 1, as the tanh of a generator needs."""
         return cls(mean=(largest / 2,) * channels, std=(largest / 2,) * channels, largest=largest)
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,6 +103,7 @@ class PixelImages(LabelledDataset):
 def _shifted(pixels: np.ndarray, keys: Integers, by: int) -> np.ndarray:
     """Pad each side by `by` pixels, and crop each image to its old size at a random place."""
     n, _, height, width = pixels.shape
+    # A view of all possible crops: only the chosen ones are copied.
     padded = np.pad(pixels, ((0, 0), (0, 0), (by, by), (by, by)))
     cuts = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
     down, right = (sample_hashes(keys, stream) % np.uint64(2 * by + 1) for stream in (1, 2))
@@ -107,7 +112,7 @@ def _shifted(pixels: np.ndarray, keys: Integers, by: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class PackagedSet:
-    """Facts about a set that a package ships as a CSV. A row has the pixels of a gray image, then its label."""
+    """A set that a package ships as a CSV; a row has the pixels of a gray image, then its label."""
 
     package: str  # import name
     file: str  # in the package
@@ -158,16 +163,16 @@ def open_packaged_set(name: str, run: Run, task: Task, progress: Reporter) -> Da
 
 @dataclass(frozen=True, kw_only=True)
 class VisionSet:
-    """Facts about one of torchvision's sets. `mean` and `std` are of the training images, scaled to 0..1."""
+    """One of torchvision's sets, and how it is scaled and augmented."""
 
     class_name: str
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]  # of the training images, scaled to 0..1
     std: tuple[float, ...]
     shift: int = 0
     mirror: bool = False
-    mib: int = 0  # size of the download
+    mib: int  # size of the download
 
-    def load(self, root: Path, train: bool, download: bool = False):
+    def load(self, root: Path, train: bool, download: bool = False) -> MNIST | CIFAR10:
         """Return the split as torchvision's data set."""
         from torchvision import datasets
 
@@ -189,9 +194,9 @@ VISION_SETS: dict[str, VisionSet] = {
 
 
 def open_vision_set(name: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open one of torchvision's sets in --data-root (default: data/ in the cache); --download downloads it there.
+    """Open one of torchvision's sets in --data-root; --download downloads it there.
 
-    Raises UserError "data-missing" or "download".
+    The default folder is data/ in the cache. Raises UserError "data-missing" or "download".
     """
     facts, root = VISION_SETS[name], run.data_root.expanduser() if run.data_root else cache_root() / "data"
     if run.download:
@@ -232,7 +237,7 @@ def _arrays(name: str, facts: VisionSet, root: Path, train: bool) -> tuple[np.nd
         message = f"{name} is missing or incomplete in {root}: {reason_of(error)}"
         hint = f"use --download ({facts.mib} MiB), or set --data-root to the folder that contains it"
         raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data-root")) from error
-    # torchvision keeps (n, height, width) tensors or (n, height, width, channels) arrays
+    # torchvision has tensors (n, height, width) of gray images, and arrays (n, height, width, channels) of others.
     pixels = np.asarray(dataset.data)
     pixels = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
     return np.ascontiguousarray(pixels), np.asarray(dataset.targets, dtype=np.int64)

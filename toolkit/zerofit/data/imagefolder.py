@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,6 +36,10 @@ from zerofit.spec.model_facts import Task
 from zerofit.spec.run import Run
 from zerofit.spec.units import counted
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
 IMAGENET = Scaling(mean=(255 * 0.485, 255 * 0.456, 255 * 0.406), std=(255 * 0.229, 255 * 0.224, 255 * 0.225))
 
 
@@ -56,12 +61,16 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
     """Open PATH/CLASS/*.jpg, or PATH/train/CLASS/* with PATH/val (or valid, validation, test).
 
     Without a validation folder, 10 % of the files are held out, chosen by the hash of their relative names. Each file
-    is decoded once to check it (cached by name, size and time). Training uses RandomResizedCrop and flips. Validation
-    uses Resize and CenterCrop. For a GAN, values are in -1..1, and training uses no random crops. Raises UserError
+    is decoded once to check it (cached by name, size and time). For a GAN, values are in -1..1. Raises UserError
     "data-missing", "no-classes", "unknown-class", "bad-image" or "empty-data".
     """
     root = Path(name.removeprefix("imagefolder:")).expanduser().absolute()
-    folders = _split_folders(root)
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        message = f"--data imagefolder: {root} {what}"
+        hint = "use imagefolder:PATH with PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
+        raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data"))
+    folders = split_folders(root)
     classes = _class_names(folders[0])
     files = [_image_files(root, folder, classes) for folder in folders]
     bad = _unreadable(root, [file for part in files for file in part], progress)
@@ -69,7 +78,11 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
         raise UserError(bad_images(f"cannot decode {counted(len(bad), 'image')} in {root}", root, bad))
     files = [[file for file in part if file.name not in bad] for part in files]
     train, valid = files if len(files) == 2 else split_by_name(files[0], lambda file: file.name)
-    _refuse_empty(root, train, valid)
+    for part, images_of_part in (("training", train), ("validation", valid)):
+        if not images_of_part:
+            message = f"{root} has no readable {part} images ({', '.join(sorted(SUFFIXES))})"
+            hint = "use imagefolder:PATH with at least two images under PATH/CLASS/"
+            raise UserError(Problem(kind="empty-data", message=message, hint=hint, where="--data"))
     size = run.image_size or 224
     images = FolderImages(root=root, files=(), labels=np.empty(0, np.int64), size=size, style="valid")
     if task == "gan":
@@ -105,17 +118,24 @@ class FolderImages(LabelledDataset):
         return replace(self, files=tuple(file.name for file in files), labels=labels, style=style)
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """See Dataset.batch. Raises OSError with the path of a file that has become unreadable since the start."""
+        """See Dataset.batch. Raises OSError with the path of a file that has become unreadable."""
         import torch
+        from torchvision.transforms import v2
 
-        transform = _transform(self.style, self.size)
+        steps = {
+            "train": [v2.RandomResizedCrop(self.size), v2.RandomHorizontalFlip()],
+            "valid": [v2.Resize(round(self.size * 256 / 224)), v2.CenterCrop(self.size)],  # as usual for ImageNet
+            "gan": [v2.Resize(self.size), v2.CenterCrop(self.size), v2.RandomHorizontalFlip()],
+        }
+        transform = v2.Compose([*steps[self.style], v2.PILToTensor()])
         with torch.random.fork_rng(devices=[]):
             pixels = torch.stack([self._pixels(i, key, transform) for i, key in zip(indices, keys, strict=True)])
         mean, std = self.scaling.tensors()
         labels = torch.from_numpy(self.labels[np.asarray(indices)])
         return {"inputs": pixels.float().sub_(mean).div_(std), "labels": labels}
 
-    def _pixels(self, index: int, key: int, transform):
+    def _pixels(self, index: int, key: int, transform: nn.Module) -> torch.Tensor:
+        """Return an image, uint8 (3, size, size), whose randomness `key` determines."""
         import torch
         from PIL import Image
 
@@ -129,27 +149,8 @@ class FolderImages(LabelledDataset):
             raise OSError(f"{path} was readable when the run started but no longer is: {error}") from error
 
 
-def _transform(style: str, size: int):
-    from torchvision.transforms import v2
-
-    steps = {
-        "train": [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()],
-        "valid": [v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size)],
-        "gan": [v2.Resize(size), v2.CenterCrop(size), v2.RandomHorizontalFlip()],
-    }
-    return v2.Compose([*steps[style], v2.PILToTensor()])
-
-
-def _split_folders(root: Path) -> list[Path]:
-    if not root.is_dir():
-        what = "is not a folder" if root.exists() else "does not exist"
-        message = f"--data imagefolder: {root} {what}"
-        hint = "use imagefolder:PATH with PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
-        raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data"))
-    return split_folders(root)
-
-
 def _class_names(folder: Path) -> list[str]:
+    """Return the names of the class folders, sorted: their order defines the labels. Raises UserError."""
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and is_own(entry.name))
     if not names:
         message = f"{folder} has no folders; each class needs a folder of image files"
@@ -159,7 +160,7 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _image_files(root: Path, folder: Path, classes: list[str]) -> list[ImageFile]:
-    """Return all image files under the class folders, sorted by name. Raises UserError "unknown-class"."""
+    """Return all image files under the class folders, sorted by class and name. Raises UserError."""
     unknown = sorted(set(_class_names(folder)) - set(classes))
     if unknown:
         message = f"{folder} has classes that the training images lack: {', '.join(unknown[:20])}"
@@ -171,29 +172,19 @@ def _image_files(root: Path, folder: Path, classes: list[str]) -> list[ImageFile
         if (folder / name).is_dir()
         for path, stat in image_paths(folder / name)
     ]
+    # Folders with files but no images are no classes, but annotations (COCO) or labels (YOLO).
     present = {file.label for file in files}
-    _refuse_other_folders(folder, [name for label, name in enumerate(classes) if label not in present])
-    return sorted(files, key=lambda file: (file.label, file.name))
-
-
-def _refuse_other_folders(folder: Path, without: list[str]) -> None:
-    """Raise UserError for folders with files but no images: annotations (COCO) or labels (YOLO)."""
-    others = [name for name in without if any(files for _, _, files in os.walk(folder / name))]
+    without = [name for label, name in enumerate(classes) if label not in present]
+    others = [name for name in without if any(in_folder for _, _, in_folder in os.walk(folder / name))]
     if others:
         message = f"{folder} has folders without images: {', '.join(others[:NAMED])}; each would become a class"
         hint = "use one folder per class, PATH/CLASS/*.jpg; move all other files out of PATH"
         raise UserError(Problem(kind="no-classes", message=message, hint=hint, where="--data"))
-
-
-def _refuse_empty(root: Path, train: list[ImageFile], valid: list[ImageFile]) -> None:
-    for part, files in (("training", train), ("validation", valid)):
-        if not files:
-            message = f"{root} has no readable {part} images ({', '.join(sorted(SUFFIXES))})"
-            hint = "use imagefolder:PATH with at least two images under PATH/CLASS/"
-            raise UserError(Problem(kind="empty-data", message=message, hint=hint, where="--data"))
+    return sorted(files, key=lambda file: (file.label, file.name))
 
 
 def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str]) -> Iterator[str]:
+    """Yield what the user should know of the classes and of bad files."""
     shown = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
     yield f"{len(classes)} {'classes' if len(classes) > 1 else 'class'}: {shown}"
     present = {file.label for file in train}
@@ -207,7 +198,7 @@ def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str]) -> I
 # Decoding all images takes as long as an epoch, so the result is cached by name, size and time of each file. Without
 # the check, a broken image would end a run hours later.
 def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[str, str]:
-    """Return files that cannot be decoded, with reasons. Decodes only files that were not checked before."""
+    """Return files that cannot be decoded, with reasons; decodes files that were not checked before."""
     store = cache_root() / "images" / f"{text_digest(str(root), FORMAT)}.json"
     text = f"another process checks the images in {root}"
     with cache_errors(str(root)):
@@ -226,8 +217,8 @@ def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[
 def _compare(store: Path, files: list[ImageFile]) -> tuple[dict[str, str], list[ImageFile]]:
     """Return {name: reason} of known broken files, and the files that were not checked yet."""
     try:
-        # bad files as {identity: reason}, and identities of good files
-        broken, good = json.loads(store.read_text())["bad"], np.load(store.with_suffix(".npy"))
+        broken = json.loads(store.read_text())["bad"]  # {identity: reason}
+        good = np.load(store.with_suffix(".npy"))  # identities: for a million files, an array is smaller than JSON
     except (OSError, ValueError, KeyError, EOFError):  # the store is missing or damaged
         broken, good = {}, np.empty(0, np.uint64)
     known = np.isin(np.array([file.identity for file in files], dtype=np.uint64), good)
@@ -248,6 +239,7 @@ def _why_unreadable(path: Path) -> str:
 
 
 def _remember(store: Path, files: list[ImageFile], bad: dict[str, str]) -> None:
+    """Write which files can be decoded, for `_compare`."""
     good = np.array([file.identity for file in files if file.name not in bad], dtype=np.uint64)
     broken = {str(file.identity): bad[file.name] for file in files if file.name in bad}
     with atomic_write(store.with_suffix(".npy")) as file:

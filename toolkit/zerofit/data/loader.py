@@ -37,10 +37,10 @@ _KEY_STREAM = 0x5EED  # fixed, so that masked samples are the same in every eval
 # layout.
 @dataclass(frozen=True)
 class Order:
-    """An endless stream of sample indices. Every `n` positions are one epoch with each sample once.
+    """An endless stream of sample indices; every `n` positions are one epoch with each sample once.
 
-    The order is a pure function of seed and position, so any run can resume anywhere. Ranks, workers and batch
-    sizes do not change the order; they only choose positions.
+    The order is a pure function of seed and position. Ranks, workers and batch sizes do not change the order; they only
+    choose positions.
     """
 
     n: int  # number of samples in the data set
@@ -102,7 +102,7 @@ def micro_batches(
     mixing: Mixing | None = None,
     pinned: bool = False,
 ) -> Iterator[dict]:
-    """Yield for each range of positions {"inputs", "labels", "positions": range, "indices": read-only int64 array}.
+    """Yield for each range of positions {"inputs", "labels", "positions": range, "indices": int64 array}.
 
     `slices`: ranges that are not empty. All ranges except the last have the same length. Their number may be infinite,
     because each range is read shortly before its use. Loader processes read 2 * workers ranges ahead. Without loader
@@ -129,6 +129,8 @@ def micro_batches(
 
 @dataclass(frozen=True)
 class _MicroBatches:
+    """Makes the micro batches of training, in this process or in a loader process."""
+
     dataset: Dataset
     order: Order
     mixing: Mixing | None = None
@@ -137,34 +139,41 @@ class _MicroBatches:
         return self._of_step(item) if isinstance(item, MicroSlice) else self._block([item])[0]
 
     def _of_step(self, micro_slice: MicroSlice) -> dict:
-        """Return a micro batch. Its images have their step's size, and are mixed if the step requires it."""
+        """Return a micro batch with its step's image size, mixed if the step requires it."""
         dataset = self.dataset if micro_slice.size is None else self.dataset.sized(micro_slice.size)
         positions = micro_slice.positions
-        indices, keys = (of(positions.start, positions.stop) for of in (self.order.indices, self.order.keys))
-        if micro_slice.before is None or self.mixing is None:
+        indices = self.order.indices(positions.start, positions.stop)
+        keys = self.order.keys(positions.start, positions.stop)
+        before = micro_slice.before
+        if before is None or self.mixing is None:
             return {**dataset.batch(indices, keys), "positions": positions, "indices": indices}
-        extra = [of(micro_slice.before, micro_slice.before + 1) for of in (self.order.indices, self.order.keys)]
-        batch = dataset.batch(np.concatenate([extra[0], indices]), np.concatenate([extra[1], keys]))
+        # The sample before the micro batch is only made to be mixed into its first image.
+        batch = dataset.batch(
+            np.concatenate([self.order.indices(before, before + 1), indices]),
+            np.concatenate([self.order.keys(before, before + 1), keys]),
+        )
         images, labels = self.mixing(batch["inputs"], batch["labels"], micro_slice.key)
         return {"inputs": images[1:], "labels": labels[1:], "positions": positions, "indices": indices}
 
     # Indexing takes about as long for one sample as for a hundred, so small micro batches are made together and cut.
     # Cuts must be aligned, since kernels may round differently at other addresses.
     def in_blocks(self, slices: Iterator[range]) -> Iterator[dict]:
+        """Yield micro batches, several of which are made at once if they are small."""
         count = 1
         while ranges := list(islice(slices, count)):
             batches = self._block(ranges)
-            x, y = batches[0]["inputs"], batches[0]["labels"]
-            aligned = not x.is_floating_point() or x[0].nbytes % _ALIGNMENT == 0
-            count = max(1, _BLOCK_BYTES // (x.nbytes + y.nbytes)) if aligned else 1
+            inputs, labels = batches[0]["inputs"], batches[0]["labels"]
+            aligned = not inputs.is_floating_point() or inputs[0].nbytes % _ALIGNMENT == 0
+            count = max(1, _BLOCK_BYTES // (inputs.nbytes + labels.nbytes)) if aligned else 1
             while batches:
                 yield batches.pop(0)  # so that no reference to the batch remains here
 
     def _block(self, ranges: list[range]) -> list[dict]:
+        """Return the micro batches of these ranges of positions, parts of the same tensors."""
         indices = np.concatenate([self.order.indices(p.start, p.stop) for p in ranges])
         keys = np.concatenate([self.order.keys(p.start, p.stop) for p in ranges]) if self.dataset.draws else indices
         sizes, block = [len(p) for p in ranges], self.dataset.batch(indices, keys)
-        # autograd treats each part as a separate tensor that a model may write to
+        # "Unsafe", since models may write to a part: autograd then treats each part as a separate tensor.
         parts = zip(*(tensor.unsafe_split_with_sizes(sizes) for tensor in block.values()), strict=True)
         indices_of_parts = np.split(indices, np.cumsum(sizes)[:-1])
         return [
@@ -174,16 +183,14 @@ class _MicroBatches:
 
 
 def eval_indices(n: int, limit: int | None) -> np.ndarray:
-    """Return the samples to evaluate: all `n`, or `limit` samples evenly spaced.
-
-    They are evenly spaced because image folders are sorted by class: the first thousand samples could be one class.
-    """
+    """Return the samples to evaluate: all `n`, or `limit` samples evenly spaced."""
     count = n if limit is None else min(limit, n)
+    # Image folders are sorted by class: the first thousand samples could be one class.
     return np.arange(count, dtype=np.int64) * n // max(count, 1)
 
 
 def eval_targets(dataset: Dataset, limit: int | None) -> int:
-    """Count the labels of an evaluation over all ranks; the summed loss is divided by this count."""
+    """Count the labels of an evaluation over all ranks, by which the summed loss is divided."""
     return dataset.targets(eval_indices(len(dataset), limit))
 
 
@@ -207,6 +214,8 @@ def eval_batches(
 
 @dataclass(frozen=True)
 class _EvalShare:
+    """Makes one rank's batches of an evaluation."""
+
     dataset: Dataset
     dp_rank: int
     dp: int
@@ -226,12 +235,14 @@ class _EvalShare:
 
 
 def _batches(maker: _MicroBatches | _EvalShare, items: Iterable[Any], workers: int, pinned: bool) -> Iterator[dict]:
+    """Yield `maker`'s batch for each item, made in this process or in loader processes."""
     return _from_processes(maker, items, workers, pinned) if workers else map(maker.__getitem__, items)
 
 
 def _from_processes(
     maker: _MicroBatches | _EvalShare, items: Iterable[object], workers: int, pinned: bool
 ) -> Iterator[dict]:
+    """Yield `maker`'s batch for each item, made in `workers` loader processes."""
     import multiprocessing
 
     import torch
@@ -245,9 +256,8 @@ def _from_processes(
         cast(Any, maker),  # typed as a Dataset, but anything with __getitem__ works
         sampler=items,
         batch_size=None,
-        collate_fn=cast(
-            Any, _unchanged if roomy else _to_arrays
-        ),  # typed for a list, but batch_size=None passes one item
+        # typed for a list, but batch_size=None passes one item
+        collate_fn=cast(Any, _unchanged if roomy else _to_arrays),
         num_workers=workers,
         pin_memory=pinned,
         prefetch_factor=2,
@@ -257,18 +267,19 @@ def _from_processes(
     yield from batches if roomy else map(_to_tensors, batches)
 
 
-def _unchanged(batch: dict) -> dict:
+def _unchanged(batch: dict) -> dict:  # the default of DataLoader converts arrays
     return batch
 
 
 def _to_arrays(batch: dict) -> dict:
-    """Convert tensors to NumPy arrays, which are pickled by content, not as a reference to shared memory."""
+    """Convert tensors to NumPy arrays, which are pickled by content, not by shared memory."""
     import torch
 
     return {key: v.numpy() if isinstance(v, torch.Tensor) else v for key, v in batch.items()}
 
 
 def _to_tensors(batch: dict) -> dict:
+    """Convert the arrays of a batch back to tensors."""
     import torch
 
     numbers = ("indices", "real")  # these stay NumPy arrays

@@ -1,8 +1,4 @@
-"""Settings shared by the images of a step: their current size, and how they are mixed (MixUp, CutMix).
-
-An image is mixed with the previous one in the global batch, the first with the last, as in torchvision. A rank makes
-one extra sample for its part of the batch. So the images do not depend on the number of ranks.
-"""
+"""Settings shared by the images of a step: their current size, and how they are mixed (MixUp, CutMix)."""
 
 from __future__ import annotations
 
@@ -24,10 +20,12 @@ if TYPE_CHECKING:
 _MIXED, _ERASED = 21, 22  # streams of random numbers per step, and per sample
 
 
-# An image is mixed with the one before it, also across micro batches and ranks:
+# An image is mixed with the previous one in the global batch, the first with the last, as in torchvision:
 #
 #     global batch    a b c d | e f g h        two micro batches
 #     mixed with      h a b c | d e f g        the first one also makes h, the second one d
+#
+# A rank makes one extra sample for each micro batch. So the images do not depend on the number of ranks.
 @dataclass(frozen=True, kw_only=True)
 class MicroSlice:
     """The samples of one micro batch, and the settings of their step."""
@@ -42,8 +40,8 @@ class MicroSlice:
 class Mixing:
     """MixUp or CutMix of full batches by torchvision, with equal probability if both are set."""
 
-    mixup: float | None
-    cutmix: float | None
+    mixup: float | None  # alpha of the beta distribution of the mixing ratio
+    cutmix: float | None  # the same
     classes: int
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor, key: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,6 +57,7 @@ class Mixing:
             ways.append(v2.MixUp(alpha=self.mixup, num_classes=self.classes))
         if self.cutmix is not None:
             ways.append(v2.CutMix(alpha=self.cutmix, num_classes=self.classes))
+        # torchvision has no argument for a generator, so it draws from torch's, whose state is restored after it.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(key)
             return v2.RandomChoice(ways)(images, labels)

@@ -114,7 +114,11 @@ def split_name(data: str) -> tuple[str, str]:
     kind = KINDS.get(word)
     if kind is None:
         message = f"--data {data}: unknown kind of data ({', '.join(KINDS)})"
-        hint = _path_hint(data) or nearest(word, KINDS)
+        path, hint = Path(data).expanduser(), nearest(word, KINDS)
+        if path.is_dir():
+            hint = f"did you mean imagefolder:{data} or text:{data}/*.txt?"
+        elif path.is_file():
+            hint = f"did you mean {kind_of_file(path)}:{data}?"
         raise UserError(Problem(kind="unknown-data", message=message, hint=hint, where="--data"))
     shown = f"{word}:{kind.argument}" if kind.argument else word
     if kind.required and not argument:
@@ -124,13 +128,6 @@ def split_name(data: str) -> tuple[str, str]:
         message = f"--data {data}: {word} does not accept the argument {argument!r}"
         raise UserError(Problem(kind="data-argument", message=message, hint=f"use --data {word}", where="--data"))
     return word, argument
-
-
-def _path_hint(data: str) -> str:
-    path = Path(data).expanduser()
-    if path.is_dir():
-        return f"did you mean imagefolder:{data} or text:{data}/*.txt?"
-    return f"did you mean {kind_of_file(path)}:{data}?" if path.is_file() else ""
 
 
 def kind_of_file(path: Path) -> str:
@@ -162,8 +159,7 @@ def check_data(data: str, task: Task | None) -> None:
     if media not in KINDS[word].media:
         fitting = ", ".join(name for name, kind in KINDS.items() if media in kind.media)
         what = {"image": "images", "masks": "images with masks", "table": "table of numbers", "text": "text"}[media]
-        message = f"--data {data} has no {what}"
-        message += f", which the task {task} needs"
+        message = f"--data {data} has no {what}, which the task {task} needs"
         raise UserError(Problem(kind="data-task", message=message, hint=f"use --data with {fitting}", where="--data"))
 
 
@@ -220,6 +216,7 @@ def open_data(
 
 
 def _open_images(name: str, word: str, run: Run, task: Task, progress: Reporter) -> Data:
+    """Open images in the largest size of the run, scaled as those of its pretrained weights."""
     if task == "gan":
         return IMAGE_SOURCES[word](name, run, task, progress)
     published = published_images(run)
@@ -248,13 +245,14 @@ def _tokenizer_for(name: str, task: Task) -> Tokenizer:
 
 
 def _tokenized(name: str, tokens: Tokens, tokenizer: Tokenizer, task: Task, seq_len: int) -> Data:
-    """Make samples of tokens. Raises UserError if tokens are too few for one full training sample or for validation."""
+    """Make samples of tokens. Raises UserError if they are too few for one full training sample."""
     train, valid = tokens.counts["train"], tokens.counts["valid"]
     if train <= seq_len or valid < 2:
         message = f"--data {name} has {train:,} training tokens and {valid:,} validation tokens"
         message += f"; a sample needs {seq_len + 1:,} tokens, and validation needs at least 2"
         hint = f"add text, or use --seq-len {max(1, train // 20)} or less"
         raise UserError(Problem(kind="data-too-short", message=message, hint=hint, where="--data"))
+    # The first token of causal text is not a label.
     labels = {"training": train - (task == "causal-lm"), "validation": valid - (task == "causal-lm")}
     notes = (
         f"the last {split} sequence has {count % seq_len} of {seq_len} tokens; the rest is padding, ignored by the loss"

@@ -15,8 +15,9 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.foreign import read_json
 from zerofit.spec.run import Run
 
-# transformers' file, zerofit's, and the config, which may fix the image size
-PREPROCESSOR, CARD, CONFIG = "preprocessor_config.json", "zerofit.json", "config.json"
+PREPROCESSOR = "preprocessor_config.json"  # transformers' file
+CARD = "zerofit.json"  # zerofit's own
+CONFIG = "config.json"  # the model's, which may fix the image size
 RESCALED = 1 / 255  # default factor for pixels
 CLOSE = 1e-6  # tolerance for rounding
 
@@ -33,7 +34,10 @@ class PublishedImages:
 # Weights work only with the image scaling of their training. It differs from ImageNet's for many models (ViT: 0.5,
 # 0.5).
 def published_images(run: Run) -> PublishedImages:
-    """Read the image settings in the folder of the run's weights. Raises UserError for a file that does not parse."""
+    """Read the image settings in the folder of the run's weights.
+
+    Raises UserError for a file that does not parse.
+    """
     paths = [Path(path).expanduser() for path in (run.pretrained, run.model) if path and Path(path).is_dir()]
     folder = next(iter(paths), None)
     if folder is None:
@@ -60,16 +64,17 @@ def as_published(data: Data, published: PublishedImages) -> Data:
     mean, std, inputs = published.mean, published.std, data.inputs
     if not isinstance(inputs, ImageInputs) or mean is None or std is None or len(mean) != inputs.channels:
         return data
-    old = (*(inputs.mean or ()), *(inputs.std or ()))
-    if len(old) == 2 * len(mean) and max(abs(a - b) for a, b in zip(old, (*mean, *std), strict=True)) < CLOSE:
-        return data
     if inputs.mean is None:
         return data  # synthetic images have no pixel scaling
+    old, new = (*inputs.mean, *(inputs.std or ())), (*mean, *std)
+    if len(old) == len(new) and max(abs(a - b) for a, b in zip(old, new, strict=True)) < CLOSE:
+        return data
     parts = {name: _scaled(getattr(data, name), mean, std) for name in ("train", "valid")}
     return replace(data, **parts, inputs=replace(inputs, mean=mean, std=std))
 
 
 def _scaled(images: Dataset, mean: tuple[float, ...], std: tuple[float, ...]) -> Dataset:
+    """Return the images with another scaling, given for pixels between 0 and 1."""
     if isinstance(images, ErasedImages):
         return replace(images, images=_scaled(images.images, mean, std))
     known: Any = images  # every source of images with mean and std has a scaling
@@ -77,8 +82,12 @@ def _scaled(images: Dataset, mean: tuple[float, ...], std: tuple[float, ...]) ->
 
 
 def _of_transformers(settings: Mapping[str, Any]) -> PublishedImages:
-    size = settings.get("crop_size") if settings.get("do_center_crop", "crop_size" in settings) else None
-    size = _pixels(size if size is not None else settings.get("size"))
+    """Return the settings in transformers' file of an image processor."""
+    crop = settings.get("crop_size") if settings.get("do_center_crop", "crop_size" in settings) else None
+    size = crop if crop is not None else settings.get("size")
+    if isinstance(size, Mapping):
+        size = size.get("height") or size.get("shortest_edge")
+    size = int(size) if size else None
     if not settings.get("do_normalize", True) or "image_mean" not in settings:
         return PublishedImages(size=size)
     # image_mean is of pixels times rescale_factor; here it is of pixels between 0 and 1
@@ -86,12 +95,6 @@ def _of_transformers(settings: Mapping[str, Any]) -> PublishedImages:
     factor = rescaled / RESCALED
     mean, std = (tuple(float(value) / factor for value in settings[name]) for name in ("image_mean", "image_std"))
     return PublishedImages(size=size, mean=mean, std=std)
-
-
-def _pixels(size: Any) -> int | None:
-    if isinstance(size, Mapping):
-        size = size.get("height") or size.get("shortest_edge")
-    return int(size) if size else None
 
 
 def _of_config(settings: Mapping[str, object]) -> PublishedImages:

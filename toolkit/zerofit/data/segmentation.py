@@ -35,6 +35,7 @@ from zerofit.spec.run import Run
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 UNLABELLED = 255  # mask value of pixels without a class
 SMALLEST = 0.25  # minimum share of an image in a random crop
@@ -67,8 +68,12 @@ class SegmentedImages(LabelledDataset):
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch; labels are int64 (batch, size, size), -100 for pixels without a class."""
         import torch
+        from torchvision.transforms import v2
 
-        transform = _transform(self.train, self.size)
+        transform: nn.Module = v2.Resize((self.size, self.size))
+        if self.train:
+            crop = v2.RandomResizedCrop(self.size, scale=(SMALLEST, 1.0))
+            transform = v2.Compose([crop, v2.RandomHorizontalFlip()])
         with torch.random.fork_rng(devices=[]):
             samples = [self._pair(self.pairs[i], int(key), transform) for i, key in zip(indices, keys, strict=True)]
         mean, std = self.scaling.tensors()
@@ -76,7 +81,8 @@ class SegmentedImages(LabelledDataset):
         images = torch.stack([image for image, _ in samples]).float().sub_(mean).div_(std)
         return {"inputs": images, "labels": labels.masked_fill_(labels == UNLABELLED, IGNORE_INDEX)}
 
-    def _pair(self, pair: MaskedImage, key: int, transform) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pair(self, pair: MaskedImage, key: int, transform: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an image, uint8 (3, size, size), and its mask, uint8 (size, size)."""
         import torch
         from PIL import Image
         from torchvision import tv_tensors
@@ -84,22 +90,15 @@ class SegmentedImages(LabelledDataset):
 
         torch.default_generator.manual_seed(key)  # not the accelerator's
         with Image.open(self.root / pair.image) as image, Image.open(self.root / pair.mask) as mask:
+            # torchvision transforms tensors of these types together: it mirrors both, and does not blend classes.
             pixels = tv_tensors.Image(pil_to_tensor(as_rgb(image)))
             classes = tv_tensors.Mask(torch.from_numpy(np.array(mask, dtype=np.uint8)))
         image, mask = transform(pixels, classes)
         return image.as_subclass(torch.Tensor), mask.as_subclass(torch.Tensor)
 
 
-def _transform(train: bool, size: int):
-    from torchvision.transforms import v2
-
-    if not train:
-        return v2.Resize((size, size))
-    return v2.Compose([v2.RandomResizedCrop(size, scale=(SMALLEST, 1.0)), v2.RandomHorizontalFlip()])
-
-
 def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open images and masks. Without a validation folder, 10 % are held out, chosen by the hash of their names.
+    """Open images and masks. Without a validation folder, 10 % are held out by the hash of their names.
 
     Classes are 0 to the largest value of any mask except 255. All files are decoded once, with the result cached.
     Raises UserError "data-missing", "empty-data", "bad-image" or "data-classes".
@@ -111,8 +110,8 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
         raise UserError(bad_images(f"{len(bad)} bad images or masks", root, bad))
     good = [[pair for pair in part if pair.image not in bad] for part in parts]
     train, valid = good if len(good) == 2 else split_by_name(good[0], lambda pair: pair.image)
-    for what, found in (("training", train), ("validation", valid)):
-        if not found:
+    for what, part in (("training", train), ("validation", valid)):
+        if not part:
             message = f"{root} has no readable {what} images with masks"
             raise UserError(Problem(kind="empty-data", message=message, hint=HINT, where="--data"))
     if classes < 2:
@@ -170,7 +169,7 @@ def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[
 
 
 def _check_pair(root: Path, pair: MaskedImage) -> tuple[int, str]:
-    """Return the largest class of the mask (-1 for a bad pair) and what is wrong with the pair ("" if nothing)."""
+    """Return the largest class of the mask, -1 for a bad pair, and what is wrong, "" if nothing."""
     from PIL import Image
 
     try:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -43,21 +43,17 @@ POOL = 1 << 21  # random values shared by images; 150,000 new normals per image 
 
 
 def open_synthetic_images(name: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open 3-channel images of 1,000 classes (N with `synthetic:N`) and of 224 pixels or --image-size."""
+    """Open 3-channel images of N classes (`synthetic:N`) and of --image-size pixels.
+
+    Defaults are 1,000 classes and 224 pixels; for segmentation 4 classes of pixels and 64 pixels.
+    """
     if task == "segmentation":
-        return _synthetic_masks(name, run)
+        classes, size = _size(name, default=4, what="classes"), run.image_size or 64
+        make = partial(SyntheticMasks, classes=classes, size=size, seed=run.seed)
+        return _split(name, make, SegmentationInputs(channels=3, size=size, classes=classes), 4_000, 200)
     classes, size = _size(name, default=1000, what="classes"), run.image_size or 224
     make = partial(SyntheticImages, classes=classes, size=size, seed=run.seed)
-    inputs = ImageInputs(channels=3, size=size, classes=classes)
-    return _split(name, make, inputs, 50_000, 2_000)
-
-
-def _synthetic_masks(name: str, run: Run) -> Data:
-    """Open images with 4 classes of pixels (N with `synthetic:N`) and of 64 pixels or --image-size."""
-    classes, size = _size(name, default=4, what="classes"), run.image_size or 64
-    make = partial(SyntheticMasks, classes=classes, size=size, seed=run.seed)
-    inputs = SegmentationInputs(channels=3, size=size, classes=classes)
-    return _split(name, make, inputs, 4_000, 200)
+    return _split(name, make, ImageInputs(channels=3, size=size, classes=classes), 50_000, 2_000)
 
 
 def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
@@ -67,17 +63,17 @@ def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
     centers = generator.standard_normal((classes, FEATURES))
     labels = generator.integers(classes, size=ROWS)
     rows = centers[labels] + SPREAD * generator.standard_normal((ROWS, FEATURES))
-    table, cut = TableRows(features=rows.astype(np.float32), labels=labels), ROWS // 5
+    features, cut = rows.astype(np.float32), ROWS // 5
     train, valid = (
-        replace(table, features=table.features[part], labels=labels[part]) for part in (slice(cut, None), slice(0, cut))
+        TableRows(features=features[part], labels=labels[part]) for part in (slice(cut, None), slice(0, cut))
     )
     return Data(name=name, train=train, valid=valid, inputs=TableInputs(features=FEATURES, classes=classes))
 
 
 def open_synthetic_text(name: str, run: Run, task: Task, seq_len: int) -> Data:
-    """Open text with a vocabulary of 256 (N with `synthetic:N`). For masked language models the last id is the mask."""
+    """Open text with a vocabulary of 256 ids (N with `synthetic:N`)."""
     vocab = _size(name, default=256, what="ids in the vocabulary")
-    mask_id = vocab - 1 if task == "masked-lm" else None
+    mask_id = vocab - 1 if task == "masked-lm" else None  # the mask is an id of the vocabulary, but not of the text
     used = vocab if mask_id is None else vocab - 1
     make = partial(SyntheticText, vocab=used, seq_len=seq_len, seed=run.seed, mask_id=mask_id)
     inputs = TextInputs(vocab_size=vocab, seq_len=seq_len, mask_id=mask_id)
@@ -85,7 +81,7 @@ def open_synthetic_text(name: str, run: Run, task: Task, seq_len: int) -> Data:
 
 
 def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
-    """Open noise in the shapes of the model's inputs (ids, pixels, spectrograms), only to measure memory and speed."""
+    """Open noise in the shapes of the model's inputs, which shows memory and speed only."""
     if ":" in name:
         message, hint = f"--data {name}: the model has its own vocabulary", "use --data synthetic"
         raise UserError(Problem(kind="data-argument", message=message, hint=hint, where="--data"))
@@ -96,16 +92,16 @@ def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
 
 
 def open_synthetic_labelled(name: str, run: Run, task: Task, seq_len: int) -> Data:
-    """Open tokens of 2 classes (N with `synthetic:N`). A text has the class of its first token, and a tag per token."""
+    """Open random tokens of 2 classes (N with `synthetic:N`); a text has its first token's class."""
     classes = tuple(str(n) for n in range(_size(name, default=2, what="classes")))
     vocab = max(256, len(classes))
-    facts: dict[str, Any] = {"classes": classes, "pad_id": 0, "tags": task == "tag"}
-    inputs = LabelledTextInputs(vocab_size=vocab, seq_len=seq_len, **facts)
+    inputs = LabelledTextInputs(vocab_size=vocab, seq_len=seq_len, classes=classes, pad_id=0, tags=task == "tag")
     make = partial(SyntheticLabelled, inputs=inputs, seed=run.seed)
     return _split(name, make, inputs, 16_384, 512)
 
 
 def _split(name: str, make: Callable[..., SyntheticSamples], inputs: Inputs, train: int, valid: int) -> Data:
+    """Return data with numbers of samples for training and, after them, for validation."""
     return Data(name=name, train=make(n=train, first=0), valid=make(n=valid, first=train), inputs=inputs)
 
 
@@ -137,7 +133,7 @@ class SyntheticPictures(SyntheticSamples, LabelledDataset):
     """Pictures that are generated on demand."""
 
     classes: int
-    size: int
+    size: int  # pixels per side
 
     @property
     def decodes(self) -> bool:
@@ -147,7 +143,7 @@ class SyntheticPictures(SyntheticSamples, LabelledDataset):
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticImages(SyntheticPictures):
-    """A coarse picture per class, with noise."""
+    """A coarse picture of 8 x 8 colors per class, with noise."""
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch; there is no augmentation, so `keys` are unused."""
@@ -158,6 +154,7 @@ class SyntheticImages(SyntheticPictures):
         labels = (sample_hashes(numbers, 2 * self.seed) % np.uint64(self.classes)).astype(np.int64)
         pixels = 3 * self.size**2
         (pictures, _), noise = _drawn(self.classes, self.seed), _noise(self.classes, self.seed, pixels)
+        # Each image gets a part of the noise that starts at a random position.
         starts = sample_hashes(numbers, 2 * self.seed + 1) % np.uint64(POOL)
         rows = np.stack([noise[start : start + pixels] for start in starts.astype(np.int64)])
         images = torch.from_numpy(rows).view(-1, 3, self.size, self.size)
@@ -210,7 +207,7 @@ class SyntheticText(SyntheticSamples):
     """Token walks: each token is the previous one plus one of STEPS, modulo the vocabulary.
 
     All tokens are equally frequent, so the unigram entropy is ln(vocabulary). A model that sees the previous token
-    reaches the entropy of a step, 1.75 bits (1.21 nats). With `mask_id`, samples are for masked language models.
+    reaches the entropy of a step, 1.75 bits (1.21 nats). `mask_id`: makes samples for masked language models.
     """
 
     vocab: int  # number of tokens used
@@ -223,7 +220,7 @@ class SyntheticText(SyntheticSamples):
 
         draws = cell_hashes(np.asarray(indices) + self.first, self.seq_len + 1, self.seed)
         steps = STEPS[(draws % np.uint64(len(STEPS))).astype(np.int64)]
-        steps[:, 0] = (draws[:, 0] >> np.uint64(8)) % np.uint64(self.vocab)
+        steps[:, 0] = (draws[:, 0] >> np.uint64(8)) % np.uint64(self.vocab)  # the first token is any of them
         tokens = steps.cumsum(axis=1) % self.vocab
         if self.mask_id is None:
             inputs, labels = tokens[:, :-1], tokens[:, 1:]
@@ -271,20 +268,20 @@ class SyntheticNamed(SyntheticSamples):
         from zerofit.models.build import batch_keys
 
         numbers = np.asarray(indices) + self.first
-        arrays = enumerate(zip(batch_keys(self.inputs), self.inputs.tensors, strict=True))
-        return {key: self._noise(image, numbers, place) for place, (key, image) in arrays}
+        named = zip(batch_keys(self.inputs), self.inputs.tensors, strict=True)
+        return {key: self._noise(tensor, numbers, n) for n, (key, tensor) in enumerate(named)}
 
-    def _noise(self, tensor: NamedInput, numbers: np.ndarray, place: int) -> torch.Tensor:
+    def _noise(self, tensor: NamedInput, numbers: np.ndarray, stream: int) -> torch.Tensor:
         """Return ids, or float32 between -1 and 1, of shape (samples, *shape)."""
         import torch
 
-        hashes = cell_hashes(numbers, math.prod(tensor.shape), 4 * self.seed + place).reshape(-1, *tensor.shape)
+        hashes = cell_hashes(numbers, math.prod(tensor.shape), 4 * self.seed + stream).reshape(-1, *tensor.shape)
         if tensor.ids is None:
             return torch.from_numpy((hashes >> np.uint64(40)).astype(np.float32) / 2**23 - 1)
         ids = (hashes % np.uint64(tensor.ids)).astype(np.int64)
         if tensor.first is not None:
             fixed, count = tensor.first
-            ids[ids == fixed] = fixed - 1
+            ids[ids == fixed] = fixed - 1  # it is only at the beginning
             ids[:, :count] = fixed
         return torch.from_numpy(ids)
 

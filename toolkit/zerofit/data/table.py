@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -53,11 +53,10 @@ class _Table:
 
 
 def open_table(name: str, run: Run, progress: Reporter) -> Data:
-    """Open csv:FILE[:COLUMN] or npy:FILE[:COLUMN]. COLUMN has the labels (default: the last column).
+    """Open csv:FILE[:COLUMN] or npy:FILE[:COLUMN]; COLUMN has the labels (default: the last column).
 
     A fixed fifth of each class is held out. Features are standardized by mean and deviation of the training rows.
-    Raises UserError if labels are not classes. Unless `run.skip_bad` is true, also raises UserError if any rows are
-    broken; the message counts all of them.
+    Raises UserError if labels are not classes, and unless `run.skip_bad` is set if rows are broken.
     """
     kind, _, argument = name.partition(":")
     path, column = _file_and_column(name, argument)
@@ -73,13 +72,11 @@ def open_table(name: str, run: Run, progress: Reporter) -> Data:
     held_out = stratified_fifth(labels)
     if held_out.all() or not held_out.any():
         raise _unusable("data-too-short", f"{path} has {len(labels)} rows, too few to hold out a fifth", "add rows")
-    table_rows = TableRows(features=_standardized(table.features, ~held_out), labels=labels)
-    train, valid = (
-        replace(table_rows, features=table_rows.features[part], labels=labels[part]) for part in (~held_out, held_out)
-    )
+    features = _standardized(table.features, ~held_out)
+    train, valid = (TableRows(features=features[part], labels=labels[part]) for part in (~held_out, held_out))
     notes = [f"{path}: {len(train)} training rows and {len(valid)} validation rows, classes in {table.label!r}"]
     notes += [f"{len(table.broken)} broken rows skipped"] if table.broken else []
-    inputs = TableInputs(features=table_rows.features.shape[1], classes=len(classes))
+    inputs = TableInputs(features=features.shape[1], classes=len(classes))
     return Data(name=name, train=train, valid=valid, inputs=inputs, bad_samples=table.broken, notes=tuple(notes))
 
 
@@ -97,23 +94,24 @@ def _file_and_column(name: str, argument: str) -> tuple[Path, str]:
 
 
 def _read_csv(path: Path, column: str) -> _Table:
-    """Read a table. Its first line names the columns if it has no number, or if it contains `column`."""
+    """Read a table of a CSV file."""
     file, delimiter = open_cells(path)
     with file:
         reader = csv.reader(file, delimiter=delimiter)
         lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
     if not lines:
         raise ValueError("it is empty")
+    # The first line names the columns if it has no number, or if it contains the user's name of a column.
     first = lines[0][1]
     named = all(_number(cell) is None for cell in first) or (column in first and _number(column) is None)
     names = first if named else [str(n) for n in range(1, len(first) + 1)]
-    label = _label_place(path, names, column)
+    label = _label_column(path, names, column)
     _refuse_words(path, names, label, [row for _, row in lines[named:] if len(row) == len(names)])
     rows, line_numbers, broken = [], [], []
     for line, row in lines[named:]:
-        why = _fault(row, names, label)
-        if why:
-            broken.append(f"line {line}: {why}")
+        fault = _fault(row, names, label)
+        if fault:
+            broken.append(f"line {line}: {fault}")
         else:
             rows.append(row)
             line_numbers.append(line)
@@ -136,29 +134,26 @@ def _read_npy(path: Path, column: str) -> _Table:
     if array.ndim != 2 or array.dtype.kind not in "fiub" or not array.size:
         raise ValueError("it is not an array of numbers (rows, columns)")
     names = [str(n) for n in range(1, array.shape[1] + 1)]
-    label = _label_place(path, names, column)
+    label = _label_column(path, names, column)
     array = array.astype(np.float64)
     finite = np.isfinite(array).all(axis=1)
-    line_numbers = np.flatnonzero(finite)
     return _Table(
         features=np.delete(array[finite], label, axis=1),
         classes=[f"{value:.17g}" for value in array[finite, label]],
         label=names[label],
-        lines=[int(place) + 1 for place in line_numbers],
+        lines=[int(row) + 1 for row in np.flatnonzero(finite)],
         broken=tuple(f"line {n + 1}: a value is not finite" for n in np.flatnonzero(~finite)),
     )
 
 
-def _label_place(path: Path, names: Sequence[str], column: str) -> int:
+def _label_column(path: Path, names: Sequence[str], column: str) -> int:
+    """Return the index of the labels' column. Raises UserError if there is no such column."""
     if len(names) < 2:
         raise ValueError(f"it has {len(names)} column, but needs features and a label")
     if column and column not in names:
         message = f"{path} has no column {column!r} ({', '.join(names[:20])}{', ...' if len(names) > 20 else ''})"
-        raise _unusable(
-            "data-argument",
-            message,
-            nearest(column, names) or "name one of these columns; without a name, zerofit uses the last",
-        )
+        hint = nearest(column, names) or "name one of these columns; without a name, zerofit uses the last"
+        raise _unusable("data-argument", message, hint)
     return names.index(column) if column else len(names) - 1
 
 
@@ -173,17 +168,19 @@ def _refuse_words(path: Path, names: Sequence[str], label: int, rows: Sequence[S
 
 
 def _fault(row: Sequence[str], names: Sequence[str], label: int) -> str:
+    """Return what is wrong with a row; "" if nothing. `label`: index of the labels' column."""
     if len(row) != len(names):
         return f"{len(row)} cells for {len(names)} columns"
-    for place, (cell, name) in enumerate(zip(row, names, strict=True)):
-        if place == label and not cell:
+    for column, (cell, name) in enumerate(zip(row, names, strict=True)):
+        if column == label and not cell:
             return f"no label in {name!r}"
-        if place != label and _number(cell) is None:
+        if column != label and _number(cell) is None:
             return f"{cell!r} in {name!r} is not a finite number"
     return ""
 
 
 def _number(cell: str) -> float | None:
+    """Return the finite number in a cell; None if there is none."""
     try:
         value = float(cell)
     except ValueError:
@@ -205,6 +202,7 @@ def _as_classes(path: Path, table: _Table) -> tuple[np.ndarray, list[str]]:
             message = f"{path}, line {line}: the label {word} is a fraction, not a class"
             raise _unusable("data-classes", message, "set the column of the classes: FILE:COLUMN")
     values = {word: _number(word) for word in set(table.classes)}
+    # A line of column names with a number in it was read as a row, whose label is then the only word.
     first, others = table.classes[:1], set(table.classes[1:])
     if others and [values[word] for word in first] == [None] and all(values[word] is not None for word in others):
         message = f"{path}, line {table.lines[0]}: the label {first[0]!r} is a word, but all others are numbers"
@@ -221,7 +219,10 @@ def _as_classes(path: Path, table: _Table) -> tuple[np.ndarray, list[str]]:
 
 # Mean and deviation are from training rows only, so that validation rows do not influence the model's inputs.
 def _standardized(features: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """Return float32 (n, features) with mean 0 and deviation 1 over the training rows; constant columns become 0."""
+    """Return float32 (n, features) with mean 0 and deviation 1 over the training rows.
+
+    Columns that are constant there become 0.
+    """
     mean, std = features[train].mean(axis=0), features[train].std(axis=0)
     varies = np.ptp(features[train], axis=0) > 0  # rounding can make the deviation of equal numbers positive
     return ((features - mean) / np.where(varies & (std > 0), std, 1.0)).astype(np.float32)
