@@ -15,7 +15,7 @@ from tests.models.small import TEXT, TRANSFORMERS
 from zerofit.checkpoint.model_folder import ModelInfo
 from zerofit.data import Data, eval_indices, open_data
 from zerofit.infer.evaluate import EvalSamples, evaluate, figures_of
-from zerofit.infer.limits import MemoryLimits, room
+from zerofit.infer.limits import MemoryLimits, uncounted_bytes
 from zerofit.infer.placement import Placement, place
 from zerofit.infer.saved_model import SavedModel, open_saved
 from zerofit.infer.session import InferenceSession
@@ -94,7 +94,7 @@ def session(folder: Path, share: float, scratch: Path, dtype: torch.dtype = torc
     )
     least = place(made.empty, made.limits, WORKING).rows[0].needed
     weights = sum(p.nbytes for p in made.empty.parameters())
-    made.limits = MemoryLimits(memory={"cpu": max(least, WORKING + room("cpu") + int(share * weights))})
+    made.limits = MemoryLimits(memory={"cpu": max(least, WORKING + uncounted_bytes("cpu") + int(share * weights))})
     return made
 
 

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils.modeling import check_device_map
 
 from tests.models.small import IMAGES, TEXT, TRANSFORMERS
-from zerofit.infer.limits import MemoryLimits, read_limits, room
+from zerofit.infer.limits import MemoryLimits, read_limits, uncounted_bytes
 from zerofit.infer.placement import compact_names, place, refuse_misfit, table_rows
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -18,7 +18,7 @@ from zerofit.spec.errors import DoesNotFit, UserError
 from zerofit.spec.reservations import reserve
 
 WORKING = 5 << 20
-ROOM, GPU_ROOM = room("cpu"), room(0)
+ROOM, GPU_ROOM = uncounted_bytes("cpu"), uncounted_bytes(0)
 
 
 def empty(key):

@@ -1,4 +1,4 @@
-"""Evaluate a saved model: open data that match its inputs, and compute loss, accuracy and perplexity as in training."""
+"""Evaluate a saved model on data that match its inputs; loss and accuracy are those of training."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ TOP = 5
 
 @contextmanager
 def scratch_folder(parent: Path | None) -> Iterator[Path]:
-    """Create a folder for temporary files in `parent` or the system's temporary folder, and remove it afterwards.
+    """Create a folder for temporary files in `parent`, and remove it afterwards.
 
-    Raises UserError if it cannot be created.
+    The default parent is the system's folder. Raises UserError if the folder cannot be created.
     """
     try:
         if parent is not None:
@@ -77,9 +77,10 @@ def scratch_folder(parent: Path | None) -> Iterator[Path]:
 
 
 def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporter) -> Data:
-    """Open the evaluation data: the data named in `fields` (of Run), or by default the training data.
+    """Open the evaluation data: those of `fields`, or by default the training data.
 
-    Raises UserError with everything that does not match the model.
+    `fields`: options that the user has set, by their names in Run. Raises UserError with everything that does not match
+    the model.
     """
     problems = Problems()
     if saved.task == "gan":
@@ -88,23 +89,25 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
     if saved.info is None and "data" not in fields:
         message = f"{saved.folder} does not name its training data"
         problems.add("data-missing", message, f"name data, for example --data {default_data(saved.task)}", "--data")
-    reads = is_text(saved.task) and not fields.get("data", "").startswith("synthetic")
-    tokenizer = problems.attempt(lambda: fields.get("tokenizer") or default_tokenizer(saved)) if reads else None
+    is_read = is_text(saved.task) and not fields.get("data", "").startswith("synthetic")
+    tokenizer = problems.attempt(lambda: fields.get("tokenizer") or default_tokenizer(saved)) if is_read else None
     trained_len = saved.info and saved.info.seq_len
     seq_len = fields.get("seq_len") or trained_len or min(DEFAULT_SEQ_LEN, saved.longest or DEFAULT_SEQ_LEN)
     if saved.longest is not None and seq_len > saved.longest:
         message = f"{saved.folder} supports at most {saved.longest} tokens, not --seq-len {seq_len}"
         problems.add("seq-len", message, f"--seq-len {saved.longest} or less", "--seq-len")
     problems.raise_if_any()
+    # Options that the user has not set are those of the training, so that the scores can be compared.
     same = ("data", "text_field", "pair_field", "label_field", "target_len", "seed", "packing", "stream")
-    trained = {name: getattr(saved.info, name) for name in same} if saved.info else {}
+    options = {name: getattr(saved.info, name) for name in same} if saved.info else {}
     if (saved.folder / CHAT_TEMPLATE).is_file():
-        trained["chat_template"] = saved.folder / CHAT_TEMPLATE
-    image = {}
+        options["chat_template"] = saved.folder / CHAT_TEMPLATE
     if isinstance(saved.inputs, ImageInputs):
-        image = {"image_size": saved.inputs.size, "pretrained": saved.folder}
-    words = {"tokenizer": tokenizer} if tokenizer else {}
-    run = Run(**{**trained, **image, **fields, **words})
+        options |= {"image_size": saved.inputs.size, "pretrained": saved.folder}
+    options |= fields
+    if tokenizer:
+        options["tokenizer"] = tokenizer
+    run = Run(**options)
     known = saved.inputs.classes if isinstance(saved.inputs, LabelledTextInputs) else ()
     data = open_data(run, saved.task, seq_len, report, known)
     refuse_unknown_classes(data.name, data.inputs, known)
@@ -113,13 +116,13 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
 
 
 def check_data(saved: SavedModel, data: Data) -> None:
-    """Raise UserError if the data do not match the model: different classes or channels, or too many token ids."""
+    """Raise UserError if the data have other classes or channels, or more token ids than the model."""
     of_model, of_data, problems = saved.inputs, data.inputs, Problems()
     if type(of_model) is type(of_data) and isinstance(of_model, ImageInputs | TableInputs):
         for what in ("classes", "channels" if isinstance(of_model, ImageInputs) else "features"):
-            needed, given = getattr(of_model, what), getattr(of_data, what)
-            if needed != given:
-                message = f"the model has {needed} {what}, --data {data.name} has {given}"
+            model_count, data_count = getattr(of_model, what), getattr(of_data, what)
+            if model_count != data_count:
+                message = f"the model has {model_count} {what}, --data {data.name} has {data_count}"
                 problems.add(what, message, "use data like the model's training data", "--data")
     elif (
         not isinstance(of_model, ImageInputs | TableInputs)
@@ -138,7 +141,7 @@ def too_many_ids(inputs: TextInputs | LabelledTextInputs | NamedInputs, ids: int
 
 
 def default_tokenizer(saved: SavedModel) -> str:
-    """Return the tokenizer in the model's folder, else the one used in training. Raises UserError if neither exists."""
+    """Return the tokenizer in the model's folder, else that of its training. Raises UserError."""
     if has_tokenizer(saved.folder):
         return str(saved.folder)
     if saved.info:
@@ -192,7 +195,7 @@ class EvalFigures:
         return tabled_classes(self.inputs)
 
     def __call__(self, model: nn.Module, x: Tensor, labels: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
-        """Return float64 (4,): summed loss, targets, right answers, and (for images) right answers among the top five.
+        """Return float64 (4,): summed loss, targets, right answers, and for images those among the top five.
 
         `x`: token ids (batch, seq_len) or images (batch, channels, size, size); `extra`: the model's other inputs by
         name. Labels of -100 do not count. For labelled text and pixels, the table of `class_table` is appended.
@@ -207,13 +210,15 @@ class EvalFigures:
         if self.loss == "mse":
             return _squared_errors(logits, labels)
         if are_dense(logits, labels):
-            counts = _pixel_counts(logits, labels)
+            # One image at a time, since a copy of all logits with the classes last would double their memory.
+            images = zip(logits.movedim(1, -1), labels, strict=True)
+            counts = torch.stack([cross_entropy_counts(image, classes, 1) for image, classes in images]).sum(0)
         else:
             counts = cross_entropy_counts(logits, labels, TOP if self.task == "image" else 1)
         return torch.cat([counts, class_table(logits, labels, self.classes)]) if self.classes else counts
 
     def _own_mean(self, model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum of the model's own loss: its mean times the number of samples."""
+        """Return the model's own mean loss times the number of samples, this number, and no right answers."""
         if self.task == "causal-lm":  # as in transformers: labels have the positions of their tokens
             out = model(input_ids=x, labels=torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, x))
         else:
@@ -232,7 +237,7 @@ def figures_of(saved: SavedModel, model: nn.Module, dtype: torch.dtype, inputs: 
 
 # Logits of a vocabulary of 128,000 in float32 take 512 kB a token. In chunks, the loss needs 32 MiB at a time.
 def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
-    """Count what EvalFigures has, in chunks. Return float64 (4,) for logits (..., classes) and labels (...)."""
+    """Return EvalFigures' float64 (4,) for logits (..., classes) and labels (...)."""
     flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     rows = max(1, CHUNK_BYTES // (4 * flat.shape[-1]))
     total = torch.zeros(4, dtype=torch.float64, device=flat.device)
@@ -247,12 +252,8 @@ def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
     return total
 
 
-def _pixel_counts(logits: Tensor, labels: Tensor) -> Tensor:
-    images = zip(logits, labels, strict=True)
-    return torch.stack([cross_entropy_counts(image.movedim(0, -1), wanted, 1) for image, wanted in images]).sum(0)
-
-
 def _squared_errors(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of the squared errors and the number of targets, as float64 (4,)."""
     if outputs.numel() != labels.numel():
         message = f"--loss mse needs one output per sample: got {tuple(outputs.shape)} for labels {tuple(labels.shape)}"
         raise ValueError(message)
@@ -270,7 +271,10 @@ def evaluate(
     device: torch.device,
     report: Reporter,
 ) -> EvalScores:
-    """Evaluate the model on validation samples. Raises RunFailed if memory runs out, or if the loss is not finite."""
+    """Evaluate the model on validation samples.
+
+    Raises RunFailed if memory runs out, or if the loss is not finite.
+    """
     count, at_once = len(eval_indices(len(data.valid), samples.limit)), samples.at_once
     batches = eval_batches(data.valid, 0, 1, at_once, samples.limit, default_workers(data, 1))
     start = time.perf_counter()
@@ -288,13 +292,14 @@ def evaluate(
             total += figures(model, x, labels.to(device), extra).cpu()
             task.advance(real)
         seconds = time.perf_counter() - start
-        named = isinstance(data.inputs, NamedInputs) and data.inputs.padded
-        generated = min(samples.generated, count) if named else 0
+        has_targets = isinstance(data.inputs, NamedInputs) and data.inputs.padded
+        generated = min(samples.generated, count) if has_targets else 0
         rouge = _rouge(model, data, at_once, generated, device) if generated else {}
     return _scores(total.tolist(), figures, data.inputs, count, seconds, rouge)
 
 
 def _rouge(model: nn.Module, data: Data, micro: int, count: int, device: torch.device) -> dict[str, float]:
+    """Return the ROUGE scores of the texts that the model generates for `count` samples."""
     assert isinstance(data.inputs, NamedInputs)
     pairs, length = [], data.inputs.tensors[-1].shape[0]
     for batch in eval_batches(data.valid, 0, 1, micro, count):
@@ -317,8 +322,7 @@ def working_bytes(
             batch = empty_batch(inputs, micro)
         x = batch["inputs"]
         x = x.to(figures.dtype) if x.is_floating_point() else x
-        apart = refuse_unseparated(fake, whose) if are_packed(inputs) else nullcontext()
-        with apart:
+        with refuse_unseparated(fake, whose) if are_packed(inputs) else nullcontext():
             figures(fake, x, batch["labels"], extra_inputs(inputs, batch))
 
     try:
@@ -341,7 +345,8 @@ def working_bytes(
 def _scores(
     sums: list[float], figures: EvalFigures, inputs: Inputs, samples: int, seconds: float, rouge: dict[str, float]
 ) -> EvalScores:
-    total, targets, right, near, *table = sums
+    """Return the scores of summed figures. Raises RunFailed if the loss is not finite."""
+    total, targets, right, right_in_top, *table = sums
     loss = total / max(targets, 1.0)
     if not math.isfinite(loss):
         hint = "use --dtype fp32 if fp16 overflows; otherwise the weights themselves are not finite"
@@ -358,7 +363,7 @@ def _scores(
     return EvalScores(
         **{"accuracy": None, **scores},
         loss=loss,
-        top5_accuracy=near / max(targets, 1.0) if answers and ranked else None,
+        top5_accuracy=right_in_top / max(targets, 1.0) if answers and ranked else None,
         mean_iou=mean_iou(table) if isinstance(inputs, SegmentationInputs) else None,
         perplexity=math.exp(min(loss, LONGEST_LOSS)) if writes else None,
         samples=samples,

@@ -82,21 +82,22 @@ def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max
     long.
     """
     tokenizer = writers_tokenizer(saved, tokenizer_name)
-    translates = saved.task == "seq2seq-lm"
-    if (saved.info is None or translates) and tokenizer.name != "bytes":  # with the special tokens of its tokenizer
+    has_encoder = saved.task == "seq2seq-lm"
+    if (saved.info is None or has_encoder) and tokenizer.name != "bytes":
+        # Models of others, and all encoders, were trained with their tokenizer's special tokens.
         ids = tuple(load_transformers(tokenizer.name)(prompt)["input_ids"])
-    elif translates:
+    elif has_encoder:
         ids = (*tokenizer.encode(prompt), tokenizer.eod_id)
     else:
         ids = tuple(tokenizer.encode(prompt))
     problems = Problems()
     if not ids:
         problems.add("empty-prompt", "the prompt has no tokens", "give the text's first words", "--prompt")
-    if translates and saved.longest is not None and max(len(ids), max_new_tokens) > saved.longest:
+    if has_encoder and saved.longest is not None and max(len(ids), max_new_tokens) > saved.longest:
         message = f"the prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}"
         message += f"; the model supports at most {saved.longest} of each"
         problems.add("too-long", message, "a shorter --prompt, or fewer --max-new-tokens", "--max-new-tokens")
-    elif saved.longest is not None and len(ids) + max_new_tokens > saved.longest and not translates:
+    elif saved.longest is not None and len(ids) + max_new_tokens > saved.longest and not has_encoder:
         message = f"the prompt has {len(ids)} tokens; with {max_new_tokens} new ones"
         message += f" that is more than the model's {saved.longest}"
         free_tokens = saved.longest - len(ids)
@@ -104,7 +105,7 @@ def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max
         problems.add("too-long", message, hint, "--max-new-tokens")
     problems.raise_if_any()
     ends = end_ids(saved, tokenizer)
-    if not translates:
+    if not has_encoder:
         return Prompt(ids=ids, end_ids=ends, decode=tokenizer.decode)
     config = make_config(saved.source, None, {})
     begins_with = config.pad_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
@@ -112,7 +113,10 @@ def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max
 
 
 def writers_tokenizer(saved: SavedModel, name: str | None) -> Tokenizer:
-    """Return the tokenizer of a model that writes text. Raises UserError for other models and other tokenizers."""
+    """Return the tokenizer of a model that writes text.
+
+    Raises UserError for other models, and for a tokenizer with more ids than the model.
+    """
     writes = saved.task in ("causal-lm", "seq2seq-lm")
     if not writes or saved.source.family != "transformers":
         what = "a model of your own" if writes else f"a model of the task {saved.task}"
@@ -143,6 +147,15 @@ def generate(
 
     The same seed gives the same text. Raises RunFailed if memory runs out.
     """
+    options: dict[str, object] = {"do_sample": False}
+    if request.temperature > 0:
+        options = {"do_sample": True, "temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
+    ends = sorted(request.prompt.end_ids)
+    options |= {"eos_token_id": ends, "pad_token_id": ends[0]}  # transformers requires it, but nothing is padded
+    if request.prompt.begins_with is not None:
+        options["decoder_start_token_id"] = request.prompt.begins_with
+    cached = takes_cache(cast(PreTrainedModel, model).config)
+    config = GenerationConfig(max_new_tokens=request.max_new_tokens, use_cache=cached, **options)
     stream = _TextStreamer(request.prompt, on_text)
     prompt = torch.tensor([request.prompt.ids], device=device)
     torch.manual_seed(request.seed)
@@ -151,7 +164,7 @@ def generate(
         cast(Any, model).generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
-            generation_config=_config(request, takes_cache(cast(PreTrainedModel, model).config)),
+            generation_config=config,
             streamer=stream,
             stopping_criteria=StoppingCriteriaList([stream.has_ended]),
         )
@@ -160,23 +173,12 @@ def generate(
     return GeneratedText(text=stream.text, tokens=count, tokens_per_s=count / max(seconds, 1e-9))
 
 
-def _config(request: GenerationRequest, cached: bool) -> GenerationConfig:
-    draw: dict[str, object] = {"do_sample": False}
-    if request.temperature > 0:
-        draw = {"do_sample": True, "temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
-    ends = sorted(request.prompt.end_ids)
-    draw |= {"eos_token_id": ends, "pad_token_id": ends[0]}  # nothing is padded, but transformers requires the argument
-    if request.prompt.begins_with is not None:
-        draw["decoder_start_token_id"] = request.prompt.begins_with
-    return GenerationConfig(max_new_tokens=request.max_new_tokens, use_cache=cached, **draw)
-
-
+# The prompt's forward, whose cache is counted with that of all tokens. While a token is added, torch.cat copies the
+# cache of one layer, which then exists twice:
+#
+#     bytes = (peak of the forward - prompt's cache) + cache of all tokens * (1 + 1 / layers)
 def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) -> int:
-    """Return the bytes that generation needs besides the weights.
-
-    They are the prompt's forward, and the KV cache of all tokens. While a token is added, one layer's cache exists
-    twice.
-    """
+    """Return the bytes that generation needs besides the weights."""
     on = torch.device("cpu" if device == "cpu" else "cuda")
     length, new = len(request.prompt.ids), request.max_new_tokens
     if request.prompt.begins_with is not None:
@@ -190,27 +192,29 @@ def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) 
 
 
 def _cached(fake: nn.Module, length: int, device: torch.device, written: int = 0) -> Iterable[Tensor]:
-    """Return the cache's tensors after a forward of `length` tokens. `written`: decoder tokens (0: no encoder)."""
-    last: dict[str, object] = (
-        {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(fake).forward).parameters else {}
-    )
-    ids = torch.zeros(1, length, dtype=torch.long, device=device)
+    """Return the cache's tensors after a forward of `length` tokens.
+
+    `written`: the decoder's tokens; 0 for a model without an encoder.
+    """
+    arguments = {"input_ids": torch.zeros(1, length, dtype=torch.long, device=device)}
     if written:
-        last["decoder_input_ids"] = torch.zeros(1, written, dtype=torch.long, device=device)
-    cache = fake(input_ids=ids, use_cache=True, **last).past_key_values
+        arguments["decoder_input_ids"] = torch.zeros(1, written, dtype=torch.long, device=device)
+    # Like generate(), which computes the logits of the last token only, if the model supports it.
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(fake).forward).parameters else {}
+    cache = fake(use_cache=True, **arguments, **last).past_key_values
     parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     layers = [layer for part in (parts if written else [cache]) for layer in getattr(part, "layers", ())]
     return [t for layer in layers for t in vars(layer).values() if isinstance(t, Tensor)]
 
 
 class _TextStreamer(BaseStreamer):
-    """Streams text while transformers generates tokens. Sends only complete characters, and stops before `end_text`."""
+    """Sends complete characters while transformers generates tokens, up to the end text."""
 
     def __init__(self, prompt: Prompt, on_text: Callable[[str], None]):
         self._decode, self._end_ids, self._on_text = prompt.decode, prompt.end_ids, on_text
         self._end_text, self._ended = prompt.end_text, False
         self._prompt_seen = False
-        self._from = 0  # tokens before this index have been sent
+        self._line_start = 0  # index of the first token that is decoded again; the text before it has been sent
         self._sent = ""  # text that was already sent for tokens from this index on
         self.tokens: list[int] = []
         self.text = ""
@@ -233,7 +237,8 @@ class _TextStreamer(BaseStreamer):
     # One character can take several tokens, and a token's text can depend on the token before it (sentencepiece's
     # spaces). So all tokens since the last line break are decoded again, and only what is new is sent.
     def _send_text(self, final: bool) -> None:
-        written = [token for token in self.tokens[self._from :] if token not in self._end_ids]
+        """Send the text of the new tokens; if it is not final, only what later tokens cannot change."""
+        written = [token for token in self.tokens[self._line_start :] if token not in self._end_ids]
         text = self._decode(written)
         if text.endswith(UNFINISHED) and not final:
             return
@@ -246,16 +251,16 @@ class _TextStreamer(BaseStreamer):
             self._on_text(new)
         if text.endswith("\n") and not self._end_text:
             # keep the last token, since decoding the next one needs it to place spaces
-            self._from, self._sent = len(self.tokens) - 1, self._decode(self.tokens[-1:])
+            self._line_start, self._sent = len(self.tokens) - 1, self._decode(self.tokens[-1:])
 
     def _before_end(self, text: str, final: bool) -> str:
-        """Cut a text at the end text. Before the text is final, also cut at a possible beginning of the end text."""
+        """Cut a text at the end text; if it is not final, also at a possible beginning of the end text."""
         text, end, _ = text.partition(self._end_text)
         self._ended = bool(end)
         if self._ended or final:
             return text
-        held = (n for n in range(len(self._end_text) - 1, 0, -1) if text.endswith(self._end_text[:n]))
-        return text[: len(text) - next(held, 0)]
+        beginnings = (n for n in range(len(self._end_text) - 1, 0, -1) if text.endswith(self._end_text[:n]))
+        return text[: len(text) - next(beginnings, 0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +272,7 @@ class Chat:
     empty: GenerationRequest  # the settings of all answers; its prompt has no tokens
 
     def request(self, messages: list[Message]) -> GenerationRequest:
-        """Return the request for the next answer, limited to the tokens that the conversation may still have.
+        """Return the request for the next answer, limited to the tokens that remain.
 
         Raises UserError if the conversation has already reached the model's limit.
         """
@@ -278,11 +283,12 @@ class Chat:
         return self._sized(ids, self.empty.seed + len(messages))
 
     def largest_request(self) -> GenerationRequest:
-        """Return the largest possible request. Memory is reserved for this size."""
+        """Return the largest possible request, for which memory is reserved."""
         tokens = CHAT_TOKENS if self.longest is None else min(CHAT_TOKENS, self.longest)
         return self._sized([0] * max(1, tokens - self.empty.max_new_tokens), self.empty.seed)
 
     def _sized(self, ids: list[int], seed: int) -> GenerationRequest:
+        """Return a request with this prompt, for at most as many new tokens as the model supports."""
         new = self.empty.max_new_tokens
         free_tokens = new if self.longest is None else min(new, self.longest - len(ids))
         prompt = replace(self.empty.prompt, ids=tuple(ids))
@@ -290,17 +296,18 @@ class Chat:
 
 
 def open_chat(
-    saved: SavedModel, tokenizer_name: str | None, given: Path | None, **drawing: Unpack[DrawingOptions]
+    saved: SavedModel, tokenizer_name: str | None, chat_template: Path | None, **drawing: Unpack[DrawingOptions]
 ) -> Chat:
-    """Open the template `given`, or else the model's chat template. Raises UserError if there is none."""
+    """Open a chat template, by default the model's. Raises UserError if there is none."""
     tokenizer = writers_tokenizer(saved, tokenizer_name)
     if saved.task != "causal-lm":
         message = f"a model for the task {saved.task} cannot chat"
         raise UserError(Problem(kind="cannot-generate", message=message, hint="--prompt TEXT", where="--chat"))
     own_template = saved.folder / CHAT_TEMPLATE
-    template = open_chat_template(given or (own_template if own_template.is_file() else None), tokenizer)
-    after = tokenizer.encode(template.turn_end)
-    token = next((id for id in after if id in tokenizer.added_ids and tokenizer.decode([id]).strip()), None)
+    template = open_chat_template(chat_template or (own_template if own_template.is_file() else None), tokenizer)
+    # An answer ends with the template's special token for it, else with the text that the template writes after it.
+    turn_end = tokenizer.encode(template.turn_end)
+    token = next((id for id in turn_end if id in tokenizer.added_ids and tokenizer.decode([id]).strip()), None)
     ends = end_ids(saved, tokenizer)
     prompt = Prompt(
         ids=(),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,20 +31,24 @@ def failures(knob: str) -> Iterator[None]:
 
 
 def guarded(model: nn.Module) -> AbstractContextManager[object]:
-    """Raise RunFailed if a module uses weights that are not loaded. Checks nothing if all weights are loaded."""
+    """Return a context that raises RunFailed if a module uses weights that are not loaded."""
     return _Guard() if any(parameter.is_meta for parameter in model.parameters()) else nullcontext()
 
 
+# Offloaded weights are loaded only while their own module runs. Otherwise they are on the meta device. On the CPU,
+# torch 2.14's matrix products and convolutions accept meta weights and return uninitialized memory.
 # Example: torch's attention reads the weight of its output projection without calling that module, so accelerate's hook
 # does not load it.
 class _Guard(TorchDispatchMode):
-    """Raises an error if a running module uses offloaded weights of another module.
+    """Raises an error if a running module uses offloaded weights of another module."""
 
-    Offloaded weights are loaded only while their own module runs. Otherwise they are on the meta device. On the
-    CPU, torch 2.14's matrix products and convolutions accept meta weights and return uninitialized memory.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         devices = {t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if "meta" in devices and len(devices) > 1:
             message = "a module uses another module's weights, but offloaded weights are loaded only for their module"
@@ -56,7 +59,7 @@ class _Guard(TorchDispatchMode):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the progress bars, reports and warnings of transformers and accelerate; zerofit prints its own."""
+    """Silence the progress bars, reports and warnings of transformers and accelerate."""
     from transformers.utils import logging as theirs
 
     levels = {name: logging.getLogger(name).level for name in ("accelerate.big_modeling", "accelerate.utils.modeling")}

@@ -30,7 +30,7 @@ class MemoryLimits:
     reserved: Mapping[Device, int] = field(default_factory=dict)  # bytes reserved by other runs, and so not free
 
 
-def room(device: Device) -> int:
+def uncounted_bytes(device: Device) -> int:
     """Return the bytes to reserve on a device that runs layers, for memory that is not counted."""
     return SCRATCH if device == "cpu" else SCRATCH + WORKSPACE
 
@@ -46,14 +46,7 @@ def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits
 
     gpus = torch.cuda.device_count()
     if limits is None:
-        reserved, seen = reserved_on_gpus(), gpu_memory(gpus)
-        most = [gpu.total_bytes - reserved[gpu.uuid] for gpu in seen] if len(seen) == gpus else [NO_LIMIT] * gpus
-        free: dict[Device, int] = {
-            n: int(SHARE * max(0, min(torch.cuda.mem_get_info(n)[0], most[n]))) for n in range(gpus)
-        }
-        taken: dict[Device, int] = {n: reserved[gpu.uuid] for n, gpu in enumerate(seen)}
-        memory = {**free, "cpu": int(SHARE * free_for())}
-        return MemoryLimits(memory=memory, named=False, reserved={**taken, "cpu": reserved_on_host()})
+        return _free_memory(gpus)
     named: dict[Device, int] = {}
     problems = Problems()
     text = limits if isinstance(limits, str) else ",".join(f"{device}={size}" for device, size in limits.items())
@@ -71,7 +64,26 @@ def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits
     return MemoryLimits(memory=named, disk=disk)
 
 
+def _free_memory(gpus: int) -> MemoryLimits:
+    """Return most of the free memory of each GPU and of the host, less what other runs have reserved."""
+    import torch
+
+    reserved, devices = reserved_on_gpus(), gpu_memory(gpus)
+    unreserved = [NO_LIMIT] * gpus
+    if len(devices) == gpus:
+        unreserved = [gpu.total_bytes - reserved[gpu.uuid] for gpu in devices]
+    memory: dict[Device, int] = {}
+    for number in range(gpus):
+        free, _ = torch.cuda.mem_get_info(number)
+        memory[number] = int(SHARE * max(0, min(free, unreserved[number])))
+    memory["cpu"] = int(SHARE * free_for())
+    reserved_by_others: dict[Device, int] = {number: reserved[gpu.uuid] for number, gpu in enumerate(devices)}
+    reserved_by_others["cpu"] = reserved_on_host()
+    return MemoryLimits(memory=memory, named=False, reserved=reserved_by_others)
+
+
 def _pair(part: str, gpus: int) -> tuple[Device, int]:
+    """Return the device and the bytes of DEVICE=SIZE. Raises UserError."""
     name, equals, size = (word.strip() for word in part.partition("="))
     if not equals:
         message, hint = f"{part!r} does not have the form DEVICE=SIZE", "write it like 0=20GiB,cpu=60GiB"

@@ -1,13 +1,12 @@
-"""Measure the memory of a forward that runs on fake tensors. Measure the peaks of this process and its GPUs."""
+"""The memory of a forward, by running it on fake tensors, and the peaks of this process and its GPUs."""
 
 from __future__ import annotations
 
 import copy
 import ctypes
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +31,10 @@ class ActivationMemory:
 
 
 def activation_memory(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory:
-    """Return the memory that `call(model, device)` needs. It runs on fake tensors, so nothing is computed or allocated.
+    """Return the memory that `call(model, device)` needs, by running it on fake tensors.
 
-    The model may be on the meta device and is not changed. Kernels' own workspaces are not counted. Raises the errors
-    of the call, and RuntimeError if the model reads values of tensors.
+    Nothing is computed or allocated. The model may be on the meta device and is not changed. Kernels' own workspaces
+    are not counted. Raises the errors of the call, and RuntimeError if the model reads values of tensors.
     """
     try:
         return _run(model, device, call)
@@ -48,6 +47,7 @@ def activation_memory(model: nn.Module, device: torch.device, call: Call) -> Act
 
 
 def _run(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory:
+    """Return the memory that `call` needs with a copy of the model whose tensors are fake."""
     fake = copy.deepcopy(model)
     with fake_tensors(), torch.no_grad():
         for module in fake.modules():
@@ -73,7 +73,13 @@ class _ActivationMeter(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         self._alive = {key: alive for key, alive in self._alive.items() if not alive[0].expired()}
         for tensor in tree_leaves(out):
@@ -86,11 +92,12 @@ class _ActivationMeter(TorchDispatchMode):
 
 
 # The CPU's limit in --max-memory is compared with resident memory. Gaps that glibc keeps would count as used memory.
+# By default glibc raises its limit for "large" to 32 MiB once such blocks are freed. It then keeps the gaps between
+# smaller blocks: about 200 MB after a few forwards of a language model.
 def return_freed_memory_at_once() -> None:
-    """Make glibc return large blocks to the system as soon as they are freed. Other C libraries are not changed.
+    """Make glibc return large blocks to the system as soon as they are freed.
 
-    By default glibc raises its limit for "large" to 32 MiB once such blocks are freed. It then keeps the gaps between
-    smaller blocks: about 200 MB after a few forwards of a language model.
+    Other C libraries are not changed.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -100,7 +107,7 @@ def return_freed_memory_at_once() -> None:
 
 
 def start_counting(gpus: Iterable[int]) -> int:
-    """Reset the peaks of this process and of these GPUs; return the resident memory of this process in bytes.
+    """Reset the peaks of this process and of these GPUs; return this process's resident bytes.
 
     If the peak of the process cannot be reset, peaks count from the process's start, and the peak so far is returned.
     """

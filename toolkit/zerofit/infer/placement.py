@@ -6,14 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from accelerate import infer_auto_device_map, init_empty_weights
 from torch import nn
 
 from zerofit.infer.guards import quiet
-from zerofit.infer.limits import SHARE, Device, MemoryLimits, room
+from zerofit.infer.limits import SHARE, Device, MemoryLimits, uncounted_bytes
 from zerofit.infer.saved_model import SavedModel
 from zerofit.models.batch_norm import BatchNorm
 from zerofit.models.build import build
@@ -25,7 +25,7 @@ from zerofit.spec.units import shown_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# shares of the allowed memory to try: accelerate's map can need more than its limit, so the next try gets less
+# Shares of the allowed memory to try: accelerate's map can need more than its limit, so the next try gets less.
 SHARES = [1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
 
 
@@ -43,14 +43,15 @@ class DeviceRow:
     @property
     def needed(self) -> int:
         """The total need. If layers run on the device, it includes a reserve for memory that is not counted."""
-        return self.weights + self.layer + self.working + (room(self.device) if self.working or self.layer else 0)
+        reserve = uncounted_bytes(self.device) if self.working or self.layer else 0
+        return self.weights + self.layer + self.working + reserve
 
     @property
     def fits(self) -> bool:
         """Whether the total is within the limit."""
         return self.allowed is None or self.needed <= self.allowed
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the figures as JSON."""
         sizes = ("weights", "layer", "working", "needed", "allowed")
         return {"device": self.device, **{f"{name}_bytes": getattr(self, name) for name in sizes}}
@@ -84,9 +85,7 @@ class Placement:
 def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
     """Build the model in evaluation mode, with parameters of this type on the meta device.
 
-    Only transformers' models get fake buffers. Other models keep real buffers, since the values of some buffers may be
-    in no file. In other models, batch norms stay in float32: the kernels of batch norms support float32 parameters with
-    inputs of lower precision. Raises UserError if the model cannot be built.
+    Batch norms of models that are not transformers' stay in float32. Raises UserError if the model cannot be built.
     """
     try:
         if saved.source.family == "transformers":
@@ -97,10 +96,12 @@ def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
                 config.output_router_logits = False  # only training uses the router's loss
             return model.to(dtype).eval()
         assert saved.info is not None  # see open_saved
+        # Buffers stay real: some of their values may be in no file.
         with init_empty_weights():
             model = build(saved.source, saved.inputs, dict(saved.info.model_args))
     except ModelError as error:
         raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="CKPT")) from None
+    # The kernels of batch norms support float32 parameters with inputs of lower precision.
     for module in model.modules():
         if not isinstance(module, BatchNorm):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -115,23 +116,22 @@ def block_classes(model: nn.Module) -> list[str]:
     transformers lists them for its models. For other models these are the outermost of the model's own classes that
     occur more than once (a ResNet's bottlenecks, a Transformer's layers).
     """
-    known = getattr(model, "_no_split_modules", None)
-    if known is not None:
-        return sorted(known)
+    no_split = getattr(model, "_no_split_modules", None)
+    if no_split is not None:
+        return sorted(no_split)
     counts = Counter(type(module) for module in model.modules())
     return sorted({type(module).__name__ for module in _repeated(model, counts)})
 
 
-def loads_whole(model: nn.Module) -> list[str]:
-    """Return the names of the module classes whose weights, including their children's, must be loaded together.
-
-    transformers' modules use only their own weights. Other modules may use a child's weights without calling the child,
-    as torch's attention does. So all weights of a block are loaded together.
-    """
+# transformers' modules use only their own weights. Other modules may use a child's weights without calling the child,
+# as torch's attention does. So all weights of a block are loaded together.
+def classes_loaded_together(model: nn.Module) -> list[str]:
+    """Return the names of the module classes that are loaded together with their children."""
     return [] if hasattr(model, "_no_split_modules") else block_classes(model)
 
 
-def _repeated(module: nn.Module, counts: Counter) -> Iterator[nn.Module]:
+def _repeated(module: nn.Module, counts: Counter[type[nn.Module]]) -> Iterator[nn.Module]:
+    """Yield the outermost modules with children whose class occurs more than once."""
     for child in module.children():
         container = isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict)
         if counts[type(child)] > 1 and not container and next(child.children(), None) is not None:
@@ -154,19 +154,20 @@ def main_device(limits: MemoryLimits) -> Device:
 def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
     """Assign a model's weights to GPUs, then to host memory, then to the disk. Nothing is loaded.
 
-    `working`: bytes to leave free for the model's forward. Only transformers' models are split over several GPUs,
-    since it is not known what other models do between their layers. If nothing fits, the placement that was tried
-    last is returned.
+    `working`: bytes to leave free for the model's forward. If nothing fits, the placement that was tried last is
+    returned.
     """
     gpus = sorted(d for d, size in limits.memory.items() if isinstance(d, int) and size)
     if not hasattr(model, "_no_split_modules"):
-        gpus = gpus[:1]
+        gpus = gpus[:1]  # it is not known what models other than transformers' do between their layers
     host = limits.memory.get("cpu", 0)
     placement = None
     for used in [gpus, []] if gpus and host else [gpus]:
         for share in SHARES:
-            memory: dict[Device, int] = {gpu: int(share * (limits.memory[gpu] - working - room(gpu))) for gpu in used}
-            memory["cpu"] = int(share * (host if used else host - working - room("cpu")))
+            memory: dict[Device, int] = {
+                gpu: int(share * (limits.memory[gpu] - working - uncounted_bytes(gpu))) for gpu in used
+            }
+            memory["cpu"] = int(share * (host if used else host - working - uncounted_bytes("cpu")))
             device_map = _infer(model, memory)
             if device_map is None or (used and not any(isinstance(device, int) for device in device_map.values())):
                 continue
@@ -177,13 +178,7 @@ def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
 
 
 def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | None:
-    """Return accelerate's device map, completed with the direct parameters and buffers of split modules.
-
-    If accelerate splits a module, accelerate's map may lack the module's direct parameters and buffers, or list them
-    one by one. But dispatch_model loads only complete modules. So this function assigns these parameters and buffers to
-    the device that runs the split module. Returns None if accelerate 1.15 raises IndexError, as it does for some sizes
-    of models with tied parameters.
-    """
+    """Return accelerate's device map, completed; None if accelerate fails."""
     if not any(size > 0 for size in memory.values()):
         return {"": "disk"}
     limits: dict[int | str, int | str] = {device: max(0, size) for device, size in memory.items()}
@@ -192,8 +187,10 @@ def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | N
             inferred = infer_auto_device_map(
                 model, max_memory=limits, no_split_module_classes=block_classes(model), fallback_allocation=True
             )
-    except IndexError:
+    except IndexError:  # accelerate 1.15 raises it for some sizes of models with tied parameters
         return None
+    # If accelerate splits a module, its map may lack the module's direct parameters and buffers, or list them one by
+    # one. But dispatch_model loads only complete modules, so these tensors are assigned to the device that runs it.
     device_map = cast(dict[str, Device], inferred)  # devices in `memory`, and the disk
     main = next((d for d in device_map.values() if isinstance(d, int)), "cpu")
     unmapped = [name for name in model.state_dict() if device_of(name, device_map) is None]
@@ -203,6 +200,7 @@ def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | N
 
 
 def _placed(model: nn.Module, device_map: dict[str, Device], limits: MemoryLimits, working: int) -> Placement:
+    """Return the placement of a device map, with the memory that each device needs."""
     gpus = sorted({d for d in device_map.values() if isinstance(d, int)})
     main: Device = gpus[0] if gpus else "cpu"
     weights: dict[Device, int] = dict.fromkeys(device_map.values(), 0) | {main: 0}
@@ -233,15 +231,16 @@ def _placed(model: nn.Module, device_map: dict[str, Device], limits: MemoryLimit
 
 # accelerate's hooks copy a module's weights to the main device before it runs and free them after it: one at a time.
 def _largest_layer(model: nn.Module, device_map: dict[str, Device], main: Device) -> tuple[int, str]:
-    stays = {main} if main == "cpu" else {d for d in device_map.values() if isinstance(d, int)}
-    classes = loads_whole(model)
-    best = (0, "")
+    """Return the bytes and the name of the largest module whose weights are copied to run it."""
+    stay_on = {main} if main == "cpu" else {d for d in device_map.values() if isinstance(d, int)}
+    classes = classes_loaded_together(model)
+    largest = (0, "")
     for path, module in model.named_modules():
         tensors = module.named_parameters(recurse=type(module).__name__ in classes)
         names = {f"{path}.{name}" if path else name: tensor for name, tensor in tensors}
-        taken = sum(t.nbytes for name, t in names.items() if device_of(name, device_map) not in stays)
-        best = max(best, (taken, path))
-    return best
+        copied = sum(t.nbytes for name, t in names.items() if device_of(name, device_map) not in stay_on)
+        largest = max(largest, (copied, path))
+    return largest
 
 
 def device_of(name: str, device_map: dict[str, Device]) -> Device | None:
@@ -265,7 +264,8 @@ def refuse_misfit(placement: Placement, limits: MemoryLimits, knobs: str) -> Non
         else:
             parts = [f"weights {shown_bytes(row.weights)}"] if row.weights else []
             parts += [f"the largest layer ({placement.largest}) {shown_bytes(row.layer)}"] if row.layer else []
-            parts += [f"activations and logits {shown_bytes(row.working)}", f"room {shown_bytes(room(row.device))}"]
+            parts.append(f"activations and logits {shown_bytes(row.working)}")
+            parts.append(f"room {shown_bytes(uncounted_bytes(row.device))}")
             message = f"{row.device} needs {shown_bytes(row.needed)} ({', '.join(parts)}); allowed: {allowed}"
             flag = f"--max-memory {row.device}={-(-row.needed >> 20)}MiB"
             hint = f"{flag} or more, {knobs} or --dtype bf16"
@@ -276,7 +276,7 @@ def refuse_misfit(placement: Placement, limits: MemoryLimits, knobs: str) -> Non
 
 
 def table_rows(placement: Placement) -> list[dict[str, str]]:
-    """Return table rows: each device with its layers, their size, and the other memory that it needs."""
+    """Return table rows: each device with its layers and the memory that it needs."""
     return [
         {
             "device": str(row.device),
@@ -293,13 +293,16 @@ def table_rows(placement: Placement) -> list[dict[str, str]]:
 
 def compact_names(names: tuple[str, ...]) -> list[str]:
     """Return names in order, with consecutive numbers merged: "model.layers.0-21"."""
-    out: list[tuple[str, int | None, int | None]] = []
+    ranges: list[tuple[str, int | None, int | None]] = []  # prefix, first and last number
     for name in names:
         numbered = re.fullmatch(r"(.*\.)(\d+)", name)
         if not numbered:
-            out.append((name, None, None))
-        elif out and out[-1][0] == numbered[1] and out[-1][2] == int(numbered[2]) - 1:
-            out[-1] = (numbered[1], out[-1][1], int(numbered[2]))
+            ranges.append((name, None, None))
+        elif ranges and ranges[-1][0] == numbered[1] and ranges[-1][2] == int(numbered[2]) - 1:
+            ranges[-1] = (numbered[1], ranges[-1][1], int(numbered[2]))
         else:
-            out.append((numbered[1], int(numbered[2]), int(numbered[2])))
-    return [p if a is None else f"{p}{a}" if a == b else f"{p}{a}-{b}" for p, a, b in out]
+            ranges.append((numbered[1], int(numbered[2]), int(numbered[2])))
+    return [
+        prefix if first is None else f"{prefix}{first}" if first == last else f"{prefix}{first}-{last}"
+        for prefix, first, last in ranges
+    ]

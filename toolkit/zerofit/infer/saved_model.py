@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +28,9 @@ from zerofit.spec.foreign import Unreadable
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, has_head
 from zerofit.spec.named_code import refuse_foreign_code
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 MODEL = "model"  # the trained model in a run's folder
 IMAGE_SIZE = 224  # pixels, for a classifier whose config has no size, since it supports any size
 DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
@@ -40,7 +43,7 @@ class SavedModel:
     folder: Path
     source: ModelSource
     task: Task
-    inputs: Inputs  # inputs; the vocabulary can have more ids than the training's tokenizer
+    inputs: Inputs  # the vocabulary can have more ids than the training's tokenizer
     longest: int | None  # largest number of tokens; None without a limit
     info: ModelInfo | None  # None for a model that was not written by zerofit
     weights: StoredWeights
@@ -48,7 +51,7 @@ class SavedModel:
 
 # Users may name a run, its model, a checkpoint, adapters or a folder from the hub.
 def find_folder(path: Path, report: Reporter) -> Path:
-    """Return the folder to open: a run's `model/` or newest complete checkpoint, a model's folder, or a checkpoint.
+    """Return the folder of the model or checkpoint that `path` names; of a run, the newest complete one.
 
     Checkpoints are verified byte by byte. If newer checkpoints of a run are damaged, they are skipped with a warning.
     Raises UserError "no-model", or "damaged-checkpoint" if `path` is an incomplete checkpoint.
@@ -57,8 +60,8 @@ def find_folder(path: Path, report: Reporter) -> Path:
         what = "is a file" if path.exists() else "does not exist"
         hint = "name the folder of a run, a checkpoint or a model"
         raise UserError(Problem(kind="no-model", message=f"{path} {what}", hint=hint, where="CKPT"))
-    if not is_own(path) and not has_weights(path) and not is_adapters(path) and (found := foreign_at(path)):
-        return found.path
+    if not is_own(path) and not has_weights(path) and not is_adapters(path) and (foreign := foreign_at(path)):
+        return foreign.path
     for folder in (path / MODEL, path):
         if has_weights(folder) or (folder / "config.json").is_file() or is_adapters(folder):
             return folder
@@ -82,7 +85,7 @@ def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
     info, weights = read_model_info(folder), read_weights(folder)
     try:
         if (folder / "config.json").is_file():
-            return _transformers(folder, info, weights)
+            return _open_transformers(folder, info, weights)
         if info is None:
             message = "CKPT has weights, but no config.json or zerofit.json that names the model"
             hint = "`zerofit ckpt export CKPT OUT --model FOLDER` writes a model with the config.json in FOLDER"
@@ -96,7 +99,8 @@ def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
     )
 
 
-def _transformers(folder: Path, info: ModelInfo | None, weights: StoredWeights) -> SavedModel:
+def _open_transformers(folder: Path, info: ModelInfo | None, weights: StoredWeights) -> SavedModel:
+    """Open a folder with a config.json of transformers. Raises UserError and ModelError."""
     source = find(str(folder.absolute()))  # a folder may have the name of a model
     assert source.task != "custom"  # see catalog.config_task
     if gives_loss(source.task) and source.task != "seq2seq-lm":
@@ -111,21 +115,26 @@ def _transformers(folder: Path, info: ModelInfo | None, weights: StoredWeights) 
     )
 
 
-def _inputs(source: ModelSource, config: Any, longest: int | None) -> Inputs:
+def _inputs(source: ModelSource, config: PretrainedConfig, longest: int | None) -> Inputs:
+    """Return the inputs of a transformers model, as its config describes them."""
     if source.task == "image":
         size = getattr(config, "image_size", None)
         return ImageInputs(
             channels=getattr(config, "num_channels", 3),
             size=size if isinstance(size, int) else IMAGE_SIZE,
-            classes=config.num_labels,
+            classes=cast(int, config.num_labels),
         )
     length = longest or DEFAULT_SEQ_LEN
     if source.task == "seq2seq-lm":
         return named_inputs(source, {}, length, Fed())
     if has_head(source.task):
-        vocab, pad_id = config.get_text_config().vocab_size, config.get_text_config().pad_token_id or 0
-        facts: dict[str, Any] = {"classes": label_names(source), "pad_id": pad_id, "tags": source.task == "tag"}
-        return LabelledTextInputs(vocab_size=vocab, seq_len=length, **facts)
+        return LabelledTextInputs(
+            vocab_size=config.get_text_config().vocab_size,
+            seq_len=length,
+            classes=label_names(source),
+            pad_id=config.get_text_config().pad_token_id or 0,
+            tags=source.task == "tag",
+        )
     return TextInputs(vocab_size=config.get_text_config().vocab_size, seq_len=longest or 0)
 
 
@@ -183,21 +192,19 @@ def read_weights(folder: Path) -> StoredWeights:
     pickled = names[0].endswith(".bin")
     tensors: dict[str, StoredTensor] = {}
     for file in (folder / name for name in names):
-        of_file = problems.attempt(lambda file=file: _pickle(file) if pickled else _header(file)) or {}
-        if twice := of_file.keys() & tensors.keys():
-            first = min(twice)
+        of_file = problems.attempt(lambda file=file: _pickled(file) if pickled else _in_header(file)) or {}
+        if in_both := of_file.keys() & tensors.keys():
+            first = min(in_both)
             problems.extend(_damaged(file, f"{first} is also in {tensors[first].file.name}").problems)
         tensors |= of_file
     problems.raise_if_any()
     return StoredWeights(tensors=tensors, pickled=pickled)
 
 
-def _header(file: Path) -> dict[str, StoredTensor]:
-    """Return a safetensors file's tensors.
-
-    The library checks types, shapes and offsets against the length of the file.
-    """
+def _in_header(file: Path) -> dict[str, StoredTensor]:
+    """Return a safetensors file's tensors. Raises UserError."""
     try:
+        # The library checks types, shapes and offsets against the length of the file.
         with safe_open(file, framework="pt") as opened, file.open("rb") as raw:
             header = raw.read(int.from_bytes(raw.read(8), "little"))
             json.loads(header, object_pairs_hook=_named_once)  # the library uses the last of two equal names
@@ -211,19 +218,20 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _named_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a JSON object. Raises ValueError if it has a name twice."""
     tensors = dict(pairs)
     if len(tensors) < len(pairs):
         raise ValueError("its header gives a name twice")
     return tensors
 
 
-def _pickle(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a torch file, mapped to memory and not read."""
-    held = load(file)
-    if not isinstance(held, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in held.values()):
+def _pickled(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a torch file, mapped to memory and not read. Raises UserError."""
+    content = load(file)
+    if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
         raise _damaged(file, "it is not a dictionary of tensors")
     return {
-        name: StoredTensor(file=file, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in held.items()
+        name: StoredTensor(file=file, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in content.items()
     }
 
 

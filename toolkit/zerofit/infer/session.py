@@ -35,9 +35,9 @@ from zerofit.infer.memory import peak_device_bytes, return_freed_memory_at_once,
 from zerofit.infer.placement import (
     DeviceRow,
     Placement,
+    classes_loaded_together,
     device_of,
     empty_model,
-    loads_whole,
     main_device,
     place,
     refuse_misfit,
@@ -46,7 +46,6 @@ from zerofit.infer.placement import (
 from zerofit.infer.saved_model import (
     MODEL,
     SavedModel,
-    StoredTensor,
     StoredWeights,
     is_checkpoint,
     open_saved,
@@ -80,7 +79,7 @@ class PlacementResult:
     host_bytes_before: int  # of interpreter, libraries and data; the CPU's limit applies to memory on top of them
     peak_device_bytes: int | None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the placement as JSON."""
         return {**vars(self), "placement": [row.to_dict() for row in self.placement]}
 
@@ -107,7 +106,7 @@ class InferenceSession:
         return main_device(self.limits)
 
     def load(self, working: int, knobs: str) -> tuple[nn.Module, Placement]:
-        """Place the weights so that `working` bytes stay free, report the placement, and load the weights.
+        """Place the weights so that `working` bytes stay free, and load them.
 
         Raises DoesNotFit before anything is loaded. `knobs`: flags that reduce the forward's memory, for the error.
         """
@@ -121,22 +120,22 @@ class InferenceSession:
         return model, placement
 
     def _readable(self, placement: Placement) -> SavedModel:
-        """Return the saved model. If weights stay on disk, first rewrite files that a forward cannot read as they are.
+        """Return the saved model, whose files are rewritten if a forward cannot read weights from them.
 
         Raises DoesNotFit if merging tensors that are stored in parts needs more memory than the CPU is allowed.
         """
         if "disk" not in placement.device_map.values():
             return self.saved
-        rewriting = WeightRewrite(self.saved, self.empty, self.dtype)
-        if not rewriting.needed:
+        rewrite = WeightRewrite(self.saved, self.empty, self.dtype)
+        if not rewrite.needed:
             return self.saved
-        needed, allowed = rewriting.host_bytes, self.limits.memory.get("cpu")
+        needed, allowed = rewrite.host_bytes, self.limits.memory.get("cpu")
         if allowed is not None and needed > allowed:
             message = f"merging one layer's experts needs {shown_bytes(needed)} of host memory"
             message += f"; allowed: {shown_bytes(allowed)}"
             hint = f"--max-memory cpu={-(-needed >> 20)}MiB or more"
             raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
-        return rewriting.write(self.scratch, self.report)
+        return rewrite.write(self.scratch, self.report)
 
     def result(self, placement: Placement) -> PlacementResult:
         """Return the placement of the weights and the peak memory so far."""
@@ -157,16 +156,14 @@ def open_model(
     """Return the model in a folder from `find_folder`, and the type of its weights.
 
     A checkpoint is exported first, and adapters are merged into their model. Without `dtype` the weights keep their
-    saved type.
-
-    Call this function before large tensors are created. Otherwise freed tensors leave gaps in the heap, and glibc does
-    not return these gaps to the system.
+    saved type. Call this function before large tensors are created.
     """
+    # Tensors that are freed before this leave gaps in the heap, which glibc does not return to the system.
     return_freed_memory_at_once()
     if is_checkpoint(folder) or is_adapters(folder):
         merge = is_adapters(folder) or (is_own(folder) and manifest_of(folder).job.run.lora is not None)
-        options = {"merge": merge, "trust_model_code": trust_model_code, "report": report}
-        folder = export(folder, scratch / MODEL, dtype, **options).out
+        exported = export(folder, scratch / MODEL, dtype, merge=merge, trust_model_code=trust_model_code, report=report)
+        folder = exported.out
     saved = open_saved(folder, trust_model_code)
     stored = saved.weights.dtype
     return saved, DTYPES[dtype] if dtype else stored if stored in NAMES else torch.float32
@@ -184,20 +181,24 @@ def load_model(
     with quiet():
         if saved.source.family == "transformers":
             with report.task("loading weights", None, ""):
-                return _transformers(saved, empty, placement, dtype, scratch)
+                return _load_transformers(saved, empty, placement, dtype, scratch)
         return _dispatched(saved, empty, placement, report)
 
 
-def _transformers(saved: SavedModel, empty: Any, placement: Placement, dtype: torch.dtype, scratch: Path) -> nn.Module:
+def _load_transformers(
+    saved: SavedModel, empty: nn.Module, placement: Placement, dtype: torch.dtype, scratch: Path
+) -> nn.Module:
+    """Load a model of transformers by its own function. Raises UserError."""
     import transformers
 
+    config = cast("PreTrainedModel", empty).config
     quantized = source_config(saved.source).get(QUANTIZED)
     if quantized:  # a model that is built for training has no such config
-        empty.config.quantization_config = quantized
+        config.quantization_config = quantized
     try:
         model, loaded = getattr(transformers, AUTO_CLASSES[saved.task]).from_pretrained(
             saved.folder,
-            config=empty.config,
+            config=config,
             dtype=dtype,
             device_map=dict(placement.device_map),
             offload_folder=str(scratch),
@@ -216,18 +217,19 @@ def _transformers(saved: SavedModel, empty: Any, placement: Placement, dtype: to
 
 
 def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, report: Reporter) -> nn.Module:
-    """Load a model of another library: copy each tensor to its device, and add hooks that load the weights on disk."""
-    stored = _by_name(saved, model)
+    """Load a model of another library: copy its tensors, and add hooks that load those on disk."""
+    stored_as = _stored_names(saved, model)
     ties = find_tied_parameters(model)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     on_disk: dict[str, dict[str, object]] = {}
-    with report.task("loading weights", len(stored), "tensors") as task:
-        for name, (key, where) in stored.items():
-            device = device_of(name, placement.device_map)
+    with report.task("loading weights", len(stored_as), "tensors") as task:
+        for name, key in stored_as.items():
+            path, device = saved.weights.tensors[key].file, device_of(name, placement.device_map)
+            # Only parameters are offloaded: buffers stay on the device that runs the model.
             if device == "disk" and name in parameters:
-                on_disk[name] = {"safetensors_file": str(where.file), "weight_name": key}
+                on_disk[name] = {"safetensors_file": str(path), "weight_name": key}
             else:
-                with safe_open(where.file, framework="pt") as file:
+                with safe_open(path, framework="pt") as file:
                     value = file.get_tensor(key)
                 assert device is not None, name  # the map covers all tensors
                 target = placement.execution_device if device == "disk" else device
@@ -239,31 +241,33 @@ def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, repor
         dict(placement.device_map),
         main_device=cast(Any, placement.main),
         offload_index=cast(Any, on_disk or None),
-        preload_module_classes=loads_whole(model),
+        preload_module_classes=classes_loaded_together(model),
     )
 
 
-def _by_name(saved: SavedModel, model: nn.Module) -> dict[str, tuple[str, StoredTensor]]:
-    """Return where the files store each name of the model's state_dict; tied weights may be stored only once."""
-    held = saved.weights.tensors
-    twins = {name: group for group in find_tied_parameters(model) for name in group}
-    places: dict[str, tuple[str, StoredTensor]] = {}
+def _stored_names(saved: SavedModel, model: nn.Module) -> dict[str, str]:
+    """Return the stored name of each tensor of the model's state_dict. Raises UserError."""
+    stored = saved.weights.tensors
+    tied = {name: group for group in find_tied_parameters(model) for name in group}
+    names: dict[str, str] = {}
     missing, problems = [], Problems()
     for name, tensor in model.state_dict().items():
-        key = next((n for n in (name, *twins.get(name, ())) if n in held), None)
+        # Tied weights may be stored only once, by any of their names.
+        key = next((n for n in (name, *tied.get(name, ())) if n in stored), None)
         if key is None:
             missing.append(name)
             continue
-        places[name] = (key, held[key])
-        if held[key].shape != tuple(tensor.shape):
-            message = f"{name} is {held[key].shape} in {held[key].file.name}, {tuple(tensor.shape)} in the model"
+        names[name] = key
+        if stored[key].shape != tuple(tensor.shape):
+            message = f"{name} is {stored[key].shape} in {stored[key].file.name}, {tuple(tensor.shape)} in the model"
             problems.add("model-weights", message, "has the model's code changed since it was trained?", "CKPT")
     problems.raise_if_any()
     _refuse(missing, saved)
-    return places
+    return names
 
 
 def _refuse(missing: list[str], saved: SavedModel) -> None:
+    """Raise UserError if the files lack weights of the model."""
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         message = f"{saved.folder} lacks weights of the model: {shown}"
@@ -282,12 +286,12 @@ class WeightRewrite:
         self._merged = _merged(saved, empty)
         types = {name: tensor.dtype for name, tensor in empty.state_dict().items()}
         self._wanted = {
-            name: types.get(name, dtype) if where.dtype and where.dtype.is_floating_point else where.dtype
-            for name, where in self._stored.items()
+            name: types.get(name, dtype) if stored.dtype and stored.dtype.is_floating_point else stored.dtype
+            for name, stored in self._stored.items()
         }
-        alike = all(where.dtype == self._wanted[name] for name, where in self._stored.items())
-        known = None not in self._wanted.values()
-        self.needed = known and (bool(self._merged) or saved.weights.pickled or not alike)
+        same_types = all(stored.dtype == self._wanted[name] for name, stored in self._stored.items())
+        all_known = None not in self._wanted.values()  # else some have a type that zerofit does not write
+        self.needed = all_known and (bool(self._merged) or saved.weights.pickled or not same_types)
 
     @property
     def host_bytes(self) -> int:
@@ -297,16 +301,16 @@ class WeightRewrite:
         return COPIES * largest * max(self._saved.weights.dtype.itemsize, self._dtype.itemsize)
 
     def write(self, scratch: Path, report: Reporter) -> SavedModel:
-        """Write the model with its weights to one safetensors file in `scratch`; memory holds one tensor at a time.
+        """Write the model with its weights to one safetensors file in `scratch`, tensor by tensor.
 
         Raises UserError if the disk is too small, or if a value overflows the type ("overflow").
         """
         folder = scratch / "rewritten"
         folder.mkdir()
-        parts, own = {part.source: part for part in self._merged}, self._empty.state_dict()
-        gone = {name for part in self._merged for name in part.outputs}
-        shapes = {name: tuple(own[name].shape) for name in parts}
-        shapes |= {name: where.shape for name, where in self._stored.items() if name not in gone}
+        parts, of_model = {part.source: part for part in self._merged}, self._empty.state_dict()
+        merged_names = {name for part in self._merged for name in part.outputs}
+        shapes = {name: tuple(of_model[name].shape) for name in parts}
+        shapes |= {name: stored.shape for name, stored in self._stored.items() if name not in merged_names}
         types = {name: wanted for name, wanted in self._wanted.items() if wanted} | dict.fromkeys(parts, self._dtype)
         entries = [TensorEntry(name=name, shape=shape, dtype=types[name]) for name, shape in shapes.items()]
         total = sum(entry.bytes for entry in entries)
@@ -332,24 +336,27 @@ class WeightRewrite:
         mapping = cast(Any, get_model_conversion_mapping(model))
         config = LoadStateDictConfig(device_map={"": "cpu"}, dtype=self._dtype, weight_mapping=mapping)
         convert_and_load_state_dict_in_model(model, pieces, config)
-        owner, _, name = part.source.rpartition(".")
-        merged = getattr(self._empty.get_submodule(owner), name).detach()
-        setattr(self._empty.get_submodule(owner), name, nn.Parameter(merged.to("meta"), requires_grad=False))
+        owner_name, _, name = part.source.rpartition(".")
+        owner = self._empty.get_submodule(owner_name)
+        merged = getattr(owner, name).detach()
+        # The model stays empty, so that memory holds one merged tensor at a time.
+        setattr(owner, name, nn.Parameter(merged.to("meta"), requires_grad=False))
         return merged
 
 
 def _merged(saved: SavedModel, empty: nn.Module) -> list[PublishedTensor]:
-    """Return the tensors of the model that the files store in parts (a mixture's experts, one by one)."""
+    """Return the model's tensors that the files store in parts (a mixture's experts, one by one)."""
     if saved.source.family != "transformers":
         return []
     several = [part for part in PublishedModel(empty, transformers=True).parts if len(part.outputs) > 1]
     return [part for part in several if set(part.outputs) <= set(saved.weights.tensors)]
 
 
+# The file is opened for one tensor only, since pages read through a memory map stay resident.
 def _tensor(weights: StoredWeights, name: str) -> Tensor:
-    """Read one tensor. Its file is opened only for this, since pages read through a memory map stay resident."""
-    where = weights.tensors[name]
+    """Read one tensor."""
+    path = weights.tensors[name].file
     if weights.pickled:
-        return load(where.file)[name]
-    with safe_open(where.file, framework="pt") as file:
+        return load(path)[name]
+    with safe_open(path, framework="pt") as file:
         return file.get_tensor(name)
