@@ -1,6 +1,10 @@
-"""Compute how vLLM divides its KV cache into blocks, and how many sequences fit into it.
+"""How vLLM divides its KV cache into blocks, and how many sequences fit into it.
 
 The rules are those of vLLM 0.27 (v1/kv_cache_interface.py, v1/core/kv_cache_utils.py), or of the older V0 engine.
+If a model has several kinds of layers, vLLM divides them into groups of equally many layers. A block spans one group:
+
+    Gemma 3 4B, 34 layers      group 0         5 layers with full attention
+                               groups 1 to 6   29 layers with a sliding window: 5 in each group, the last one is padded
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan:
-    """How vLLM divides its cache. Each group of layers has its own table of blocks. All groups share the memory."""
+    """How vLLM divides its cache: groups of layers with a table of blocks each share the memory."""
 
     group_layers: int  # layers that a block spans
     page_bytes: int  # of a block in one layer
@@ -58,10 +62,7 @@ class CachePlan:
         return sum(count * _blocks(layers, tokens, need) for layers, count, tokens in self.groups)
 
     def sequences(self, blocks: int, need: Need) -> float:
-        """Return how many requests of `need.length` tokens fit into the cache.
-
-        vLLM prints this number as "maximum concurrency".
-        """
+        """Return how many requests of `need.length` tokens fit: vLLM's "maximum concurrency"."""
         return blocks / self.blocks_of_request(need)
 
     def tokens(self, blocks: int, need: Need) -> int:
@@ -86,6 +87,7 @@ def plan_cache(kinds: Sequence[CacheLayers], block: int = BLOCK, hybrid: bool = 
     if state:  # a page of attention holds a state; smaller states are padded
         block = BLOCK * math.ceil(state / (BLOCK * token))
     page = block * token
+    # Groups have as many layers as the rarest kind; if the kinds are nearly equally many, the rarer is padded.
     fewest, most = min(kind.count for kind in kinds), max(kind.count for kind in kinds)
     size = most if most < NEARLY_EQUAL * fewest else fewest
     return CachePlan(
@@ -96,6 +98,7 @@ def plan_cache(kinds: Sequence[CacheLayers], block: int = BLOCK, hybrid: bool = 
 
 
 def _blocks(layers: CacheLayers, tokens: int, need: Need) -> int:
+    """Return how many blocks of `tokens` tokens a request occupies in one group of these layers."""
     if layers.state_bytes:
         return 1
     if layers.window is None:

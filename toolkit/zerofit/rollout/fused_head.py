@@ -1,8 +1,12 @@
-"""Compute the memory of TRL's fused head, which needs no tensor of all logits.
+"""The memory of TRL's fused head, which needs no tensor of all logits.
 
 Since 1.15, TRL computes the logits in tiles, and accumulates the head's gradient in fp32
 (trl/kernels/chunked_logprob.py). For distillation, it has float32 tiles of student and teacher
 (trl/kernels/chunked_divergence.py).
+
+    logits    tokens x vocabulary               never exist at once
+    a tile    4,096 tokens x 32,768 words       one is alive at a time
+    saved     the scored tokens' hidden states  for the backward, which computes the tiles again
 """
 
 from __future__ import annotations
@@ -10,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
 
 from zerofit.spec.profile import ZERO3, BackwardMoment, LayerCost, LayerRun, Linear, Profile, Scored
 
 TILE_TOKENS, TILE_WORDS = 4096, 32768  # fewer tokens have a smaller tile
+
+Costs = tuple[LayerCost, ...]  # of all layers
 
 
 def with_fused_head(
@@ -29,10 +34,8 @@ def with_fused_head(
     """Return the profile with TRL's fused head in place of a loss that needs all logits.
 
     `scored`: number of tokens per sample that get log-probs. `micro_batch`: number of samples; None: any large number.
-    `when`: the attribute `scored` of the returned profile.
-
-    `teacher`: the loss is the divergence from a teacher's logits. At stage 3, TRL gathers the teacher's head for this
-    loss (`maybe_gather_lm_head_ctx`).
+    `when`: the attribute `scored` of the returned profile. `teacher`: the loss is the divergence from a teacher's
+    logits.
     """
     head, hidden = profile.layers[-1], profile.hidden_size or 0
     owner = next((layer for layer in profile.layers if layer.name == head.tied_to), head)
@@ -65,9 +68,10 @@ def with_fused_head(
             largest_bytes=Linear(fixed=tile),
         )
 
+    # At stage 3, TRL gathers the teacher's head for the loss (`maybe_gather_lm_head_ctx`), so its costs differ there.
     if teacher:
-        every = {f"{key}{ZERO3}": costs for key, costs in profile.costs.items()}
-        profile = replace(profile, zero3=every | profile.zero3)
+        zero3 = {f"{key}{ZERO3}": costs for key, costs in profile.costs.items()}
+        profile = replace(profile, zero3=zero3 | profile.zero3)
     sharded = partial(fused, gathered=element_bytes * weight if teacher else 0)
     return with_head(profile, fused, lambda costs: _read_by_model(head, costs), when, sharded)
 
@@ -75,16 +79,16 @@ def with_fused_head(
 def with_head(
     profile: Profile,
     changed: Callable[[LayerCost], LayerCost],
-    read: Callable[[tuple[LayerCost, ...]], tuple[LayerCost, ...]],
+    read: Callable[[Costs], Costs],
     when: Scored,
     sharded: Callable[[LayerCost], LayerCost] | None = None,
 ) -> Profile:
-    """Return a profile in which the head has new costs. `changed` computes the new costs from the old costs.
+    """Return a profile whose head has the costs that `changed` computes from the old ones.
 
     `sharded` computes the new costs at stage 3; None: `changed` does. `read` sets which modules read the head's weight.
     """
 
-    def of(settings: dict[str, tuple[LayerCost, ...]], change: Callable[[LayerCost], LayerCost]) -> dict[str, Any]:
+    def of(settings: dict[str, Costs], change: Callable[[LayerCost], LayerCost]) -> dict[str, Costs]:
         return {key: read((*costs[:-1], change(costs[-1]))) for key, costs in settings.items()}
 
     values = {field.name: getattr(profile, field.name) for field in fields(profile)}
@@ -92,6 +96,7 @@ def with_head(
     return _PROFILES[when](**values)
 
 
+# `scored` is no field, so that stored profiles do not have it.
 class _ScoredFirst(Profile):
     scored = "first"
 
@@ -107,23 +112,23 @@ class _ScoredReentrant(Profile):
 _PROFILES = {"never": Profile, "first": _ScoredFirst, "within": _ScoredWithin, "reentrant": _ScoredReentrant}
 
 
-def _read_by_model(head: LayerRun, costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:
-    """Return the costs with the head's weight assigned to the model.
-
-    TRL does not call the head. Instead, the model reads the head's weight. `head`: the last layer. DeepSpeed
-    gathers an external parameter when the module that reads it runs (zero/parameter_offload.py:88).
-    """
+# TRL does not call the head. Instead, the model reads the head's weight. DeepSpeed gathers such an external parameter
+# when the module that reads it runs (zero/parameter_offload.py:88).
+def _read_by_model(head: LayerRun, costs: Costs) -> Costs:
+    """Return the costs with the weight of the head, the last layer, assigned to the model."""
     first, last = costs[0].calls, costs[-1].calls
     if not (first and last):
         return costs
     if head.tied_to:
         others = next((call.others for call in last if call.others), ())
-        kept = tuple(call for call in last if not call.others)
+        remaining = tuple(call for call in last if not call.others)
     else:
-        mine = head.matrices + head.vectors + head.frozen
-        weight = mine.index(max(mine))
+        sizes = head.matrices + head.vectors + head.frozen
+        weight = sizes.index(max(sizes))
         others = ((len(costs) - 1, weight),)
-        kept = tuple(call for call in last if weight not in call.places)
-    begin, end = first[0]._replace(others=others), kept[-1]._replace(others=others)
-    changed = replace(costs[0], calls=(begin, *first[1:])), replace(costs[-1], calls=(*kept[:-1], end))
-    return changed[0], *costs[1:-1], changed[1]
+        remaining = tuple(call for call in last if weight not in call.places)
+    # The model's own call begins in the first layer and ends in the last one.
+    begin, end = first[0]._replace(others=others), remaining[-1]._replace(others=others)
+    first_cost = replace(costs[0], calls=(begin, *first[1:]))
+    last_cost = replace(costs[-1], calls=(*remaining[:-1], end))
+    return first_cost, *costs[1:-1], last_cost

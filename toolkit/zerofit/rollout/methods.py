@@ -1,16 +1,17 @@
-"""Define methods of reinforcement learning and distillation, and a trainer's settings."""
+"""Methods of reinforcement learning and distillation, and a trainer's settings."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from zerofit.spec.errors import Problems
 
 Mode = Literal["colocate", "server"]
 Trainer = Literal["trl", "verl", "openrlhf"]
 Strategy = Literal["fsdp", "fsdp2"]
-# a trainer's own names of the settings
+# A trainer's own names of the settings, by zerofit's.
 OWN_NAMES: dict[str, dict[str, str]] = {
     # verl/trainer/config/actor/actor.yaml, rollout/rollout.yaml, engine/fsdp.yaml
     "verl": {
@@ -34,7 +35,7 @@ OWN_NAMES: dict[str, dict[str, str]] = {
         "log_prob_micro_batch_size_per_gpu": "rollout.micro_batch_size",
     },
 }
-# settings that only these trainers have
+# Settings that only these trainers have.
 ONLY: dict[str, tuple[Trainer, ...]] = {
     **dict.fromkeys(("vllm_mode", "server_gpus", "sleep_level"), ("trl",)),
     **dict.fromkeys(("param_offload", "use_fused_kernels", "use_no_sync_for_gradient_accumulation"), ("verl",)),
@@ -110,44 +111,42 @@ class RolloutSettings:
     strategy: Strategy = "fsdp"
 
     @classmethod
-    def read(cls, values: dict[str, Any], where: str) -> RolloutSettings:
-        """Read settings from `values`, by zerofit's or the trainer's names. Raises UserError with all problems."""
+    def read(cls, values: Mapping[str, object], where: str) -> RolloutSettings:
+        """Read settings by zerofit's or the trainer's names. Raises UserError with all problems."""
         trainer = str(values.get("trainer", "trl"))
         problems, own = Problems(), OWN_NAMES.get(trainer, {})
         known = [field.name for field in fields(cls) if trainer in ONLY.get(field.name, (trainer,))]
         ours = {word: name for name, word in own.items()}
         texts = ("release", "trainer_release")
-        found: dict[str, Any] = {ours.get(n, n): str(v) if n in texts else v for n, v in values.items()}
+        settings = {ours.get(n, n): str(v) if n in texts else v for n, v in values.items()}
         for word in ours.keys() & values.keys():
             if ours[word] != word and ours[word] in values:
-                problems.add(
-                    "usage", f"{where}: {word} and {ours[word]} name the same setting", "use one of them", where
-                )
-        for name in found.keys() - set(known):
+                message = f"{where}: {word} and {ours[word]} name the same setting"
+                problems.add("usage", message, "use one of them", where)
+        for name in settings.keys() - set(known):
             words = ", ".join(sorted(own.get(other, other) for other in known))
             problems.add("usage", f"{where}: no setting {name!r}", f"settings: {words}", where)
-        for name, value in found.items():
-            if wrong := _wrong(name, value):
-                problems.add("bad-value", f"{own.get(name, name)}={value}", wrong, where)
+        for name, value in settings.items():
+            if hint := _hint(name, value):
+                problems.add("bad-value", f"{own.get(name, name)}={value}", hint, where)
         problems.raise_if_any()
-        return cls(**found)
+        return cls(**cast(dict[str, Any], settings))  # their types were checked
 
     def own_name(self, name: str) -> str:
         """Return the trainer's own name for the setting `name`."""
         return OWN_NAMES.get(self.trainer, {}).get(name, name)
 
     def needs_reference(self, method: RolloutMethod) -> bool:
-        """Return whether a frozen reference model is needed. OpenRLHF needs one by default (with a weight of 0.01)."""
+        """Return whether a frozen reference model is needed."""
         if not method.scores_first:  # beta has another meaning
             return method.reference
-        return method.reference or self.trainer == "openrlhf" if self.beta is None else self.beta > 0
+        if self.beta is not None:
+            return self.beta > 0
+        return method.reference or self.trainer == "openrlhf"  # whose default is 0.01
 
     @property
     def is_early(self) -> bool:
-        """Whether this is an old release of verl (before 0.9).
-
-        It divides logits in place, and moves the actor to the GPU to send the weights.
-        """
+        """Whether this is verl before 0.9: it divides logits in place, and sends weights from the GPU."""
         major, minor = map(int, self.trainer_release.split(".")[:2])
         return (major, minor) < COPIES
 
@@ -157,7 +156,7 @@ class RolloutSettings:
         return self.use_no_sync_for_gradient_accumulation or self.trainer_release == "0.9.0"
 
 
-def _wrong(name: str, value: Any) -> str:
+def _hint(name: str, value: object) -> str:
     """Return a hint on the allowed values of a setting; "" if `value` is allowed."""
     choices = {"vllm_mode": get_args(Mode), "trainer": get_args(Trainer), "strategy": get_args(Strategy)}
     switches = ("vllm_enable_sleep_mode", "param_offload", "optimizer_offload", "use_fused_kernels")
@@ -176,7 +175,7 @@ def _wrong(name: str, value: Any) -> str:
         fits = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
         return "" if fits else f"use an integer from 1 to {most}"
     if name == "trainer_release":
-        parts = value.split(".")
+        parts = str(value).split(".")
         fits = len(parts) > 1 and all(part.isdecimal() for part in parts[:2])
         return "" if fits else "use a release of verl, like 0.8"
     return ""

@@ -1,6 +1,4 @@
-"""Compute the memory of OpenRLHF if actor, reference and vLLM share each GPU.
-
-This is the option --train.colocate_all.
+"""The memory of OpenRLHF if actor, reference and vLLM share each GPU (--train.colocate_all).
 
 Files are those of August 2026, below openrlhf/. The order of phases is that of trainer/ppo_trainer.py. vLLM's
 weights are on the GPU from a sync to the end of the next generation. vLLM's cache is there only during the
@@ -29,28 +27,26 @@ class OpenRlhfMemory(ProcessMemory):
     def phases(self) -> tuple[Phase, ...]:
         """The phases of a step, in order."""
         states = {} if STATES in self.resident else {STATES: self._states}
-        held = self.memory.static_bytes + self.memory.breakdown.get("workspaces", 0)
+        resident = self.memory.static_bytes + self.memory.breakdown.get("workspaces", 0)
         weights = {f"{ENGINE} weights": self.engine_weights}
         # of one parameter, which CUDA IPC shares (trainer/ray/ppo_actor.py, _handle_cuda_ipc)
         sent = {"copied parameter": self._largest}
-        sent |= {"gathered parameter": self._largest} if self.layout.zero_stage == 3 else {}
-        found: dict[str, Mapping[str, int]] = {GENERATE: self._awake(), OLD: self._asleep | self._scoring}
+        if self.layout.zero_stage == 3:
+            sent["gathered parameter"] = self._largest
+        parts: dict[str, Mapping[str, int]] = {GENERATE: self._awake(), OLD: self._asleep | self._scoring}
         if self._reference:
-            found[REFERENCE] = self._asleep | self._scoring
-        found[TRAIN] = states | self._asleep | {"training step": self.memory.peak_bytes - held}
-        found[SYNC] = {**self._asleep, **weights, **sent}
-        found[SAVE] = {**self._asleep, **weights}
-        return tuple(self._phase(name, parts) for name, parts in found.items())
+            parts[REFERENCE] = self._asleep | self._scoring
+        parts[TRAIN] = states | self._asleep | {"training step": self.memory.peak_bytes - resident}
+        parts[SYNC] = {**self._asleep, **weights, **sent}
+        parts[SAVE] = {**self._asleep, **weights}
+        return tuple(self._phase(name, sizes) for name, sizes in parts.items())
 
     @cached_property
     def resident(self) -> dict[str, int]:
-        """Bytes that stay on the GPU in all phases, by kind.
-
-        They include the 16-bit weights, and all states that are not offloaded. --ds.enable_sleep offloads all
-        states but the 16-bit weights (utils/deepspeed/deepspeed_utils.py).
-        """
+        """Bytes that stay on the GPU in all phases, by kind: weights, and states that are not offloaded."""
         kinds = {
             "actor weights": self._weights,
+            # --ds.enable_sleep offloads all states but the 16-bit weights (utils/deepspeed/deepspeed_utils.py)
             STATES: 0 if self.settings.optimizer_offload else self._states,
             FROZEN: self._frozen if self._reference and not self.settings.reference_offload else 0,
             "workspaces": self.memory.breakdown.get("workspaces", 0),
@@ -66,10 +62,10 @@ class OpenRlhfMemory(ProcessMemory):
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of one rank: what is offloaded, and a sleeping vLLM's weights. vLLM's weights are page-locked."""
-        found = self.memory.host_bytes + (self._states if self.settings.optimizer_offload else 0)
-        found += self._frozen if self._reference and self.settings.reference_offload else 0
-        return found + (self.engine_weights if self.settings.vllm_enable_sleep_mode else 0)
+        """Host memory of one rank: what is offloaded, and a sleeping vLLM's weights."""
+        total = self.memory.host_bytes + (self._states if self.settings.optimizer_offload else 0)
+        total += self._frozen if self._reference and self.settings.reference_offload else 0
+        return total + (self.engine_weights if self.settings.vllm_enable_sleep_mode else 0)
 
     @property
     def _weights(self) -> int:
@@ -79,26 +75,25 @@ class OpenRlhfMemory(ProcessMemory):
 
     @property
     def _frozen(self) -> int:
-        """Bytes of the reference's weights.
-
-        Stage 3 divides them like the actor's weights (deepspeed.py, get_ds_eval_config).
-        """
-        return self._weights
+        """Bytes of the reference's weights."""
+        return self._weights  # stage 3 divides them like the actor's weights (deepspeed.py, get_ds_eval_config)
 
     @property
     def _states(self) -> int:
+        """Bytes of the actor's states other than the 16-bit weights."""
         return max(0, self.memory.static_bytes - self._weights)
 
     @cached_property
     def _scoring(self) -> dict[str, int]:
-        """Memory at the peak of a forward without gradients. The peak is in a block or in the head."""
+        """Memory at the peak of a forward without gradients, which is in a block or in the head."""
         samples, costs = self.scored, self.profile.costs_of(self._key)
+        # During a block, the model also keeps the embeddings and the block's input.
         inputs = 2 * costs[0].output_bytes.at(samples)
         blocks = [cost for layer, cost in zip(self.profile.layers, costs, strict=True) if layer.count > 1]
         layers = [inputs + cost.forward_peak_bytes.at(samples) for cost in blocks]
         logits = inputs + costs[-1].forward_peak_bytes.at(samples)
-        found = {"logits" if logits > max(layers, default=0) else "activations": round(max((logits, *layers)))}
+        kinds = {"logits" if logits > max(layers, default=0) else "activations": round(max((logits, *layers)))}
         if self.layout.zero_stage == 3:
             line = timeline(self.profile, self._key)
-            found["gathered parameters"] = gathered_to_score(line, self.layout)
-        return found
+            kinds["gathered parameters"] = gathered_to_score(line, self.layout)
+        return kinds

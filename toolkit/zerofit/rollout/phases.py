@@ -1,4 +1,15 @@
-"""Compute the memory of a GPU in each phase of a reinforcement learning step."""
+"""The memory of a GPU in each phase of a reinforcement learning step, with TRL's trainers.
+
+    phase          on the GPU besides what is resident
+    generate       vLLM: weights, activations and KV cache
+    reward         a forward of the reward model
+    log-probs      a forward of the model and of its reference, without gradients
+    train          a training step
+    sync weights   vLLM's weights, and gathered parameters that are copied to them
+    checkpoint     a gathered parameter
+
+Outside "generate", vLLM sleeps or stays awake. A phase has the bytes of each kind, so that a table can show them.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +63,7 @@ class RolloutMemory:
 
     @cached_property
     def resident(self) -> dict[str, int]:
-        """Bytes that stay on the GPU in all phases, by kind.
-
-        They are trained models, frozen models, and the forecast's margin.
-        """
+        """Bytes that stay on the GPU in all phases, by kind: models and the forecast's margin."""
         share = self.layout.shard_ranks if self.layout.zero_stage == 3 else self.layout.tp
         parameters = self.profile.parameters - (self.profile.trained if self._adapts else 0)
         frozen = round(self.layout.element_bytes * parameters / share)
@@ -78,22 +86,23 @@ class RolloutMemory:
     def phases(self) -> tuple[Phase, ...]:
         """The phases of a step, in order."""
         gradients = self._accumulated if self.method.pairs else {}  # TRL generates for each micro batch
-        found = {GENERATE: self._awake() | gradients} if self.engine else {}
+        parts = {GENERATE: self._awake() | gradients} if self.engine else {}
         if self.method.scores_first:
             if self.method.scorer:
-                found[REWARD] = {**self._asleep, **self._forward(scores=True)}
-            found[LOGPROBS] = {**self._asleep, **self._forward()}
-        held = self.memory.static_bytes + self.resident.get("workspaces", 0)
-        step = max(self.memory.peak_bytes - held, 0 if self.method.scores_first else self._frozen_forward)
-        found[TRAIN] = {**self._asleep, "training step": step}
+                parts[REWARD] = {**self._asleep, **self._forward(scores=True)}
+            parts[LOGPROBS] = {**self._asleep, **self._forward()}
+        # The training's peak without what is resident; a frozen model's forward within the step may need more.
+        resident = self.memory.static_bytes + self.resident.get("workspaces", 0)
+        step = max(self.memory.peak_bytes - resident, 0 if self.method.scores_first else self._frozen_forward)
+        parts[TRAIN] = {**self._asleep, "training step": step}
         if self.engine:
-            kept = {} if self.settings.vllm_enable_sleep_mode else self._awake()
+            running = {} if self.settings.vllm_enable_sleep_mode else self._awake()
             weights = {f"{ENGINE} weights": self.engine.weights}
-            found[SYNC] = {**self._asleep, **weights, **self._gathered(), **gradients, **kept}
+            parts[SYNC] = {**self._asleep, **weights, **self._gathered(), **gradients, **running}
         elif self.method.generates:
-            found[SYNC] = self._sent()
-        found[SAVE] = {**self._asleep, "gathered parameter": self._largest}
-        return tuple(Phase(name=name, parts={**self.resident, **parts}) for name, parts in found.items())
+            parts[SYNC] = self._sent()
+        parts[SAVE] = {**self._asleep, "gathered parameter": self._largest}
+        return tuple(Phase(name=name, parts={**self.resident, **sizes}) for name, sizes in parts.items())
 
     @property
     def highest(self) -> Phase:
@@ -112,40 +121,41 @@ class RolloutMemory:
 
     @property
     def largest_utilization(self) -> float:
-        """The largest `gpu_memory_utilization` that is safe in every phase. It is a multiple of 0.01, at least 0."""
+        """The largest `gpu_memory_utilization` that is safe in every phase, a multiple of 0.01."""
         assert self.engine
-        total, own = self.fit.device_available_bytes, max(self.engine.requested, self.engine.counted)
-        fixed = [phase.bytes - own for phase in self.phases if f"{ENGINE} KV cache" in phase.parts]
-        return max(0.0, math.floor(STEP * (total - max(fixed)) / total) / STEP)
+        total, of_engine = self.fit.device_available_bytes, max(self.engine.requested, self.engine.counted)
+        # In phases with a KV cache, all that is not vLLM's own stays when the utilization changes.
+        others = [phase.bytes - of_engine for phase in self.phases if f"{ENGINE} KV cache" in phase.parts]
+        return max(0.0, math.floor(STEP * (total - max(others)) / total) / STEP)
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of one rank: offloaded states and, at sleep level 1, the engine's weights.
-
-        The engine's weights are page-locked.
-        """
+        """Host memory of one rank: offloaded states and, at sleep level 1, the engine's weights."""
         sleeping = self.engine and self.settings.vllm_enable_sleep_mode and self.settings.sleep_level == 1
         return self.memory.host_bytes + (self.engine.weights if self.engine and sleeping else 0)
 
     def _awake(self) -> dict[str, int]:
-        """Return the running engine's memory by kind. Old releases do not count CUDA graphs in their budget."""
+        """Return the running engine's memory by kind."""
         assert self.engine
         engine = self.engine
-        graphs = 0 if engine.settings.release >= GRAPHS_COUNTED else engine.graphs
-        inside = {f"{ENGINE} weights": engine.weights, f"{ENGINE} activations": engine.counted - engine.weights}
-        cache = {f"{ENGINE} KV cache": max(0, engine.cache_bytes)}
-        return inside | cache | ({f"{ENGINE} graphs": graphs} if graphs else {}) | self._context
+        kinds = {
+            f"{ENGINE} weights": engine.weights,
+            f"{ENGINE} activations": engine.counted - engine.weights,
+            f"{ENGINE} KV cache": max(0, engine.cache_bytes),
+        }
+        # Old releases do not count CUDA graphs in their budget, so these come on top of it.
+        if engine.graphs and engine.settings.release < GRAPHS_COUNTED:
+            kinds[f"{ENGINE} graphs"] = engine.graphs
+        return kinds | self._context
 
     @cached_property
     def _asleep(self) -> dict[str, int]:
-        """The memory of an engine that is not generating, by kind.
-
-        A sleeping engine keeps CUDA graphs and memory outside torch.
-        """
+        """The memory of an engine that is not generating, by kind."""
         if self.engine is None:
             return {}
         if not self.settings.vllm_enable_sleep_mode:
             return self._awake()
+        # A sleeping engine keeps CUDA graphs and memory outside torch.
         return {f"{ENGINE} asleep": self.engine.graphs + self.engine.outside} | self._context
 
     @property
@@ -154,19 +164,21 @@ class RolloutMemory:
 
     @property
     def _key(self) -> str:
-        """The key in `Profile.costs` for a forward without gradients. Like checkpointing, it frees activations."""
+        """The key in `Profile.costs` for a forward without gradients."""
         layout = self.layout
-        keys = [setting(layout.precision, kept, layout.tp, layout.sp, layout.ep) for kept in (True, False)]
+        # Like checkpointing, such a forward frees activations.
+        keys = [setting(layout.precision, checkpoint, layout.tp, layout.sp, layout.ep) for checkpoint in (True, False)]
         return next(key for key in keys if key in self.profile.costs)
 
     def _forward(self, scores: bool = False) -> dict[str, int]:
-        """Return the peak of a forward without gradients. It is in a block, or at the logits' log-softmax.
+        """Return the peak of a forward without gradients: in a block, or at the logits' log-softmax.
 
-        During a block, the model also keeps the embeddings and the block's input. `scores`: whether the forward is that
-        of the reward model or teacher, instead of the trained model and its reference.
+        `scores`: whether the forward is that of the reward model or teacher, instead of the trained model and its
+        reference.
         """
         layout, key = self.layout, self._key
         costs = self.profile.costs_of(key)
+        # During a block, the model also keeps the embeddings and the block's input.
         inputs = 2 * costs[0].output_bytes.at(layout.micro_batch)
         blocks = [cost for layer, cost in zip(self.profile.layers, costs, strict=True) if layer.count > 1]
         layers = [inputs + cost.forward_peak_bytes.at(layout.micro_batch) for cost in blocks]
@@ -178,99 +190,92 @@ class RolloutMemory:
         length = self.profile.seq_len or 0
         scored = self.settings.max_completion_length if self.method.generates else length
         tokens = layout.micro_batch * (scored + 1)
-        width = self._largest // (self.profile.hidden_size or 1)  # bytes of a token's logits
-        logits = 2 * tokens * width
+        token_bytes = self._largest // (self.profile.hidden_size or 1)  # of a token's logits
+        logits = 2 * tokens * token_bytes  # the logits and their log-softmax
         if scores:
             logits = 0
         elif self.method.head == "whole":
-            logits += layout.micro_batch * length * width
+            logits += layout.micro_batch * length * token_bytes
         elif self.method.head:
             logits = layout.element_bytes * min(tokens, TILE_TOKENS) * TILE_WORDS
         size = round(max((logits, *layers)))
-        found = {"logits" if size == logits else "activations": size, "gathered parameters": gathered}
-        return {kind: size for kind, size in found.items() if size}
+        kinds = {"logits" if size == logits else "activations": size, "gathered parameters": gathered}
+        return {kind: size for kind, size in kinds.items() if size}
 
     @property
     def _frozen_forward(self) -> int:
-        """Bytes of the training while a frozen model runs, between the trained model's forward and backward."""
+        """Bytes of the training while a frozen model runs between forward and backward."""
         layout = self.layout
         costs = self.profile.costs_of(layout.setting)
         saved = [
             layer.count * cost.saved_bytes.at(layout.micro_batch)
             for layer, cost in zip(self.profile.layers, costs, strict=True)
         ]
-        kinds = (False, True) if self.method.scorer else (False,)
-        forward = max(sum(self._forward(scores).values()) for scores in kinds)
+        models = (False, True) if self.method.scorer else (False,)
+        forward = max(sum(self._forward(scores).values()) for scores in models)
         return sum((round(sum(saved)), *self._accumulated.values(), forward))
 
     @cached_property
     def _accumulated(self) -> dict[str, int]:
-        """Gradients of earlier micro batches during the forward of a later one.
-
-        At stage 3 they are already part of the trained model.
-        """
+        """Gradients of earlier micro batches during the forward of a later one, by kind."""
         if self.layout.zero_stage == 3:
-            return {}
+            return {}  # they are already part of the trained model
         moments = Forecaster(self.profile).along(self.layout)
         kinds = [moment.bytes for moment in moments if moment.phase == "forward"][-1]
         return {kind: kinds[kind] for kind in ("gradients", "communication buckets") if kind in kinds}
 
     @property
     def _largest(self) -> int:
+        """Bytes of the largest parameter."""
         sizes = [size for layer in self.profile.layers for size in layer.matrices + layer.frozen]
         return self.layout.element_bytes * max(sizes, default=0)
 
     def _sent(self) -> dict[str, int]:
-        """Return rank 0's buffers for sending weights to a server. Stage 3 gathers all weights of a buffer at once."""
+        """Return rank 0's buffers for sending weights to a server."""
         weights = round(self.layout.element_bytes * self.profile.parameters)
         gathered = self._gathered()
         if size := gathered.get("gathered parameters"):
+            # Stage 3 gathers all weights of a buffer at once.
             gathered["gathered parameters"] = max(min(SENT_BYTES, weights), size)
         return {"weight buffers": min(SENT_BUFFERS * SENT_BYTES, weights), **gathered}
 
     def _gathered(self) -> dict[str, int]:
-        """Return the memory for copying weights to vLLM. At stage 3 this is one gathered parameter.
-
-        Adapters add the largest product of an adapter's two matrices. With adapters, stage 3 gathers all parameters.
-        """
-        found = {MERGED: self._merged} if self._adapts else {}
+        """Return the memory for copying weights to vLLM, by kind."""
+        kinds = {MERGED: self._merged} if self._adapts else {}
         if self.layout.zero_stage == 3:
+            # With adapters, all parameters are gathered before the adapters are merged; else one after the other.
             size = self.layout.element_bytes * self.profile.parameters if self._adapts else self._largest
-            found["gathered parameters"] = size
-        return found
+            kinds["gathered parameters"] = size
+        return kinds
 
     @property
     def _adapts(self) -> bool:
+        """Whether only adapters are trained."""
         return self.profile.trained < self.profile.parameters
 
     @property
     def _merged(self) -> int:
-        """Bytes of an adapter's product for the largest matrix of a block.
-
-        It exists twice: before and after scaling.
-        """
+        """Bytes of an adapter's product for the largest matrix of a block, before and after scaling."""
         blocks = [layer.frozen + layer.quantized for layer in self.profile.layers if layer.count > 1]
         return 2 * self.layout.element_bytes * max((size for sizes in blocks for size in sizes), default=0)
 
 
 @lru_cache(maxsize=64)
 def _scorer(line: StageTimeline) -> StageTimeline:
-    """Return the timeline of a reward model or teacher, which has no adapters.
-
-    TRL reads a teacher's head in the loss, not in its model.
-    """
+    """Return the timeline of a reward model or teacher, which has no adapters."""
     calls = []
     for parameters, layer in zip(line.layers, line.calls, strict=True):
         trained = {n for n, parameter in enumerate(parameters) if parameter.group != FROZEN} if line.frozen else set()
+        # Without `others`, since TRL reads a teacher's head in the loss, not in its model.
         calls.append(tuple(call._replace(others=()) for call in _without_adapters(layer, trained)))
     return replace(line, calls=tuple(calls), scored="never")
 
 
+# A module with adapters is called inside peft's module, which is left out with its adapters:
+#
+#     begin peft | base | adapter A | adapter B | end peft   ->   base
 def _without_adapters(calls: Iterable[ModuleCall], trained: Set[int]) -> list[ModuleCall]:
-    """Return the calls of a layer without adapters. A module with adapters is called inside peft's module.
-
-    `trained`: places of the adapters' parameters.
-    """
+    """Return the calls of a layer without adapters. `trained`: places of the adapters' parameters."""
     open_modules: list[list[list[ModuleCall]]] = [[]]  # the calls of each child; the first child is the begin itself
     for call in calls:
         if call.begins:

@@ -1,7 +1,4 @@
-"""Compute the memory of a GPU that a trainer's and vLLM's processes share.
-
-verl and OpenRLHF run in this way.
-"""
+"""The memory of a GPU that a trainer's and vLLM's processes share, as in verl and OpenRLHF."""
 
 from __future__ import annotations
 
@@ -44,13 +41,12 @@ class ProcessMemory(RolloutMemory):
         return self.engine.weights
 
     def _phase(self, name: str, parts: Mapping[str, int]) -> Phase:
-        """Return a phase, and add the trainer's fragmentation to its parts.
-
-        Before vLLM wakes, verl and OpenRLHF return free blocks to the GPU (verl/utils/memory_utils.py,
-        aggressive_empty_cache; openrlhf/trainer/ray/ppo_actor.py).
-        """
+        """Return a phase, and add the trainer's fragmentation to its parts."""
         kinds = {**self.resident, **parts}
-        own = sum(size for kind, size in kinds.items() if not kind.startswith(ENGINE) and kind != PROCESS)
+        # Fragmentation is a share of what the trainer's torch has allocated in this phase, not of the step's peak:
+        # before vLLM wakes, verl and OpenRLHF return free blocks to the GPU (verl/utils/memory_utils.py,
+        # aggressive_empty_cache; openrlhf/trainer/ray/ppo_actor.py).
+        allocated = sum(size for kind, size in kinds.items() if not kind.startswith(ENGINE) and kind != PROCESS)
         share = max(0.0, self.fit.margin_bytes - self.process_bytes) / self.memory.peak_bytes
-        found = {**kinds, FRAGMENTATION: round(share * own)}
-        return Phase(name=name, parts={kind: size for kind, size in found.items() if size})
+        kinds[FRAGMENTATION] = round(share * allocated)
+        return Phase(name=name, parts={kind: size for kind, size in kinds.items() if size})

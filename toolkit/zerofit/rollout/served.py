@@ -1,4 +1,4 @@
-"""Read from a model's config the sizes that decide an engine's memory."""
+"""The sizes of a model that decide an engine's memory, from the model's config."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zerofit.models.depth import of_all_layers
 from zerofit.models.hf_config import EXPERTS, max_positions
 from zerofit.rollout.cache import CacheLayers
 from zerofit.spec.errors import Problem, UserError
 
-# model types whose MLP has one matrix before the activation; other MLPs multiply the results of two matrices
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Model types whose MLP has one matrix before the activation; other MLPs multiply the results of two matrices.
 PLAIN_MLP_TYPES = (
     *("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nemotron", "nemotron_h", "opt", "phi"),
     "starcoder2",
 )
-# bytes of a quantized weight and its part of the scales and zero points: fp8 and int8 have a scale for each channel,
-# 4-bit types for each group of 16 to 128 weights
+# Bytes of a quantized weight and its part of the scales and zero points: fp8 and int8 have a scale for each channel,
+# 4-bit types for each group of 16 to 128 weights.
 BITS = {
     **dict.fromkeys(("fp8", "int8", "w8a8"), 1.0),
     **dict.fromkeys(("awq", "gptq", "w4a16"), (4 + 20 / 128) / 8),
@@ -60,10 +63,11 @@ class ServedModel:
 
     @property
     def active_parameters(self) -> int:
-        """The number of parameters that one token uses. Only the experts that its router chooses count."""
+        """The number of parameters that one token uses: of the experts, those that its router chooses."""
         return self.parameters - (self.experts - self.experts_of_token) * self._of_expert(self.hidden, self.expert)
 
     def _of_expert(self, hidden: int, width: int) -> int:
+        """Return the parameters of one expert in all layers."""
         return self.expert_matrices * hidden * width * self.expert_layers
 
     def weight_bytes(
@@ -77,41 +81,37 @@ class ServedModel:
 
         Experts in mxfp4 are padded: their width becomes a multiple of `expert_multiple`.
         """
-        each = BITS[quantization] if quantization else element_bytes
+        weight_bytes = BITS[quantization] if quantization else element_bytes
         quantized = stored = self.parameters - self.table - (self.unquantized if quantization == self.published else 0)
         if quantization == EXPERTS_ONLY and self.experts:
             quantized = self.experts * self._of_expert(self.hidden, self.expert)
             width = tensor_parallel * _up(-(-self.expert // tensor_parallel), expert_multiple)
             stored = self.experts * self._of_expert(_up(self.hidden, HIDDEN_MULTIPLE), width)
-        return (
-            round((stored * each + (self.parameters - quantized) * element_bytes) / tensor_parallel) + self.rope_bytes
-        )
+        total = stored * weight_bytes + (self.parameters - quantized) * element_bytes
+        return round(total / tensor_parallel) + self.rope_bytes
 
     def cache_layers(self, cache_bytes: int, element_bytes: int, tensor_parallel: int) -> list[CacheLayers]:
-        """Return one rank's layers, grouped by the shape of their cache.
-
-        MLA's latent is not divided: every rank has it in full.
-        """
-        found = []
+        """Return one rank's layers, grouped by the shape of their cache."""
+        layers = []
         for count, kind, sizes in self.kinds:
             if kind == "state":
                 state = sum(sizes) * element_bytes // tensor_parallel
-                found.append(CacheLayers(count=count, state_bytes=state))
-            elif kind == "latent":
-                found.append(CacheLayers(count=count, token_bytes=sizes[0] * cache_bytes))
+                layers.append(CacheLayers(count=count, state_bytes=state))
+            elif kind == "latent":  # MLA's latent is not divided: every rank has it in full
+                layers.append(CacheLayers(count=count, token_bytes=sizes[0] * cache_bytes))
             else:
                 heads, width, window = sizes
-                token = 2 * max(1, heads // tensor_parallel) * width * cache_bytes
-                found.append(CacheLayers(count=count, token_bytes=token, window=window or None))
-        return found
+                token = 2 * max(1, heads // tensor_parallel) * width * cache_bytes  # keys and values
+                layers.append(CacheLayers(count=count, token_bytes=token, window=window or None))
+        return layers
 
     @classmethod
-    def of(cls, name: str, config: Any, parameters: int, published: str | None = None) -> ServedModel:
+    def of(cls, name: str, config: PretrainedConfig, parameters: int, published: str | None = None) -> ServedModel:
         """Read a decoder's transformers config. Raises UserError for other models."""
         text = config.get_text_config()
         hidden: int = getattr(text, "hidden_size", None) or 0
-        whole = not getattr(config, "is_encoder_decoder", False)
-        refuse_unless(whole and hidden > 0 and bool(getattr(text, "vocab_size", None)), name)
+        is_decoder = not getattr(config, "is_encoder_decoder", False)
+        refuse_unless(is_decoder and hidden > 0 and bool(getattr(text, "vocab_size", None)), name)
         tied = any(getattr(part, "tie_word_embeddings", False) for part in (config, text))
         table = text.vocab_size * hidden * (1 if tied else 2)
         inner = getattr(text, "intermediate_size", None) or getattr(text, "ffn_hidden_size", None) or 4 * hidden
@@ -121,6 +121,7 @@ class ServedModel:
         positions = max_positions(config)
         heads = of_all_layers(text, "num_attention_heads") or 0
         width = of_all_layers(text, "head_dim") or hidden // (heads or 1)
+        is_rotary = getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)
         matrices = 2 if text.model_type in PLAIN_MLP_TYPES else 3
         return cls(
             name=name,
@@ -137,20 +138,20 @@ class ServedModel:
             published=published,
             reads_images=hasattr(config, "vision_config"),
             positions=positions,
-            rope_bytes=(positions or 0) * width * ROPE_BYTES if _turns(text) else 0,
+            rope_bytes=(positions or 0) * width * ROPE_BYTES if is_rotary else 0,  # a table of sines and cosines
             heads=heads,
             kinds=tuple((count, *kind) for kind, count in Counter(_layers(text)).items()),
         )
 
 
 def refuse_unless(decoder: bool, name: str) -> None:
-    """Raise a UserError unless `decoder` (whether the model is a decoder) is True."""
+    """Raise UserError if a model is not a decoder."""
     if not decoder:
         message = f"{name} is not a decoder that generates text; --serve and --method need a decoder"
         raise UserError(Problem(kind="usage", message=message, hint="name a language model", where="MODEL"))
 
 
-def unquantized_modules(quantization: Any) -> tuple[str, ...]:
+def unquantized_modules(quantization: object) -> tuple[str, ...]:
     """Return the patterns of modules that a `quantization_config` leaves in 16 bits.
 
     The keys are those of transformers, compressed-tensors, bitsandbytes and ModelOpt. Raises UserError for a pattern
@@ -159,20 +160,20 @@ def unquantized_modules(quantization: Any) -> tuple[str, ...]:
     if not isinstance(quantization, Mapping):
         return ()
     keys = ("modules_to_not_convert", "ignore", "ignored_layers", "llm_int8_skip_modules", "exclude_modules")
-    listed = [quantization.get(key) for key in keys]
-    found = tuple(str(word) for words in listed if isinstance(words, list | tuple) for word in words)
-    for pattern in found:
+    lists = [quantization.get(key) for key in keys]
+    patterns = tuple(str(word) for words in lists if isinstance(words, list | tuple) for word in words)
+    for pattern in patterns:
         try:
             re.compile(pattern[3:] if pattern.startswith("re:") else "")
         except re.error as error:
             message = f"the pattern {pattern!r} is no regular expression: {error}"
             where = "quantization_config in config.json"
             raise UserError(Problem(kind="bad-value", message=message, hint="correct it", where=where)) from None
-    return found
+    return patterns
 
 
 def matches(module: str, pattern: str) -> bool:
-    """Return whether `pattern` matches `module` or one of the modules that contain `module`.
+    """Return whether `pattern` matches a module or one that contains it.
 
     A pattern is "re:...", a name with *, or some parts of a dotted name.
     """
@@ -183,7 +184,7 @@ def matches(module: str, pattern: str) -> bool:
     return f".{pattern}." in f".{module}."
 
 
-def published_format(quantization: Any) -> str | None:
+def published_format(quantization: object) -> str | None:
     """Return the format of weights by their `quantization_config`; None if not quantized.
 
     The format is a key of BITS, or else the name of the method.
@@ -197,9 +198,9 @@ def published_format(quantization: Any) -> str | None:
         return {"FP8": "fp8", "NVFP4": "nvfp4"}.get(str(quantization.get("quant_algo")), method)
     if method == "compressed-tensors":
         groups = quantization.get("config_groups")
-        found = groups.values() if isinstance(groups, Mapping) else ()
-        listed = [group.get("weights") for group in found if isinstance(group, Mapping)]
-        kinds = {f"{weights.get('type')}{weights.get('num_bits')}" for weights in listed if weights}
+        named = groups.values() if isinstance(groups, Mapping) else ()
+        weights_of_groups = [group.get("weights") for group in named if isinstance(group, Mapping)]
+        kinds = {f"{weights.get('type')}{weights.get('num_bits')}" for weights in weights_of_groups if weights}
         known = {"float8": "fp8", "int8": "int8", "int4": "w4a16", "float4": "nvfp4"}
         return known.get(kinds.pop(), method) if len(kinds) == 1 else method
     if method in ("awq", "gptq", "auto-round", "auto_round"):
@@ -208,32 +209,31 @@ def published_format(quantization: Any) -> str | None:
 
 
 def _up(size: int, multiple: int) -> int:
+    """Round up to a multiple."""
     return -(-size // multiple) * multiple
 
 
-def _turns(text: Any) -> bool:
-    """Return whether the model has rotary positions. They need a table of sines."""
-    return bool(getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None))
-
-
-def _expert_layers(text: Any) -> int:
-    """Return the number of layers with experts. DeepSeek's first layers and some of Jamba's have none."""
+def _expert_layers(text: PretrainedConfig) -> int:
+    """Return the number of layers with experts, if the model has experts."""
     layers, period = text.num_hidden_layers, getattr(text, "expert_layer_period", None)
-    if period:
+    if period:  # Jamba
         return len(range(text.expert_layer_offset, layers, period))
     if text.model_type == "nemotron_h":
         return text.layers_block_type.count("moe")
-    return layers - (getattr(text, "first_k_dense_replace", 0) or 0)
+    return layers - (getattr(text, "first_k_dense_replace", 0) or 0)  # DeepSeek's first layers have none
 
 
-def _layers(text: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    kept = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)  # others read these caches
-    names = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or [None] * kept
+def _layers(text: PretrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the kind and the sizes of each cache (see `ServedModel.kinds`)."""
+    caches = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)  # other layers read these
+    names = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or [None] * caches
     windowed = getattr(text, "use_sliding_window", True) and getattr(text, "sliding_window", None)
-    layers = getattr(text, "per_layer_config", None) or [text] * kept  # Gemma 4 has other heads in some layers
-    for name, layer in zip(names[:kept], layers, strict=False):
+    layers = getattr(text, "per_layer_config", None) or [text] * caches  # Gemma 4 has other heads in some layers
+    for name, layer in zip(names[:caches], layers, strict=False):
         query = getattr(layer, "num_attention_heads", None) or 0
-        heads = 1 if _multi_query(layer) else getattr(layer, "num_key_value_heads", None) or query
+        # All heads may share one pair of keys and values, except in newer Falcon models, where each group has a pair.
+        is_shared = getattr(layer, "multi_query", False) and not getattr(layer, "new_decoder_architecture", False)
+        heads = 1 if is_shared else getattr(layer, "num_key_value_heads", None) or query
         if name in ("mlp", "moe"):  # of Nemotron-H, whose layers have either a mixer or an MLP
             continue
         if name in ("linear_attention", "mamba", "conv") or not query:
@@ -252,17 +252,10 @@ def _layers(text: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield "full", (heads, width, 0)
 
 
-def _multi_query(text: Any) -> bool:
-    """Return whether all heads share one pair of keys and values. In newer Falcon models, each group has a pair."""
-    return bool(getattr(text, "multi_query", False)) and not getattr(text, "new_decoder_architecture", False)
-
-
-def _state(text: Any) -> tuple[int, ...]:
-    """Return the elements of a sequence's convolution and state in one layer (layers/mamba/mamba_utils.py).
-
-    The caller counts two bytes per element. So each element of a float32 state counts as two elements. The published
-    configs of Qwen3.5 set float32.
-    """
+# The formulas are those of layers/mamba/mamba_utils.py.
+def _state(text: PretrainedConfig) -> tuple[int, ...]:
+    """Return the elements, of two bytes each, of a sequence's convolution and state in one layer."""
+    # Each element of a float32 state counts as two elements. The published configs of Qwen3.5 set float32.
     dtypes = [getattr(text, key, None) for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")]
     wide_state = 2 if "float32" in dtypes or (not any(dtypes) and text.model_type.startswith("qwen3_5")) else 1
     if getattr(text, "conv_L_cache", None):  # LFM2's short convolutions
@@ -273,12 +266,12 @@ def _state(text: Any) -> tuple[int, ...]:
         return (2 * keys + values) * (text.linear_conv_kernel_dim - 1), wide_state * values * text.linear_key_head_dim
     if getattr(text, "mamba_n_heads", None):  # Mamba 2
         inner = text.mamba_n_heads * text.mamba_d_head
-        wide = inner + 2 * text.mamba_n_groups * text.mamba_d_state
-        return wide * (text.mamba_d_conv - 1), inner * text.mamba_d_state
+        convolved = inner + 2 * text.mamba_n_groups * text.mamba_d_state
+        return convolved * (text.mamba_d_conv - 1), inner * text.mamba_d_state
     if getattr(text, "mamba_num_heads", None):  # Mamba 2 in Nemotron-H
         inner = text.mamba_num_heads * text.mamba_head_dim
-        wide = inner + 2 * text.n_groups * text.ssm_state_size
-        return wide * (text.conv_kernel - 1), wide_state * inner * text.ssm_state_size
+        convolved = inner + 2 * text.n_groups * text.ssm_state_size
+        return convolved * (text.conv_kernel - 1), wide_state * inner * text.ssm_state_size
     if getattr(text, "mamba_expand", None):  # Mamba 1 in Jamba
         inner = text.mamba_expand * text.hidden_size
         return inner * (text.mamba_d_conv - 1), inner * text.mamba_d_state

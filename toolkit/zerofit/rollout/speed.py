@@ -1,4 +1,4 @@
-"""Compute the time of a step: generation, log-probs, training and weight sync."""
+"""The time of a step: generation, log-probs, training and weight sync."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerofit.rollout.vllm import EngineMemory
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTime:
-    """Seconds of each phase of a step. All completions have the maximum length. Phases do not overlap."""
+    """Seconds of each phase of a step, if all completions have the maximum length."""
 
     generate_s: float
     logprobs_s: float
@@ -22,7 +22,7 @@ class RolloutTime:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: the sum of all phases."""
+        """Seconds of a step: the sum of all phases, which do not overlap."""
         return self.generate_s + self.logprobs_s + self.train_s + self.sync_s + self.sleep_s
 
     @property
@@ -35,23 +35,25 @@ class RolloutTime:
         return {**asdict(self), "step_s": self.step_s, "tokens_per_s": self.tokens_per_s}
 
 
+#     seconds = waves * completion * token_s + seconds to compute the prompts, once for each sequence
+#     token_s = max(bytes of weights and caches / bandwidth, flops of the running sequences / rate) + reductions
 def generation_s(engine: EngineMemory, rates: Rates, sequences: int, prompt: int, completion: int) -> float:
     """Return the seconds that one engine needs to generate for `sequences` prompts.
 
     Each prompt has `prompt` tokens and gets `completion` tokens.
-
-    For each token, all weights and the caches of all running sequences are read. If many sequences run, the matmuls
-    need longer than these reads. The cache's size limits how many sequences run at once. A prompt of `prompt`
-    tokens is computed once for each sequence.
     """
     if not sequences:
         return 0.0
     model, s = engine.model, engine.settings
+    # The cache's size limits how many sequences run at once; the others wait for the next wave.
     running = max(1, min(sequences, s.max_num_seqs or sequences, int(engine.sequences)))
     waves = math.ceil(sequences / running)
     token_flops = 2 * model.active_parameters / s.tensor_parallel_size
-    block = engine.cache.block_bytes * engine.cache.blocks_of_request(engine.need)
-    moved = engine.weights + running * block * (prompt + completion / 2) / (prompt + completion)
-    reduces = 2 * sum(count for count, *_ in model.kinds) * rates.call_s if s.tensor_parallel_size > 1 else 0.0
-    token_s = max(moved / rates.memory, running * token_flops / rates.flops) + reduces
+    # Each token reads all weights and the caches of all running sequences, which are half full on average. If many
+    # sequences run, the matmuls need longer than these reads.
+    cache_bytes = engine.cache.block_bytes * engine.cache.blocks_of_request(engine.need)
+    read_bytes = engine.weights + running * cache_bytes * (prompt + completion / 2) / (prompt + completion)
+    # Tensor parallelism reduces twice in each layer, after attention and after the MLP.
+    reductions = 2 * sum(count for count, *_ in model.kinds) * rates.call_s if s.tensor_parallel_size > 1 else 0.0
+    token_s = max(read_bytes / rates.memory, running * token_flops / rates.flops) + reductions
     return waves * completion * token_s + sequences * prompt * token_flops / rates.flops

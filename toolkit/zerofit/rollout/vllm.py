@@ -1,4 +1,4 @@
-"""Compute vLLM's memory, and the bytes left for its KV cache, by the rule of each release.
+"""vLLM's memory, and the bytes left for its KV cache, by the rule of each release.
 
     KV cache = gpu_memory_utilization x total - weights - activations of the profile run - memory outside torch
                - CUDA graphs (from 0.21)
@@ -10,9 +10,10 @@ feeds `max_num_batched_tokens` tokens and samples `max_num_seqs` sequences.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from zerofit.rollout.cache import BLOCK, CachePlan, Need, plan_cache
 from zerofit.rollout.served import BITS, MARLIN_MULTIPLE, TRITON_MULTIPLE, ServedModel
@@ -30,13 +31,13 @@ GRAPHS_COUNTED: Release = (0, 21)
 # to start-up logs (benchmarks/serving_memory.py).
 SORTED, KERNEL, KERNEL_FROM = 9.5, 3.73, (0, 17)
 # Alive next to an MLP's activations, in rows of the hidden size: residual and input, and output of attention and its
-# buffer, which tensor parallelism divides
+# buffer, which tensor parallelism divides.
 HIDDEN_ROWS, DIVIDED_ROWS = 2.0, 2.2
 GRAPH_BYTES = 0.0075 * GIB  # of the CUDA graph of one batch size
-# Outside torch's allocator: GiB of context, kernels and cuBLAS by release; bytes of tensor parallel communicators
+# Outside torch's allocator: GiB of context, kernels and cuBLAS by release; bytes of tensor parallel communicators.
 OUTSIDE = {(0, 0): 0.07, (0, 15): 0.13, (0, 18): 0.25, (0, 25): 0.35}
 NVLINK_BYTES, PCIE_BYTES = 0.35 * GIB, 0.15 * GIB
-# NCCL's buffers for reductions in the switch, from Hopper on (nvls.cc: not for two GPUs)
+# NCCL's buffers for reductions in the switch, from Hopper on (nvls.cc: not for two GPUs).
 HOPPER = (9, 0)
 SWITCH_BYTES, SWITCH_RANKS = 1.5 * GIB, 3
 TRITON_FROM: Release = (0, 12)  # on Hopper; before, only where triton_kernels is installed
@@ -63,24 +64,24 @@ class EngineSettings:
     v1: bool | None = None
 
     @classmethod
-    def read(cls, values: dict[str, Any], where: str) -> EngineSettings:
+    def read(cls, values: Mapping[str, object], where: str) -> EngineSettings:
         """Return the settings of `name=value` pairs. Raises UserError with all problems."""
         problems, known = Problems(), set(cls.__dataclass_fields__)
-        found = dict(values)
-        for name in found.keys() - known:
+        settings = dict(values)
+        for name in settings.keys() - known:
             problems.add("usage", f"{where}: no setting {name!r}", f"settings: {', '.join(sorted(known))}", where)
-            found.pop(name)
-        if "release" in found:
-            parts = str(found["release"]).split(".")
+            settings.pop(name)
+        if "release" in settings:
+            parts = str(settings["release"]).split(".")
             if len(parts) < 2 or not all(part.isdecimal() for part in parts[:2]):
-                problems.add("bad-value", f"release={found['release']}", "use a release of vLLM, like 0.19", where)
+                problems.add("bad-value", f"release={settings['release']}", "use a release of vLLM, like 0.19", where)
             else:
-                found["release"] = int(parts[0]), int(parts[1])
-        share = found.get("gpu_memory_utilization", 0.9)
+                settings["release"] = int(parts[0]), int(parts[1])
+        share = settings.get("gpu_memory_utilization", 0.9)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             problems.add("bad-value", f"gpu_memory_utilization={share}", "use a fraction above 0, at most 1", where)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "block_size"):
-            size = found.get(name, 1)
+            size = settings.get(name, 1)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 problems.add("bad-value", f"{name}={size}", "use an integer of at least 1", where)
         choices = {
@@ -90,17 +91,15 @@ class EngineSettings:
             **dict.fromkeys(("enforce_eager", "v1"), (None, False, True)),
         }
         for name, allowed in choices.items():
-            if name in found and found[name] not in allowed:
+            if name in settings and settings[name] not in allowed:
                 words = ", ".join(str(word).lower() for word in allowed if word is not None)
-                problems.add("bad-value", f"{name}={found[name]}", f"use one of {words}", where)
+                problems.add("bad-value", f"{name}={settings[name]}", f"use one of {words}", where)
         problems.raise_if_any()
-        return cls(**found)
+        return cls(**cast(dict[str, Any], settings))  # their types were checked
 
+    # The defaults depend on the model and the device (engine/arg_utils.py).
     def settled(self, model: ServedModel, device: Device) -> EngineSettings:
-        """Return the settings with vLLM's defaults in place of None.
-
-        The defaults depend on the model and the device (engine/arg_utils.py).
-        """
+        """Return the settings with vLLM's defaults in place of None."""
         length = self.max_model_len or model.positions or 2048
         large = device.memory_bytes >= 70 * GIB and "A100" not in device.name
         batched = (8192 if large else 2048) if self.is_v1 else 2048 if length > 32768 else max(length, 2048)
@@ -148,50 +147,49 @@ class EngineMemory:
 
     @cached_property
     def activations(self) -> int:
-        """The peak of the profile run, without the weights.
-
-        It is in an MLP with all tokens, or in sampling all sequences.
-        """
+        """The peak of the profile run, without the weights: in an MLP or in sampling."""
         model, s = self.model, self.settings
         tokens = s.max_num_batched_tokens or 0
-        element, rank = ELEMENT_BYTES[s.dtype], s.tensor_parallel_size
+        element, ranks = ELEMENT_BYTES[s.dtype], s.tensor_parallel_size
         hidden = tokens * model.hidden * element
         routed = tokens * model.experts_of_token * element
-        # experts keep their workspaces after the forward
-        kept = routed * max(2 * model.expert // rank, model.hidden) + routed * model.expert // rank
-        mlp = 0 if model.expert else tokens * model.mlp // rank * element
-        rows = min(s.max_num_seqs or 0, tokens) * model.vocabulary * 4
+        # Experts keep their workspaces after the forward.
+        workspaces = routed * max(2 * model.expert // ranks, model.hidden) + routed * model.expert // ranks
+        mlp = 0 if model.expert else tokens * model.mlp // ranks * element
+        logits = min(s.max_num_seqs or 0, tokens) * model.vocabulary * 4
         factor = SORTED if s.release < KERNEL_FROM else KERNEL
         chunked_v0 = not s.is_v1 and s.release < V1 and (s.max_model_len or 0) > 32768  # then nothing is sampled
-        sampled = 0 if chunked_v0 else round(factor * rows) + hidden
+        sampling = 0 if chunked_v0 else round(factor * logits) + hidden
         if s.is_early_v1:  # logits of all tokens in 16 bits, and nothing is sampled (v1/worker/gpu_model_runner.py)
-            sampled = tokens * model.vocabulary * element + hidden
-        return round(max(mlp + (HIDDEN_ROWS + DIVIDED_ROWS / rank) * hidden, sampled) + kept)
+            sampling = tokens * model.vocabulary * element + hidden
+        return round(max(mlp + (HIDDEN_ROWS + DIVIDED_ROWS / ranks) * hidden, sampling) + workspaces)
 
     @property
     def graphs(self) -> int:
-        """Bytes of the CUDA graphs. V1 captures two kinds of graphs."""
+        """Bytes of the CUDA graphs."""
         settings = self.settings
         if settings.enforce_eager:
             return 0
+        # Batches of 1, 2 and 4 tokens, multiples of 8 up to 256 and multiples of 16 up to 512 have a graph each. From
+        # 0.11 on, batches without prompts have graphs of their own.
         seqs = settings.max_num_seqs or 0
-        sizes = 4 + min(seqs, 256) // 8 + max(0, min(2 * seqs, 512) - 256) // 16
+        mixed = 4 + min(seqs, 256) // 8 + max(0, min(2 * seqs, 512) - 256) // 16
         decode = 4 + min(seqs, 256) // 8 + max(0, min(seqs, 512) - 256) // 16 if settings.release >= (0, 11) else 0
-        return round((sizes + decode) * GRAPH_BYTES)
+        return round((mixed + decode) * GRAPH_BYTES)
 
     @property
     def outside(self) -> int:
         """Bytes outside torch's allocator."""
-        own = OUTSIDE[max(release for release in OUTSIDE if release <= self.settings.release)] * GIB
+        size = OUTSIDE[max(release for release in OUTSIDE if release <= self.settings.release)] * GIB
         if self.settings.is_early_v1:  # it counts all memory in use, with the context (v1/worker/gpu_worker.py)
-            own += context_figure(self.device).low_bytes
+            size += context_figure(self.device).low_bytes
         ranks = self.settings.tensor_parallel_size
         if ranks == 1:
-            return round(own)
+            return round(size)
         if "PCIe" in self.device.link_name:
-            return round(own + PCIE_BYTES)
+            return round(size + PCIE_BYTES)
         switched = ranks >= SWITCH_RANKS and self.device.compute_capability >= HOPPER
-        return round(own + NVLINK_BYTES + (SWITCH_BYTES if switched else 0))
+        return round(size + NVLINK_BYTES + (SWITCH_BYTES if switched else 0))
 
     @property
     def requested(self) -> int:
@@ -240,19 +238,13 @@ class EngineMemory:
 
     @property
     def largest_utilization(self) -> float:
-        """The largest `gpu_memory_utilization` (a multiple of 0.01) that is safe.
-
-        It leaves enough memory for what vLLM does not count.
-        """
+        """The largest `gpu_memory_utilization`, a multiple of 0.01, that leaves what vLLM does not count."""
         uncounted = UNSEEN_BYTES + (self.graphs if self.settings.release < GRAPHS_COUNTED else 0)
         return math.floor(STEP * (1 - uncounted / self.device.memory_bytes)) / STEP
 
     @property
     def smallest_utilization(self) -> float:
-        """The smallest `gpu_memory_utilization` with which one request of `max_model_len` fits.
-
-        It is a multiple of 0.01.
-        """
+        """The smallest `gpu_memory_utilization`, a multiple of 0.01, with which the longest request fits."""
         needed = self.counted + self.cache.blocks_of_request(self.need) * self.cache.block_bytes
         return math.ceil(STEP * needed / self.device.memory_bytes) / STEP
 
@@ -263,6 +255,7 @@ class EngineMemory:
         It is at most the model's number of positions.
         """
         low, high = 0, self.model.positions or 2**20
+        # The blocks of a request only grow with its length, so bisection finds the largest.
         while low < high:
             middle = (low + high + 1) // 2
             fits = self.cache.blocks_of_request(self.need._replace(length=middle)) <= self.blocks
@@ -272,11 +265,11 @@ class EngineMemory:
     @property
     def parts(self) -> tuple[EnginePart, ...]:
         """The memory of the GPU by kind."""
-        found = {
+        kinds = {
             "weights": self.weights,
             "KV cache": max(0, self.cache_bytes),
             "activations": self.activations,
             "CUDA graphs": self.graphs,
             "outside torch": self.outside,
         }
-        return tuple(EnginePart(name, size) for name, size in found.items() if size)
+        return tuple(EnginePart(name, size) for name, size in kinds.items() if size)

@@ -1,4 +1,4 @@
-"""Compute the memory of a head that computes all log-probs at once, or in chunks with verl's fused kernels.
+"""The memory of a head that computes all log-probs at once, or in chunks with verl's fused kernels.
 
 verl's rules are those of verl/workers/engine/fsdp/transformer_impl.py (`prepare_model_outputs`) and
 verl/utils/experimental/torch_functional.py (FusedLinearForPPO). OpenRLHF's are those of openrlhf/models/actor.py
@@ -15,8 +15,8 @@ from zerofit.rollout.fused_head import with_head
 from zerofit.spec.profile import BackwardMoment, LayerCost, Linear, Profile, Scored
 
 CHUNK_TOKENS = 512
-# bytes of each logit in a chunk: float32 logits, probabilities and their product; in the backward logits,
-# probabilities, one-hot labels, their difference or the gradient, and its sum with 0
+# Bytes of each logit in a chunk: float32 logits, probabilities and their product; in the backward logits,
+# probabilities, one-hot labels, their difference or the gradient, and its sum with 0.
 CHUNK_FORWARD, CHUNK_BACKWARD = 12, 20
 
 
@@ -36,12 +36,12 @@ EARLY_VERL = LogitBytes(forward=2, saved=2, backward=4, product=2)  # before 0.9
 OPENRLHF = LogitBytes(forward=6, saved=4, backward=10, product=6)
 
 
+# For the log-softmax, torch copies the logits of the scored tokens. Backward first needs two gradients with the size of
+# this copy. Then it needs a gradient with the size of all logits (trl/experimental/online_dpo, `_forward`).
 def online_dpo(scored: float) -> LogitBytes:
     """Return the bytes per logit of TRL's OnlineDPOTrainer.
 
-    `scored` is the share of the tokens whose log-softmax the trainer keeps (in 16 bits). For the log-softmax, torch
-    copies the logits of these tokens. Backward first needs two gradients with the size of this copy. Then it needs a
-    gradient with the size of all logits (trl/experimental/online_dpo, `_forward`).
+    `scored`: the share of the tokens whose log-softmax the trainer keeps, in 16 bits.
     """
     return LogitBytes(forward=2 + 4 * scored, saved=2 * scored, backward=max(6 * scored, 2 + 2 * scored), product=2)
 
