@@ -10,7 +10,7 @@ from zerofit.models.shipped_profiles import shipped_profile
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.timeline import timeline
 from zerofit.plan.zero3_gather import gathered_in_backward, gathered_in_forward, gathered_to_score
-from zerofit.rollout.fused_head import with_fused_head
+from zerofit.rollout.heads import with_fused_head
 from zerofit.spec.profile import Profile, setting
 
 MIB = 2**20

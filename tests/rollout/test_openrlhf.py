@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from tests.rollout.live_bytes import Live
 from zerofit.cli.main import main
-from zerofit.rollout.whole_head import OPENRLHF
+from zerofit.rollout.heads import OPENRLHF
 
 PARAMETERS = 494_032_768
 CASE = ("qwen2.5-0.5b", "--gpu", "h100-80gb", "--gpus", "4", "--seq-len", "1024", "--micro-batch", "2")

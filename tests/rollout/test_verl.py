@@ -16,8 +16,8 @@ from zerofit.app.planning.profiles import ProfileRequest, get_profile
 from zerofit.app.simulation.scripts import simulate_script
 from zerofit.cli.main import main
 from zerofit.cli.options import JsonObject
+from zerofit.rollout.heads import CHUNK_TOKENS, EARLY_VERL, VERL, with_whole_head
 from zerofit.rollout.methods import RolloutSettings
-from zerofit.rollout.whole_head import CHUNK_TOKENS, EARLY_VERL, VERL, with_whole_head
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter

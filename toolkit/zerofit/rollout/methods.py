@@ -87,7 +87,7 @@ METHODS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """The trainer's arguments that decide memory and time. Most names are those of TRL's GRPOConfig."""
+    """The trainer's arguments that decide memory and time, most by TRL's names in GRPOConfig."""
 
     trainer: Trainer = "trl"
     num_generations: int = 8
@@ -146,7 +146,7 @@ class RolloutSettings:
 
     @property
     def is_early(self) -> bool:
-        """Whether this is verl before 0.9: it divides logits in place, and sends weights from the GPU."""
+        """Whether this is verl before 0.9, which divides logits in place and sends from the GPU."""
         major, minor = map(int, self.trainer_release.split(".")[:2])
         return (major, minor) < COPIES
 

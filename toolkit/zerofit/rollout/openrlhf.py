@@ -43,7 +43,7 @@ class OpenRlhfMemory(ProcessMemory):
 
     @cached_property
     def resident(self) -> dict[str, int]:
-        """Bytes that stay on the GPU in all phases, by kind: weights, and states that are not offloaded."""
+        """Bytes that stay on the GPU in all phases, by kind: what is not offloaded."""
         kinds = {
             "actor weights": self._weights,
             # --ds.enable_sleep offloads all states but the 16-bit weights (utils/deepspeed/deepspeed_utils.py)

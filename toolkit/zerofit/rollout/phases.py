@@ -24,7 +24,7 @@ from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.timeline import FROZEN, StageTimeline, timeline
 from zerofit.plan.zero3_gather import gathered_to_score
-from zerofit.rollout.fused_head import TILE_TOKENS, TILE_WORDS
+from zerofit.rollout.heads import TILE_TOKENS, TILE_WORDS
 from zerofit.rollout.methods import RolloutMethod, RolloutSettings
 from zerofit.rollout.vllm import GRAPHS_COUNTED, STEP, EngineMemory
 from zerofit.spec.profile import ModuleCall, Profile, setting
@@ -79,7 +79,7 @@ class RolloutMemory:
 
     @property
     def _reference(self) -> bool:
-        """Whether a frozen copy of the model is needed. With adapters, the base model is the reference."""
+        """Whether a frozen copy is needed; with adapters, the base model is the reference."""
         return self.settings.needs_reference(self.method) and not self._adapts
 
     @cached_property
@@ -275,7 +275,7 @@ def _scorer(line: StageTimeline) -> StageTimeline:
 #
 #     begin peft | base | adapter A | adapter B | end peft   ->   base
 def _without_adapters(calls: Iterable[ModuleCall], trained: Set[int]) -> list[ModuleCall]:
-    """Return the calls of a layer without adapters. `trained`: places of the adapters' parameters."""
+    """Return a layer's calls without adapters. `trained`: places of the adapters' parameters."""
     open_modules: list[list[list[ModuleCall]]] = [[]]  # the calls of each child; the first child is the begin itself
     for call in calls:
         if call.begins:

@@ -39,7 +39,7 @@ ROPE_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """The sizes of a model for an inference engine. Widths are elements per token without tensor parallelism."""
+    """The sizes of a model for an inference engine; widths are elements per token on one GPU."""
 
     name: str
     parameters: int
@@ -63,7 +63,7 @@ class ServedModel:
 
     @property
     def active_parameters(self) -> int:
-        """The number of parameters that one token uses: of the experts, those that its router chooses."""
+        """The parameters that one token uses: of the experts, those that its router chooses."""
         return self.parameters - (self.experts - self.experts_of_token) * self._of_expert(self.hidden, self.expert)
 
     def _of_expert(self, hidden: int, width: int) -> int:
@@ -209,7 +209,6 @@ def published_format(quantization: object) -> str | None:
 
 
 def _up(size: int, multiple: int) -> int:
-    """Round up to a multiple."""
     return -(-size // multiple) * multiple
 
 
@@ -254,7 +253,7 @@ def _layers(text: PretrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 # The formulas are those of layers/mamba/mamba_utils.py.
 def _state(text: PretrainedConfig) -> tuple[int, ...]:
-    """Return the elements, of two bytes each, of a sequence's convolution and state in one layer."""
+    """Return the 2-byte elements of a sequence's convolution and state in one layer."""
     # Each element of a float32 state counts as two elements. The published configs of Qwen3.5 set float32.
     dtypes = [getattr(text, key, None) for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")]
     wide_state = 2 if "float32" in dtypes or (not any(dtypes) and text.model_type.startswith("qwen3_5")) else 1

@@ -73,7 +73,7 @@ class VerlMemory(ProcessMemory):
     # FSDP's offload policy. Like the actor, it is in float32 (`forward_only`).
     @property
     def host_bytes(self) -> int:
-        """Host memory of one rank: offloaded states, the reference and, with adapters, vLLM's weights."""
+        """Host bytes of a rank: offloaded states, the reference and, with adapters, vLLM's weights."""
         host = replace(self.layout, offload_optimizer="cpu", offload_param="cpu")
         parts = block_persistent(self._line, host).host
         total = self.memory.host_bytes if self.layout.offload_param != "none" else 0

@@ -238,13 +238,13 @@ class EngineMemory:
 
     @property
     def largest_utilization(self) -> float:
-        """The largest `gpu_memory_utilization`, a multiple of 0.01, that leaves what vLLM does not count."""
+        """The largest `gpu_memory_utilization`, in hundredths, that leaves what vLLM does not count."""
         uncounted = UNSEEN_BYTES + (self.graphs if self.settings.release < GRAPHS_COUNTED else 0)
         return math.floor(STEP * (1 - uncounted / self.device.memory_bytes)) / STEP
 
     @property
     def smallest_utilization(self) -> float:
-        """The smallest `gpu_memory_utilization`, a multiple of 0.01, with which the longest request fits."""
+        """The smallest `gpu_memory_utilization`, in hundredths, with which the longest request fits."""
         needed = self.counted + self.cache.blocks_of_request(self.need) * self.cache.block_bytes
         return math.ceil(STEP * needed / self.device.memory_bytes) / STEP
 

@@ -23,7 +23,7 @@ from zerofit.plan.fit import margin_bytes
 from zerofit.plan.result import RankedLayout
 from zerofit.plan.search import search, timer_of
 from zerofit.plan.time import Timer
-from zerofit.rollout.fused_head import with_fused_head
+from zerofit.rollout.heads import EARLY_VERL, OPENRLHF, VERL, online_dpo, with_fused_head, with_whole_head
 from zerofit.rollout.methods import METHODS, WITH_PROCESSES, RolloutSettings
 from zerofit.rollout.openrlhf import OpenRlhfMemory
 from zerofit.rollout.phases import RolloutMemory
@@ -32,7 +32,6 @@ from zerofit.rollout.served import ServedModel
 from zerofit.rollout.speed import RolloutTime, generation_s
 from zerofit.rollout.verl import VerlMemory
 from zerofit.rollout.vllm import STEP, EngineMemory, EngineSettings
-from zerofit.rollout.whole_head import EARLY_VERL, OPENRLHF, VERL, online_dpo, with_whole_head
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
