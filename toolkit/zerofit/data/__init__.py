@@ -1,4 +1,4 @@
-"""Data: samples by index, their order and batches; sources of images, tables and text, and their caches."""
+"""Samples, their order and batches; sources of images, tables and text, and their caches."""
 
 from zerofit.data.base import Data, Dataset
 from zerofit.data.loader import (

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @contextmanager
 def cache_errors(name: str) -> Iterator[None]:
-    """Turn an OSError (full disk, missing permission) into a UserError "cache" about the data `name`."""
+    """Turn an OSError into a UserError "cache" about the data `name`."""
     try:
         yield
     except OSError as error:
@@ -32,7 +32,7 @@ def cache_errors(name: str) -> Iterator[None]:
 
 @contextmanager
 def waiting_lock(path: Path, text: str, progress: Reporter) -> Iterator[None]:
-    """Hold a lock on the file `path`; show `text` ("another process ...") while another process has it."""
+    """Hold a lock on the file `path`; show `text` while another process has it."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)  # the operating system releases it when a process dies

@@ -1,4 +1,4 @@
-"""The forms of conversations in files, and their messages in the form that chat templates accept.
+"""The forms of conversations in files, and their messages as chat templates accept them.
 
     record:    {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}], ...}
     ChatForm   recognizes the record by its field "conversations" and reads its turns (`CHAT_FIELDS`)
@@ -252,7 +252,7 @@ def _variables(row: Record) -> dict[str, object]:
 
 
 def _chat(field: str) -> Callable[[Record], list[Message]]:
-    """Return a reader of turns in OpenAI's or ShareGPT's form, and of a system message next to them."""
+    """Return a reader of turns in OpenAI's or ShareGPT's form, and of a system message."""
 
     def read(row: Record) -> list[Message]:
         turns = row[field]
@@ -347,7 +347,7 @@ def _parsed(text: str, field: str) -> object:
 # Templates with `| tojson` need the dict: they would encode a string, such as OpenAI's JSON, a second time. Templates
 # with `{{ arguments }}` need the text: they would print a dict in Python's notation. Records have either form.
 class Arguments(dict[str, object]):
-    """Arguments of a tool call: a dict for some templates, and its JSON text for other templates."""
+    """Arguments of a tool call: a dict for some templates, its JSON text for others."""
 
     def __init__(self, values: Mapping[str, object], text: str):
         super().__init__(values)
@@ -378,7 +378,15 @@ def _message(turn: object, number: int) -> Message:
         raise NotAConversation(f"message {number} has the role {message.get('role')!r}; known: {', '.join(_ROLES)}")
     message["role"] = role
     if role == "assistant":
-        _read_calls(message, number)
+        # Templates accept calls only in the newer form, not as OpenAI's "function_call".
+        calls = message.pop("tool_calls", [])
+        if not isinstance(calls, list):
+            raise NotAConversation(f"message {number}: 'tool_calls' is {type(calls).__name__}, need a list")
+        if "function_call" in message:
+            calls = [*calls, message.pop("function_call")]
+        if calls:
+            place = f"message {number}, tool call"
+            message["tool_calls"] = [tool_call(call, f"{place} {n}") for n, call in enumerate(calls, 1)]
         weight = message.get("weight", 1)
         if not isinstance(weight, int | float) or weight not in (0, 1):
             raise NotAConversation(f"message {number} has the weight {weight!r}; must be 1 (learned) or 0 (not)")
@@ -400,17 +408,6 @@ def _part(part: object, number: int) -> str:
         return part["text"]
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise NotAConversation(f"message {number} has a part of type {kind!r}; only text can be trained on")
-
-
-def _read_calls(message: Message, number: int) -> None:
-    """Convert a message's tool calls, or OpenAI's older "function_call", to templates' form."""
-    calls = message.pop("tool_calls", [])
-    if not isinstance(calls, list):
-        raise NotAConversation(f"message {number}: 'tool_calls' is {type(calls).__name__}, need a list")
-    if "function_call" in message:
-        calls = [*calls, message.pop("function_call")]
-    if calls:
-        message["tool_calls"] = [tool_call(call, f"message {number}, tool call {n}") for n, call in enumerate(calls, 1)]
 
 
 def tool_call(call: object, place: str) -> dict[str, object]:

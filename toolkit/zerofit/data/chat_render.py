@@ -1,4 +1,4 @@
-"""Render conversations with a chat template: the text, the assistant's parts of it, and fields without effect."""
+"""Conversations as text of a chat template, and which parts of it the assistant writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Span = tuple[int, int]  # of characters
 
 
 class NotRendered(ValueError):
-    """A template rejects a conversation, or the assistant's part cannot be found, for the reason given."""
+    """A conversation has no text, or not the assistant's part of it; the message is the reason."""
 
 
 class Rendered(NamedTuple):
@@ -83,7 +83,7 @@ class Renderer:
     #     the same with the answer                      <user> 2 + 2? <assistant> 4 <end>
     #                                                                             |-----| learned
     def _by_prefixes(self, chat: ChatMessages, text: str) -> list[Span]:
-        """Return the spans of the assistant's text, which the template does not mark. Raises NotRendered."""
+        """Return the spans of the assistant's text without marks. Raises NotRendered."""
         spans = []
         for n, message in enumerate(chat.messages):
             if _is_learned(message):
@@ -96,7 +96,7 @@ class Renderer:
         return spans
 
     def _learned(self, chat: ChatMessages, spans: list[Span]) -> list[Span]:
-        """Return the marked spans without those of messages that are not learned. Raises NotRendered."""
+        """Return the marked spans of the messages that are learned. Raises NotRendered."""
         dropped: set[int] = set()
         for n, message in enumerate(chat.messages):
             if message["role"] != "assistant" or _is_learned(message):
@@ -109,7 +109,7 @@ class Renderer:
         return [span for n, span in enumerate(spans) if n not in dropped]
 
     def written(self, chat: ChatMessages, prompt: bool = False) -> tuple[str, list[Span]]:
-        """Return the text of the messages, and the spans that the template marks. Raises NotRendered."""
+        """Return the text of the messages and its marked spans. Raises NotRendered."""
         begin_step()
         blocks: list[str] = []
         spans: list[Span] = []

@@ -1,4 +1,4 @@
-"""Turn conversations into tokens with a chat template, and mark the tokens that the assistant writes."""
+"""Conversations as tokens of a chat template, with the tokens that the assistant writes."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ class ChatTemplate:
         return [result if isinstance(result, str) else self._encoded(*next(tokens), result) for result in rendered]
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the text of a conversation up to the start of the assistant's answer. Raises UserError."""
+        """Return a conversation's text up to the start of the next answer. Raises UserError."""
         return self._text(messages, prompt=True)
 
     @cached_property
     def turn_end(self) -> str:
-        """The text that the template writes after an answer of the assistant; may be "". Raises UserError."""
+        """The text that the template writes after an answer; may be "". Raises UserError."""
         turns = {"user": "Hello", "assistant": _PROBE}
         messages = [{"role": role, "content": content} for role, content in turns.items()]
         return self._text(messages, prompt=False).rpartition(_PROBE)[2]
@@ -133,7 +133,7 @@ class ChatTemplate:
 
     # A token is learned if one of its characters is: tokens may cross the border of a span.
     def _encoded(self, ids: np.ndarray, ranges: np.ndarray, rendered: Rendered) -> EncodedChat:
-        """Return the tokens with their targets. `ranges`: the characters of each token, int64 (tokens, 2)."""
+        """Return tokens with their targets. `ranges`: each token's characters, int64 (tokens, 2)."""
         targets = np.zeros(len(ids), dtype=bool)
         special = np.isin(ids, self.tokenizer.added_ids)
         for start, stop in rendered.spans:
@@ -175,7 +175,7 @@ def _bytes_with_ranges(text: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def open_chat_template(template: Path | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template of a file or a shipped one, else the tokenizer's own. Raises UserError."""
+    """Return the template of a file or a name, else the tokenizer's own. Raises UserError."""
     loaded = tokenizer.loaded
     if loaded is not None and not loaded.is_fast:
         message = f"--tokenizer {tokenizer.name} does not return the character offsets of its tokens"

@@ -178,7 +178,7 @@ def pack(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
 
 # Cumulative sums need 8 bytes per token, so they are computed for one block of conversations at a time.
 def _count_targets(targets: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the number of targets in each part, int64; parts have `starts`, in order, and `lengths`."""
+    """Return the number of targets in each part, int64 (parts,). `starts` must be in order."""
     counts = np.zeros(len(starts), dtype=np.int64)
     first = 0
     while first < len(starts):  # parts first to past - 1 are a block
@@ -192,7 +192,7 @@ def _count_targets(targets: np.ndarray, starts: np.ndarray, lengths: np.ndarray)
 
 
 def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int, progress: Reporter) -> Data:
-    """Open conversations as samples of `seq_len` tokens. Raises UserError if none can be learned."""
+    """Open conversations as samples of `seq_len` tokens. Raises UserError if there are none."""
     template = open_chat_template(run.chat_template, tokenizer)
     splits = open_chat_tokens(source, template, progress)
     rows = {name: make_rows(tokens, seq_len, tokenizer.eod_id, run.packing) for name, tokens in splits.items()}
@@ -220,7 +220,7 @@ def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int,
 
 
 def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Reporter) -> dict[str, ChatTokens]:
-    """Return the tokens of a source's conversations for each split; they are written if not cached.
+    """Return the tokens of a source's conversations by split, and cache them.
 
     Raises UserError with up to 20 bad records: no conversation, or the assistant's text cannot be found. Also raises
     the errors of `Preparation.open`.
@@ -249,7 +249,7 @@ def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Repor
 
 
 def _encoded(source: ChatSource, template: ChatTemplate, documents: int) -> Iterator[tuple[ChatPiece, EncodedChat]]:
-    """Yield all conversations with their tokens. Raises UserError with up to 20 problems at the end."""
+    """Yield all conversations with their tokens. Raises UserError with up to 20 problems."""
     problems: list[Problem] = []
     remaining = source.pieces(documents)
     while len(problems) < NAMED and (block := list(islice(remaining, AT_ONCE))):

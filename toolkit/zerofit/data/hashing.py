@@ -1,4 +1,4 @@
-"""Stable hashes and choices, the same on every machine, process and run (unlike Python's own `hash`)."""
+"""Hashes and choices that are the same on every machine, unlike Python's own `hash`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """Mix uint64 into uint64 of the same shape, by the function of SplitMix64 (Steele et al., 2014)."""
+    """Mix uint64 into uint64 of the same shape by SplitMix64 (Steele et al., 2014)."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Text from a data set on the Hugging Face hub, or from a folder that the `datasets` library can read."""
+"""Data sets on the Hugging Face hub, or in files that the `datasets` library can read."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _reachable(endpoint: str) -> bool:
 
 
 def open_hf(run: Run, argument: str) -> Source:
-    """Open NAME or NAME:CONFIG, with a text in the column `run.text_field` or a conversation per row.
+    """Open NAME or NAME:CONFIG: a text in the column `run.text_field` or a conversation per row.
 
     NAME may be a local folder or file. The split `train` is for training. The split `validation` (or test) is held out.
     Without such a split, 5 % of the rows are held out, by the hash of their numbers. With fewer than 20 rows, the last
@@ -101,7 +101,7 @@ def train_and_valid(argument: str) -> tuple[Dataset, Dataset | None]:
 
 # A folder can be a set saved by `datasets` (one split or several), or files that `datasets` reads by their suffix.
 def load_splits(argument: str, streaming: bool = False) -> DatasetDict | IterableDatasetDict | dict[Any, Any]:
-    """Open the splits of NAME or NAME:CONFIG or of a file, optionally as streams. Raises UserError "hf"."""
+    """Open the splits of NAME, NAME:CONFIG or a file. Raises UserError "hf"."""
     import datasets.config
 
     name, _, config_name = argument.partition(":")

@@ -33,7 +33,7 @@ _LARGEST = 65535  # of pixels with 16 bits
 
 
 def is_own(name: str) -> bool:
-    """Return whether a file or folder belongs to the user, not to the operating system or a program."""
+    """Return whether a file or folder is the user's, not a system's or program's."""
     return not name.startswith(".") and name.lower() not in _SYSTEM
 
 
@@ -59,7 +59,7 @@ def split_folders(root: Path) -> list[Path]:
 
 
 def split_by_name(files: Sequence[T], name: Callable[[T], str]) -> tuple[list[T], list[T]]:
-    """Return training and validation files; 10 %, at least one, are held out by the hash of their names."""
+    """Return training and validation files; name hashes hold out 10 %, at least one."""
     if not files:
         return [], []
     hashes = np.array([name_hash(name(file)) for file in files], dtype=np.uint64)
@@ -97,7 +97,7 @@ def short_reason(error: Exception, path: Path | None = None) -> str:
 
 
 def as_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
-    """Return an opened image with 8 bits per color. Of 16 bits only the upper 8 are kept, as in Pillow.
+    """Return an image with 8 bits per color: of 16 bits the upper 8, as in Pillow.
 
     `upright`: rotate by the EXIF tag, as image viewers do. Raises ValueError for pixel values without a known white
     level.

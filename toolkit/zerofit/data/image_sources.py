@@ -89,7 +89,12 @@ class PixelImages(LabelledDataset):
         chosen = np.asarray(indices)
         pixels = self.pixels[chosen]
         if self.shift:
-            pixels = _shifted(pixels, keys, self.shift)
+            # Pad each side, and crop each image to its old size at a random position. The view has all possible crops,
+            # of which only the chosen ones are copied.
+            padded = np.pad(pixels, ((0, 0), (0, 0), (self.shift, self.shift), (self.shift, self.shift)))
+            crops = np.lib.stride_tricks.sliding_window_view(padded, pixels.shape[2:], axis=(2, 3))
+            down, right = (sample_hashes(keys, stream) % np.uint64(2 * self.shift + 1) for stream in (1, 2))
+            pixels = crops[np.arange(len(pixels)), :, down.astype(np.int64), right.astype(np.int64)]
         if self.mirror:
             flipped = (sample_hashes(keys, 3) >> np.uint64(63)).astype(bool)
             pixels[flipped] = pixels[flipped, ..., ::-1]
@@ -98,16 +103,6 @@ class PixelImages(LabelledDataset):
             images = interpolate(images, size=size, mode="bilinear", antialias=True, align_corners=False)
         mean, std = self._mean_and_std
         return {"inputs": images.sub_(mean).div_(std), "labels": torch.from_numpy(self.labels[chosen])}
-
-
-def _shifted(pixels: np.ndarray, keys: Integers, by: int) -> np.ndarray:
-    """Pad each side by `by` pixels, and crop each image to its old size at a random place."""
-    n, _, height, width = pixels.shape
-    # A view of all possible crops: only the chosen ones are copied.
-    padded = np.pad(pixels, ((0, 0), (0, 0), (by, by), (by, by)))
-    cuts = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
-    down, right = (sample_hashes(keys, stream) % np.uint64(2 * by + 1) for stream in (1, 2))
-    return cuts[np.arange(n), :, down.astype(np.int64), right.astype(np.int64)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Folders of image files, one per class; each file is decoded once before training to check it."""
+"""Folders of image files, one per class; each file is checked before training."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class FolderImages(LabelledDataset):
 
 
 def _class_names(folder: Path) -> list[str]:
-    """Return the names of the class folders, sorted: their order defines the labels. Raises UserError."""
+    """Return the names of the class folders, in the order of the labels. Raises UserError."""
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and is_own(entry.name))
     if not names:
         message = f"{folder} has no folders; each class needs a folder of image files"
@@ -160,7 +160,7 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _image_files(root: Path, folder: Path, classes: list[str]) -> list[ImageFile]:
-    """Return all image files under the class folders, sorted by class and name. Raises UserError."""
+    """Return all image files, sorted by class and name. Raises UserError."""
     unknown = sorted(set(_class_names(folder)) - set(classes))
     if unknown:
         message = f"{folder} has classes that the training images lack: {', '.join(unknown[:20])}"
@@ -198,7 +198,7 @@ def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str]) -> I
 # Decoding all images takes as long as an epoch, so the result is cached by name, size and time of each file. Without
 # the check, a broken image would end a run hours later.
 def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[str, str]:
-    """Return files that cannot be decoded, with reasons; decodes files that were not checked before."""
+    """Return the files that cannot be decoded, with reasons, and cache which files can."""
     store = cache_root() / "images" / f"{text_digest(str(root), FORMAT)}.json"
     text = f"another process checks the images in {root}"
     with cache_errors(str(root)):

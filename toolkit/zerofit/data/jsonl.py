@@ -116,12 +116,8 @@ class JsonlSet(FileSet):
 
         5 % of the lines are held out, at least one.
         """
-        limit = self.held_out_up_to(documents, whole_documents=True)
+        limit = held_out_hash((line.key for line in self.lines()), documents, whole_documents=True)
         return ((line, line.read(), name_hash(line.key) <= limit) for line in self.lines())
-
-    def held_out_up_to(self, documents: int, whole_documents: bool = False) -> int:
-        """Return the largest hash of a held-out line's key (see `held_out_hash`)."""
-        return held_out_hash((line.key for line in self.lines()), documents, whole_documents)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +126,7 @@ class JsonlSource(JsonlSet, TextSource):
 
     def pieces(self, documents: int) -> Iterator[TextPiece]:
         """See TextSource.pieces; reports up to 20 bad lines as file:line:column."""
-        limit = self.held_out_up_to(documents)
+        limit = held_out_hash((line.key for line in self.lines()), documents)
         problems: list[Problem] = []
         for line in self.lines():
             text = _text_of(line, self.what)
@@ -214,7 +210,7 @@ class JsonElement(NamedTuple):
 
 
 def is_spread(line: bytes, following: bytes = b"") -> bool:
-    """Return whether a file with these first lines is one array, or its values span or share lines."""
+    """Return whether a file is one array, or its values span or share lines, by its first lines."""
     text = line.decode("utf-8-sig", "replace").strip()
     if text.startswith("["):
         # Lines that are lists of messages: each of them starts with a bracket.

@@ -1,4 +1,4 @@
-"""Samples of labelled text, padded to a length, with a class, tags of the words or a target text."""
+"""Samples of labelled text: padded texts with a class, tags of the words or a target text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ import numpy as np
 
 from zerofit.data.base import Data, Dataset, Integers
 from zerofit.data.cache import Preparation
-from zerofit.data.labelled_encoding import ClassNames, EncodedLabelled, LabelledEncoder, read_row
-from zerofit.data.labelled_rows import LabelledFields, LabelledRow, RowSource, fields_of, open_rows
-from zerofit.data.table import is_fraction
+from zerofit.data.labelled_rows import (
+    ClassNames,
+    EncodedLabelled,
+    LabelledEncoder,
+    LabelledFields,
+    LabelledRow,
+    RowSource,
+    fields_of,
+    open_rows,
+    read_row,
+)
+from zerofit.data.table import MOST_CLASSES, is_fraction
 from zerofit.data.text_sources import NAMED
 from zerofit.data.token_cache import SPLITS, SplitWriter, TokenFile, read_meta, write_meta
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
@@ -31,7 +40,6 @@ if TYPE_CHECKING:
 FORMAT = "labelled-1"  # increase it if files or split rules change
 AT_ONCE = 256  # rows per batch, for the tokenizer's threads
 PARTS = {"ids": "uint32", "types": "bool", "labels": "int32", "starts": "int64", "label_starts": "int64"}
-MOST_CLASSES = 1000
 SHOWN = 10  # limit of class names in a message
 MULTIPLE = 8  # batch widths are multiples of this, for fast kernels
 
@@ -112,7 +120,7 @@ class LabelledText(Dataset):
 
 # Texts of a batch are padded to the longest text, not to seq_len, since attention over padding takes time.
 def _width(real: torch.Tensor) -> int:
-    """Return the width of a batch, a multiple of 8. `real`: bool (batch, length), False for padding."""
+    """Return the width of a batch, a multiple of 8. `real`: bool (batch, length), not padding."""
     columns = real.any(dim=0).nonzero()
     last = int(columns[-1]) + 1 if len(columns) else 1
     return min(-(-last // MULTIPLE) * MULTIPLE, real.shape[1])
@@ -227,7 +235,7 @@ def _notes(name: str, meta: _Meta, classes: Sequence[str]) -> Iterator[str]:
 def _open_files(
     source: RowSource, fields: LabelledFields, encoder: LabelledEncoder, progress: Reporter
 ) -> tuple[_Meta, dict[str, dict[str, TokenFile]]]:
-    """Return the facts and the files (by split and part) of a source, which are written if not cached."""
+    """Return a source's facts and files by split and part, and cache them."""
 
     def write(staging: Path, documents: int) -> None:
         writers = {split: SplitWriter(staging, split, PARTS, ("starts", "label_starts")) for split in SPLITS}

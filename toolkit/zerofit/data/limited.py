@@ -1,4 +1,4 @@
-"""Run code that depends on untrusted input, such as a chat template, in a separate process with limits."""
+"""Run code on untrusted input, such as a chat template, in a process with limits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def begin_step() -> None:
 
 
 def _work(work: Callable[[T], object], items: Sequence[T], writing: int) -> NoReturn:
-    """Write the result of each item as a line of JSON. Exit without running the parent's exit handlers."""
+    """Write each result as a line of JSON. Exit without the parent's exit handlers."""
     status = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):

@@ -1,4 +1,4 @@
-"""The order of samples, and batches for training and evaluation, made in this process or in loader processes."""
+"""The order of samples, and batches that this process or loader processes make."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KEY_STREAM = 0x5EED  # fixed, so that masked samples are the same in every eval
 # layout.
 @dataclass(frozen=True)
 class Order:
-    """An endless stream of sample indices; every `n` positions are one epoch with each sample once.
+    """An endless stream of sample indices; every `n` positions are an epoch of all samples.
 
     The order is a pure function of seed and position. Ranks, workers and batch sizes do not change the order; they only
     choose positions.
@@ -69,7 +69,7 @@ class Order:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def keys(self, start: int, stop: int) -> np.ndarray:
-        """Return one non-negative int64 per position. This key determines the randomness of the sample."""
+        """Return an int64 of at least 0 per position, the key of the sample's randomness."""
         positions = np.arange(start, stop, dtype=np.uint64)
         seed = mix64(np.array([self.seed % 2**64], dtype=np.uint64))
         return (mix64(positions + seed) >> np.uint64(1)).astype(np.int64)
@@ -88,7 +88,7 @@ def _epoch_order(n: int, seed: int, epoch: int | None) -> np.ndarray:
 
 
 def default_workers(data: Data, ranks: int) -> int:
-    """Return the number of loader processes per rank: at most 4, and 0 if batches need no decoding."""
+    """Return the loader processes per rank: at most 4, and 0 if batches need no decoding."""
     if not data.train.decodes:
         return 0
     return max(1, min(4, len(os.sched_getaffinity(0)) // ranks))
@@ -102,7 +102,7 @@ def micro_batches(
     mixing: Mixing | None = None,
     pinned: bool = False,
 ) -> Iterator[dict]:
-    """Yield for each range of positions {"inputs", "labels", "positions": range, "indices": int64 array}.
+    """Yield {"inputs", "labels", "positions": range, "indices": int64 array} for each slice.
 
     `slices`: ranges that are not empty. All ranges except the last have the same length. Their number may be infinite,
     because each range is read shortly before its use. Loader processes read 2 * workers ranges ahead. Without loader
@@ -279,7 +279,6 @@ def _to_arrays(batch: dict) -> dict:
 
 
 def _to_tensors(batch: dict) -> dict:
-    """Convert the arrays of a batch back to tensors."""
     import torch
 
     numbers = ("indices", "real")  # these stay NumPy arrays

@@ -1,4 +1,4 @@
-"""Settings shared by the images of a step: their current size, and how they are mixed (MixUp, CutMix)."""
+"""Settings shared by the images of a step: their size, and how they are mixed."""
 
 from __future__ import annotations
 

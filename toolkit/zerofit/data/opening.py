@@ -99,14 +99,14 @@ TEXT_SOURCES: dict[str, Callable[[Run, str], Source]] = {  # called with the nam
 
 
 def default_data(task: Task) -> str:
-    """Return the default data of a task: available everywhere, and learnable in minutes if possible."""
+    """Return the default data of a task: available everywhere, if possible learned in minutes."""
     if gives_loss(task) or has_head(task) or task in ("table", "segmentation"):
         return "synthetic"
     return "pysource" if is_text(task) else "digits"
 
 
 def split_name(data: str) -> tuple[str, str]:
-    """Split "text:books/*.txt" into ("text", "books/*.txt"); the argument is "" if there is none.
+    """Split "text:books/*.txt" into ("text", "books/*.txt"), or "digits" into ("digits", "").
 
     Raises UserError: "unknown-data", or "data-argument" if an argument is missing or not allowed.
     """

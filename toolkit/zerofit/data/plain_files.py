@@ -1,4 +1,4 @@
-"""Plain files, which may be compressed or have a byte order mark; other programs' formats are refused."""
+"""Plain files, compressed or not; files in other programs' formats are refused."""
 
 from __future__ import annotations
 
@@ -144,24 +144,18 @@ def refuse_others(files: Iterable[Path], most: int) -> None:
     """Raise UserError if files are not text, with up to `most` files and how to read them."""
     problems: list[Problem] = []
     for path in files:
-        if len(problems) < most and (problem := _other(path)):
-            problems.append(problem)
+        with open_plain(path) as file:
+            head = file.read(_TAR + 5)
+        title, hint = next(((title, hint) for start, title, hint in _OTHERS if head.startswith(start)), ("", ""))
+        if head[_TAR:] == b"ustar":
+            title, hint = "a tar archive", "tar -xf {path}"
+        if title:
+            message = f"{path} is {title}, not text in UTF-8"
+            problems.append(Problem(kind="not-text", message=message, hint=hint.format(path=path), where=str(path)))
+        if len(problems) == most:
+            break
     if problems:
         raise UserError(*problems)
-
-
-def _other(path: Path) -> Problem | None:
-    """Return the problem of a file in another program's format; None for text."""
-    with open_plain(path) as file:
-        head = file.read(_TAR + 5)
-    file_type = next(((title, hint) for start, title, hint in _OTHERS if head.startswith(start)), None)
-    if head[_TAR:] == b"ustar":
-        file_type = "a tar archive", "tar -xf {path}"
-    if file_type is None:
-        return None
-    title, hint = file_type
-    message = f"{path} is {title}, not text in UTF-8"
-    return Problem(kind="not-text", message=message, hint=hint.format(path=path), where=str(path))
 
 
 def _unreadable(path: Path, error: Exception) -> Problem:

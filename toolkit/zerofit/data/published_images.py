@@ -1,4 +1,4 @@
-"""Size and scaling of the images on which pretrained weights were trained, from the folder of the weights."""
+"""The size and scaling of the images on which pretrained weights were trained."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLOSE = 1e-6  # tolerance for rounding
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedImages:
-    """The format of the weights' training images; None for values that are not in the weights' folder."""
+    """The format of the weights' training images; None for unknown values."""
 
     size: int | None = None
     mean: tuple[float, ...] | None = None  # for pixels between 0 and 1

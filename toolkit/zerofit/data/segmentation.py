@@ -1,4 +1,4 @@
-"""Images with masks: PATH/images/NAME.jpg and PATH/masks/NAME.png with classes as pixel values, 255 for none."""
+"""Images with masks: PATH/images/NAME.jpg and PATH/masks/NAME.png with classes as values."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class SegmentedImages(LabelledDataset):
 
 
 def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open images and masks. Without a validation folder, 10 % are held out by the hash of their names.
+    """Open images and masks; without a validation folder, name hashes hold out 10 %.
 
     Classes are 0 to the largest value of any mask except 255. All files are decoded once, with the result cached.
     Raises UserError "data-missing", "empty-data", "bad-image" or "data-classes".
@@ -131,7 +131,7 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
 
 
 def _pairs(root: Path, folder: Path) -> list[MaskedImage]:
-    """Return the images of a folder with their masks, sorted. Raises UserError for images without a mask."""
+    """Return a folder's images with their masks, sorted. Raises UserError if a mask is missing."""
     images, masks = folder / "images", folder / "masks"
     for folder_of_files in (images, masks):
         if not folder_of_files.is_dir():
@@ -148,7 +148,7 @@ def _pairs(root: Path, folder: Path) -> list[MaskedImage]:
 
 # The number of classes is known only after reading all masks, so they are read once before training.
 def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[int, dict[str, str]]:
-    """Return the number of classes, and bad images with reasons; cached by names, sizes and times."""
+    """Return the number of classes, and bad images with reasons, and cache them."""
     stats = [(root / file).stat() for pair in pairs for file in (pair.image, pair.mask)]
     stamps = [f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats]
     digest = text_digest(str(root), FORMAT, *(pair.image for pair in pairs), *stamps)

@@ -134,7 +134,7 @@ class TokenStream:
     valid_tokens: int
 
     def block(self, number: int) -> TokenFile:
-        """Return a block's tokens. A missing block is made now, with the earlier blocks that it needs."""
+        """Return a block's tokens; a missing block is made, with the earlier ones that it needs."""
         path = self.folder / f"block-{number}.bin"
         with cache_errors(f"hf:{self.name}"):
             if not path.is_file():
@@ -193,7 +193,7 @@ class TokenStream:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedText(Dataset):
-    """Windows of an endless stream of blocks. Each block is divided into windows like the tokens of a `CausalText`."""
+    """Windows of an endless stream of blocks; a block has windows like a `CausalText`."""
 
     draws = False
 
@@ -264,7 +264,7 @@ def open_stream(run: Run, argument: str, tokenizer: Tokenizer, seq_len: int) -> 
 
 # The text of a set is too long to hash. On the hub, its name has to do.
 def _content(argument: str) -> str:
-    """Return the name of a set; for a local folder also its files with sizes and modification times."""
+    """Return the name of a set, for a local folder also its files' sizes and times."""
     folder = Path(argument.partition(":")[0]).expanduser()
     files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
     facts = ((path, path.stat()) for path in files)

@@ -92,7 +92,7 @@ def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
 
 
 def open_synthetic_labelled(name: str, run: Run, task: Task, seq_len: int) -> Data:
-    """Open random tokens of 2 classes (N with `synthetic:N`); a text has its first token's class."""
+    """Open random tokens of 2 or N classes (`synthetic:N`); a text has its first token's class."""
     classes = tuple(str(n) for n in range(_size(name, default=2, what="classes")))
     vocab = max(256, len(classes))
     inputs = LabelledTextInputs(vocab_size=vocab, seq_len=seq_len, classes=classes, pad_id=0, tags=task == "tag")

@@ -1,4 +1,4 @@
-"""Tables of numbers: a CSV file or NumPy array with one sample per row and a column of classes."""
+"""Tables of numbers: a CSV file or NumPy array of samples with a column of classes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Table:
 
 
 def open_table(name: str, run: Run, progress: Reporter) -> Data:
-    """Open csv:FILE[:COLUMN] or npy:FILE[:COLUMN]; COLUMN has the labels (default: the last column).
+    """Open csv:FILE[:COLUMN] or npy:FILE[:COLUMN]; COLUMN, by default the last, has the labels.
 
     A fixed fifth of each class is held out. Features are standardized by mean and deviation of the training rows.
     Raises UserError if labels are not classes, and unless `run.skip_bad` is set if rows are broken.
@@ -72,7 +72,11 @@ def open_table(name: str, run: Run, progress: Reporter) -> Data:
     held_out = stratified_fifth(labels)
     if held_out.all() or not held_out.any():
         raise _unusable("data-too-short", f"{path} has {len(labels)} rows, too few to hold out a fifth", "add rows")
-    features = _standardized(table.features, ~held_out)
+    # Mean and deviation are from training rows only, so that validation rows do not influence the model's inputs.
+    known = table.features[~held_out]
+    mean, std = known.mean(axis=0), known.std(axis=0)
+    varies = np.ptp(known, axis=0) > 0  # rounding can make the deviation of equal numbers positive
+    features = ((table.features - mean) / np.where(varies & (std > 0), std, 1.0)).astype(np.float32)
     train, valid = (TableRows(features=features[part], labels=labels[part]) for part in (~held_out, held_out))
     notes = [f"{path}: {len(train)} training rows and {len(valid)} validation rows, classes in {table.label!r}"]
     notes += [f"{len(table.broken)} broken rows skipped"] if table.broken else []
@@ -215,17 +219,6 @@ def _as_classes(path: Path, table: _Table) -> tuple[np.ndarray, list[str]]:
         raise _unusable("data-classes", message, "set the column of the classes: FILE:COLUMN")
     numbers = {word: n for n, word in enumerate(classes)}
     return np.array([numbers[keys[word]] for word in table.classes], dtype=np.int64), classes
-
-
-# Mean and deviation are from training rows only, so that validation rows do not influence the model's inputs.
-def _standardized(features: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """Return float32 (n, features) with mean 0 and deviation 1 over the training rows.
-
-    Columns that are constant there become 0.
-    """
-    mean, std = features[train].mean(axis=0), features[train].std(axis=0)
-    varies = np.ptp(features[train], axis=0) > 0  # rounding can make the deviation of equal numbers positive
-    return ((features - mean) / np.where(varies & (std > 0), std, 1.0)).astype(np.float32)
 
 
 def _unusable(kind: str, message: str, hint: str) -> UserError:

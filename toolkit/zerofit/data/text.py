@@ -1,4 +1,4 @@
-"""Samples of text: windows of seq_len tokens from one long row, for causal and masked language models."""
+"""Samples of text: windows of seq_len tokens, for causal and masked language models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _TextWindows(Dataset):
     pad_id: int
 
     def _gather(self, indices: Integers, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return windows of tokens, int64 (batch, width), and the number of real tokens of each, (batch,).
+        """Return windows, int64 (batch, width), and the number of real tokens in each, (batch,).
 
         A window starts at token index * L and is padded at the end.
         """
@@ -107,7 +107,7 @@ def masked_count(real: np.ndarray) -> np.ndarray:
 def mask_tokens(
     tokens: np.ndarray, real: np.ndarray, keys: Integers, mask_id: int, ordinary: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mask tokens, int64 (batch, seq_len); return (inputs, labels), with labels -100 except for targets.
+    """Mask tokens, int64 (batch, seq_len); return inputs, and labels: -100 except for targets.
 
     In each row only the first `real` (batch,) tokens count, and the key selects exactly masked_count(real) of them as
     targets. 80 % of the targets become `mask_id`, 10 % become one of the `ordinary` ids, and 10 % stay.

@@ -102,7 +102,7 @@ class ChatSource(Source):
 
 
 def held_out_hash(names: Iterable[str], documents: int, whole_documents: bool = False) -> int:
-    """Return the largest hash of the name of a held-out document; 5 % are held out, at least one.
+    """Return the largest hash of a held-out document's name; 5 % are held out, at least one.
 
     For fewer than 20 documents return -1: the end of each document is held out instead. `whole_documents`: hold out
     full documents even then.
@@ -191,7 +191,7 @@ class FileSource(FileSet, TextSource):
 
 
 def _cut_at_line(path: Path, wanted: int, size: int) -> int:
-    """Return the byte offset of the next line after `wanted`, or of the next character if no line follows."""
+    """Return the offset of the next line after the byte `wanted`, else of the next character."""
     with open_plain(path) as file:
         skip(file, wanted)
         tail = file.read(CHUNK_BYTES)

@@ -41,7 +41,7 @@ class TokenFile:
 
 
 class SplitWriter:
-    """Writes the files of one split, sample by sample. Each file SPLIT.PART has numbers of one type."""
+    """Writes the files SPLIT.PART of a split, sample by sample; each has one type of numbers."""
 
     def __init__(self, folder: Path, split: str, dtypes: Mapping[str, str], starts: Sequence[str] = ()):
         """Open the files. `dtypes`: the type of each part's numbers.
@@ -78,7 +78,7 @@ def write_meta(folder: Path, facts: dict[str, object]) -> None:
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """Return the facts of a complete folder; None if it is missing or has a file of another size."""
+    """Return the facts of a complete folder; None if it is missing or incomplete."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
         complete = all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
@@ -125,7 +125,7 @@ def open_tokens(source: TextSource, tokenizer: Tokenizer, progress: Reporter) ->
 
 
 def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Yield batches that are large enough for the tokenizer's threads and small enough for memory."""
+    """Yield batches large enough for the tokenizer's threads and small enough for memory."""
     batch: list[TextPiece] = []
     characters = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Tokenizers: plain bytes, or a transformers tokenizer from a folder, a tokenizer.json or the hub."""
+"""Tokenizers: bytes, or transformers' from a folder, a tokenizer.json or the hub."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Tokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """Open `bytes`, a folder with a tokenizer, a tokenizer.json, or a name on the Hugging Face hub.
+    """Open `bytes`, a folder with a tokenizer, a tokenizer.json, or a name on the hub.
 
     Never runs remote code. Raises UserError "tokenizer".
     """
@@ -123,7 +123,7 @@ def _transformers_tokenizer(name: str) -> Tokenizer:
 
 
 def load_transformers(name: str) -> Any:  # Any: transformers' types of special tokens and decode() are wide unions
-    """Open a transformers tokenizer from a folder, a tokenizer.json or the hub. Raises UserError."""
+    """Open transformers' tokenizer of a folder, a tokenizer.json or the hub. Raises UserError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(name).expanduser()

@@ -1,1 +1,1 @@
-"""Evaluate a trained model, and generate text. Accelerate spreads the weights over GPUs, host and disk."""
+"""Evaluate a trained model, and generate text, with weights on GPUs, host and disk."""

@@ -1,4 +1,4 @@
-"""Evaluate a saved model on data that match its inputs; loss and accuracy are those of training."""
+"""Evaluate a saved model on data that match its inputs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
 
 
 def check_data(saved: SavedModel, data: Data) -> None:
-    """Raise UserError if the data have other classes or channels, or more token ids than the model."""
+    """Raise UserError if the model lacks the data's classes, channels or token ids."""
     of_model, of_data, problems = saved.inputs, data.inputs, Problems()
     if type(of_model) is type(of_data) and isinstance(of_model, ImageInputs | TableInputs):
         for what in ("classes", "channels" if isinstance(of_model, ImageInputs) else "features"):
@@ -195,7 +195,7 @@ class EvalFigures:
         return tabled_classes(self.inputs)
 
     def __call__(self, model: nn.Module, x: Tensor, labels: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
-        """Return float64 (4,): summed loss, targets, right answers, and for images those among the top five.
+        """Return float64 (4,): summed loss, targets, right answers, and right ones in the top five.
 
         `x`: token ids (batch, seq_len) or images (batch, channels, size, size); `extra`: the model's other inputs by
         name. Labels of -100 do not count. For labelled text and pixels, the table of `class_table` is appended.
@@ -218,7 +218,7 @@ class EvalFigures:
         return torch.cat([counts, class_table(logits, labels, self.classes)]) if self.classes else counts
 
     def _own_mean(self, model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-        """Return the model's own mean loss times the number of samples, this number, and no right answers."""
+        """Return the model's own mean loss times the samples, and their number, as float64 (4,)."""
         if self.task == "causal-lm":  # as in transformers: labels have the positions of their tokens
             out = model(input_ids=x, labels=torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, x))
         else:

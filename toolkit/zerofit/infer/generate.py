@@ -1,4 +1,4 @@
-"""Streaming text generation and conversations with a causal language model or an encoder-decoder."""
+"""Streaming generation and chats with a causal language model or an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def writers_tokenizer(saved: SavedModel, name: str | None) -> Tokenizer:
 
 
 def end_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that end a text: the tokenizer's, and those in the model's generation_config.json."""
+    """Return the ids that end a text, by the tokenizer and the model's generation_config.json."""
     try:
         named = GenerationConfig.from_pretrained(saved.folder, local_files_only=True).eos_token_id
     except (OSError, ValueError):  # there is no such file
@@ -143,7 +143,7 @@ def end_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
 def generate(
     model: nn.Module, request: GenerationRequest, device: torch.device, on_text: Callable[[str], None]
 ) -> GeneratedText:
-    """Generate what follows the prompt. `on_text` gets each piece of text as soon as it is complete.
+    """Generate what follows the prompt. `on_text` gets each piece of text when it is complete.
 
     The same seed gives the same text. Raises RunFailed if memory runs out.
     """
@@ -254,7 +254,7 @@ class _TextStreamer(BaseStreamer):
             self._line_start, self._sent = len(self.tokens) - 1, self._decode(self.tokens[-1:])
 
     def _before_end(self, text: str, final: bool) -> str:
-        """Cut a text at the end text; if it is not final, also at a possible beginning of the end text."""
+        """Cut a text at the end text; if it is not final, also at a beginning of the end text."""
         text, end, _ = text.partition(self._end_text)
         self._ended = bool(end)
         if self._ended or final:

@@ -1,4 +1,4 @@
-"""Guards around a running model: its failures become RunFailed with a hint, and libraries print nothing."""
+"""Guards of a running model: failures become RunFailed, and libraries print nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerofit.spec.errors import Problem, RunFailed
 
 @contextmanager
 def failures(knob: str) -> Iterator[None]:
-    """Turn out-of-memory errors into RunFailed. `knob`: the change that reduces the needed memory."""
+    """Turn out-of-memory errors into RunFailed. `knob`: the change that reduces the memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -65,7 +65,7 @@ def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits
 
 
 def _free_memory(gpus: int) -> MemoryLimits:
-    """Return most of the free memory of each GPU and of the host, less what other runs have reserved."""
+    """Return most of each device's free memory, less what other runs have reserved."""
     import torch
 
     reserved, devices = reserved_on_gpus(), gpu_memory(gpus)

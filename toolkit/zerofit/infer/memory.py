@@ -1,4 +1,4 @@
-"""The memory of a forward, by running it on fake tensors, and the peaks of this process and its GPUs."""
+"""The memory of a forward, from fake tensors, and the peaks of this process and its GPUs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _run(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory
 
 # Storages, not tensors, are counted, since views share memory. An expired storage was freed before the current op.
 class _ActivationMeter(TorchDispatchMode):
-    """Counts the bytes of storages that ops created and that are still alive; `peak` is the largest count."""
+    """Counts the bytes of live storages that ops have created; `peak` is the largest count."""
 
     def __init__(self, weights: Iterable[Tensor]):
         super().__init__()
@@ -118,5 +118,5 @@ def start_counting(gpus: Iterable[int]) -> int:
 
 
 def peak_device_bytes(gpus: Iterable[int]) -> int | None:
-    """Return the largest allocation on one of these GPUs since `start_counting`; None without GPUs."""
+    """Return the largest allocation on a GPU since `start_counting`; None without GPUs."""
     return max((torch.cuda.max_memory_allocated(gpu) for gpu in gpus), default=None)

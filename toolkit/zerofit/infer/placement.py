@@ -1,4 +1,4 @@
-"""Models without weights, and their placement on devices with accelerate's device map. Nothing is loaded."""
+"""Models without weights, and their placement on devices by accelerate's device map."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DeviceRow:
 
     @property
     def needed(self) -> int:
-        """The total need. If layers run on the device, it includes a reserve for memory that is not counted."""
+        """The total need; if layers run on the device, with a reserve for uncounted memory."""
         reserve = uncounted_bytes(self.device) if self.working or self.layer else 0
         return self.weights + self.layer + self.working + reserve
 
@@ -152,7 +152,7 @@ def main_device(limits: MemoryLimits) -> Device:
 # 2. the same without GPUs
 # 3. if nothing fits: the last placement, whose rows show how much memory is missing
 def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
-    """Assign a model's weights to GPUs, then to host memory, then to the disk. Nothing is loaded.
+    """Assign weights to GPUs, then to host memory, then to the disk. Nothing is loaded.
 
     `working`: bytes to leave free for the model's forward. If nothing fits, the placement that was tried last is
     returned.
@@ -244,7 +244,7 @@ def _largest_layer(model: nn.Module, device_map: dict[str, Device], main: Device
 
 
 def device_of(name: str, device_map: dict[str, Device]) -> Device | None:
-    """Return the device of a parameter or buffer: the device of the longest matching entry of the map."""
+    """Return the device of a tensor: that of the longest matching entry of the map."""
     while name not in device_map:
         if not name:
             return None
@@ -253,7 +253,7 @@ def device_of(name: str, device_map: dict[str, Device]) -> Device | None:
 
 
 def refuse_misfit(placement: Placement, limits: MemoryLimits, knobs: str) -> None:
-    """Raise DoesNotFit if a device has too little memory; `knobs` are flags that reduce the forward's memory."""
+    """Raise DoesNotFit if a device has too little memory. `knobs`: flags that reduce the need."""
     for row in placement.rows:
         if row.fits:
             continue

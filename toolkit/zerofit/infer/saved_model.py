@@ -51,7 +51,7 @@ class SavedModel:
 
 # Users may name a run, its model, a checkpoint, adapters or a folder from the hub.
 def find_folder(path: Path, report: Reporter) -> Path:
-    """Return the folder of the model or checkpoint that `path` names; of a run, the newest complete one.
+    """Return the folder of the model or checkpoint that `path` names; of a run the newest.
 
     Checkpoints are verified byte by byte. If newer checkpoints of a run are damaged, they are skipped with a warning.
     Raises UserError "no-model", or "damaged-checkpoint" if `path` is an incomplete checkpoint.
@@ -78,7 +78,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
-    """Open a model's folder. Raises UserError if the kind of model is unknown or weights are missing.
+    """Open a model's folder. Raises UserError if weights are missing or it is no known model.
 
     A model whose zerofit.json names a user's Python code is refused unless `trust_model_code`.
     """

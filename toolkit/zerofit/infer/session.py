@@ -69,7 +69,7 @@ COPIES = 4  # copies of a merged tensor in memory at once: mapped parts, two sta
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementResult:
-    """The placement of a model's weights, and the memory of this process before loading and at the peak."""
+    """The placement of a model's weights, and the memory before loading and at the peak."""
 
     device_map: dict[str, Device]
     placement: tuple[DeviceRow, ...]  # memory forecast for each device
@@ -120,7 +120,7 @@ class InferenceSession:
         return model, placement
 
     def _readable(self, placement: Placement) -> SavedModel:
-        """Return the saved model, whose files are rewritten if a forward cannot read weights from them.
+        """Return the saved model, rewritten if a forward cannot read weights from its files.
 
         Raises DoesNotFit if merging tensors that are stored in parts needs more memory than the CPU is allowed.
         """
@@ -278,7 +278,7 @@ def _refuse(missing: list[str], saved: SavedModel) -> None:
 # A forward that reads weights from the disk maps the model's files. This works only for safetensors in the model's type
 # with one tensor for each of the model's. Other files are rewritten once, tensor by tensor.
 class WeightRewrite:
-    """Rewrites a saved model's files, if necessary, so that each forward can read weights from them."""
+    """Rewrites a saved model's files so that each forward can read weights from them."""
 
     def __init__(self, saved: SavedModel, empty: nn.Module, dtype: torch.dtype):
         self._saved, self._empty, self._dtype = saved, empty, dtype
@@ -345,7 +345,7 @@ class WeightRewrite:
 
 
 def _merged(saved: SavedModel, empty: nn.Module) -> list[PublishedTensor]:
-    """Return the model's tensors that the files store in parts (a mixture's experts, one by one)."""
+    """Return the model's tensors that the files store in parts, such as experts one by one."""
     if saved.source.family != "transformers":
         return []
     several = [part for part in PublishedModel(empty, transformers=True).parts if len(part.outputs) > 1]
