@@ -86,6 +86,7 @@ class ChatRows(Dataset):
                 labels[sample, part] = np.where(targets[1:], ids[1:], IGNORE_INDEX)
                 positions[sample, part] = np.arange(len(ids) - 1)
                 start = part.stop
+            # Positions restart, so that the padding is a document of its own.
             positions[sample, start:] = np.arange(self.seq_len - start)
         arrays = {"inputs": inputs, "position_ids": positions, "labels": labels}
         if not self.packed:

@@ -70,6 +70,7 @@ class Order:
 
     def keys(self, start: int, stop: int) -> np.ndarray:
         """Return an int64 of at least 0 per position, the key of the sample's randomness."""
+        # The seed is mixed first: else the keys of seed 1 would be those of seed 0, shifted by one position.
         positions = np.arange(start, stop, dtype=np.uint64)
         seed = mix64(np.array([self.seed % 2**64], dtype=np.uint64))
         return (mix64(positions + seed) >> np.uint64(1)).astype(np.int64)
@@ -81,6 +82,7 @@ def _epoch_order(n: int, seed: int, epoch: int | None) -> np.ndarray:
     if epoch is None:
         order = np.arange(n)
     else:
+        # A counter-based generator has a stream for each key, so no epoch depends on those before it.
         key = np.array([seed, epoch], dtype=np.uint64)
         order = np.random.Generator(np.random.Philox(key=key)).permutation(n)
     order.setflags(write=False)  # all callers share this array

@@ -222,6 +222,7 @@ def _open_images(name: str, word: str, run: Run, task: Task, progress: Reporter)
     published = published_images(run)
     size = ImageSizes.parse(run.image_sizes).largest if run.image_sizes else run.image_size or published.size
     data = IMAGE_SOURCES[word](name, run.model_copy(update={"image_size": size}), task, progress)
+    # Erased after scaling, so that an erased rectangle has the mean color.
     if run.random_erasing and task == "image":
         data = replace(data, train=ErasedImages(images=data.train, odds=run.random_erasing))
     return as_published(data, published)

@@ -150,6 +150,7 @@ class SyntheticImages(SyntheticPictures):
         import torch
         from torch.nn.functional import interpolate
 
+        # Each seed has two streams of hashes: of labels and of noise.
         numbers = np.asarray(indices) + self.first
         labels = (sample_hashes(numbers, 2 * self.seed) % np.uint64(self.classes)).astype(np.int64)
         pixels = 3 * self.size**2
@@ -173,6 +174,7 @@ class SyntheticMasks(SyntheticPictures):
         """See Dataset.batch; there is no augmentation, so `keys` are unused."""
         import torch
 
+        # All samples share the colors, so these are drawn from the seed alone.
         colors = np.random.Generator(np.random.Philox(key=self.seed)).standard_normal((self.classes, 3))
         numbers, size = np.asarray(indices) + self.first, self.size
         labels = np.zeros((len(numbers), size, size), dtype=np.int64)

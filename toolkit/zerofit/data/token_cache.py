@@ -29,7 +29,7 @@ class TokenFile:
         self.path, self.dtype = path, dtype
         self._array: np.ndarray | None = None
 
-    def __reduce__(self):
+    def __reduce__(self):  # a loader process maps the file itself
         return TokenFile, (self.path, self.dtype)
 
     def array(self) -> np.ndarray:

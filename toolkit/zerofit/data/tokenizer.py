@@ -112,7 +112,7 @@ def _transformers_tokenizer(name: str) -> Tokenizer:
     return Tokenizer(
         name=name,
         identity=text_digest(type(loaded).__name__, content, str(end)),
-        vocab_size=max(len(loaded), 1 + max(vocab.values())),
+        vocab_size=max(len(loaded), 1 + max(vocab.values())),  # ids may have gaps
         eod_id=end,
         mask_id=mask,
         ordinary_ids=np.array([i for i in sorted(vocab.values()) if i not in special], dtype=np.int64),

@@ -178,6 +178,9 @@ class EvalScores:
     tokens_per_s: float | None  # of text
 
 
+# The figures of a batch are one tensor, so that those of all batches can be added up:
+#
+#     summed loss | targets | right answers | right in the top 5 | table of true and predicted classes, row by row
 @dataclass(frozen=True, kw_only=True)
 class EvalFigures:
     """Computes the loss and the number of right answers of a batch."""
@@ -223,6 +226,7 @@ class EvalFigures:
             out = model(input_ids=x, labels=torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, x))
         else:
             out = model(x, labels=labels)
+        # The model's own loss may be of any kind, so it is not known how many targets its mean is over.
         loss, count = output_part(out, "loss").double(), len(x)
         return torch.stack([loss * count, torch.full_like(loss, count), 0 * loss, 0 * loss])
 

@@ -149,6 +149,7 @@ def generate(
     """
     options: dict[str, object] = {"do_sample": False}
     if request.temperature > 0:
+        # Without top_k=0, transformers would draw from the 50 most likely tokens only.
         options = {"do_sample": True, "temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
     ends = sorted(request.prompt.end_ids)
     options |= {"eos_token_id": ends, "pad_token_id": ends[0]}  # transformers requires it, but nothing is padded

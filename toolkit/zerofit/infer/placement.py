@@ -167,6 +167,7 @@ def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
             memory: dict[Device, int] = {
                 gpu: int(share * (limits.memory[gpu] - working - uncounted_bytes(gpu))) for gpu in used
             }
+            # If layers run on a GPU, the host only stores weights.
             memory["cpu"] = int(share * (host if used else host - working - uncounted_bytes("cpu")))
             device_map = _infer(model, memory)
             if device_map is None or (used and not any(isinstance(device, int) for device in device_map.values())):
