@@ -10,11 +10,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
-from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, refused_record
+from zerofit.data.chat_records import (
+    ChatForm,
+    ChatMessages,
+    Record,
+    conversation_of,
+    field_hint,
+    form_of,
+    refused_record,
+)
 from zerofit.data.hashing import name_hash, text_digest
 from zerofit.data.plain_files import COMPRESSED, delimiter_of
 from zerofit.data.text_sources import (
@@ -91,7 +99,7 @@ def open_hf(run: Run, argument: str) -> Source:
 
 def train_and_valid(argument: str) -> tuple[Dataset, Dataset | None]:
     """Return the training split, and the validation split or None. Raises UserError "hf"."""
-    splits: Any = load_splits(argument)
+    splits = cast("dict[str, Dataset]", load_splits(argument))
     if "train" not in splits:
         message = f"--data hf:{argument} has no split 'train'; it has {', '.join(splits)}"
         hint = "add a split 'train', or use --data jsonl:GLOB"
@@ -148,7 +156,7 @@ class HfSet(Source):
         """Return the fingerprint and the number of rows."""
         return Survey(self.fingerprint(), len(self.train))  # a hash of the content would need to read all rows
 
-    def placed_rows(self, documents: int) -> Iterator[tuple[dict[str, Any], str, bool]]:
+    def placed_rows(self, documents: int) -> Iterator[tuple[Record, str, bool]]:
         """Yield each row, its place for messages, and whether it is held out."""
         # Without a split for validation, 5 % of the rows are held out, at least one.
         limit = held_out_hash(map(str, range(documents)), documents, whole_documents=True) if self.valid is None else -1
@@ -207,7 +215,8 @@ class HfChats(HfSet, ChatSource):
     def pieces(self, documents: int) -> Iterator[ChatPiece | Problem]:
         """See ChatSource.pieces."""
         for row, where, held_out in self.placed_rows(documents):
-            conversation = conversation_of(_without_nulls(row), self.form)
+            values = {name: _without_nulls(value) for name, value in row.items() if value is not None}
+            conversation = conversation_of(values, self.form)
             if isinstance(conversation, ChatMessages):
                 yield ChatPiece(conversation, where, held_out)
                 continue
@@ -217,8 +226,8 @@ class HfChats(HfSet, ChatSource):
 
 # Arrow has one schema for all rows, so each object of a list has the fields of all the others. A message without tool
 # calls gets "tool_calls": None, which templates would read.
-def _without_nulls(value: object) -> Any:
-    """Return a row without the null fields of its objects."""
+def _without_nulls(value: object) -> object:
+    """Return a value without the null fields of its objects."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -267,7 +267,7 @@ class LabelledEncoder:
         """Return the samples of these rows."""
         if not rows:
             return []
-        texts = self._bytes(rows) if self.tokenizer.loaded is None else self._loaded(rows)
+        texts = self._encode_bytes(rows) if self.tokenizer.loaded is None else self._encode_loaded(rows)
         if self.task == "classify":
             numbers = [np.array([classes.number(str(row.label))]) for row in rows]
             return [EncodedLabelled(text.ids, text.types, n, text.cut) for text, n in zip(texts, numbers, strict=True)]
@@ -288,7 +288,7 @@ class LabelledEncoder:
             before = word
         return EncodedLabelled(text.ids, text.types, labels, text.cut)
 
-    def _bytes(self, rows: Sequence[Labelled]) -> list[_Text]:
+    def _encode_bytes(self, rows: Sequence[Labelled]) -> list[_Text]:
         """Put an end-of-document id before, between and after the parts; words start with a space."""
         end, encoded_texts, is_words = self.tokenizer.eod_id, [], self.task == "tag"
         lead = [] if self.task == "seq2seq-lm" else [end]
@@ -309,9 +309,9 @@ class LabelledEncoder:
             encoded_texts.append(_Text(np.array(text_ids), types, words_of_ids, len(ids) > longest))
         return encoded_texts
 
-    def _loaded(self, rows: Sequence[Labelled]) -> list[_Text]:
+    def _encode_loaded(self, rows: Sequence[Labelled]) -> list[_Text]:
         """Encode the texts with the transformers tokenizer and its special tokens."""
-        encoded = self._called(rows)
+        encoded = self._tokenized(rows)
         encoded_texts = []
         for number, ids in enumerate(encoded["input_ids"]):
             encoding = encoded.encodings[number] if encoded.encodings else None
@@ -324,7 +324,7 @@ class LabelledEncoder:
             encoded_texts.append(_Text(np.array(ids), np.array(types), words, cut))
         return encoded_texts
 
-    def _called(self, rows: Sequence[Labelled]) -> BatchEncoding:
+    def _tokenized(self, rows: Sequence[Labelled]) -> BatchEncoding:
         """Return the transformers tokenizer's result for these rows. Raises UserError."""
         loaded = self.tokenizer.loaded
         texts = [row.text for row in rows]
@@ -359,7 +359,9 @@ class LabelledEncoder:
 
 
 class _Text(NamedTuple):
+    """A text as ids, before its labels are added; see EncodedLabelled."""
+
     ids: np.ndarray
     types: np.ndarray
-    words: Sequence[int | None]  # the word of each id
+    words: Sequence[int | None]  # the word of each id; None for a special token
     cut: bool

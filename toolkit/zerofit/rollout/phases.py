@@ -132,7 +132,7 @@ class RolloutMemory:
     def host_bytes(self) -> int:
         """Host memory of one rank: offloaded states and, at sleep level 1, the engine's weights."""
         sleeping = self.engine and self.settings.vllm_enable_sleep_mode and self.settings.sleep_level == 1
-        return self.memory.host_bytes + (self.engine.weights if self.engine and sleeping else 0)
+        return self.memory.host_bytes + (self.engine.weights if self.engine and sleeping else 0)  # page-locked
 
     def _awake(self) -> dict[str, int]:
         """Return the running engine's memory by kind."""
