@@ -13,7 +13,8 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from zerofit.data import open_data
+from zerofit.data import labelled_rows, open_data
+from zerofit.data.jsonl import JsonlSet
 from zerofit.models.inputs import LabelledTextInputs, NamedInputs
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
@@ -68,6 +69,24 @@ def test_the_first_token_of_a_word_has_its_tag(tmp_path, wordpiece):
     cut = opened("tag", write(tmp_path / "rows.jsonl", rows), 4, tokenizer=wordpiece)
     assert everything(cut, "labels")[0] == [[-100, 0, 1, -100]]
     assert any("2 texts are longer" in note for note in cut.notes)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_file_in_the_cache_is_not_read_again(tmp_path, monkeypatch, kind):
+    """Only its first row is, which says whether it has the fields."""
+    rows = [{"text": f"it rained {n}", "label": str(n % 2)} for n in range(50)]
+    path = tmp_path / f"rows.{kind}"
+    data = write(path, rows)
+    if kind == "csv":
+        path.write_text("text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows))
+        data = f"csv:{path}"
+    first = opened("classify", data, 8)
+    read = []
+    source, name = (labelled_rows.CsvRows, "_lines") if kind == "csv" else (JsonlSet, "lines")
+    lines = getattr(source, name)
+    monkeypatch.setattr(source, name, lambda self: (read.append(line) or line for line in lines(self)))
+    assert everything(opened("classify", data, 8), "inputs", "labels") == everything(first, "inputs", "labels")
+    assert len(read) == 1
 
 
 def test_classes_that_are_integers_are_in_the_order_of_their_values(tmp_path):

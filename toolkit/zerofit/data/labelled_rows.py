@@ -15,7 +15,7 @@ from zerofit.data.hashing import name_hash
 from zerofit.data.hf import HfSet, train_and_valid
 from zerofit.data.jsonl import JsonlSet
 from zerofit.data.plain_files import open_cells
-from zerofit.data.text_sources import FileSet, Source, Survey, held_out_hash, matching_files, not_utf8_hint
+from zerofit.data.text_sources import MANY, FileSet, Source, Survey, held_out_hash, matching_files, not_utf8_hint
 from zerofit.data.tokenizer import Tokenizer
 from zerofit.spec.errors import Problem, UserError, nearest, reason_of
 from zerofit.spec.events import Reporter
@@ -141,7 +141,8 @@ def fields_of(run: Run, task: Task, source: RowSource) -> LabelledFields:
     Raises UserError with all fields that the first row lacks.
     """
     text, pair, label = DEFAULT_FIELDS[task]
-    first = next((row for row in source.rows(1) if isinstance(row, LabelledRow)), None)
+    # With many documents, `rows` finds the limit of held-out rows without a pass over the file.
+    first = next((row for row in source.rows(MANY + 1) if isinstance(row, LabelledRow)), None)
     values = first.values if first else {}
     # The run's own default is for plain text, so the task's default replaces it if the data have it.
     is_default = run.text_field == _DEFAULT_TEXT_FIELD
