@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
-from zerofit.data.chat_records import (
-    ChatForm,
-    ChatMessages,
-    Record,
-    conversation_of,
-    field_hint,
-    form_of,
-    refused_record,
-)
+from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, refused_record
 from zerofit.data.hashing import name_hash, text_digest
 from zerofit.data.plain_files import COMPRESSED, delimiter_of
 from zerofit.data.text_sources import (
@@ -156,7 +148,7 @@ class HfSet(Source):
         """Return the fingerprint and the number of rows."""
         return Survey(self.fingerprint(), len(self.train))  # a hash of the content would need to read all rows
 
-    def placed_rows(self, documents: int) -> Iterator[tuple[Record, str, bool]]:
+    def placed_rows(self, documents: int) -> Iterator[tuple[dict[str, object], str, bool]]:
         """Yield each row, its place for messages, and whether it is held out."""
         # Without a split for validation, 5 % of the rows are held out, at least one.
         limit = held_out_hash(map(str, range(documents)), documents, whole_documents=True) if self.valid is None else -1
