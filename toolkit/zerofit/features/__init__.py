@@ -1,1 +1,1 @@
-"""Optimizers and ZeRO features: one entry each, which all folders of the package read. Needs no torch."""
+"""Optimizers and ZeRO features, one entry each. All folders of the package read them, without torch."""

@@ -14,5 +14,5 @@ REPEATED: dict[Checkpointing, float] = {False: 1, "selective": 1.5, True: 2}
 
 
 def alternatives(wanted: Checkpointing | None) -> tuple[Checkpointing, ...]:
-    """Return the kinds to compare: False and True. "selective" is added on request, since shipped profiles lack it."""
+    """Return the kinds to compare: those that shipped profiles have, and "selective" on request."""
     return (False, "selective", True) if wanted == "selective" else (False, True)

@@ -13,7 +13,6 @@ FLOAT_BYTES = 4
 UNSTEPPED_BYTES = 12
 ADAM_BYTES, SGD_BYTES = UNSTEPPED_BYTES + 28, UNSTEPPED_BYTES + 44
 
-
 TORCH_PARAMS: Mapping[str, object] = {"betas": [0.9, 0.999], "eps": 1e-8}  # torch's defaults
 
 
@@ -77,7 +76,7 @@ class LearningRates:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetting:
-    """The settings of a run or plan that decide whether an optimizer gives the same results as on one device."""
+    """The settings that decide whether an optimizer gives the same results as on one device."""
 
     precision: str | None
     offload: str  # where the states are, "none" for the device
@@ -103,7 +102,7 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonRule:
-    """A rule for faults of a DeepSpeed JSON with this optimizer. `zerofit check` applies it like all other rules."""
+    """A rule of `zerofit check` for faults of a DeepSpeed JSON with this optimizer."""
 
     code: str
     severity: Literal["error", "warning"] = "error"
@@ -119,11 +118,6 @@ class JsonRule:
     def fields(self) -> dict[str, Any]:
         """Return the fields of a rule of `zerofit check`."""
         return {name: value for name, value in vars(self).items() if name != "settled"}
-
-
-def _refuses_nothing(setting: TrainingSetting) -> Iterator[Refusal]:
-    del setting
-    return iter(())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +149,8 @@ class OptimizerEntry:
     momentum: float | None = None
     clipping: float = 1.0
     clipping_why: str = ""
-    auto: Mapping[str, Any] = field(default_factory=lambda: TORCH_PARAMS)  # for "auto" in the JSON
-    params: Mapping[str, Any] = field(default_factory=dict)  # added if the JSON has no optimizer block
+    auto: Mapping[str, object] = field(default_factory=lambda: TORCH_PARAMS)  # for "auto" in the JSON
+    params: Mapping[str, object] = field(default_factory=dict)  # added if the JSON has no optimizer block
     params_why: str = "torch's default"
 
     # memory and time
@@ -165,7 +159,7 @@ class OptimizerEntry:
     planned: bool = True  # `plan` forecasts it
 
     # check
-    refuses: Callable[[TrainingSetting], Iterator[Refusal]] = _refuses_nothing
+    refuses: Callable[[TrainingSetting], Iterator[Refusal]] = lambda setting: iter(())
     rules: tuple[JsonRule, ...] = ()
     drops_params: bool = False  # DeepSpeed silently ignores unknown parameters
     pairs: tuple[str, ...] = ()  # parameters with two numbers, besides betas

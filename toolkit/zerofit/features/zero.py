@@ -1,4 +1,4 @@
-"""The features of ZeRO, offload and compilation that a DeepSpeed JSON switches on: one entry each.
+"""The features of ZeRO, offload and compilation that a DeepSpeed JSON switches on, one entry each.
 
 All folders of the package read the entries. `config` refuses combinations. `check` reports stages at which a feature
 has no effect. `simulate` and `plan` refuse features that they cannot forecast, and `tune` refuses features that its
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 ZERO = "zero_optimization"
 
@@ -28,7 +27,7 @@ class ZeroFeature:
 
     path: str  # dotted key in the DeepSpeed JSON
     docs: str  # effect of the feature
-    off: tuple[Any, ...] = (None, False, 0)  # values that switch it off
+    off: tuple[object, ...] = (None, False, 0)  # values that switch it off
     ignored_below_3: str = ""  # what happens instead below ZeRO stage 3
     combined: bool = True  # compared with one device in layouts whose groups or slices zerofit makes
     partial: bool = True  # compared with one device also with adapters and frozen weights

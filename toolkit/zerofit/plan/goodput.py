@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rate_catalog import SourcedRate
@@ -166,7 +166,7 @@ class Goodput:
     failures_a_day: float
     spare_nodes: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the field `goodput` of a layout for `zerofit plan --json`."""
         return field_data(self)
 

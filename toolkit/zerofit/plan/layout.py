@@ -217,7 +217,7 @@ class PlannedLayout:
         places = {"optimizer": self.offload_optimizer, "param": self.offload_param}
         return "+".join(f"{what}:{where}" for what, where in places.items() if where != "none") or "none"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the layout's settings, under the names that `--json` and `--space` use."""
         return {
             "engine": self.engine,

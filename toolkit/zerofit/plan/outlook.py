@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zerofit.plan.goodput import Goodput, Reliability, goodput_of
 from zerofit.plan.interval import PublishedErrors
@@ -66,7 +66,7 @@ class Outlook:
     cost: float | None
     goodput: Goodput
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the field `outlook` of a layout for `zerofit plan --json`."""
         return {**field_data(self, "price"), "price": self.price and self.price._asdict()}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from zerofit.features.checkpointing import WORDS
 from zerofit.plan.fit import Fit
@@ -40,7 +39,7 @@ class RankedLayout:
         """Seconds of one optimizer step, rounded like samples per second."""
         return self.layout.global_batch / self.samples_per_s
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a row of `layouts`, `misfits` or `close` for `zerofit plan --json`."""
         lacks = {"memory": self.fit.exceeded, "bytes": round(self.fit.lacking_bytes)}
         return {
@@ -81,7 +80,7 @@ class Rejected:
     layout: PlannedLayout | None = None
     fit: Fit | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a row of `rejections` for `zerofit plan --json`."""
         return {
             **field_data(self, "layout", "fit"),
@@ -139,7 +138,7 @@ class PlanResult:
         near = [n for n, speed in enumerate(speeds) if speed * apart >= speeds[0]]
         return min(near, key=lambda n: plain(self.layouts[n].layout)[:MACHINERY], default=None)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the plan's part of `zerofit plan --json`."""
         cluster = self.cluster
         return {

@@ -1,1 +1,1 @@
-"""Search for the fastest configuration that fits. Each trial helps to choose the next, so few trials are needed."""
+"""Search for the fastest configuration that fits: each trial helps to choose the next."""

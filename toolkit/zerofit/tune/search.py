@@ -1,4 +1,4 @@
-"""Choose the next configuration to measure, and estimate how much faster the untried ones may be.
+"""Choose the next configuration to measure, and estimate how much faster untried ones may be.
 
 This module uses neither a clock nor processes, so a search can be replayed.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.result import SAME_SPEED, plain
@@ -59,26 +59,27 @@ class Regret:
 #     4. The search ends if no trial promises half a percent. `Regret` states what may have been missed.
 @dataclass
 class Search:
-    """All candidates, and the trials so far. The fastest candidate has the least time per sample."""
+    """All candidates, and the trials so far. Candidates are compared by their time per sample."""
 
     candidates: Sequence[Candidate]
     trials: list[Trial] = field(default_factory=list)
 
     def next(self) -> Candidate | None:
-        """Return the candidate whose trial has the highest expected gain; None if none is worth a trial.
+        """Return the candidate with the highest expected gain; None if none is worth a trial.
 
         Before the first measurement, return the simplest of the candidates with the best forecasts.
         """
-        open_ones = self._open()
-        if not open_ones:
+        untried = self._untried()
+        if not untried:
             return None
         best = self.best
         if best is None:
-            least = min(c.forecast_step_s / c.layout.global_batch for c in open_ones)
-            near = [c for c in open_ones if c.forecast_step_s / c.layout.global_batch <= (1 + SAME_SPEED) * least]
+            least = min(c.forecast_step_s / c.layout.global_batch for c in untried)
+            near = [c for c in untried if c.forecast_step_s / c.layout.global_batch <= (1 + SAME_SPEED) * least]
             return min(near, key=lambda c: plain(c.layout))
         learned = self.learned()
-        gains = [(expected_gain(*_for_a_sample(learned, c), best.sample_s), c) for c in open_ones]
+        gains = [(expected_gain(*_log_sample_s(learned, c), best.sample_s), c) for c in untried]
+        # of equal gains, the simplest layout
         gain, candidate = max(gains, key=lambda pair: (pair[0], tuple(-value for value in plain(pair[1].layout))))
         return candidate if gain >= ENOUGH else None
 
@@ -94,7 +95,7 @@ class Search:
     @property
     def measured(self) -> list[Measured]:
         """The trials with a step time."""
-        by_key = self._by_key()
+        by_key = self.by_key
         return [
             Measured(by_key[t.key], t.measured_step_s, t)
             for t in self.trials
@@ -102,15 +103,16 @@ class Search:
         ]
 
     def regret(self) -> Regret | None:
-        """Compare untried configurations with the fastest measured one; None if nothing was measured."""
+        """Compare untried configurations with the best measured one; None if nothing was measured."""
         best = self.best
         if best is None:
             return None
         learned = self.learned()
-        rows = [(*_for_a_sample(learned, c), c.key, c) for c in self._open()]
+        rows = [(*_log_sample_s(learned, c), c.key, c) for c in self._untried()]
         if not rows:
-            known = {"untried_step_s": None, "untried_best": None, "gap": 0.0, "at_most": 0.0}
-            return Regret(best_step_s=best.step_s, untried=0, **known)
+            return Regret(
+                best_step_s=best.step_s, untried=0, untried_step_s=None, untried_best=None, gap=0.0, at_most=0.0
+            )
         mean, _, _, untried_best = min(rows, key=lambda row: row[:3])
         fastest = min(mean - OPTIMISTIC * deviation for mean, deviation, *_ in rows)
         gap, most = (max(0.0, 1 - math.exp(log_s) / best.sample_s) for log_s in (mean, fastest))
@@ -127,19 +129,21 @@ class Search:
         """Return the model of step times, fitted to all trials."""
         return StepTimeModel([(m.candidate, m.step_s) for m in self.measured])
 
-    def _by_key(self) -> dict[str, Candidate]:
+    @property
+    def by_key(self) -> dict[str, Candidate]:
+        """The candidates by their keys."""
         return {candidate.key: candidate for candidate in self.candidates}
 
-    def _open(self) -> list[Candidate]:
+    def _untried(self) -> list[Candidate]:
         """Return untried candidates that need less memory than every candidate that did not fit.
 
-        With offloading, a candidate may not have fit into host memory. This only rules out candidates that offload the
-        same states. Families that kept failing are left out.
+        Families that kept failing are left out.
         """
-        tried, by_key = {trial.key for trial in self.trials}, self._by_key()
+        tried, by_key = {trial.key for trial in self.trials}, self.by_key
         failed = [(by_key[t.key], t.status) for t in self.trials if t.key in by_key and t.status != "ok"]
         too_large = [c for c, status in failed if status in NO_ROOM]
         crashed = [_family(c) for c, status in failed if status in ("crash", "hang")]
+        # with offloading, host memory may have been too small: this only rules out candidates with the same offload
         return [
             c
             for c in self.candidates
@@ -177,7 +181,8 @@ def _family(candidate: Candidate) -> tuple:
     )
 
 
-def _for_a_sample(learned: StepTimeModel, candidate: Candidate) -> tuple[float, float]:
+def _log_sample_s(learned: StepTimeModel, candidate: Candidate) -> tuple[float, float]:
+    """Return mean and standard deviation of the logarithm of the seconds per sample."""
     mean, deviation = learned.expected(candidate)
     return mean - math.log(candidate.layout.global_batch), deviation
 
@@ -190,7 +195,7 @@ class TriedCandidate:
     configuration: str  # a short description
     trial: Trial
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a row of `trials` in `zerofit tune --json`."""
         return {**self.candidate.to_dict(), "configuration": self.configuration, **field_data(self.trial, "key")}
 
@@ -212,10 +217,10 @@ class TuneResult:
         best, regret = search.best, search.regret()
         if best is None or regret is None:
             return None
-        by_key = {candidate.key: candidate for candidate in search.candidates}
-        found = ((by_key[trial.key], trial) for trial in search.trials)
+        by_key = search.by_key
+        pairs = ((by_key[trial.key], trial) for trial in search.trials)
         trials = tuple(
-            TriedCandidate(candidate=c, configuration=describe(c, search.candidates), trial=trial) for c, trial in found
+            TriedCandidate(candidate=c, configuration=describe(c, search.candidates), trial=trial) for c, trial in pairs
         )
         return cls(measured=best, seq_len=seq_len, trials=trials, regret=regret, considered=len(search.candidates))
 
@@ -239,7 +244,7 @@ class TuneResult:
         """Tokens per second of the fastest layout; None for images."""
         return self.seq_len / self.measured.sample_s if self.seq_len else None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the JSON of `zerofit tune --json`."""
         speed = {name: getattr(self, name) for name in ("step_s", "samples_per_s", "tokens_per_s")}
         memory = {"peak_bytes": self.measured.trial.peak_bytes, "fits": True}

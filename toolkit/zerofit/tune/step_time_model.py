@@ -1,8 +1,8 @@
-"""Correct the planner's step times by trials: a model of how log(measured / forecast) depends on the settings.
+"""Correct the planner's step times by trials.
 
-The model is a Bayesian linear regression (Bishop, Pattern Recognition and Machine Learning, 2006, section 3.3). Before
-any trial, forecasts may be wrong by a common factor and by smaller factors for each setting. Each trial narrows these
-factors down.
+A Bayesian linear regression (Bishop, Pattern Recognition and Machine Learning, 2006, section 3.3) models how
+log(measured / forecast) depends on the settings. Before any trial, forecasts may be wrong by a common factor and by
+smaller factors for each setting. Each trial narrows these factors down.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def forecast_errors(measured: Sequence[tuple[Candidate, float]]) -> ForecastErro
     planned = [abs(candidate.forecast_step_s / measured_s - 1) for candidate, measured_s in measured]
     learned = []
     for left_out, (candidate, measured_s) in enumerate(measured):
-        others = [pair for place, pair in enumerate(measured) if place != left_out]
+        others = [pair for index, pair in enumerate(measured) if index != left_out]
         learned.append(abs(math.exp(StepTimeModel(others).expected(candidate)[0]) / measured_s - 1))
-    return ForecastErrors(_middle_and_most(planned), _middle_and_most(learned) if len(measured) >= FEWEST else None)
+    return ForecastErrors(_median_and_max(planned), _median_and_max(learned) if len(measured) >= FEWEST else None)
 
 
-def _middle_and_most(values: Sequence[float]) -> tuple[float, float]:
+def _median_and_max(values: Sequence[float]) -> tuple[float, float]:
     return statistics.median(values), max(values)

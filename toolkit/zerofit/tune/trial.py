@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 from zerofit.plan.layout import PlannedLayout
 
@@ -30,7 +31,7 @@ class Candidate:
         values = {**asdict(self.layout), "compiled": self.compiled}
         return " ".join(f"{name}={value}" for name, value in values.items())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the settings as --json and --space name them."""
         return {**self.layout.to_dict(), "compile": self.compiled}
 
@@ -50,7 +51,7 @@ class Trial:
     reason: str = ""  # why it is not "ok"
     seconds: float = 0.0  # of the trial, start-up included
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data, for files."""
         return asdict(self)
 
@@ -68,10 +69,10 @@ def describe(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
     flags = {"checkpointing": layout.checkpointing, "overlap": layout.overlap, "compile": candidate.compiled}
     parts += [word for word, on in flags.items() if on]
     parts += [layout.precision] if len({c.layout.precision for c in candidates}) > 1 else []
-    alike = [c.layout for c in candidates if c.layout.zero_stage == layout.zero_stage]
-    if len({alternative.bucket for alternative in alike}) > 1:
+    same_stage = [c.layout for c in candidates if c.layout.zero_stage == layout.zero_stage]
+    if len({alternative.bucket for alternative in same_stage}) > 1:
         parts.append(f"buckets of {layout.bucket:,}")
-    if len({alternative.persistence for alternative in alike}) > 1:
+    if len({alternative.persistence for alternative in same_stage}) > 1:
         parts.append(f"persistence of {layout.persistence:,}")
     return ", ".join(parts)
 
@@ -85,10 +86,13 @@ class Timing(NamedTuple):
 
 
 def timing(step_times: Sequence[float]) -> Timing | None:
-    """Return the timing from the seconds of all steps in order; None while the run is warming up."""
-    warm = _warm(step_times)
+    """Return the timing from the seconds of all steps, in order; None while the run warms up."""
+    passed_s = accumulate(step_times, initial=0.0)  # before each step
+    warmed_up = (n for n, seconds in enumerate(passed_s) if n >= WARM_STEPS and seconds >= WARM_S)
+    warm = step_times[next(warmed_up, len(step_times)) :]
     if not warm:
         return None
+    # consecutive steps depend on each other, which would make the interval too narrow; means of chunks hardly do
     means: list[float] = []
     seconds, count = 0.0, 0
     for step_s in warm:
@@ -103,12 +107,3 @@ def timing(step_times: Sequence[float]) -> Timing | None:
 
     half = stats.t.ppf(0.975, len(means) - 1) * stats.sem(means)
     return Timing(mean, float(half / mean), len(warm))
-
-
-def _warm(step_times: Sequence[float]) -> Sequence[float]:
-    passed = 0.0
-    for number, step_s in enumerate(step_times):
-        if number >= WARM_STEPS and passed >= WARM_S:
-            return step_times[number:]
-        passed += step_s
-    return ()

@@ -1,4 +1,4 @@
-"""The optimizers that zerofit supports, one file each. A new optimizer needs a file and two lines here."""
+"""The optimizers that zerofit supports. Each has its own file, and two lines here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def usual_optimizer(cnn: bool, offload: str) -> Optimizer:
 
 
 def of_json(json_type: object) -> OptimizerEntry | None:
-    """Return the optimizer with this DeepSpeed name (case does not matter); None if zerofit does not support it."""
+    """Return the optimizer with this DeepSpeed name, in any case; None if it is not supported."""
     kind = str(json_type).lower()
     return next((entry for entry in ENTRIES if kind == entry.json_type.lower() or kind in entry.same_states), None)
 
@@ -44,7 +44,7 @@ def run_name(json_type: str) -> str:
 
 
 def refusals(optimizer: str | None, setting: TrainingSetting) -> Iterator[Refusal]:
-    """Yield the reasons why, in this setting, an optimizer would give other results than on one device."""
+    """Yield the reasons why an optimizer would give other results than on one device."""
     entry = OPTIMIZERS.get(optimizer or "")
     if entry is None:
         return

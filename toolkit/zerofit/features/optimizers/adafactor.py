@@ -17,7 +17,7 @@ from zerofit.features.optimizer import (
 
 
 def _refuses(setting: TrainingSetting) -> Iterator[Refusal]:
-    """Refuse layouts that split matrices, since Adafactor keeps one number for each full row and column."""
+    # Adafactor keeps one number for each row and column, so a rank needs full matrices
     why, hint = "", "use --optimizer adamw8bit, whose states can be partitioned"
     if setting.zero_stage:
         why = f"ZeRO stage {setting.zero_stage} flattens the matrices"
@@ -29,8 +29,8 @@ def _refuses(setting: TrainingSetting) -> Iterator[Refusal]:
         why = f"--tensor-parallel {setting.tp} splits the matrices"
         hint = "use --tensor-parallel 1"
     if why:
-        asked = "--optimizer adafactor needs full matrices (its states are one number per row and column)"
-        yield Refusal(f"{asked}, but {why}", hint)
+        needed = "--optimizer adafactor needs full matrices (its states are one number per row and column)"
+        yield Refusal(f"{needed}, but {why}", hint)
 
 
 ADAFACTOR = OptimizerEntry(

@@ -26,7 +26,7 @@ PAGED_ELEMENTS = 100_000  # from this size on, states are in memory that the dri
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStates(States):
-    """States of an optimizer with two 8-bit moments: one byte each per weight, and a scale for each block."""
+    """Two 8-bit moments: one byte each per weight, and a scale for each block."""
 
     paged: bool = False
 
@@ -46,33 +46,31 @@ def _tensor_bytes(numel: int) -> int:
 
 
 def _temporary(numel: int, gpu: bool) -> int:
-    """Return the bytes that the CPU kernel allocates: gradient, root, quotient, and both moments if they have 8 bits.
-
-    See bitsandbytes' backends/cpu/ops.py.
-    """
+    # the CPU kernel allocates the gradient, a root and a quotient, and unpacks moments that have 8 bits
+    # (bitsandbytes/backends/cpu/ops.py)
     return 0 if gpu else (20 if numel >= EIGHT_BIT_ELEMENTS else 12) * numel
 
 
 def _refusing(name: str) -> Callable[[TrainingSetting], Iterator[Refusal]]:
-    """Return a function that yields refusals of expert parallelism, elastic checkpoints and offloaded states."""
+    """Return the function `refuses` of the entry `name`."""
 
     def refuses(setting: TrainingSetting) -> Iterator[Refusal]:
-        asked = f"--optimizer {name}"
+        flag = f"--optimizer {name}"
         if setting.offload != "none":
             yield Refusal(
-                f"{asked} with offload_optimizer.device {setting.offload}: on the host, bitsandbytes unpacks all "
+                f"{flag} with offload_optimizer.device {setting.offload}: on the host, bitsandbytes unpacks all "
                 "states to float32 in each step, which needs more memory than it saves",
                 "remove offload_optimizer, or use --optimizer adamw (DeepSpeed's CPU Adam)",
             )
         if setting.ep > 1:
             yield Refusal(
-                f"{asked} with --expert-parallel {setting.ep}: DeepSpeed splits the parameter groups of experts only "
+                f"{flag} with --expert-parallel {setting.ep}: DeepSpeed splits the parameter groups of experts only "
                 "for optimizers that it builds itself (runtime/engine.py:2330)",
                 "use --optimizer adamw, or --expert-parallel 1",
             )
         if setting.elastic:
             yield Refusal(
-                f"{asked} with elastic_checkpoint: DeepSpeed would split 8-bit states in the middle of their blocks",
+                f"{flag} with elastic_checkpoint: DeepSpeed would split 8-bit states in the middle of their blocks",
                 "remove the key: zerofit's checkpoints have their own index",
                 where="zero_optimization.elastic_checkpoint",
             )

@@ -38,7 +38,7 @@ RULES = (
 
 
 def _refuses(setting: TrainingSetting) -> Iterator[Refusal]:
-    """Refuse clipping under ZeRO, layouts that split matrices, and runs not verified against training on one device."""
+    """Yield refusals of clipping under ZeRO, split matrices, and runs that were not verified."""
     if setting.zero_stage and setting.clipping:
         yield Refusal(
             f"gradient clipping {setting.clipping} with muon at ZeRO stage {setting.zero_stage}: DeepSpeed clips "
