@@ -16,7 +16,13 @@ from zerofit.features.engines import ENGINES, Engine
 from zerofit.plan.backward import LiveMemory, backward_moments, replayed, upper
 from zerofit.plan.fsdp2 import block_init, block_moments, block_persistent, block_step
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
-from zerofit.plan.persistent import PersistentMemory, add_kinds, held_bits, overlap_in_partition, persistent_memory
+from zerofit.plan.persistent import (
+    PersistentMemory,
+    add_kinds,
+    overlap_in_partition,
+    persistent_memory,
+    quantized_at_start,
+)
 from zerofit.plan.pipeline import DIRECTIONS, Direction, Pass, in_flight, most_in_flight, stage_parts
 from zerofit.plan.timeline import NOTHING, Point, StageTimeline, add, timeline
 from zerofit.plan.transient import StepMemory, init_moments, step_moments
@@ -217,7 +223,7 @@ class Forecaster:
             stepped.append(add((step.flat + step.temporaries, 0.0), (moments[-1].fixed, moments[-1].slope)))
             host = max(host, step.host)
         for kinds in self._init(line, layout):
-            kept = line.buffers_bytes - line.quantized_bytes + held_bits(line, layout)
+            kept = line.buffers_bytes - line.quantized_bytes + quantized_at_start(line, layout)
             kinds = {"buffers of the model": kept, **kinds}
             moments.append(_Moment("init", sum(kinds.values()), 0.0, NOTHING, kinds))
         on_host = sum(persistent.host.values())

@@ -53,30 +53,24 @@ class PersistentMemory(NamedTuple):
 def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, tied: int = 0) -> PersistentMemory:
     """Return the memory that a rank keeps between steps. `tied`: elements of a tied matrix."""
     if layout.zero_stage == 3:
-        found = _partitioned(line, layout, device, tied)
+        memory = _partitioned(line, layout, device, tied)
     elif layout.zero_stage:
-        found = _partitioned_states(line, layout, device)
+        memory = _partitioned_states(line, layout, device)
     else:
-        found = _unpartitioned(line, layout, device)
-    kept = {"buffers of the model": line.buffers_bytes - line.quantized_bytes}
+        memory = _unpartitioned(line, layout, device)
+    buffers = {"buffers of the model": line.buffers_bytes - line.quantized_bytes}
     if line.quantized_bytes:
-        kept["quantised weights"] = _whole_bits(line, layout)
-    found = found._replace(device={**kept, **found.device})
+        buffers["quantised weights"] = _undivided_quantized(line, layout)
+    memory = memory._replace(device={**buffers, **memory.device})
     if not layout.ema:
-        return found
-    plain = replace(layout, ema=None, optimizer=ADAMW.name)
-    return _with_averages(found, persistent_memory(line, plain, device, tied), layout)
-
-
-def _with_averages(found: PersistentMemory, plain: PersistentMemory, layout: PlannedLayout) -> PersistentMemory:
-    """Add float32 averages of the weights that a rank's optimizer updates (train/averaging.py).
-
-    The averages are where the optimizer's states are. `plain`: the memory with Adam, which has two states per
-    weight. Averaged copies of buffers are not counted, since they have only a few numbers per channel.
-    """
+        return memory
+    # float32 averages of the weights that a rank's optimizer updates (train/averaging.py), where its states are. The
+    # states of Adam show how many weights these are, since Adam has two numbers per weight. Averaged copies of buffers
+    # are not counted: they have only a few numbers per channel.
+    with_adam = persistent_memory(line, replace(layout, ema=None, optimizer=ADAMW.name), device, tied)
     place = "device" if layout.offload_optimizer == "none" else "host"
-    elements = getattr(plain, place).get("optimizer state", 0) // ADAMW.states.element_bytes(on_host=True)
-    return found._replace(**{place: {**getattr(found, place), "averaged weights": MASTER_BYTES * elements}})
+    elements = getattr(with_adam, place).get("optimizer state", 0) // ADAMW.states.element_bytes(on_host=True)
+    return memory._replace(**{place: {**getattr(memory, place), "averaged weights": MASTER_BYTES * elements}})
 
 
 def partitions(line: StageTimeline, ranks: int) -> tuple[int, ...]:
@@ -89,7 +83,7 @@ def partitions(line: StageTimeline, ranks: int) -> tuple[int, ...]:
 
 
 def partition_ranks(line: StageTimeline, ranks: int) -> tuple[int, ...]:
-    """Return for each group the number of ranks that divide it. Experts are divided among the ranks that have them."""
+    """Return for each group the number of ranks that divide it. Fewer ranks share an expert."""
     return tuple(ranks // line.ep if group[0].expert else ranks for group in line.members if group)
 
 
@@ -127,7 +121,7 @@ def sharers(layout: PlannedLayout) -> ParameterSharers:
 
 @lru_cache(maxsize=1024)
 def parameter_shards(line: StageTimeline, spread: ParameterSharers) -> tuple[int, ...]:
-    """Return for each group one rank's elements at stage 3. Each parameter is divided and rounded up separately."""
+    """Return for each group one rank's elements at stage 3. Each parameter is rounded up alone."""
     return tuple(sum(map(spread.shard, group)) for group in line.members if group)
 
 
@@ -143,14 +137,14 @@ def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def heaviest_reached(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
+def heaviest_overlap(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
     """Return for each parameter the number of elements of its heaviest rank.
 
     A rank's elements are those of all parameters that overlap the rank's partitions. Each of these parameters counts in
     full. Of the ranks that store a part of the parameter, the heaviest rank has the most elements.
     """
     totals, found = overlaps(line, ranks, int), dict[Parameter, int]()
-    for rank, parameter, _ in _reaching(line, ranks):
+    for rank, parameter, _ in _overlapping(line, ranks):
         found[parameter] = max(found.get(parameter, 0), totals[rank])
     return found
 
@@ -174,7 +168,7 @@ def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int
     at least as large.
     """
     pieces = [0] * ranks
-    for rank, parameter, piece in _reaching(line, ranks):
+    for rank, parameter, piece in _overlapping(line, ranks):
         pieces[rank] = max(pieces[rank], 0 if parameter.copied else piece)  # ds_pipe_replicated (:2680)
     found: list[tuple[int, int]] = []
     for overlap, piece in sorted(zip(overlaps(line, ranks, int), pieces, strict=True), reverse=True):
@@ -189,13 +183,13 @@ def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> li
     A parameter counts in full, even if only a part of it is in the partition.
     """
     totals = [0] * ranks
-    for rank, parameter, _ in _reaching(line, ranks):
+    for rank, parameter, _ in _overlapping(line, ranks):
         totals[rank] += weigh(parameter.numel)
     return totals
 
 
 @lru_cache(maxsize=1024)
-def _reaching(line: StageTimeline, ranks: int) -> tuple[tuple[int, Parameter, int], ...]:
+def _overlapping(line: StageTimeline, ranks: int) -> tuple[tuple[int, Parameter, int], ...]:
     """Return each overlap as (rank, parameter, number of elements in the rank's partition)."""
     groups = zip(filter(None, line.members), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
     return tuple(
@@ -206,8 +200,8 @@ def _reaching(line: StageTimeline, ranks: int) -> tuple[tuple[int, Parameter, in
 
 
 def in_bf16_optimizer(layout: PlannedLayout) -> bool:
-    """Return whether DeepSpeed uses its BF16_Optimizer (engine.py:2316). It does in a bf16 pipeline without ZeRO."""
-    return layout.zero_stage == 0 and layout.pp > 1 and layout.precision == "bf16"
+    """Return whether DeepSpeed uses its BF16_Optimizer: in a bf16 pipeline without ZeRO."""
+    return layout.zero_stage == 0 and layout.pp > 1 and layout.precision == "bf16"  # engine.py:2316
 
 
 def reduction_bytes(layout: PlannedLayout) -> int:
@@ -227,16 +221,17 @@ def _locking(device: str) -> Callable[[int], int]:
 
 
 def _unpartitioned(line: StageTimeline, layout: PlannedLayout, device: str) -> PersistentMemory:
-    """Return the memory of stage 0. 16-bit precisions need master weights (fp16/unfused_optimizer.py:78)."""
-    element, whole = layout.element_bytes, line.parameters
+    """Return the memory of stage 0."""
+    element = layout.element_bytes
     if in_bf16_optimizer(layout):  # divided masters, and permanent flat gradients (bf16_optimizer.py:178, :191)
-        found = _partitioned_states(line, replace(layout, offload_optimizer="none"), device)
+        memory = _partitioned_states(line, replace(layout, offload_optimizer="none"), device)
         gradients = element * sum(padded_groups(line, layout.zero_ranks))
-        return found._replace(device=found.device | {"gradients": gradients})
-    master = MASTER_BYTES * whole if element == 2 else 0
+        return memory._replace(device=memory.device | {"gradients": gradients})
+    # 16-bit precisions need master weights (fp16/unfused_optimizer.py:78)
+    master = MASTER_BYTES * line.parameters if element == 2 else 0
     states = whole_states(line, layout, device)
-    here = {"parameters": element * line.elements, "master weights": master, "optimizer state": states.device}
-    return PersistentMemory(here, _paged(states.host))
+    on_device = {"parameters": element * line.elements, "master weights": master, "optimizer state": states.device}
+    return PersistentMemory(on_device, _paged(states.host))
 
 
 def _paged(size: int) -> dict[str, int]:
@@ -245,10 +240,8 @@ def _paged(size: int) -> dict[str, int]:
 
 
 def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str) -> PersistentMemory:
-    """Return the memory of stages 1 and 2.
-
-    It has the full weights in flat groups (stage_1_and_2.py:520), and this rank's part in float32 (:560).
-    """
+    """Return the memory of stages 1 and 2."""
+    # the full weights are in flat groups (stage_1_and_2.py:520), this rank's part is also in float32 (:560)
     element, ranks = layout.element_bytes, layout.zero_ranks
     sizes = partitions(line, ranks)
     part = sum(sizes)
@@ -272,33 +265,34 @@ def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str)
 
 
 def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: int) -> PersistentMemory:
-    """Return the memory of stage 3: parameters (zero/stage3.py:972), master weights (:1172) and gradients (:791)."""
+    """Return the memory of stage 3."""
+    # a rank's parts of parameters (zero/stage3.py:972), master weights (:1172) and gradients (:791)
     element, spread = layout.element_bytes, sharers(layout)
     part = sum(parameter_shards(line, spread))
     frozen = sum(map(spread.shard, line.frozen))
     # never released once gathered (partitioned_param_coordinator.py:644); a single rank's part is the parameter itself
     # (partition_parameters.py, NoGatherHandle)
     gathered = kept_gathered(line, layout).bytes
-    here = {
+    on_device = {
         "communication buckets": reduction_bytes(layout) * layout.bucket,  # :782, permanent
         "gathered parameters": gathered,
     }
     offloaded = PersistentMemory({}, {})
     if layout.offload_param == "none":
-        here["parameters"] = element * (part + frozen) + _divided_bits(line, layout)
+        on_device["parameters"] = element * (part + frozen) + _divided_quantized(line, layout)
     else:
         offloaded = parameters_offloaded(line, layout, spread.shard, element, device, tied)
     if layout.offload_optimizer == "none":
-        steps = states_of(layout, [group.part for group in sub_groups(line, spread.shard)], device)
-        here |= {
+        states = states_of(layout, [group.part for group in sub_groups(line, spread.shard)], device)
+        on_device |= {
             "master weights": MASTER_BYTES * part,
-            "optimizer state": steps.device,
+            "optimizer state": states.device,
             "gradients": element * part,
         }
-        return offloaded._replace(device=here, host=add_kinds(offloaded.host, _paged(steps.host)))
-    states = optimizer_offloaded(line, layout, spread.shard, element, device)
-    host = add_kinds(offloaded.host, states.host)
-    return PersistentMemory(here, host, offloaded.nvme + states.nvme, states.momentary)
+        return offloaded._replace(device=on_device, host=add_kinds(offloaded.host, _paged(states.host)))
+    optimizer = optimizer_offloaded(line, layout, spread.shard, element, device)
+    host = add_kinds(offloaded.host, optimizer.host)
+    return PersistentMemory(on_device, host, offloaded.nvme + optimizer.nvme, optimizer.momentary)
 
 
 class KeptGathered(NamedTuple):
@@ -310,11 +304,11 @@ class KeptGathered(NamedTuple):
 
 def kept_gathered(line: StageTimeline, layout: PlannedLayout) -> KeptGathered:
     """Return the parameters that a rank never releases."""
-    return _small(line, layout.persistence, sharers(layout), layout.element_bytes)
+    return _small_parameters(line, layout.persistence, sharers(layout), layout.element_bytes)
 
 
 @lru_cache(maxsize=1024)
-def _small(line: StageTimeline, threshold: int, spread: ParameterSharers, element: int) -> KeptGathered:
+def _small_parameters(line: StageTimeline, threshold: int, spread: ParameterSharers, element: int) -> KeptGathered:
     every = (p for layer in (*line.layers, *line.packed) for p in layer)
     sizes = [p.bytes(element) for p in every if p.numel <= threshold and spread.of(p) > 1]
     return KeptGathered(len(sizes), sum(sizes))
@@ -325,22 +319,20 @@ def add_kinds(sizes: dict[str, int], other: dict[str, int]) -> dict[str, int]:
     return {kind: sizes.get(kind, 0) + other.get(kind, 0) for kind in {**sizes, **other}}
 
 
-def held_bits(line: StageTimeline, layout: PlannedLayout) -> int:
+def quantized_at_start(line: StageTimeline, layout: PlannedLayout) -> int:
     """Return the bytes of quantized weights and scales on a rank's device at the start."""
     on_device = layout.zero_stage == 3 and layout.offload_param == "none"
-    return _whole_bits(line, layout) + (_divided_bits(line, layout) if on_device else 0)
+    return _undivided_quantized(line, layout) + (_divided_quantized(line, layout) if on_device else 0)
 
 
-def _whole_bits(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of quantized weights and scales that each rank has in full.
-
-    At stage 3 these are only the scales.
-    """
+def _undivided_quantized(line: StageTimeline, layout: PlannedLayout) -> int:
+    """Return the bytes of quantized weights and scales that each rank has in full."""
+    # stage 3 divides all but the scales
     divided = sum(p.numel for p in chain(*line.packed)) if layout.zero_stage == 3 else 0
     return line.quantized_bytes - divided
 
 
-def _divided_bits(line: StageTimeline, layout: PlannedLayout) -> int:
+def _divided_quantized(line: StageTimeline, layout: PlannedLayout) -> int:
     return sum(map(sharers(layout).shard, chain(*line.packed)))
 
 
@@ -353,29 +345,27 @@ class SubGroup(NamedTuple):
 
 def sub_groups(line: StageTimeline, shard: Shard) -> list[SubGroup]:
     """Divide parameters into sub-groups like _create_fp16_sub_groups in zero/stage3.py."""
-    found = []
+    divided = []
     for group in filter(None, line.members):
         waiting: list[Parameter] = []
-        whole = sum(map(shard, group)) <= SUB_GROUP_ELEMENTS
+        fits = sum(map(shard, group)) <= SUB_GROUP_ELEMENTS
         size = 0
         for parameter in group:
             waiting.append(parameter)
             size += shard(parameter)
-            if parameter is group[-1] or (size >= SUB_GROUP_ELEMENTS and not whole):
-                found.append(SubGroup(size, tuple(p.numel for p in waiting)))
+            if parameter is group[-1] or (size >= SUB_GROUP_ELEMENTS and not fits):
+                divided.append(SubGroup(size, tuple(p.numel for p in waiting)))
                 waiting, size = [], 0
-    return found
+    return divided
 
 
 def optimizer_offloaded(
     line: StageTimeline, layout: PlannedLayout, shard: Shard, element: int, device: str
 ) -> PersistentMemory:
-    """Return the host and NVMe memory of states, master weights and gradients.
-
-    Sub-groups below 1 MiB stay on the host (optimizer_utils.py).
-    """
+    """Return the host and NVMe memory of states, master weights and gradients."""
     locked, sizes = _locking(device), [group.part for group in sub_groups(line, shard)]
     disk, moments = layout.offload_optimizer == "nvme", host_state_bytes(layout)
+    # sub-groups below 1 MiB stay on the host (optimizer_utils.py)
     swapped = [size for size in sizes if disk and 4 * size >= LEAST_SWAPPED_BYTES]
     kept = [size for size in sizes if not disk or 4 * size < LEAST_SWAPPED_BYTES]
     host = {
@@ -406,10 +396,10 @@ def parameters_offloaded(
         alone = [p._replace(numel=shard(p)) for p in (*line.frozen, *chain(*line.packed))]
         sizes = [element * total for total in totals] + [p.bytes(element) for p in alone]
         return PersistentMemory({}, {"parameters": sum(map(locked, sizes))})
-    flat, room = [], PARAMETERS_IN_CPU
+    flat, left = [], PARAMETERS_IN_CPU
     for size in totals:
-        flat.append(min(size, max(0, room)))
-        room -= size
+        flat.append(min(size, max(0, left)))
+        left -= size
     largest = max((p.numel * (layout.tp if p.split else 1) for layer in line.layers for p in layer), default=0)
     buffers = locked(element * PARAMETER_BUFFERS * _aligned(largest, element))
     if sum(flat) < sum(totals):  # a buffer for all full parameters of the largest sub-group (:1015)

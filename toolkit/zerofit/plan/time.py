@@ -53,7 +53,7 @@ TRANSFERS = ("device to host", "host to device", "NVMe")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of one optimizer step and of its parts. The parts do not include time that is hidden by compute."""
+    """Seconds of one optimizer step and of its parts, without time that compute hides."""
 
     step_s: float
     compute_s: float  # forward and backward of all micro batches
@@ -72,7 +72,7 @@ class StepTime:
 
 
 class StepTask(NamedTuple):
-    """Work that overlaps with no other work. It starts after all earlier work, and later work waits for it."""
+    """Work that overlaps with no other work: it waits for earlier work, and later work waits for it."""
 
     stream: Stream
     name: str
@@ -105,7 +105,7 @@ class Fetches(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """The parts of a step in the engine's order. Both the step's time and its timeline are computed from them."""
+    """The parts of a step in the engine's order, for both its time and its timeline."""
 
     layout: PlannedLayout
     rank_pass: RankPass
@@ -121,11 +121,8 @@ class StepParts:
 
     @property
     def reductions(self) -> int:
-        """The number of micro batches that end with a reduction.
-
-        At stages 2 and 3, every micro batch ends with one. At stages 0 and 1, only the last micro batch does. FSDP2
-        with Accelerate also reduces only after the last micro batch.
-        """
+        """The number of micro batches that end with a reduction."""
+        # at stages 0 and 1, and with Accelerate's FSDP2, only the last micro batch does
         each = self.layout.zero_stage >= 2 and not self.layout.keeps_full_gradients
         return self.layout.accumulation if each else 1
 
@@ -139,10 +136,21 @@ class StepParts:
         return flow_s(runs, self.exposed)
 
     def backward_s(self, reducing: bool) -> float:
-        """Return the seconds of one micro batch's backward. `reducing`: whether it reduces gradients."""
+        """Return the seconds of one micro batch's backward.
+
+        `reducing`: whether it reduces gradients.
+        """
         if self.fetches is None and not reducing:
             return self.rank_pass.backward_s
-        return flow_s(list(self._backward(reducing)), self.exposed)
+        runs = []
+        for group in self.groups:
+            share_s = self.share_s(group.elements) if reducing else 0.0
+            for number, (layer, count) in enumerate(group.members, start=1):
+                # the last layer of a group fills the bucket, so it is reduced after that layer
+                reduce_s = share_s if number == len(group.members) else 0.0
+                layer_s = self.rank_pass.backward[layer].layer_s
+                runs.append(FlowRun(group.groups, count, self.fetch_s(layer, True), layer_s, reduce_s))
+        return flow_s(runs, self.exposed)
 
     def timed_passes(self, micro_batches: int) -> list[TimedPass]:
         """Return the passes of all stages in DualPipeV's order, with their times."""
@@ -155,14 +163,12 @@ class StepParts:
         return timed_passes(seconds, micro_batches, self.send_s)
 
     def dualpipev_s(self) -> float:
-        """Return the seconds of all passes with DualPipeV.
-
-        Once the pipeline is full, each further micro batch adds the time that the slowest stage needs for it.
-        """
+        """Return the seconds of all passes with DualPipeV."""
         layout = self.layout
-        looked = min(layout.accumulation, 3 * layout.pp)
-        each_s = self.rank_pass.sums.layer_s + 4 * self.send_s
-        return max(step.end_s for step in self.timed_passes(looked)) + (layout.accumulation - looked) * each_s
+        # once the pipeline is full, each further micro batch adds the time that the slowest stage needs for it
+        simulated = min(layout.accumulation, 3 * layout.pp)
+        further_s = (layout.accumulation - simulated) * (self.rank_pass.sums.layer_s + 4 * self.send_s)
+        return max(step.end_s for step in self.timed_passes(simulated)) + further_s
 
     def fetch_s(self, layer: int, backward: bool) -> float:
         """Return the seconds to gather `layer` in one direction."""
@@ -171,13 +177,6 @@ class StepParts:
     def share_s(self, elements: int) -> float:
         """Return the seconds to reduce `elements` elements of the gradients."""
         return self.reduce_s * elements / max(1, self.rank_pass.trained_parameters)
-
-    def _backward(self, reducing: bool) -> Iterator[FlowRun]:
-        for group in self.groups:
-            share_s = self.share_s(group.elements) if reducing else 0.0
-            for place, (i, n) in enumerate(group.members, start=1):
-                reduce_s = share_s if place == len(group.members) else 0.0
-                yield FlowRun(group.groups, n, self.fetch_s(i, True), self.rank_pass.backward[i].layer_s, reduce_s)
 
 
 # The time of an optimizer step. `Timer.parts` describes the step once, as `StepParts`. Two forms read it:
@@ -202,7 +201,7 @@ class Timer:
         self._profile, self._cluster, self.rates = profile, cluster, rates
         self._passes = Passes(profile, cluster, rates)
         self._groups: dict[tuple[RankPass, int], Sequence[ReduceGroup]] = {}
-        self._own = {engine: Timer(own, cluster, rates) for engine, own in profile.own_models.items()}
+        self._engine_timers = {engine: Timer(model, cluster, rates) for engine, model in profile.own_models.items()}
 
     def step(self, layout: PlannedLayout) -> StepTime:
         """Return the time of one optimizer step.
@@ -244,8 +243,8 @@ class Timer:
 
         Raises KeyError if the profile was not traced for the layout's setting.
         """
-        if layout.engine in self._own:
-            return self._own[layout.engine].parts(layout)
+        if layout.engine in self._engine_timers:
+            return self._engine_timers[layout.engine].parts(layout)
         rank_pass, gpus = self._passes.of(layout), self._cluster.gpus
         shards = group_of(layout.shard_ranks, layout.tp, gpus)
         # consecutive pipeline stages: pipe is the outermost axis of DeepSpeed's topology
@@ -288,13 +287,13 @@ class Timer:
         """
         gpus, experts = self._cluster.gpus, rank_pass.expert_share
         shards = group_of(layout.shard_ranks, layout.tp, gpus)
-        every_s = collective_s(
+        others_s = collective_s(
             op, size_bytes * (1 - experts), calls * (1 - experts), shards, self.rates, at_once=at_once
         )
         if layout.ep == 1:
-            return every_s
+            return others_s
         same = group_of(layout.zero_ranks // layout.ep, layout.ep, gpus)
-        return every_s + collective_s(op, size_bytes * experts, calls * experts, same, self.rates, at_once=at_once)
+        return others_s + collective_s(op, size_bytes * experts, calls * experts, same, self.rates, at_once=at_once)
 
     def _reduce_groups(self, rank_pass: RankPass, bucket: int) -> Sequence[ReduceGroup]:
         if (rank_pass, bucket) not in self._groups:
@@ -302,11 +301,8 @@ class Timer:
         return self._groups[rank_pass, bucket]
 
     def _fetches(self, layout: PlannedLayout, rank_pass: RankPass, shards: RankGroup) -> Fetches:
-        """Return ZeRO-3's all-gathers, in the order of DeepSpeed's coordinator, with their times.
-
-        Shards on the host are copied on the stream that gathers them (partition_parameters.py,
-        all_gather_coalesced).
-        """
+        """Return ZeRO-3's all-gathers, in the order of DeepSpeed's coordinator, with their times."""
+        # shards on the host are copied on the stream that gathers them (partition_parameters.py, all_gather_coalesced)
         copy_s, share = 0.0, self._share(layout, rank_pass)
         if layout.offload_param == "cpu":
             copy_s = share / self.rates.host_copy(layout.pin_param)
@@ -316,7 +312,7 @@ class Timer:
             copy_s *= layout.weight_bytes / layout.element_bytes
             forward, backward = block_fetches(rank_pass.elements, layout)
         else:
-            forward, backward = (tuple(self._means(found)) for found in fetches(self._line(layout), layout))
+            forward, backward = (tuple(self._layer_means(by_layer)) for by_layer in fetches(self._line(layout), layout))
         return Fetches(
             copy_s=copy_s,
             gather_s=self._spread_s("all_gather", 1, 0, layout, rank_pass),
@@ -328,22 +324,21 @@ class Timer:
     def _line(self, layout: PlannedLayout) -> StageTimeline:
         return timeline(self._profile, self._profile.key_of(layout.setting, 3), None, 0)
 
-    def _means(self, found: Sequence[LayerFetches]) -> Iterator[tuple[float, float]]:
+    def _layer_means(self, by_layer: Sequence[LayerFetches]) -> Iterator[tuple[float, float]]:
+        """Yield bytes and number of all-gathers for each layer of the profile, averaged over equal layers."""
         start = 0
         for layer in self._profile.layers:
-            mine, start = found[start : start + layer.count], start + layer.count
-            yield sum(fetch.bytes for fetch in mine) / layer.count, sum(fetch.calls for fetch in mine) / layer.count
+            equal, start = by_layer[start : start + layer.count], start + layer.count
+            yield sum(fetch.bytes for fetch in equal) / layer.count, sum(fetch.calls for fetch in equal) / layer.count
 
     def _reduce_s(self, layout: PlannedLayout, rank_pass: RankPass) -> float:
-        """Return the seconds to reduce all gradients.
-
-        Stages 0 to 2 all-reduce buckets (stage_1_and_2.py, average_tensor).
-        """
+        """Return the seconds to reduce all gradients."""
         if layout.by_layer:  # a reduce-scatter for each layer, and with replicas an all-reduce of the shard
             size, layers = layout.reduced_bytes * rank_pass.trained_parameters, sum(n for _, n in rank_pass.slowest)
             replicas = group_of(layout.replicas, layout.shard_ranks, self._cluster.gpus)
             shared_s = collective_s("all_reduce", size / layout.shard_ranks, layers, replicas, self.rates)
             return self._spread_s("reduce_scatter", size, layers, layout, rank_pass) + shared_s
+        # stages 0 to 2 all-reduce buckets (stage_1_and_2.py, average_tensor)
         op = "reduce_scatter" if layout.zero_stage == 3 else "all_reduce"
         return self._spread_s(
             op, layout.element_bytes * rank_pass.trained_parameters, _calls(layout, rank_pass), layout, rank_pass
@@ -352,13 +347,8 @@ class Timer:
     def _accumulate(
         self, layout: PlannedLayout, rank_pass: RankPass
     ) -> tuple[tuple[StepTask, ...], tuple[StepTask, ...]]:
-        """Return the engine's work on gradients: after the first micro batch, and after each later one.
-
-        Stages 2 and 3 reduce gradients each time. At stages 0 and 1 autograd adds them to the gradients of earlier
-        micro batches. Offloaded gradients are accumulated on the host. At stage 3 a rank accumulates its share
-        (stage3.py:2015). At stage 2 it accumulates the gradients of all parameters (stage_1_and_2.py:1809).
-        """
-        if layout.zero_stage < 2:
+        """Return the work on gradients after the first micro batch, and after each later one."""
+        if layout.zero_stage < 2:  # autograd adds gradients to those of earlier micro batches
             added = 3 * layout.element_bytes * rank_pass.trained_parameters
             return (), (StepTask("compute", ADDED, added, added / self.rates.streaming),)
         first, later = ((self._handled(layout, rank_pass, later=again),) for again in (False, True))
@@ -369,11 +359,10 @@ class Timer:
             return first, (*later, StepTask("compute", ADDED, added, added / self.rates.streaming))
         if layout.offload_optimizer == "none" or (layout.zero_stage == 2 and layout.accumulation == 1):
             return first, later
-        moved = (
-            layout.element_bytes
-            * rank_pass.trained_parameters
-            * (self._share(layout, rank_pass) if layout.zero_stage == 3 else 1)
-        )
+        # offloaded gradients are accumulated on the host: at stage 3 a rank's share (stage3.py:2015), at stage 2 the
+        # gradients of all parameters (stage_1_and_2.py:1809)
+        share = self._share(layout, rank_pass) if layout.zero_stage == 3 else 1
+        moved = layout.element_bytes * rank_pass.trained_parameters * share
         seconds = moved / self.rates.host_copy(layout.pin_optimizer)
         up = StepTask("host to device", "accumulated gradients", moved, seconds)
         down = StepTask("device to host", "accumulated gradients", moved, seconds)
@@ -389,10 +378,7 @@ class Timer:
         return StepTask("compute", HANDLED, moved, moved / self.rates.streaming)
 
     def _step_tasks(self, layout: PlannedLayout, rank_pass: RankPass) -> Iterator[StepTask]:
-        """Yield the last work on gradients, the step of a rank's share, and the all-gather of stages 1 and 2.
-
-        Offloaded gradients are copied in float32. A node's ranks share its host memory and its disks.
-        """
+        """Yield the last work on gradients, the step of a rank's share, and the all-gathers."""
         rates, gpus, work, element = self.rates, self._cluster.gpus, engine_work(layout), layout.element_bytes
         part = self._share(layout, rank_pass) if layout.zero_stage else 1
         share = part * rank_pass.trained_parameters
@@ -412,6 +398,7 @@ class Timer:
             yield StepTask("compute", "passes of the step", passed, passed / rates.streaming)
             yield StepTask("compute", "optimizer", moved, moved / getattr(rates, entry.step.like))
         else:
+            # offloaded gradients are copied in float32; a node's ranks share its host memory and its disks
             states = MASTER_BYTES * floats + host_state_bytes(layout) * share
             passed = moved + (HOST_BYTES - UNSTEPPED_BYTES) * floats
             copied = rates.host_copy(layout.pin_optimizer)
@@ -437,25 +424,26 @@ class Timer:
 
 
 def _left_of_step(task: StepTask, layout: PlannedLayout, rank_pass: RankPass, elements: float) -> StepTask:
-    """Return the part of the host's step that runs after backward.
-
-    SuperOffload without clipping runs the other part during backward. Each group is queued as soon as backward has
-    computed its gradients, at even intervals (superoffload_stage3.py, partition_grads). The last group is stepped
-    after backward. If the host is slower than backward, all groups but the first wait for the host.
-    """
+    """Return the part of the host's step that runs after backward."""
     if not layout.steps_early:
         return task
+    # SuperOffload without clipping runs the other part during backward. Each group is queued as soon as backward has
+    # computed its gradients, at even intervals (superoffload_stage3.py, partition_grads). The last group is stepped
+    # after backward. If the host is slower than backward, all groups but the first wait for the host.
     groups = max(1, math.ceil(elements / EARLY_GROUP))
     left_s = max(task.seconds / groups, task.seconds - rank_pass.backward_s * (1 - 1 / groups))
     return task.scaled(left_s / task.seconds)
 
 
 def _calls(layout: PlannedLayout, rank_pass: RankPass) -> float:
+    """Return the number of buckets that the gradients fill."""
     return max(1.0, rank_pass.trained_parameters / max(1, layout.bucket))
 
 
 def model_flops(profile: Profile, precision: str) -> float:
-    """Return the FLOPs per sample of forward and backward. Backward counts as two forwards (train/metrics.py).
+    """Return the FLOPs per sample of forward and backward.
+
+    Backward counts as two forwards (train/metrics.py).
 
     Raises KeyError if the plain setting (no checkpointing, no parallelism) was not traced.
     """
