@@ -1,1 +1,1 @@
-"""Forecast memory and time of layouts from a stored profile, and search for the best layouts. Imports no torch."""
+"""Forecast memory and time of layouts from a stored profile, and search for the best."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from zerofit.plan.rate_catalog import rate_catalog
 from zerofit.spec.model_facts import AttentionKernel
@@ -20,8 +18,9 @@ NARROW = 64  # elements of a head up to which kernels are slower
 # have one common rate; separate rates change a step by 2 %.
 @dataclass(frozen=True, kw_only=True)
 class AttentionRate:
-    """How an attention kernel's rate depends on its shape. FLOPs that a causal mask skips do not count."""
+    """How an attention kernel's rate depends on its shape."""
 
+    # FLOPs that a causal mask skips do not count
     share: float  # of the peak, forward and backward together, for many long sequences and heads of 128
     half: float = 500.0  # keys at which a causal mask halves the rate
     full_half: float = 200.0  # keys at which the rate is half without a mask
@@ -30,7 +29,7 @@ class AttentionRate:
     how: str
 
     def slower(self, kernel: Kernel, micro_batch: int) -> float:
-        """Return the factor by which a kernel's shape slows the kernel. It is 1 if the kernel's shape is unknown."""
+        """Return the factor by which a kernel's shape slows the kernel; 1 if the shape is unknown."""
         if not kernel.shape:
             return 1.0
         heads, queries, keys, width = (max(1.0, size.at(micro_batch)) for size in kernel.shape)
@@ -48,13 +47,12 @@ def attention_rate(kernel: AttentionKernel, device: str) -> AttentionRate:
     rates = rate_catalog()["attention"]
     family = next((name for name, devices in rates["families"].items() if device in devices), "")
     entries, times = rates["kernels"][kernel], 1.0
+    # a kernel without measurements on this family is `times` as fast as another kernel
     while family not in entries and "like" in entries:
         times *= entries.get("times", 1.0)
         entries = rates["kernels"][entries["like"]]
-    found = entries.get(family)
-    return _rate(found, times) if found else _rate(rates["other"], 1.0)
-
-
-def _rate(entry: Mapping[str, Any], times: float) -> AttentionRate:
+    entry = entries.get(family)
+    if entry is None:
+        entry, times = rates["other"], 1.0
     shape = {name: entry[name] for name in ("half", "full_half", "narrow") if name in entry}
     return AttentionRate(share=times * entry["share"], how=entry["source"], **shape)

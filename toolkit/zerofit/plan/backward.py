@@ -1,4 +1,4 @@
-"""Replay DeepSpeed's handling of gradients over a backward: memory of gradients, buckets and their reduction.
+"""Replay how DeepSpeed handles gradients in a backward: in buckets, and when they are reduced.
 
 References are to DeepSpeed 0.19.8, below deepspeed/runtime/.
 """
@@ -52,14 +52,14 @@ def backward_moments(line: StageTimeline, layout: PlannedLayout, device: str, gr
 
 @lru_cache(maxsize=4096)
 def _highest(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> tuple[LiveMemory, ...]:
-    found = list(replayed(line, layout, device, graded))
-    found.reverse()  # so that the last of equal moments is kept
-    during, after = [live for live in found if not live.after], [live for live in found if live.after]
+    moments = list(replayed(line, layout, device, graded))
+    moments.reverse()  # so that the last of equal moments is kept
+    during, after = [live for live in moments if not live.after], [live for live in moments if live.after]
     return (*upper(during, LiveMemory.line), *upper(after, LiveMemory.line))
 
 
 def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> Iterator[LiveMemory]:
-    """Yield the live memory at each moment of a backward pass. `backward_moments` explains `graded`."""
+    """Yield the live memory at each moment of a backward. `graded`: as of `backward_moments`."""
     if device == "cpu":  # host and device memory are the same
         layout = replace(layout, offload_param="none")
     if layout.zero_stage == 2 or (layout.zero_stage == 1 and layout.overlap and layout.pp == 1):
@@ -70,10 +70,11 @@ def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: in
 
 
 def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Return the moments that can be the peak, depending on the micro batch. Equal moments count once.
+    """Return the moments that can be the peak, depending on the micro batch.
 
-    `line` returns a moment's bytes per sample and its fixed bytes.
+    Equal moments count once. `line` returns a moment's bytes per sample and its fixed bytes.
     """
+    # steepest first: a moment with a smaller slope can only be the peak if it is above all others with one sample
     best: list[T] = []
     most = -1.0
     for moment in sorted(moments, key=line, reverse=True):
@@ -94,12 +95,9 @@ def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> lis
 # The replays walk through the events of the timeline (a layer's live activations, then a complete gradient) and yield
 # the live memory after each event.
 def _accumulated(line: StageTimeline, layout: PlannedLayout, graded: int) -> Iterator[LiveMemory]:
-    """Replay stages 0 and 1, which keep full gradients until the last micro batch.
-
-    At stage 1 the first gradient hook allocates the bucket.
-    """
+    """Replay stages 0 and 1, which keep full gradients until the last micro batch."""
     element = layout.element_bytes
-    whole = element * line.parameters
+    # at stage 1 the first gradient hook allocates the bucket
     bucket = element * layout.bucket if layout.zero_stage == 1 else 0  # zero/stage_1_and_2.py:3266
     for event in line.backward:
         waiting = max(graded, event.done)
@@ -108,13 +106,15 @@ def _accumulated(line: StageTimeline, layout: PlannedLayout, graded: int) -> Ite
     if layout.zero_stage == 0:
         lifted = reduction_bytes(layout) if reduction_bytes(layout) > element else 0
         copies = [(element * (count > 1) + lifted) * size for size, count in buckets(chain(*line.groups))]
-        yield LiveMemory(NOTHING, whole, temporaries=max(copies, default=0), after=True)  # engine.py:3796, :3801
+        gradients = element * line.parameters
+        yield LiveMemory(NOTHING, gradients, temporaries=max(copies, default=0), after=True)  # engine.py:3796, :3801
     else:
         yield from _reduced_at_the_end(line, layout, element)
 
 
 def _reduced_at_the_end(line: StageTimeline, layout: PlannedLayout, element: int) -> Iterator[LiveMemory]:
-    """Replay stage 1 without overlap: parameters are reduced one by one, in group order (stage_1_and_2.py:973)."""
+    """Replay stage 1 without overlap."""
+    # parameters are reduced one by one, in group order (stage_1_and_2.py:973)
     state = _Bucketed(line, layout)
     # a pipeline has a second bucket besides the bucket of the hooks (:963)
     state.bucket_bytes = element * layout.bucket * (2 if layout.pp > 1 else 1)
@@ -133,7 +133,7 @@ def _reduced_at_the_end(line: StageTimeline, layout: PlannedLayout, element: int
 
 
 class _Bucketed:
-    """Stages 1 and 2: gradients are copied into a bucket. A full bucket is reduced, and this rank keeps its part.
+    """Stages 1 and 2: gradients go into a bucket, which is reduced when it is full.
 
     Line numbers such as (:1545) are those of DeepSpeed's zero/stage_1_and_2.py.
     """
@@ -163,7 +163,7 @@ class _Bucketed:
     def run(self) -> Iterator[LiveMemory]:
         waiting = began = self.waiting_bytes > 0  # an earlier micro batch has allocated the bucket
         for event in self.line.backward:
-            self._pass(self.line.layers[event.layer + 1 : max(self.layer, 0)])
+            self._skip(self.line.layers[event.layer + 1 : max(self.layer, 0)])
             self.layer = event.layer
             for point in event.live:
                 yield self._live(point, bucket=began)
@@ -199,7 +199,7 @@ class _Bucketed:
         self.filled = self.oversized = 0
         self.bucket = []
 
-    def _pass(self, layers: Sequence[Sequence[Parameter]]) -> None:
+    def _skip(self, layers: Sequence[Sequence[Parameter]]) -> None:
         """Count the gradients of layers that the replay skips. They fill buckets, too."""
         filled, waiting = self.filled, [*self.bucket]
         for parameter in chain.from_iterable(reversed(layers)):
@@ -211,11 +211,12 @@ class _Bucketed:
         self.passed = waiting if layers else self.passed
 
     def _keep(self, parameters: Iterable[Parameter]) -> None:
-        """If any of `parameters` overlaps a rank's partition, allocate all gradients that the rank keeps."""
-        reached = (self.element * self.kept_of.get(parameter, 0) for parameter in parameters)
-        self.kept_bytes = max(self.kept_bytes, max(reached, default=0))
+        """Allocate all gradients of the ranks whose partitions overlap one of `parameters`."""
+        sizes = (self.element * self.kept_of.get(parameter, 0) for parameter in parameters)
+        self.kept_bytes = max(self.kept_bytes, max(sizes, default=0))
 
     def _slices(self, parameter: Parameter) -> Iterator[tuple[int, int]]:
+        """Yield the rank and the number of elements of each partition that a parameter overlaps."""
         size = self.sizes[parameter.group]
         start, end = parameter.start, parameter.start + parameter.numel
         while start < end:
@@ -225,7 +226,8 @@ class _Bucketed:
             start = stop
 
     def _flattened(self, slices: list[tuple[int, int]]) -> int:
-        """Return the size in elements of the largest all-reduce buffer (:1545). A single slice needs no buffer."""
+        """Return the size in elements of the largest all-reduce buffer (:1545)."""
+        # slices are joined until they exceed the bucket's limit; a single slice needs no buffer
         largest = together = count = 0
         for _, of_rank in groupby(slices, key=itemgetter(0)):
             together, count = together + sum(numel for _, numel in of_rank), count + 1
@@ -242,7 +244,7 @@ class _Bucketed:
 
 
 class _Scattered:
-    """Stage 3: like stage 2, but parts are added to persistent buffers, and parameters are gathered and released.
+    """Stage 3: like stage 2, but a rank receives only its part, and parameters are gathered.
 
     Line numbers such as (:1627) are those of DeepSpeed's zero/stage3.py.
     """
@@ -288,9 +290,10 @@ class _Scattered:
             self.outside = self.element * numel
 
     def _reduce(self, activations: Point, gathered: int) -> Iterator[LiveMemory]:
-        """Reduce and empty the bucket. A single parameter is reduced in place (comm/coalesced_collectives.py)."""
+        """Reduce and empty the bucket."""
         if not self.filled:
             return
+        # a single parameter without padding is reduced in place (comm/coalesced_collectives.py)
         alone = len(self.parts) == 1 and self.filled % self.ranks == 0
         flat = 0 if alone else self.reduced * -(-self.filled // self.ranks) * self.ranks
         copied = (self.copies - 1) * self.reduced * self.filled if self.ranks > 1 else 0
@@ -298,17 +301,15 @@ class _Scattered:
             copied = max(copied, self.reduced * -(-self.filled // self.ranks))
         yield self._live(activations, gathered, temporaries=flat + copied + self.lifted * self.filled)
         if self.offloaded:
-            yield self._live(activations, gathered, temporaries=flat + max(self._passing()))
+            most = swapped = 0
+            for numel in self.parts:
+                part = -(-numel // self.ranks)
+                norm = 8 * min(part, NORM_ELEMENTS)  # a float64 copy (:1964)
+                most = max(most, swapped + self.fetched * part + max(norm, self.swapped * part))
+                swapped += self.swapped * part
+            yield self._live(activations, gathered, temporaries=flat + most)
         self.filled = self.outside = 0
         self.parts.clear()
-
-    def _passing(self) -> Iterator[int]:
-        """Yield the temporary bytes while each part is offloaded. The norm needs a float64 copy (:1964)."""
-        kept = 0
-        for numel in self.parts:
-            part = -(-numel // self.ranks)
-            yield kept + self.fetched * part + max(8 * min(part, NORM_ELEMENTS), self.swapped * part)
-            kept += self.swapped * part
 
     def _live(self, activations: Point, gathered: int, temporaries: int = 0) -> LiveMemory:
         return LiveMemory(activations, self.outside, 0, gathered, temporaries, layer=self.layer)

@@ -1,4 +1,4 @@
-"""Compute the bytes that each rank of a group sends in a collective, and the seconds of the collective."""
+"""Compute the bytes that each rank sends in a collective, and its seconds."""
 
 from __future__ import annotations
 
@@ -53,9 +53,6 @@ def collective_s(
 
     `at_once`: the calls are issued together, so the ranks wait for each other once. If it is False, other kernels
     run between the calls, as they did in the measurements.
-
-    Rings run inside each node and across nodes. Both move chunks at the same time, so only the slower ring counts.
-    Each rank of a node sends a different part of the tensor to other nodes, over its own share of the network.
     """
     if group.size == 1:
         return 0.0
@@ -68,18 +65,18 @@ def collective_s(
     inside = sent_bytes(op, size_bytes, group.size) / link if group.per_node > 1 else 0.0
     outside = 0.0
     if group.nodes > 1:
+        # each rank of a node sends a different part of the tensor, over its own share of the network
         if op == "all_to_all":
             outside = size_bytes * (group.size - group.per_node) / group.size / rates.network
         else:
             outside = sent_bytes(op, size_bytes, group.nodes) / group.per_node / rates.network
+    # both kinds of rings move chunks at the same time, so only the slower kind counts
     return longer * (max(inside, outside) + calls * call_s(op, group, rates))
 
 
 def call_s(op: str, group: RankGroup, rates: Rates) -> float:
-    """Return the latency of one call. An all-reduce uses a tree, other collectives use a ring.
-
-    A ring passes through all ranks of every node.
-    """
+    """Return the latency of one call in seconds."""
+    # a ring passes through all ranks of every node; all-reduces use a tree
     steps, network_steps = group.size - group.nodes, group.nodes - 1
     if op == "all_reduce":
         steps, network_steps = 2 * (group.per_node - 1).bit_length(), 2 * (group.nodes - 1).bit_length()

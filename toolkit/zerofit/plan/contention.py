@@ -1,4 +1,4 @@
-"""Model work that runs at the same time: overlapping work is slower, and pauses make everything wait."""
+"""Model work at the same time: overlapping work is slower, and pauses make everything wait."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Clock:
 
     def placed(self, pieces: Iterable[Piece]) -> list[Piece]:
         """Return the pieces, including pauses, at their real times. Interrupted pieces are split."""
-        slower = list(self._points())
-        found = []
+        points = list(self._points())
+        placed = []
         for piece in pieces:
             length_s = piece.end_s - piece.start_s
             if length_s <= 0.0:
@@ -72,17 +72,17 @@ class Clock:
             cuts = [at for at, _ in self._pauses if piece.start_s + SAME_MOMENT_S < at < piece.end_s - SAME_MOMENT_S]
             for start_s, end_s in pairwise([piece.start_s, *cuts, piece.end_s]):
                 share = (end_s - start_s) / length_s
-                start_s = _real(slower, start_s) + self._paused(start_s, 1)
-                end_s = _real(slower, end_s) + self._paused(end_s, -1)
+                start_s = _real(points, start_s) + self._paused(start_s, 1)
+                end_s = _real(points, end_s) + self._paused(end_s, -1)
                 amounts = {"bytes": share * piece.bytes, "flops": share * piece.flops}
-                found.append(piece._replace(start_s=start_s, end_s=end_s, **amounts))
+                placed.append(piece._replace(start_s=start_s, end_s=end_s, **amounts))
         for at, piece in self._pauses:
-            start_s = _real(slower, at) + self._paused(at, -1)
-            found.append(piece._replace(start_s=start_s, end_s=start_s + piece.end_s))
-        return found
+            start_s = _real(points, at) + self._paused(at, -1)
+            placed.append(piece._replace(start_s=start_s, end_s=start_s + piece.end_s))
+        return placed
 
     def _paused(self, at_s: float, side: int) -> float:
-        """Return the seconds of pauses before a moment. With `side` 1, a pause at that moment is included."""
+        """Return the seconds of pauses before a moment; with `side` 1, also of one at the moment."""
         return sum(piece.end_s for at, piece in self._pauses if at < at_s + side * SAME_MOMENT_S)
 
     def _points(self) -> Iterator[tuple[float, float]]:
@@ -98,6 +98,7 @@ class Clock:
 
 
 def _real(points: Sequence[tuple[float, float]], at_s: float) -> float:
-    place = min(max(1, bisect_right(points, (at_s, math.inf))), len(points) - 1)
-    (before_s, before), (after_s, after) = points[place - 1], points[place]
+    """Return the real time of `at_s`, between two of `points` or on a line through the last two."""
+    after_index = min(max(1, bisect_right(points, (at_s, math.inf))), len(points) - 1)
+    (before_s, before), (after_s, after) = points[after_index - 1], points[after_index]
     return before + (after - before) * (at_s - before_s) / (after_s - before_s)

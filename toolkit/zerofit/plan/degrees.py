@@ -1,4 +1,4 @@
-"""Check which parallel degrees a model and a cluster support, and explain why others are impossible."""
+"""Check which parallel degrees a model and a cluster support, and why others are impossible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zerofit.spec.run import PipelineSchedule
 
 
 class Degrees(NamedTuple):
-    """Parallel degrees besides data parallelism. The search combines them only if the user requests it."""
+    """Parallel degrees besides data parallelism, which the search combines only on request."""
 
     tp: int = 1
     pp: int = 1
@@ -43,7 +43,7 @@ class Degrees(NamedTuple):
         return setting(precision, checkpointing, self.tp, self.sp, self.ep)
 
     def beside_plain(self) -> tuple[Degrees, ...]:
-        """Return up to two `Degrees` to trace for a profile: one without parallelism, and this one with pp=1."""
+        """Return the degrees to trace for a profile: without parallelism, and this one with pp=1."""
         return tuple(dict.fromkeys((Degrees(), self._replace(pp=1))))
 
     def alone(self) -> Iterator[Degrees]:
@@ -55,14 +55,15 @@ class Degrees(NamedTuple):
 def settings_of(
     heads: tuple[int | None, int | None], model_type: str | None, most: int, experts: int | None = None
 ) -> list[Degrees]:
-    """Return the degrees that a model with these heads and experts supports, one kind of parallelism at a time.
+    """Return the degrees that a model supports, one kind of parallelism at a time.
 
-    The degrees are powers of two up to `most`. The first result has no parallelism.
+    The degrees are powers of two up to `most`. The first result has no parallelism. `heads`: the numbers of
+    attention heads and of key-value heads.
     """
     powers = [2**n for n in range(1, most.bit_length()) if 2**n <= most]
-    found = [degrees for n in powers for degrees in (Degrees(tp=n), Degrees(sp=n))]
+    divided = [degrees for n in powers for degrees in (Degrees(tp=n), Degrees(sp=n))]
     spread = [Degrees(ep=n) for n in powers if model_type in EXPERT_TYPES and (experts or 1) % n == 0]
-    return [Degrees(), *(degrees for degrees in found if heads_take(degrees, heads, model_type)), *spread]
+    return [Degrees(), *(degrees for degrees in divided if heads_take(degrees, heads, model_type)), *spread]
 
 
 def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_type: str | None) -> bool:
@@ -77,36 +78,33 @@ def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_typ
 
 
 def _undivided(degrees: Degrees, heads: tuple[int | None, int | None]) -> tuple[bool, bool]:
-    """Return two flags: the ranks cannot divide the attention heads; they cannot divide the key-value heads.
-
-    If there are fewer key-value heads than sequence parallel ranks, Ulysses repeats these heads
-    (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
-    """
+    """Return whether the ranks cannot divide the attention heads, and the key-value heads."""
     attention, keys = (count or 0 for count in heads)
     share = keys // degrees.tp
+    # Ulysses repeats key-value heads that are fewer than its ranks (deepspeed/runtime/sequence_parallel/ulysses_sp.py)
     repeated = keys % degrees.tp == 0 and bool(share) and degrees.sp % share == 0
     product = degrees.tp * degrees.sp
     return bool(attention % product), bool(keys % product) and not repeated
 
 
-def types_of(degrees: Degrees, beside: bool) -> tuple[str, ...]:
-    """Return the model types that support this degree. `beside`: whether it is combined with another degree."""
+def types_of(degrees: Degrees, combined: bool) -> tuple[str, ...]:
+    """Return the model types that support this degree, alone or `combined` with another."""
     if degrees.tp > 1:
-        return TENSOR_PLAN_TYPES if beside else TENSOR_PARALLEL_TYPES
+        return TENSOR_PLAN_TYPES if combined else TENSOR_PARALLEL_TYPES
     return SEQUENCE_PARALLEL_TYPES
 
 
 def degree_problem(
     degrees: Degrees, profile: Profile, cluster: Cluster, schedule: PipelineSchedule = "1f1b"
 ) -> Problem | None:
-    """Return why these degrees are impossible for this model and cluster; None if they are possible."""
+    """Return why these degrees are impossible for a model and a cluster; None if they are possible."""
     if cluster.ranks % degrees.product:
         if degrees.combined:
             names, product = " x ".join(f"{name} {n}" for name, n in map(_named, degrees.alone())), degrees.product
             message, hint = f"{names} does not divide {cluster.ranks} ranks", f"use a multiple of {product} ranks"
             return Problem(kind="degree-ranks", message=message, hint=hint, where="--gpus, --nodes")
         name, degree = _named(degrees)
-        fitting = [d for d in divisors(cluster.ranks) if d > 1 and _model_takes(degrees, d, profile)] or [1]
+        fitting = [d for d in divisors(cluster.ranks) if d > 1 and _supports(degrees, d, profile)] or [1]
         message, hint = f"{name} {degree} does not divide {cluster.ranks} ranks", f"possible degrees: {_list(fitting)}"
         return Problem(kind="degree-ranks", message=message, hint=hint, where=name)
     if degrees.tp > 1 and profile.trained < profile.parameters:
@@ -149,15 +147,15 @@ def _experts_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Pr
 
 
 def _stages_problem(degrees: Degrees, profile: Profile, schedule: PipelineSchedule) -> Problem | None:
-    """Check that each pipeline stage has experts. train/pipeline.py refuses a stage without experts."""
+    """Check that each pipeline stage has experts, as train/pipeline.py does."""
     costs = next((costs for key, costs in profile.costs.items() if key.endswith(f"/ep={degrees.ep}")), None)
     if costs is None:
         return None
     every = [bool(cost.experts) for layer, cost in zip(profile.layers, costs, strict=True) for _ in range(layer.count)]
     bounds = stage_bounds(profile, pipeline_parts(degrees.pp, schedule))
-    held = [any(every[first:last]) for first, last in bounds]
+    with_experts = [any(every[first:last]) for first, last in bounds]
     for stage in range(degrees.pp):
-        if not any(held[part] for part in parts_of_stage(stage, degrees.pp, schedule)):
+        if not any(with_experts[part] for part in parts_of_stage(stage, degrees.pp, schedule)):
             message = f"stage {stage} of --pipeline {degrees.pp} has no layer with experts to spread"
             hint = "use fewer stages, or --expert-parallel 1"
             return Problem(kind="expert-parallel-stages", message=message, hint=hint, where="--pipeline")
@@ -178,13 +176,13 @@ def _pipeline_problem(pp: int, profile: Profile, each: int = 1) -> Problem | Non
     return Problem(kind="pipeline-layers", message=message, hint=hint, where="--pipeline")
 
 
-def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
-    """Check one degree of a layout. `whole`: all degrees of the layout.
+def _heads_problem(degrees: Degrees, combined: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
+    """Check one degree of a layout. `combined`: all degrees of the layout.
 
     Sequence ranks divide the heads of a tensor rank.
     """
     name, degree = _named(degrees)
-    types = types_of(degrees, whole.combined)
+    types = types_of(degrees, combined.combined)
     kind = "tensor-parallel" if degrees.tp > 1 else "sequence-parallel"
     if profile.attention_heads is None or profile.model_type not in types:
         what = "DeepSpeed's AutoTP" if degrees.tp > 1 else "Ulysses attention"
@@ -192,17 +190,17 @@ def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: 
         return Problem(
             kind=f"{kind}-model", message=message, hint=f"supported model types: {', '.join(types)}", where=name
         )
-    sharers = whole.tp if degrees.sp > 1 else 1
+    sharers = combined.tp if degrees.sp > 1 else 1
     heads = profile.attention_heads, profile.kv_heads
     undivided = _undivided(Degrees(tp=degrees.tp * sharers, sp=degrees.sp), heads)
     for count, what, bad in zip(heads, ("attention heads", "key-value heads"), undivided, strict=True):
         if bad:
-            hint = f"possible degrees: {_list(_taken(degrees, profile, sharers))}"
-            beside = f" with --tensor-parallel {sharers}" if sharers > 1 else ""
-            message = f"{name} {degree}{beside} does not divide the {count} {what} of {profile.model}"
+            hint = f"possible degrees: {_list(_supported_degrees(degrees, profile, sharers))}"
+            context = f" with --tensor-parallel {sharers}" if sharers > 1 else ""
+            message = f"{name} {degree}{context} does not divide the {count} {what} of {profile.model}"
             return Problem(kind=f"{kind}-heads", message=message, hint=hint, where=name)
     if degrees.tp > 1 and cluster.gpus % degree:
-        fitting = [d for d in _taken(degrees, profile) if cluster.gpus % d == 0]
+        fitting = [d for d in _supported_degrees(degrees, profile) if cluster.gpus % d == 0]
         message = f"{name} {degree} does not stay within nodes of {cluster.gpus} ranks"
         return Problem(kind="tensor-parallel-node", message=message, hint=f"possible degrees: {_list(fitting)}")
     if degrees.sp > 1 and profile.seq_len and profile.seq_len % degree:
@@ -212,14 +210,14 @@ def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: 
     return None
 
 
-def _model_takes(degrees: Degrees, degree: int, profile: Profile) -> bool:
+def _supports(degrees: Degrees, degree: int, profile: Profile) -> bool:
     if degrees.pp > 1:
         return _pipeline_problem(degree, profile) is None
     other = Degrees(tp=degree) if degrees.tp > 1 else Degrees(sp=degree)
     return heads_take(other, (profile.attention_heads, profile.kv_heads), profile.model_type)
 
 
-def _taken(degrees: Degrees, profile: Profile, sharers: int = 1) -> list[int]:
+def _supported_degrees(degrees: Degrees, profile: Profile, sharers: int = 1) -> list[int]:
     """Return the sizes that the model supports for the kind of parallelism in `degrees`.
 
     A tensor parallel degree must divide the heads. A sequence parallel degree must also divide the tokens.

@@ -1,4 +1,4 @@
-"""Simulate DualPipeV as DeepSpeed runs it: the order and the times of the actions of each rank.
+"""Simulate DualPipeV as DeepSpeed runs it: the order and the times of each rank's actions.
 
 The order is that of deepspeed/runtime/pipe/schedule.py, DualPipeVSchedule. Tests compare both.
 """
@@ -120,14 +120,16 @@ class _Rank:
         self._parts, self._sent = parts_of_stage(stage, stages, "dualpipev"), 0
 
     def work(self) -> bool:
-        """Run up to the next exchange with another stage. Return False if the step has no further exchange."""
+        """Run up to the next exchange with another stage. Return False if there is none."""
         for word in self._words:
             number = self._counts[word]
             self._counts[word] += 1
             if word == EXCHANGE and self.queued:
                 return True
             if len(word) == 2:
-                self._pass(word, number)
+                start_s, seconds = self.now_s, self._seconds[int(word[1])]
+                self.now_s += seconds.forward_s if word[0] == "F" else seconds.backward_s
+                self.done.append(TimedPass(self.stage, word, number, start_s, self.now_s))
             elif word != EXCHANGE:
                 self._queue(word, number)
         return False
@@ -143,14 +145,10 @@ class _Rank:
         self.done.append(TimedPass(self.stage, EXCHANGE, -1, start_s, self.now_s))
         self.queued, self._sent = [], 0
 
-    def _pass(self, word: str, number: int) -> None:
-        start_s, seconds = self.now_s, self._seconds[int(word[1])]
-        self.now_s += seconds.forward_s if word[0] == "F" else seconds.backward_s
-        self.done.append(TimedPass(self.stage, word, number, start_s, self.now_s))
-
     def _queue(self, word: str, number: int) -> None:
         sends = word.endswith(">")
         direction, part = word.strip("<>")
+        # a message is named by the part that receives it: the next part for a forward, the part before for a backward
         onward = 0 if not sends else 1 if direction == "F" else -1
         self.queued.append((direction, self._parts[int(part)] + onward, number))
         self._sent += sends

@@ -1,4 +1,4 @@
-"""Count the work of DeepSpeed's engine on gradients and in a step, without the kernels of model and optimizer."""
+"""Count the engine's own work on gradients and in a step, without model and optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zerofit.plan.layout import PlannedLayout
 
 
 class EngineWork(NamedTuple):
-    """The engine's own memory traffic per parameter element, and the kernels that it launches one by one.
+    """The engine's own memory traffic per parameter element, and its kernel launches.
 
     Traffic is in bytes that kernels read and write per element. `tests/plan/engine_ops.py` counts them by running the
     engine on fake tensors.
@@ -37,8 +37,6 @@ _FULL = (
 )
 DIVIDED = 2  # reads and writes of a gradient to divide it by the number of ranks, at stage 0
 UNSCALED = 8, 10  # further bytes and kernels of the step with a loss scale, at stage 3
-
-
 CLIPPED = 12  # reads and writes of a gradient in float32, for its norm and to scale it
 
 

@@ -1,4 +1,4 @@
-"""Decide whether a forecast fits device, host and disks, explain why it does not, and find a change that fits."""
+"""Decide whether a forecast fits device, host and disks, why not, and which change would fit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLOSE = "close to the limit"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """Bytes needed and available. Device figures are for one rank, host and NVMe figures for one node."""
+    """Bytes needed and available: of one rank's device, and of one node's host memory and disks."""
 
     device_bytes: float  # allocated peak plus margin
     margin_bytes: float  # for fragmentation, context and communicators
@@ -63,7 +63,7 @@ class Fit:
 
     @property
     def lacking_bytes(self) -> float:
-        """Bytes needed minus bytes available in the memory that `exceeded` names; 0 if everything fits."""
+        """Bytes that the memory named by `exceeded` lacks; 0 if everything fits."""
         lacks = {
             "device": self.device_bytes - self.device_available_bytes,
             "host": self.host_bytes - self.host_available_bytes,
@@ -108,19 +108,16 @@ def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> 
 def margin_bytes(
     peak_bytes: int, layout: PlannedLayout, cluster: Cluster, large_bytes: int = 0, more_communicators: int = 0
 ) -> float:
-    """Return the bytes that a GPU needs besides the allocated peak: fragmentation, context and communicators.
+    """Return the bytes that a GPU needs besides the allocated peak.
 
-    If torch puts a small tensor into a large freed block, the next large tensor needs an extra block. `large_bytes` is
-    the sum of the largest activation, gradient, bucket and temporary. So `large_bytes` allows for one extra block of
-    each of these four kinds.
-
-    Fragmentation is the larger of two values: a share of the peak, or `large_bytes` plus LAST_SEGMENTS_BYTES. The
-    second value can be larger in a model of few layers. `more_communicators`: number of communicators besides those for
-    the layout's degrees.
+    `large_bytes`: the sum of the largest activation, gradient, bucket and temporary. `more_communicators`: number of
+    communicators besides those for the layout's degrees.
     """
     share = FRAGMENTATION
     if layout.zero_stage == 3:
         share = FRAGMENTATION_ZERO3 if layout.offload_param == "none" else FRAGMENTATION_ZERO3_HOST
+    # If torch puts a small tensor into a large freed block, the next large tensor needs an extra block. `large_bytes`
+    # allows for one extra block of each kind, which is more than the share in a model of few layers.
     fragmentation = max(share * peak_bytes, large_bytes + LAST_SEGMENTS_BYTES)
     fragmentation += REPLAYED * (peak_bytes + fragmentation)  # simulations keep this free, too
     return fragmentation + _process_bytes(layout, cluster, more_communicators)
@@ -131,8 +128,8 @@ def _process_bytes(layout: PlannedLayout, cluster: Cluster, more_communicators: 
     divided = (layout.zero_ranks > 1) + (layout.tp > 1) + (layout.replicas > 1)
     # a pipeline has three: the stages (losses), stages and tensor ranks (norm), all ranks (activations)
     # (runtime/pipe/engine.py:629, :153, p2p.py:60); experts have two: ranks with all, and ranks with the same experts
-    beside = 3 if layout.pp > 1 else divided > 1
-    groups = divided + (layout.sp > 1) + 2 * (layout.ep > 1) + beside + more_communicators  # (pipe/module.py:475)
+    further = 3 if layout.pp > 1 else divided > 1
+    groups = divided + (layout.sp > 1) + 2 * (layout.ep > 1) + further + more_communicators  # (pipe/module.py:475)
     # connections of all-to-alls and pipeline stages to single peers; other nodes share a buffer (nccl#1450)
     peers = min(max(layout.sp - 1, layout.ep - 1, 2 if layout.pp > 1 else 0), device.node.gpus - 1)
     if "PCIe" in device.link_name:
@@ -143,7 +140,7 @@ def _process_bytes(layout: PlannedLayout, cluster: Cluster, more_communicators: 
 
 
 def explain(memory: LayoutMemory, fit: Fit) -> str:
-    """Return a sentence that names the memory that is too small, with needed and available bytes."""
+    """Return a sentence on the memory that is too small, with needed and available bytes."""
     if fit.exceeded == "device":
         kind, size = max(memory.breakdown.items(), key=lambda item: item[1], default=("allocations", 0))
         needed, available = shown_bytes(fit.device_bytes), shown_bytes(fit.device_available_bytes)

@@ -1,4 +1,4 @@
-"""Compute the time of consecutive layers that fetch parameters ahead and reduce gradients later."""
+"""Compute the time of layers that fetch parameters ahead and reduce gradients later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FlowRun(NamedTuple):
 
 
 class FlowEnds(NamedTuple):
-    """The end times of the last fetch, the last layer and the last reduction, in seconds without contention."""
+    """The ends of the last fetch, layer and reduction, in seconds without contention."""
 
     fetched_s: float
     computed_s: float
@@ -36,13 +36,11 @@ class FlowEnds(NamedTuple):
 
 
 def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
-    """Return when the last fetch, layer and reduction end.
-
-    At most one fetch, one layer and one reduction run at a time. In a run of equal layers, the critical path goes
-    through fetches, then layers, then reductions. The path can switch from fetches to layers at any layer, and from
-    layers to reductions at any group. Moving such a switch by one layer (or group) always changes the path's length by
-    the same amount. So in the longest path, each switch is at the first or the last layer (or group).
-    """
+    """Return when the last fetch, layer and reduction end."""
+    # At most one fetch, one layer and one reduction run at a time. In a run of equal layers, the critical path goes
+    # through fetches, then layers, then reductions. The path can switch from fetches to layers at any layer, and from
+    # layers to reductions at any group. Moving such a switch by one layer (or group) always changes the path's length
+    # by the same amount. So in the longest path, each switch is at the first or the last layer (or group).
     fetched = computed = 0.0
     reduced = sum(groups * layers * fetch for groups, layers, fetch, _, _ in runs)
     for groups, layers, fetch, compute, reduce in runs:
@@ -64,16 +62,16 @@ def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
 def flow_s(runs: Sequence[FlowRun], exposed: float) -> float:
     """Return the seconds of layers, with contention.
 
-    While links and compute are both busy, both are slower by the share `exposed`. At any time at least one of them
-    is busy. So the time with both busy is the sum of their busy times minus the time without contention.
+    While links and compute are both busy, both are slower by the share `exposed`.
     """
+    # at any time at least one of them is busy, so both are for the sum of their busy times minus the time that passes
     alone_s = flow_ends(runs).reduced_s
     busy_s = sum(run.groups * (run.layers * (run.fetch_s + run.compute_s) + run.reduce_s) for run in runs)
     return alone_s + exposed * (busy_s - alone_s)
 
 
 class ReduceGroup(NamedTuple):
-    """Layers whose gradients fill a bucket, in backward order. Equal groups share one entry with a count."""
+    """Layers whose gradients fill a bucket, in backward order; equal groups share one entry."""
 
     groups: int  # number of equal groups
     members: tuple[StageLayers, ...]  # per group
@@ -81,7 +79,7 @@ class ReduceGroup(NamedTuple):
 
 
 def reduce_groups(rank_pass: RankPass, stage: Sequence[StageLayers], bucket: int) -> Iterator[ReduceGroup]:
-    """Group a stage's layers in backward order, so that the gradients of each group fill a bucket.
+    """Yield a stage's layers in groups whose gradients fill a bucket, in backward order.
 
     The final group may be smaller.
     """

@@ -35,14 +35,14 @@ class _GatheredGroup(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Sequence[Parameter], layout: PlannedLayout, width: int) -> _GatheredGroup:
-        trained, frozen = (_parts(found, layout, width) for found in _by_training(parameters))
+        trained, frozen = (_parts(kind, layout, width) for kind in _by_training(parameters))
         numels = [p.numel for p in _trained(parameters)]
         last = numels[-1] if numels else 0
         return cls(sum(trained + frozen), sum(trained), sum(numels), max(trained, default=0), last)
 
 
 def _groups(line: StageTimeline, layout: PlannedLayout) -> tuple[list[Sequence[Parameter]], list[Parameter]]:
-    """Return the parameters that are gathered together for each layer, and those of the root alone."""
+    """Return the parameters gathered together for each layer, and those of the root alone."""
     first, *blocks, head = line.layers
     embedding = max(first, key=lambda p: p.numel)
     others = [p for p in first if p is not embedding]
@@ -57,8 +57,8 @@ def root_elements(line: StageTimeline, layout: PlannedLayout) -> int:
 
 
 def _parts(parameters: Sequence[Parameter], layout: PlannedLayout, width: int) -> list[int]:
-    """Return a rank's elements of each parameter of a group. FSDP 1 makes one parameter of all that are trained."""
-    if layout.flattens and parameters:
+    """Return a rank's elements of each parameter of a group."""
+    if layout.flattens and parameters:  # FSDP 1 makes one parameter of a group
         return [-(-sum(p.numel for p in parameters) // layout.shard_ranks)]
     return [shard(p, layout.shard_ranks, width) for p in parameters]
 
@@ -83,21 +83,16 @@ def _trained(parameters: Iterable[Parameter]) -> list[Parameter]:
 
 
 def shard(parameter: Parameter, ranks: int, width: int) -> int:
-    """Return how many elements of a parameter a rank has. Its first dimension is divided and padded.
-
-    (_fsdp_param.py:337) A profile has no shapes, so one side of a matrix is assumed to be the model's width. Which
-    side comes first is unknown: the result is the larger of both cases.
-    """
+    """Return how many elements of a parameter a rank has, with padding."""
+    # The first dimension is divided (_fsdp_param.py:337). A profile has no shapes, so one side of a matrix is assumed
+    # to be the model's width. Which side comes first is unknown: the result is the larger of both cases.
     numel = parameter.numel
     sides = {numel} if parameter.group == 1 or not width or numel % width or numel == width else {width, numel // width}
     return max(-(-rows // ranks) * (numel // rows) for rows in sides)
 
 
 def block_persistent(line: StageTimeline, layout: PlannedLayout) -> PersistentMemory:
-    """Return the memory that a rank keeps between steps: its part of the parameters and moments.
-
-    Offloaded parameters and their gradients are page-locked (_fsdp_param.py:345).
-    """
+    """Return the memory that a rank keeps between steps: its part of the parameters and moments."""
     parts, frozen = _all_parts(line, layout)
     sizes = [layout.weight_bytes * part for part in parts]
     frozen = [layout.element_bytes * part for part in frozen]
@@ -105,29 +100,28 @@ def block_persistent(line: StageTimeline, layout: PlannedLayout) -> PersistentMe
     if layout.offload_param == "none":
         states = states_of(layout, parts, "cuda").device
         return PersistentMemory({**buffers, "parameters": sum(sizes + frozen), "optimizer state": states}, {})
+    # offloaded parameters and their gradients are page-locked (_fsdp_param.py:345)
     gradients, states = sum(map(pinned_bytes, sizes)), host_state_bytes(layout) * sum(parts)
     host = {"parameters": gradients + sum(map(pinned_bytes, frozen)), "gradients": gradients, "optimizer state": states}
     return PersistentMemory(buffers, host)
 
 
 def block_init(line: StageTimeline, layout: PlannedLayout) -> Iterator[dict[str, int]]:
-    """Yield the start-up moment when the largest layer is still undivided and all other layers are divided.
-
-    verl starts while the GPU is empty, so its start is no peak.
-    """
-    if ENGINES[layout.engine].only_methods:
+    """Yield the start-up moment when only the largest layer is still undivided."""
+    if ENGINES[layout.engine].only_methods:  # verl starts while the GPU is empty, so its start is no peak
         return
-    kept = block_persistent(line, layout).device.get("parameters", 0)
+    divided_bytes = block_persistent(line, layout).device.get("parameters", 0)
     if ENGINES[layout.engine].builds_in_parts:
-        yield {"parameters": kept}
+        yield {"parameters": divided_bytes}
         return
     largest = max(sum(p.numel for p in layer) for layer in line.layers)
-    yield {"parameters": kept, "temporaries": layout.weight_bytes * largest}
+    yield {"parameters": divided_bytes, "temporaries": layout.weight_bytes * largest}
 
 
 def block_step(line: StageTimeline, layout: PlannedLayout) -> Iterator[StepMemory]:
-    """Yield the moment of the optimizer step, with a rank's gradients. Fused Adam allocates nothing."""
+    """Yield the moment of the optimizer step, with a rank's gradients."""
     parts = _all_parts(line, layout)[0]
+    # fused Adam allocates nothing
     yield StepMemory(gradients=layout.weight_bytes * sum(parts) if layout.offload_param == "none" else 0)
 
 
@@ -138,7 +132,7 @@ def block_moments(line: StageTimeline, layout: PlannedLayout) -> tuple[list[Live
 
 
 def block_fetches(elements: Sequence[int], layout: PlannedLayout) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Return the bytes and the number of all-gathers for each kind of layer, in forward and in backward.
+    """Return bytes and number of all-gathers for each kind of layer, in forward and in backward.
 
     `elements`: number of parameter elements of each kind of layer. The last kind, the head, stays gathered. The first
     kind, the embedding, stays gathered with FSDP 1.
@@ -165,22 +159,24 @@ class _LayerReplay:
     def __init__(self, line: StageTimeline, layout: PlannedLayout):
         self.line, self.layout, self.ranks, self.element = line, layout, layout.shard_ranks, layout.element_bytes
         self.stored, self.reduced = layout.weight_bytes, layout.reduced_bytes
-        self.half = self.element < self.stored  # a gather converts the weights
+        self.converts = self.element < self.stored  # a gather converts the weights
         self.offloaded = layout.offload_param != "none"
         self.copies = not layout.flattens  # parameters are copied out of the buffer into which they are gathered
-        layers, self.last = line.layers, len(line.layers) - 1
+        layers, self.last_layer = line.layers, len(line.layers) - 1
         groups, root = _groups(line, layout)
         self.groups = [_GatheredGroup.of(group, layout, line.width) for group in groups]
         self.root = _GatheredGroup.of(root, layout, line.width)
-        self.early = line.tied or layout.flattens  # whether the last group is gathered for the first layer
-        self.kept = self.flat = self.input = 0  # bytes: gathered parameters, the flat buffer, a scatter's input
+        self.head_first = line.tied or layout.flattens  # whether the last group is gathered for the first layer
+        self.gathered_bytes = self.flat_bytes = self.scatter_input = (
+            0  # bytes: gathered parameters, the flat buffer, a scatter's input
+        )
         # full or scattered gradients of earlier micro batches
         every = sum(p.numel for p in _trained(chain(*layers)))
-        self.whole = layout.keeps_full_gradients
-        self.adds_up = layout.accumulation > 1 and not self.whole
-        self.full = layout.full_gradient_bytes * every if self.whole else 0
-        self.scattered = next(block_step(line, layout)).gradients if self.adds_up else 0
-        self.merges = self.whole and self.copies  # FSDP 1 first joins the new gradients of a group
+        self.keeps_full = layout.keeps_full_gradients
+        self.adds_up = layout.accumulation > 1 and not self.keeps_full
+        self.full_gradients = layout.full_gradient_bytes * every if self.keeps_full else 0
+        self.scattered_gradients = next(block_step(line, layout)).gradients if self.adds_up else 0
+        self.merges = self.keeps_full and self.copies  # FSDP 1 first joins the new gradients of a group
         self.in_place = self.merges and self.reduced == self.element  # autograd adds to the gradient
         self.trained = [sum(p.numel for p in _trained(layer)) for layer in layers]
         self.in_chunks = ENGINES[layout.engine].loss_in_chunks
@@ -190,28 +186,30 @@ class _LayerReplay:
         if self.in_chunks and line.tied:  # torchtitan ties after it divides, so both places have a copy
             head = self.groups[-1]
             self.groups[-1] = head._replace(shard=head.shard + shard(groups[-1][-1], self.ranks, line.width))
-        self.late = self.groups[-1]
+        self.last_group = self.groups[-1]
         if self.in_chunks:  # the head's gradient is scattered before the norm's
-            self.late = _GatheredGroup.of(groups[-1][:-1], layout, line.width)._replace(shard=self.late.shard)
-            self.trained[-1] = self.late.numel
+            self.last_group = _GatheredGroup.of(groups[-1][:-1], layout, line.width)._replace(
+                shard=self.last_group.shard
+            )
+            self.trained[-1] = self.last_group.numel
 
     def forward(self) -> Iterator[LiveMemory]:
         moments = {n: (before, points) for n, before, points in self.line.forward}
         for n, group in enumerate(self.groups):
             before, points = moments.get(n, (None, ()))
-            for opened in self._opened(n):
+            for new in self._gathered_for(n):
                 # a local variable keeps the buffer before until the parameters are copied out (wait_for_unshard)
-                sent, gathered, flat = self._sent(opened), self._gathered(opened), self._flat(opened)
+                sent, gathered, flat = self._sent(new), self._gathered(new), self._flat(new)
                 made = flat + max(sent, gathered) if self.copies else sent + gathered
                 if before is not None:
-                    yield self._live(before, self.kept + self.flat + made, n)
-                self.kept, self.flat = self.kept + gathered, flat
-            for place, point in enumerate(points):
-                released = self.releases and n == self.last and place  # all but the head's product
-                yield self._live(point, 0 if released else self.kept + self.flat, n)
-            if self.layout.reshard and n < self.last:
-                self.kept -= self._gathered(group)
-        self.flat = 0
+                    yield self._live(before, self.gathered_bytes + self.flat_bytes + made, n)
+                self.gathered_bytes, self.flat_bytes = self.gathered_bytes + gathered, flat
+            for number, point in enumerate(points):
+                released = self.releases and n == self.last_layer and number  # all but the head's product
+                yield self._live(point, 0 if released else self.gathered_bytes + self.flat_bytes, n)
+            if self.layout.reshard and n < self.last_layer:
+                self.gathered_bytes -= self._gathered(group)
+        self.flat_bytes = 0
 
     def backward(self) -> Iterator[LiveMemory]:
         events: dict[int, list[TimelineEvent]] = {}
@@ -220,108 +218,119 @@ class _LayerReplay:
         end: Point | None = None
         pending = 0  # bytes of gradients whose group is scattered after all layers
         if self.in_chunks:
-            head, *events[self.last] = events[self.last]
+            head, *events[self.last_layer] = events[self.last_layer]
             yield from self._loss(head)
-        for n in range(self.last, -1, -1):
-            layer, group = events.get(n, []), self.groups[n] if n < self.last else self.late
+        for n in range(self.last_layer, -1, -1):
+            layer, group = events.get(n, []), self.groups[n] if n < self.last_layer else self.last_group
             yield from self._gather(n, end, pending)
             for event in layer:
                 gradients = pending + (0 if self.in_place else self.element * (event.done - layer[0].done))
                 for point in event.live:
                     # the loss is differentiated before the head's backward gathers the last block
                     own = self.element * self.groups[n].last
-                    began = n < self.last or event is not layer[0] or (own and point[0] >= own)
-                    ahead = self.flat if began else 0
-                    gathered = 0 if self.releases and not began else self.kept + ahead
+                    began = n < self.last_layer or event is not layer[0] or (own and point[0] >= own)
+                    ahead = self.flat_bytes if began else 0
+                    gathered = 0 if self.releases and not began else self.gathered_bytes + ahead
                     yield self._live(point, gathered, n, gradients)
             end = layer[-1].end if layer else None
             own = 0 if self.merges else self.element * self.trained[n]
-            if n and not (self.early and n == self.last):
+            if n and not (self.head_first and n == self.last_layer):
                 yield from self._scatter(group, end, pending + own, n)
             else:
                 pending += own
-        for group in (self.root, self.groups[-1] if self.early else self.groups[0]):
+        for group in (self.root, self.groups[-1] if self.head_first else self.groups[0]):
             yield from self._scatter(group, NOTHING, pending, 0)
             pending -= 0 if self.merges else self.element * group.numel
 
     def _loss(self, head: TimelineEvent) -> Iterator[LiveMemory]:
-        """Replay the head, whose chunks run forward and backward one by one (torchtitan/components/loss.py).
-
-        The gradients of all chunks are added up in float32, and scattered after the last chunk. This replay
-        keeps the head gathered until the norm's backward. FSDP2 releases it in between, when less memory is in use.
-        """
+        """Replay the head, whose chunks run forward and backward one by one."""
+        # The gradients of all chunks are added up in float32, and scattered after the last chunk
+        # (torchtitan/components/loss.py). This replay keeps the head gathered until the norm's backward. FSDP2
+        # releases it in between, when less memory is in use.
         group, added = self.groups[-1], self.stored * self.groups[-1].last
         for point in (*head.live, head.end):
-            yield self._live(point, self.kept, self.last, added)
-        self.input = self.reduced * self.ranks * group.trained
+            yield self._live(point, self.gathered_bytes, self.last_layer, added)
+        self.scatter_input = self.reduced * self.ranks * group.trained
         rest = add(head.end, (-self.element * group.last, 0.0))
-        yield self._live(rest, self.kept, self.last, added, self.stored * group.trained)
-        self.scattered += 0 if self.offloaded or self.adds_up else self.stored * (group.trained - self.late.trained)
+        yield self._live(rest, self.gathered_bytes, self.last_layer, added, self.stored * group.trained)
+        self.scattered_gradients += (
+            0 if self.offloaded or self.adds_up else self.stored * (group.trained - self.last_group.trained)
+        )
 
-    def _opened(self, n: int) -> list[_GatheredGroup]:
+    def _gathered_for(self, n: int) -> list[_GatheredGroup]:
+        """Return the groups that are gathered when the forward of layer n begins."""
         if n == 0:
-            found = [self.root, self.groups[-1] if self.early else self.groups[0]]
-            return [group for group in found if group.shard]
-        return [] if self.early and n == self.last else [self.groups[n]]
+            first = [self.root, self.groups[-1] if self.head_first else self.groups[0]]
+            return [group for group in first if group.shard]
+        return [] if self.head_first and n == self.last_layer else [self.groups[n]]
 
     def _gather(self, n: int, end: Point | None, gradients: int) -> Iterator[LiveMemory]:
         """Copy layer n out of its buffer, and gather the layer before it (pre_backward)."""
         if not self.layout.reshard or n < self.line.still:
             return
-        if n < self.last:
-            self.kept += self._gathered(self.groups[n])
+        if n < self.last_layer:
+            self.gathered_bytes += self._gathered(self.groups[n])
             if end is not None and self.copies:
-                yield self._live(end, self.kept + self.flat, n, gradients)
+                yield self._live(end, self.gathered_bytes + self.flat_bytes, n, gradients)
         ahead = self.groups[n - 1] if n else _GatheredGroup()
-        self.flat = self._flat(ahead) if self.copies else self._gathered(ahead)
+        self.flat_bytes = self._flat(ahead) if self.copies else self._gathered(ahead)
         if end is not None:
-            yield self._live(end, self.kept + self.flat + self._sent(ahead), n, gradients)
+            yield self._live(end, self.gathered_bytes + self.flat_bytes + self._sent(ahead), n, gradients)
 
     def _scatter(self, group: _GatheredGroup, end: Point | None, gradients: int, layer: int) -> Iterator[LiveMemory]:
         """Release a group and scatter its gradients (post_backward, foreach_reduce)."""
         if not self.copies:
             yield from self._scatter_flat(group, end, gradients, layer)
             return
-        self.kept -= self._gathered(group)
-        self.input = self.reduced * self.ranks * group.trained
+        self.gathered_bytes -= self._gathered(group)
+        self.scatter_input = self.reduced * self.ranks * group.trained
         if not group.trained:
             return
         if end is not None:
-            yield self._live(end, self.kept + self.flat, layer, gradients)
-        size = self.reduced if self.whole else self.element
-        if self.whole:
-            self.full -= size * group.numel
+            yield self._live(end, self.gathered_bytes + self.flat_bytes, layer, gradients)
+        size = self.reduced if self.keeps_full else self.element
+        if self.keeps_full:
+            self.full_gradients -= size * group.numel
         if end is not None:
             # a loop variable keeps the last gradient (_fsdp_collectives.py, foreach_reduce)
-            left = gradients - (0 if self.whole else size * group.numel) + (size * group.last if self.ranks > 1 else 0)
+            left = (
+                gradients
+                - (0 if self.keeps_full else size * group.numel)
+                + (size * group.last if self.ranks > 1 else 0)
+            )
             lowered = self.reduced * group.trained if self.reduced < self.stored else 0
-            yield self._live(end, self.kept + self.flat, layer, left, lowered + self.stored * group.trained)
+            yield self._live(
+                end, self.gathered_bytes + self.flat_bytes, layer, left, lowered + self.stored * group.trained
+            )
         if not (self.offloaded or self.adds_up):
-            self.scattered += self.stored * group.trained
+            self.scattered_gradients += self.stored * group.trained
         if self.layout.replicas > 1 and (self.reduced < self.stored or self.adds_up):
             # each group keeps what its replicas have reduced (_all_reduce_state), unless it is the gradient itself
-            self.scattered += self.reduced * group.trained
+            self.scattered_gradients += self.reduced * group.trained
 
     def _scatter_flat(
         self, group: _GatheredGroup, end: Point | None, gradients: int, layer: int
     ) -> Iterator[LiveMemory]:
-        """Join a group's gradients, release the group, and scatter the flat gradient (_post_backward_hook)."""
-        own, moment = self.element * group.numel, end if group.numel else None
+        """Join a group's gradients, release the group, and scatter (_post_backward_hook)."""
+        own, moment = self.element * group.numel, end if group.numel else None  # frozen groups are only released
         if moment is not None:
-            yield self._live(moment, self.kept + self.flat, layer, gradients + own)
-        self.kept -= self._gathered(group)
+            yield self._live(moment, self.gathered_bytes + self.flat_bytes, layer, gradients + own)
+        self.gathered_bytes -= self._gathered(group)
         if moment is not None:
             converted, padded = (self.reduced * size for size in (group.numel, self.ranks * group.trained))
-            self.input = (converted if self.reduced > self.element else 0) + (padded if padded > converted else 0)
+            self.scatter_input = (converted if self.reduced > self.element else 0) + (
+                padded if padded > converted else 0
+            )
             part = self.reduced * (self.ranks > 1) + (self.stored if self.stored < self.reduced else 0)
-            yield self._live(moment, self.kept + self.flat, layer, gradients, part * group.trained)
-            self.input = 0
-        if self.whole:
-            self.full -= own
+            yield self._live(moment, self.gathered_bytes + self.flat_bytes, layer, gradients, part * group.trained)
+            self.scatter_input = 0
+        if self.keeps_full:
+            self.full_gradients -= own
         if not self.adds_up:
-            self.scattered += self.stored * group.trained
+            self.scattered_gradients += self.stored * group.trained
 
     def _gathered(self, group: _GatheredGroup) -> int:
+        """Return the bytes of a gathered group."""
         return self.element * self.ranks * group.shard
 
     def _flat(self, group: _GatheredGroup) -> int:
@@ -334,11 +343,11 @@ class _LayerReplay:
         Offloaded shards are copied from the host (_fsdp_collectives.py:382, _fsdp_param.py:1051).
         """
         if not self.copies:
-            low, host = self.element * self.half * (self.ranks > 1), self.stored * self.offloaded
+            low, host = self.element * self.converts * (self.ranks > 1), self.stored * self.offloaded
             return (low + host) * group.shard
         if self.ranks == 1:
-            return self.element * group.largest if self.half else 0
-        if not self.half:
+            return self.element * group.largest if self.converts else 0
+        if not self.converts:
             return self.stored * group.shard if self.offloaded else 0
         if self.offloaded:
             return self.element * group.shard + self.stored * group.largest
@@ -347,5 +356,5 @@ class _LayerReplay:
     def _live(
         self, activations: Point, gathered: int, layer: int, gradients: int = 0, temporaries: int = 0
     ) -> LiveMemory:
-        waiting = gradients + self.full + self.scattered
-        return LiveMemory(activations, waiting, self.input, gathered, temporaries, layer=layer)
+        waiting = gradients + self.full_gradients + self.scattered_gradients
+        return LiveMemory(activations, waiting, self.scatter_input, gathered, temporaries, layer=layer)

@@ -61,7 +61,7 @@ class Failures:
 
 
 def young_interval(save_s: float, mtbf_s: float) -> float:
-    """Return Young's interval between checkpoints. It assumes that a save is much shorter than `mtbf_s`."""
+    """Return Young's interval between checkpoints, for saves much shorter than `mtbf_s`."""
     return math.sqrt(2 * save_s * mtbf_s)
 
 
@@ -128,8 +128,8 @@ class Reliability:
     def failures(self, parameters: int, layout: PlannedLayout, cluster: Cluster) -> Failures:
         """Return the failure figures of a run with this layout."""
         units = cluster.nodes if self.of_node else cluster.ranks
-        whole, most = checkpoint_bytes(parameters, layout)
-        moved_s = max(most / WRITTEN.value, whole / self.storage if self.storage else 0.0)
+        every_bytes, most_bytes = checkpoint_bytes(parameters, layout)
+        moved_s = max(most_bytes / WRITTEN.value, every_bytes / self.storage if self.storage else 0.0)
         return Failures(
             mtbf_s=3600 * (self.mtbf_h or GPU_MTBF_H.value) / units,
             save_s=moved_s if self.save_s is None else self.save_s,
@@ -139,7 +139,7 @@ class Reliability:
     @property
     def sources(self) -> dict[str, str]:
         """The source of each figure that is a default."""
-        found = {
+        sources = {
             "mtbf": "" if self.mtbf_h else f"{GPU_MTBF_H.value:,.0f} h of one GPU: {GPU_MTBF_H.how}",
             "save": "" if self.save_s is not None else f"{WRITTEN.value / 1e9:.2f} GB/s of one rank: {WRITTEN.how}",
             "restart": ""
@@ -147,7 +147,7 @@ class Reliability:
             else f"{RESTART_S.value:g} s, then reading the checkpoint: {RESTART_S.how}",
             "repair": f"assumed: a failed node is back after {REPAIR_H:g} h",
         }
-        return {name: source for name, source in found.items() if source}
+        return {name: source for name, source in sources.items() if source}
 
 
 @dataclass(frozen=True, kw_only=True)

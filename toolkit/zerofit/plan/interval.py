@@ -11,7 +11,7 @@ LONG = 16_384  # tokens per sample
 
 
 class PublishedErrors(NamedTuple):
-    """An interval with the middle 80 % of the ratios (measured / forecast step time) in one class of figures."""
+    """The interval of the middle 80 % of the ratios measured / forecast in one class of figures."""
 
     what: str
     figures: int
@@ -57,5 +57,6 @@ def class_of(layout: PlannedLayout, task: str, seq_len: int | None, nodes: int) 
 
 def errors_of(layout: PlannedLayout, task: str, seq_len: int | None, nodes: int) -> PublishedErrors:
     """Return the forecast errors on published figures in the same class as the layout."""
-    own = layout.engine == "torchtitan"
-    return TITAN if own else CLASSES[class_of(layout, task, seq_len, nodes)]
+    if layout.engine == "torchtitan":
+        return TITAN
+    return CLASSES[class_of(layout, task, seq_len, nodes)]

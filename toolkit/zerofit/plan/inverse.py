@@ -21,13 +21,8 @@ def largest(
 
     The candidates are `smallest`, `smallest + step`, ..., up to `most`. A value fits if its `pressure` is at most 1.
     `pressure` must grow with the value. If `smallest` does not fit, the returned value is None.
-
-    The search tries `smallest`, then the next candidate (with `end_first`, the last candidate). It tries larger
-    candidates until one does not fit. The result is now in a bracket: the lower end fits, and the upper end does not
-    fit. `pressure` grows nearly linearly. So the next guess is where a line through the bracket's ends reaches 1. If
-    this guess does not halve the bracket, the next guess is the bracket's middle. Finally, the upper end is the
-    candidate after the result. So `pressure` was evaluated for that candidate, too, unless the result is the last
-    candidate.
+    `end_first`: whether the search tries the last candidate second. `pressure` was also evaluated for the candidate
+    after the result, unless the result is the last candidate.
     """
     seen: dict[int, float] = {}
 
@@ -39,11 +34,14 @@ def largest(
     last = (most - smallest) // step
     if not fits(0):
         return None, len(seen)
+    # larger candidates until one does not fit: then the result is in a bracket
     low, high = 0, last if end_first else min(1, last)
     while fits(high):
         if high == last:
             return smallest + last * step, len(seen)
         low, high = high, min(max(2 * high, _crossing(seen, low, high) + 1), last)
+    # `pressure` grows nearly linearly, so the next guess is where a line through the bracket's ends reaches 1. If this
+    # guess does not halve the bracket, the next guess is its middle.
     halve = False
     while high - low > 1:
         width = high - low
@@ -54,10 +52,11 @@ def largest(
 
 
 def _crossing(seen: dict[int, float], low: int, high: int) -> int:
-    """Return where a line through two evaluated values reaches a pressure of 1, at most 64 times `high`."""
+    """Return where a line through two evaluated values reaches a pressure of 1."""
     slope = (seen[high] - seen[low]) / (high - low)
     if not 0 < slope < math.inf:
         return (low + high) // 2 if slope > 0 else 2 * high
+    # a flat line would lead far beyond values that can be evaluated
     return min(int(low + (1 - seen[low]) / slope), 64 * high)
 
 

@@ -193,7 +193,8 @@ class PlannedLayout:
 
     @property
     def full_gradient_bytes(self) -> int:
-        """Bytes per element of the full gradients that FSDP accumulates. FSDP 1 converts them only in the reduction."""
+        """Bytes per element of the full gradients that FSDP accumulates."""
+        # FSDP 1 converts gradients only in the reduction
         return self.element_bytes if self.flattens else self.reduced_bytes
 
     @property

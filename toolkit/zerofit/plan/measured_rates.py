@@ -61,14 +61,14 @@ class KernelTable:
         if not points:
             return None
         products = kernel.kind in WITH_PRODUCTS
-        whole = _made(kernel.flops.at(micro_batch), kernel.causal) if products else kernel.moved_bytes.at(micro_batch)
-        if whole <= 0:
+        amount = _made(kernel.flops.at(micro_batch), kernel.causal) if products else kernel.moved_bytes.at(micro_batch)
+        if amount <= 0:
             return 0.0 if not products else None
-        sizes = (*(size.at(micro_batch) for size in kernel.shape), whole / max(1.0, kernel.count))
-        place = (*key, odd, sizes)
-        if place not in self._known:
-            self._known[place] = _rate_at(points, _logs(sizes))
-        return whole / (share * self._known[place])
+        sizes = (*(size.at(micro_batch) for size in kernel.shape), amount / max(1.0, kernel.count))
+        known_key = (*key, odd, sizes)
+        if known_key not in self._known:
+            self._known[known_key] = _rate_at(points, _logs(sizes))
+        return amount / (share * self._known[known_key])
 
 
 def unaligned_lengths(kernel: Kernel) -> list[int]:
@@ -83,6 +83,7 @@ def unaligned_lengths(kernel: Kernel) -> list[int]:
 
 
 def _made(flops: float, causal: bool) -> float:
+    """Return the FLOPs that a kernel computes: a causal mask skips half of the blocks."""
     return 0.5 * flops if causal else flops
 
 
@@ -91,14 +92,11 @@ def _logs(sizes: Iterable[float]) -> tuple[float, ...]:
 
 
 def _rate_at(points: Sequence[_Point], sizes: tuple[float, ...]) -> float:
-    """Return the measured rate at these sizes. Without one, return the mean of all points.
-
-    Near points weigh more in this mean. If the kernel or a point has no shape, nearness depends only on the amount
-    of work.
-    """
+    """Return the measured rate at these sizes, or a mean of all points in which near ones weigh more."""
     total = weights = 0.0
     for point in points:
         alike = len(point.sizes) == len(sizes)
+        # without a shape, nearness depends only on the amount of work
         distance = math.dist(point.sizes, sizes) if alike else abs(point.sizes[-1] - sizes[-1])
         if distance < SAME:
             return math.exp(point.rate)

@@ -70,13 +70,10 @@ class _StageMoments(NamedTuple):
         return self.host_bytes + sum(pinned_bytes(round(a + b * samples)) for a, b in self.on_host)
 
     def large_at(self, samples: int, peak_bytes: int) -> int:
-        """Return the bytes of large blocks that a step allocates and frees. The result is the larger of two values.
-
-        The first value is the sum of the largest gradient, buckets, temporaries and activation. The second value is for
-        the optimizer's step: the largest sum of live bytes and newly allocated block, minus `peak_bytes`. (The
-        optimizer flattens gradients when no activation is alive.)
-        """
+        """Return the bytes of large blocks that a step allocates and frees."""
         fixed, activations = self.large
+        # in the passes, the largest gradient, buckets, temporaries and activation; in the optimizer's step, what its
+        # new block needs beyond the peak (it flattens gradients when no activation is alive)
         passes = fixed + round(max((a + b * samples for a, b in activations), default=0))
         return max(passes, round(max(a + b * samples for a, b in self.stepped)) - peak_bytes)
 
@@ -120,12 +117,14 @@ class Forecaster:
         self._built_in_parts = profile.model_type is not None  # transformers divides it at once at stage 3
         self._cpu_process_bytes = _cpu_process_bytes(profile)
         self._single = any(key.endswith(SINGLE) for key in profile.costs)
-        self._own = {of: Forecaster(own, device, workspace_bytes, of) for of, own in profile.own_models.items()}
+        self._engine_forecasters = {
+            of: Forecaster(model, device, workspace_bytes, of) for of, model in profile.own_models.items()
+        }
 
     def memory(self, layout: PlannedLayout) -> LayoutMemory:
         """Return the memory of the pipeline stage that needs the most memory."""
-        if layout.engine in self._own:
-            return self._own[layout.engine].memory(layout)
+        if layout.engine in self._engine_forecasters:
+            return self._engine_forecasters[layout.engine].memory(layout)
         key = (*_key_of(layout), self._single and layout.micro_batch == 1)
         stages = self._stages.get(key)
         if stages is None:
@@ -153,14 +152,13 @@ class Forecaster:
         )
 
     def _more_communicators(self, layout: PlannedLayout) -> int:
-        """Count the extra communicators: for a matrix tied between pipeline stages, and for full weights at ZeRO-3.
-
-        At ZeRO-3, the first rank sends the full weights to all other ranks before they are divided (engine.py,
-        _broadcast_model). This uses an extra group. transformers' models are already divided at that time.
-        """
+        """Return the number of communicators besides those of the degrees."""
+        # of the stages that share a tied matrix
         tied = bool(self._tied) and layout.pp > 1 and layout.schedule != "dualpipev"
-        whole = not self._built_in_parts and layout.zero_stage == 3 and layout.zero_ranks > 1
-        return tied + whole
+        # of the first rank's full weights, which it sends before they are divided (engine.py, _broadcast_model);
+        # transformers' models are already divided at that time
+        broadcast = not self._built_in_parts and layout.zero_stage == 3 and layout.zero_ranks > 1
+        return tied + broadcast
 
     def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:
         """Return the peak memory of each layer of a pipeline stage, and of the step.
@@ -168,24 +166,22 @@ class Forecaster:
         The peaks are those of the micro batch with the most live bytes. If a stage has many equal layers, the result
         contains only a few of them. Raises KeyError as `memory` does.
         """
-        if layout.engine in self._own:
-            return self._own[layout.engine].along(layout, stage)
+        if layout.engine in self._engine_forecasters:
+            return self._engine_forecasters[layout.engine].along(layout, stage)
         parts = stage_parts(self.profile, layout)[stage] if layout.pp > 1 else None
         lines, passes, between = self._passes(layout, parts, stage)
         persistent = self._persistent(lines[0], layout)
-        found: dict[tuple[str, int], dict[str, int]] = {}
-
-        def note(phase: str, live: LiveMemory, more: Point) -> None:
-            moment, key = self._moment(phase, live, persistent, more), (phase, live.layer)
+        peaks: dict[tuple[str, int], dict[str, int]] = {}
+        moments = chain(
+            self._live_in_passes(layout, passes, between, every=True),
+            (("step", self._live_in_step(step), between) for step in self._step(lines[0], layout)),
+        )
+        for phase, live, others in moments:
+            moment, key = self._moment(phase, live, persistent, others), (phase, live.layer)
             activations = round(moment.activations[0] + moment.activations[1] * layout.micro_batch)
             kinds = {kind: size for kind, size in {**moment.kinds, "activations": activations}.items() if size}
-            found[key] = max(found.get(key, {}), kinds, key=lambda sizes: sum(sizes.values()))
-
-        for direction, live, more in self._live_in_passes(layout, passes, between, every=True):
-            note(direction, live, more)
-        for step in self._step(lines[0], layout):
-            note("step", self._live_in_step(step), between)
-        return [LayerMoment(phase, layer, kinds) for (phase, layer), kinds in found.items()]
+            peaks[key] = max(peaks.get(key, {}), kinds, key=lambda sizes: sum(sizes.values()))
+        return [LayerMoment(phase, layer, kinds) for (phase, layer), kinds in peaks.items()]
 
     def _all_stages(self, layout: PlannedLayout) -> Iterator[_StageMoments]:
         if layout.pp == 1:
@@ -215,21 +211,25 @@ class Forecaster:
         line = lines[0]
         persistent = self._persistent(line, layout)
         moments = []
-        for direction, live, more in self._live_in_passes(layout, passes, between, every=False):
-            moments.append(self._moment(direction, live, persistent, more))
+        for direction, live, others in self._live_in_passes(layout, passes, between, every=False):
+            moments.append(self._moment(direction, live, persistent, others))
         host, stepped = persistent.momentary, []
         for step in self._step(line, layout):
             moments.append(self._moment("step", self._live_in_step(step), persistent, between))
             stepped.append(add((step.flat + step.temporaries, 0.0), (moments[-1].fixed, moments[-1].slope)))
             host = max(host, step.host)
-        for kinds in self._init(line, layout):
-            kept = line.buffers_bytes - line.quantized_bytes + quantized_at_start(line, layout)
-            kinds = {"buffers of the model": kept, **kinds}
+        if layout.by_layer:
+            start_up = block_init(line, layout)
+        else:
+            start_up = init_moments(line, layout, self.device, self._built_in_parts)
+        for kinds in start_up:
+            buffers = line.buffers_bytes - line.quantized_bytes + quantized_at_start(line, layout)
+            kinds = {"buffers of the model": buffers, **kinds}
             moments.append(_Moment("init", sum(kinds.values()), 0.0, NOTHING, kinds))
         on_host = sum(persistent.host.values())
         static = sum(persistent.device.values()) + (on_host if self.device == "cpu" else 0)
         counts = most_in_flight(layout, stage)
-        kept = tuple(chain(*(line.on_host * count for line, count in zip(lines, counts, strict=True))))
+        offloaded = tuple(chain(*(line.on_host * count for line, count in zip(lines, counts, strict=True))))
         steps = [moment.kinds for moment in moments if moment.phase != "init"]
         most = [max(kinds.get(kind, 0) for kinds in steps) for kind in ("communication buckets", "temporaries")]
         twice = self._tied if layout.pp == 1 else 0  # both gradients of a tied matrix, before their sum
@@ -242,7 +242,7 @@ class Forecaster:
             static_bytes=static,
             host_bytes=on_host + host,
             nvme_bytes=persistent.nvme,
-            on_host=kept,
+            on_host=offloaded,
             large=large,
             stepped=tuple(stepped),
         )
@@ -255,21 +255,16 @@ class Forecaster:
     def _step(self, line: StageTimeline, layout: PlannedLayout) -> Iterator[StepMemory]:
         return block_step(line, layout) if layout.by_layer else step_moments(line, layout, self.device)
 
-    def _init(self, line: StageTimeline, layout: PlannedLayout) -> Iterator[dict[str, int]]:
-        if layout.by_layer:
-            return block_init(line, layout)
-        return init_moments(line, layout, self.device, self._built_in_parts)
-
     def _live_in_passes(
         self, layout: PlannedLayout, passes: list[Pass], between: Point, *, every: bool
     ) -> Iterator[tuple[Direction, LiveMemory, Point]]:
-        """Yield for each moment its direction, its live memory, and the live bytes of other micro batches.
+        """Yield each moment: direction, live memory, live bytes of other micro batches.
 
         Without `every`, moments that are not the peak for any size of the micro batch may be left out.
         """
         if layout.by_layer:
-            for direction, found in zip(DIRECTIONS, block_moments(passes[0].line, layout), strict=True):
-                for live in found if every else upper(found, LiveMemory.line):
+            for direction, moments in zip(DIRECTIONS, block_moments(passes[0].line, layout), strict=True):
+                for live in moments if every else upper(moments, LiveMemory.line):
                     yield direction, live, between
             return
         for kind in passes:
@@ -278,15 +273,17 @@ class Forecaster:
                 moments = replay(kind.line, layout, self.device, kind.graded)
             else:
                 forward = list(_forward_moments(kind, layout, self.device))
+                # reversed, so that the last of equal moments is kept
                 moments = forward if every else upper(reversed(forward), LiveMemory.line)
             for live in moments:
-                yield kind.direction, live, between if live.after else kind.beside
+                yield kind.direction, live, between if live.after else kind.others
 
     def _live_in_step(self, step: StepMemory) -> LiveMemory:
         temporaries = step.temporaries + (step.host if self.device == "cpu" else 0)
         return LiveMemory(NOTHING, gradients=step.gradients, temporaries=temporaries)
 
-    def _moment(self, phase: str, live: LiveMemory, persistent: PersistentMemory, more: Point) -> _Moment:
+    def _moment(self, phase: str, live: LiveMemory, persistent: PersistentMemory, others: Point) -> _Moment:
+        """Return a moment with everything on the device. `others`: live bytes of other micro batches."""
         kinds = add_kinds(persistent.device, persistent.host) if self.device == "cpu" else persistent.device
         parts = {
             **self._workspaces,
@@ -295,7 +292,7 @@ class Forecaster:
             "gathered parameters": live.gathered,
             "temporaries": live.temporaries,
         }
-        kinds, activations = add_kinds(kinds, parts), add(live.activations, more)
+        kinds, activations = add_kinds(kinds, parts), add(live.activations, others)
         return _Moment(phase, sum(kinds.values()) + activations[0], activations[1], activations, kinds)
 
 
@@ -313,7 +310,8 @@ def _cpu_process_bytes(profile: Profile) -> int:
 
 
 def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
-    """Yield the moments of the forward with the most live bytes. With accumulation, this is a later forward."""
+    """Yield the moments of the forward with the most live bytes."""
+    # with accumulation this is a later forward, when gradients of earlier micro batches exist
     line, gradients, buckets = kind.line, 0, 0
     if layout.zero_stage < 2:
         gradients = layout.element_bytes * kind.graded
@@ -323,20 +321,19 @@ def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator
         gradients = layout.element_bytes * overlap_in_partition(line, layout.zero_ranks)
     gathered = copied = [0] * len(line.forward)
     if layout.zero_stage == 3:
-        here = replace(layout, offload_param="none") if device == "cpu" else layout  # host and device memory are one
-        gathered, copied = gathered_in_forward(line, here), gathered_at_once(line, here, device)
-    for (layer, before, points), whole, copy in zip(line.forward, gathered, copied, strict=True):
+        if device == "cpu":  # host and device memory are one
+            layout = replace(layout, offload_param="none")
+        gathered, copied = gathered_in_forward(line, layout), gathered_at_once(line, layout, device)
+    for (layer, before, points), gathered_bytes, copy in zip(line.forward, gathered, copied, strict=True):
         for point in points:
-            yield LiveMemory(point, gradients, buckets, whole, layer=layer)
-        yield LiveMemory(before, gradients, buckets, whole, copy, layer=layer)
+            yield LiveMemory(point, gradients, buckets, gathered_bytes, layer=layer)
+        yield LiveMemory(before, gradients, buckets, gathered_bytes, copy, layer=layer)
 
 
 def _distinct_stages(stages: tuple[tuple[tuple[int, int], ...], ...], runs: Sequence[int]) -> list[int]:
-    """Choose the stages to forecast: the first, the last, and some between them. `runs`: the kind of each layer.
-
-    Stages between them with equal layers form a group, and the first stage of each group is chosen. With two parts per
-    stage, the last stage of each group is chosen, too: its second part has the most micro batches in flight.
-    """
+    """Choose the stages to forecast. `runs`: the kind of each layer."""
+    # The first and the last stage, and the first of other stages with equal layers. With two parts per stage also the
+    # last of these: its second part has the most micro batches in flight.
     kinds: dict[tuple, list[int]] = {}
     for stage, parts in enumerate(stages):
         layers = tuple(tuple(runs[first:last]) for first, last in parts)

@@ -17,14 +17,15 @@ from zerofit.plan.timeline import StageTimeline
 
 
 def host_state_bytes(layout: PlannedLayout) -> int:
-    """Return the bytes per element of optimizer states on the host. The states have the dtype of the weights."""
+    """Return the bytes per element of optimizer states on the host."""
+    # the states have the dtype of the weights
     return OPTIMIZERS[layout.optimizer].states.element_bytes(on_host=True) * layout.weight_bytes // FLOAT_BYTES
 
 
 def states_of(layout: PlannedLayout, numels: Iterable[int], device: str) -> StateBytes:
-    """Return the bytes of the states of tensors with `numels` elements. A tensor may be a flat partition."""
-    found = OPTIMIZERS[layout.optimizer].states.of_tensors(numels, gpu=device == "cuda")
-    return StateBytes(*(size * layout.weight_bytes // FLOAT_BYTES for size in found))
+    """Return the bytes of the states of tensors, or flat partitions, with `numels` elements."""
+    in_float32 = OPTIMIZERS[layout.optimizer].states.of_tensors(numels, gpu=device == "cuda")
+    return StateBytes(*(size * layout.weight_bytes // FLOAT_BYTES for size in in_float32))
 
 
 def whole_states(line: StageTimeline, layout: PlannedLayout, device: str) -> StateBytes:
@@ -40,13 +41,10 @@ def step_bytes(layout: PlannedLayout, numel: int, device: str) -> int:
 
 
 def whole_step_bytes(line: StageTimeline, layout: PlannedLayout, device: str) -> int:
-    """Return the peak of what a step without ZeRO allocates, in bytes.
-
-    It runs parameter by parameter. torch's loops free the last tensor of a parameter only after they have allocated
-    a tensor for the next parameter.
-    """
+    """Return the peak of what a step without ZeRO allocates, in bytes."""
     step, gpu = OPTIMIZERS[layout.optimizer].step, device == "cuda"
     together = gpu and step.group_at_once
     numels = [sum(group) for group in line.groups] if together else [n for group in line.groups for n in group]
+    # torch's loops free the last tensor of a parameter only after they have allocated one for the next parameter
     late = step.late(gpu)
     return max((late * before + step.temporary(n, gpu) for before, n in pairwise([0, *numels])), default=0)

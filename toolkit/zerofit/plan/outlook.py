@@ -41,7 +41,7 @@ class Work:
         return None if self.samples is None else self.epochs * self.samples
 
     def price(self, cluster: Cluster) -> Price | None:
-        """Return the user's price. Without one, return the node's list price, or None if that is unknown."""
+        """Return the user's price, else the node's list price; None if both are unknown."""
         requested = cluster.kind if isinstance(cluster.kind, str) else cluster.device.kind
         for name in (requested, cluster.device.kind, ""):
             if name in self.prices:
@@ -84,14 +84,14 @@ def outlook_of(
 
     `trained`: number of parameters that a checkpoint has. Frozen ones are not saved.
     """
-    found = goodput_of(work.reliability.failures(trained, layout, cluster))
+    useful = goodput_of(work.reliability.failures(trained, layout, cluster))
     samples, price = work.samples_of(seq_len), work.price(cluster)
     if samples is None:
         nothing = dict.fromkeys(("steps", "train_h", "hours", "hours_range", "gpu_hours", "cost"))
-        return Outlook(**nothing, price=price, goodput=found)
+        return Outlook(**nothing, price=price, goodput=useful)
     steps = max(1, math.ceil(samples / layout.global_batch))
     train_h = steps * step_s / 3600
-    hours = train_h / found.share if found.share else None
+    hours = train_h / useful.share if useful.share else None
     gpu_hours = hours and hours * cluster.ranks
     return Outlook(
         steps=steps,
@@ -101,5 +101,5 @@ def outlook_of(
         gpu_hours=gpu_hours,
         price=price,
         cost=price and gpu_hours and gpu_hours * price.per_gpu_hour,
-        goodput=found,
+        goodput=useful,
     )

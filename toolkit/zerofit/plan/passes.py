@@ -48,7 +48,10 @@ class StageLayers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankPass:
-    """The pass of one micro batch through all pipeline stages. Most tuples have one entry per layer of the profile."""
+    """The pass of one micro batch through all pipeline stages.
+
+    All tuples but `parts` have one entry per layer of the profile.
+    """
 
     parts: tuple[tuple[tuple[StageLayers, ...], ...], ...]  # of each stage
     forward: tuple[LayerWork, ...]
@@ -117,7 +120,7 @@ class RankPass:
 
     @staticmethod
     def total(stage: tuple[StageLayers, ...], works: tuple[LayerWork, ...]) -> float:
-        """Return the seconds of a stage's layers in one direction. `works` has one entry per layer of the profile."""
+        """Return the seconds of a stage's layers in one direction. `works`: of the profile's layers."""
         return sum([n * works[i].layer_s for i, n in stage])
 
 
@@ -130,7 +133,11 @@ class Passes:
         self._known_kernels: dict[tuple[str, int], list[tuple[tuple[float, float], tuple[float, float]]]] = {}
 
     def of(self, layout: PlannedLayout) -> RankPass:
-        """Return the pass of a layout. Raises KeyError if the profile was not traced for the layout's setting."""
+        """Return the pass of a layout.
+
+        Raises KeyError if the profile was not traced for the layout's setting.
+        """
+        # everything that changes the result
         hooks = layout.zero_stage == 3, layout.by_layer, self._handles(layout), self._ahead(layout)
         degrees = (layout.tp, layout.sp, layout.ep, layout.pp, layout.schedule, *hooks)
         key = (layout.precision, layout.checkpointing, layout.micro_batch, *degrees)
@@ -141,7 +148,6 @@ class Passes:
     def _computed(self, layout: PlannedLayout) -> RankPass:
         key = layout.setting
         costs, layers = self._profile.costs[key], self._profile.layers
-        # DeepSpeed fetches and releases by module: about one per tensor
         pairs = list(zip(costs, layers, strict=True))
         tensors = [(cost.matrices or layer.matrices, cost.vectors or layer.vectors) for cost, layer in pairs]
         kernels = self._kernels(key, layout.micro_batch)
@@ -154,9 +160,9 @@ class Passes:
         last_of_first = stages[0][0][-1][0]
         copies = [cost.host_bytes.at(layout.micro_batch) / self._rates.pcie for cost in costs]
         packed = [tuple(-(-size // layout.element_bytes) for size in layer.packed) for layer in layers]
-        whole = [(*own, layer.frozen + bits) for own, layer, bits in zip(tensors, layers, packed, strict=True)]
-        # FSDP2's hooks run once per layer
-        hooks = [(1 if layout.by_layer else sum(map(len, kinds))) if layout.zero_stage == 3 else 0 for kinds in whole]
+        every = [(*own, layer.frozen + bits) for own, layer, bits in zip(tensors, layers, packed, strict=True)]
+        # DeepSpeed fetches and releases by module, about one per tensor; FSDP2's hooks run once per layer
+        hooks = [(1 if layout.by_layer else sum(map(len, kinds))) if layout.zero_stage == 3 else 0 for kinds in every]
         gradients = [sum(map(len, own)) for own in tensors]
         handled = gradients if self._handles(layout) else [0] * len(gradients)
         # with checkpointing, forward's hooks and collectives run again in backward
@@ -179,7 +185,7 @@ class Passes:
             parts=tuple(tuple(tuple(StageLayers(*pair) for pair in part) for part in parts) for parts in stages),
             forward=directions[0],
             backward=directions[1],
-            elements=tuple(sum(map(sum, kinds)) for kinds in whole),
+            elements=tuple(sum(map(sum, kinds)) for kinds in every),
             trained=tuple(sum(map(sum, own)) for own in tensors),
             gradients=tuple(gradients),
             experts=tuple(sum(cost.matrices[place] for place in cost.experts) for cost in costs),
@@ -188,17 +194,13 @@ class Passes:
         )
 
     def _handles(self, layout: PlannedLayout) -> bool:
-        """Return whether gradients cost host time during backward.
-
-        On a GPU at stage 0, the cost comes after backward.
-        """
+        """Return whether gradients cost host time during backward."""
+        # on a GPU at stage 0, the cost comes after backward
         return (layout.zero_stage > 0 and not layout.by_layer) or not self._rates.ahead
 
     def _ahead(self, layout: PlannedLayout) -> bool:
-        """Return whether launches run ahead of the device.
-
-        ZeRO-3 on one rank waits for each fetched parameter instead (zero/partition_parameters.py:84).
-        """
+        """Return whether launches run ahead of the device."""
+        # ZeRO-3 on one rank waits for each fetched parameter instead (zero/partition_parameters.py:84)
         return self._rates.ahead and (layout.zero_stage < 3 or layout.zero_ranks > 1 or layout.by_layer)
 
     def _kernels(self, key: str, micro_batch: int) -> list[tuple[tuple[float, float], tuple[float, float]]]:
@@ -213,17 +215,15 @@ class Passes:
         return kernels_s(kernels, micro_batch, self._rates), launches(kernels) * self._rates.launch_s
 
     def _waits(self, costs: tuple[LayerCost, ...], layout: PlannedLayout) -> list[tuple[float, float, float]]:
-        """Return for each layer the seconds of tensor, sequence and expert parallel collectives in forward.
-
-        Attention and MLP all-reduce once each. Ulysses sends queries, keys, values and outputs. Expert parallelism
-        sends the counts of tokens, the tokens to their experts, and the results back.
-        """
+        """Return each layer's seconds of tensor, sequence and expert parallel collectives in forward."""
         if layout.tp * layout.sp * layout.ep == 1:
             return [(0.0, 0.0, 0.0)] * len(costs)
         gpus, m = self._cluster.gpus, layout.micro_batch
         tp, sp, ep = (
-            group_of(n, beside, gpus) for n, beside in ((layout.tp, 1), (layout.sp, layout.tp), (layout.ep, 1))
+            group_of(n, stride, gpus) for n, stride in ((layout.tp, 1), (layout.sp, layout.tp), (layout.ep, 1))
         )
+        # Attention and MLP all-reduce once each. Ulysses sends queries, keys, values and outputs. Expert parallelism
+        # sends the counts of tokens, the tokens to their experts, and the results back.
         return [
             (
                 collective_s("all_reduce", cost.tp_allreduce_bytes.at(m), 2, tp, self._rates),
@@ -242,15 +242,15 @@ class Passes:
     ) -> LayerWork:
         """Return the work of one layer in one direction.
 
-        If launches and hooks run ahead, the layer needs the longer of host time and device time. `seconds`: seconds
-        of kernels and of launches. `waits`: seconds of the collectives of tensor, sequence and expert parallelism,
-        and of a copy. `counts`: how often the collectives run, the number of ZeRO-3 hooks, and the number of
-        gradients.
+        `seconds`: of kernels and of launches. `waits`: seconds of the collectives of tensor, sequence and expert
+        parallelism, and of a copy. `counts`: how often the collectives run, the number of ZeRO-3 hooks, and the number
+        of gradients.
         """
         times, hooks, gradients = counts
         busy_s = seconds[0]
         host_s = seconds[1] + hooks * self._rates.hook_s + gradients * self._rates.gradient_s
         tensor_s, sequence_s, experts_s = (times * wait for wait in waits[:3])
+        # a host that runs ahead is hidden by the device, unless it is slower
         on_device_s = max(busy_s, host_s) if ahead else busy_s + host_s
         waited_s = tensor_s + sequence_s + experts_s + waits[3]
         return LayerWork(busy_s, host_s, tensor_s, sequence_s, experts_s, waits[3], on_device_s + waited_s)

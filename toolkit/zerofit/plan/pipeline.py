@@ -26,7 +26,7 @@ DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 @lru_cache(maxsize=64)
 def layer_stack(profile: Profile) -> tuple[LayerFacts, ...]:
-    """Return the layers that a pipeline divides. Repeated layers are named `block 0`, `block 1`, and so on."""
+    """Return the layers that a pipeline divides. Repeated ones are named `block 0`, `block 1`, ..."""
     first, counts, found = profile.layers[0], Counter[str](), []
     shared = {layer.tied_to for layer in profile.layers}
     for layer in profile.layers:
@@ -75,7 +75,7 @@ class Pass(NamedTuple):
 
     line: StageTimeline
     direction: Direction
-    beside: Point = NOTHING  # live bytes of other micro batches
+    others: Point = NOTHING  # live bytes of other micro batches
     graded: int = 0  # elements with gradients, if these wait for the last micro batch (stages 0 and 1)
 
 
@@ -86,16 +86,18 @@ def in_flight(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int)
     step's first micro batches have no gradients yet. Once there are gradients, one micro batch less is in flight.
     """
     if layout.schedule == "dualpipev":
-        return _followed(lines, layout, stage)
+        return _dualpipev_passes(lines, layout, stage)
     (line,), (most,) = lines, most_in_flight(layout, stage)
-    found = [(most, line.parameters)] if layout.accumulation > most else [(most, 0), (most - 1, line.parameters)]
-    passes = [
-        Pass(line, direction, _in_flight_bytes(line, micro_batches), graded)
-        for micro_batches, graded in found
-        for direction in DIRECTIONS
-        if micro_batches
-    ]
-    return passes, _idle(line)
+    idle = _idle(line)
+    times = [(most, line.parameters)] if layout.accumulation > most else [(most, 0), (most - 1, line.parameters)]
+    passes = []
+    for micro_batches, graded in times:
+        # each micro batch keeps its received input (:1128) and a copy of it (:705), except in the last stage, whose
+        # inputs are in its two buffers
+        inputs = 0 if line.logits[1] else 2 * micro_batches
+        others = add(add(idle, line.saved, micro_batches - 1), line.received, inputs)
+        passes += [Pass(line, direction, others, graded) for direction in DIRECTIONS if micro_batches]
+    return passes, idle
 
 
 def most_in_flight(layout: PlannedLayout, stage: int) -> tuple[int, ...]:
@@ -109,46 +111,23 @@ def most_in_flight(layout: PlannedLayout, stage: int) -> tuple[int, ...]:
 
 
 def _idle(line: StageTimeline) -> Point:
-    """Return the memory of a stage between steps: buffers for received activations and gradients.
-
-    The buffers are from runtime/pipe/engine.py:1123 and :1180. The last stage has two buffers. It keeps logits,
-    inputs and gradients of inputs until a buffer is reused (:751).
-    """
+    """Return the bytes of a stage's buffers for received activations and gradients."""
+    # Buffers are allocated at :1123 and :1180. The last stage has two buffers. It keeps logits, inputs and gradients of
+    # inputs until a buffer is reused (:751).
     logits, inputs = (2.0, 4.0) if line.logits[1] else (0.0, 0.0)
-
-    def kept(n: int) -> float:
-        return line.received[n] + line.sent[n] + logits * line.logits[n] + inputs * line.received[n]
-
-    return kept(0), kept(1)
+    return add(add(add(line.received, line.sent), line.logits, logits), line.received, inputs)
 
 
-def _in_flight_bytes(line: StageTimeline, micro_batches: int) -> Point:
-    """Return the bytes of micro batches in flight.
-
-    Each micro batch keeps its received input (:1128) and a copy of it (:705).
-    """
-    own = 0 if line.logits[1] else 2 * micro_batches  # the last stage's inputs are in its two buffers
-    between = _idle(line)
-
-    def total(n: int) -> float:
-        return between[n] + (micro_batches - 1) * line.saved[n] + own * line.received[n]
-
-    return total(0), total(1)
-
-
-def _followed(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int) -> tuple[list[Pass], Point]:
-    """Return the passes of DualPipeV's order (runtime/pipe/dualpipev.py), and the bytes kept between steps.
-
-    2 * stages micro batches fill the pipeline. With one more, all kinds of passes occur, so later micro batches are not
-    followed.
-    """
+def _dualpipev_passes(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int) -> tuple[list[Pass], Point]:
+    """Return the passes in DualPipeV's order, and the bytes kept between steps."""
     walk = _Walk(lines)
+    # 2 * stages micro batches fill the pipeline. With one more, all kinds of passes occur.
     for word in order(layout.pp, stage, min(layout.accumulation, 2 * layout.pp + 1)):
         walk.follow(word)
     kinds = defaultdict[tuple, list[Pass]](list)
     for kind in walk.passes:
         kinds[kind.line.received, kind.line.sent, kind.direction, kind.graded].append(kind)
-    most = (upper(same, lambda kind: (kind.beside[1], kind.beside[0])) for same in kinds.values())
+    most = (upper(same, lambda kind: (kind.others[1], kind.others[0])) for same in kinds.values())
     return [kind for same in most for kind in same], walk.held
 
 
@@ -171,18 +150,15 @@ class _Walk:
             self.passes.append(Pass(line, "forward", self.held, self._graded))
             self._hold(add(line.saved, line.logits))
         elif word[0] == "B" and len(word) == 2:
-            self._backward(line)
+            if line.sent != NOTHING:
+                self._hold(self._gradient, -1)
+                self._gradient = line.sent
+            self._hold(line.saved, -1)
+            self.passes.append(Pass(line, "backward", self.held, self._graded))
+            self._hold(line.logits, -1)
+            self._graded = max(self._graded, line.graded)
         elif word[0] == "B":  # after sending, the input and its gradient are freed
             self._hold(line.received, -2)
 
-    def _backward(self, line: StageTimeline) -> None:
-        if line.sent != NOTHING:
-            self._hold(self._gradient, -1)
-            self._gradient = line.sent
-        self._hold(line.saved, -1)
-        self.passes.append(Pass(line, "backward", self.held, self._graded))
-        self._hold(line.logits, -1)
-        self._graded = max(self._graded, line.graded)
-
     def _hold(self, size: Point, times: int = 1) -> None:
-        self.held = self.held[0] + times * size[0], self.held[1] + times * size[1]
+        self.held = add(self.held, size, times)

@@ -21,7 +21,7 @@ _FITTED = "fitted to published throughput (benchmarks/time_accuracy.py)"
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """The coefficients for GPUs that were fitted to published throughput. No other rate was fitted."""
+    """The coefficients for GPUs that were fitted to published throughput; no other rate was."""
 
     memory: float = 0.72  # share of the data sheet's bandwidth reached by kernels without matrix multiplications
     network: float = 0.634  # share of the wire speed between nodes reached by collectives
@@ -100,7 +100,7 @@ class Rates:
     slower: float = 1.0  # the factor for everything; it is applied to the rates above but not to the tables
 
     def host_copy(self, pinned: bool) -> float:
-        """Return the bytes per second of copies between device and host. `pinned`: page-locked host memory."""
+        """Return the bytes per second of copies between device and (`pinned`: page-locked) host memory."""
         return self.pcie if pinned else min(self.pcie, self.pageable)
 
 
@@ -119,9 +119,11 @@ def rates_of(
     measured = calibration or Calibration(kind=device.kind, device_name="", devices=0, date="")
     products = _products(cluster, precision)
     assumed = _assumed(cluster, precision, products, software, fitted)
+    # kernels without matrix multiplications are slower than one long addition, which was measured
+    streamed = 1.0 if cluster.on_cpu else fitted.memory / rate_of("streaming").value
     found: dict[str, float | None] = {
-        "memory": measured.memory_bandwidth and measured.memory_bandwidth * _of_streaming(cluster, fitted),
-        "streaming": _passes(cluster, measured),
+        "memory": measured.memory_bandwidth and measured.memory_bandwidth * streamed,
+        "streaming": _streaming(cluster, measured),
         "adam": measured.adam_bandwidth,
         "sgd": measured.sgd_bandwidth,
         "launch_s": measured.launch_s,
@@ -143,6 +145,7 @@ def rates_of(
     if reached:  # the rates of other kernels with FLOPs, which were not measured, change by the same factor
         faster = reached * rate_catalog()["model_shapes"] / assumed["flops"].value
         found |= {name: assumed[name].value * faster for name in ("flops", "attention", "general", "depthwise")}
+    fused = "compiled" if software.compile else "fused" if software.liger_kernel else ""
     date, channel = f"measured here on {measured.date[:10]}", rate_catalog()["batch_norm_channel"]
     chosen = {name: SourcedRate(rate, date) if (rate := found.get(name)) else assumed[name] for name in assumed}
     if measured.origin:
@@ -152,8 +155,8 @@ def rates_of(
         ahead=not cluster.on_cpu,
         edge=products.edge,
         channel={} if cluster.on_cpu else {name: rate / measured.slower for name, rate in channel.items()},
-        attention_shape=_attention(cluster, precision, software),
-        unfused=_unfused(software),
+        attention_shape=_attention_rate(cluster, precision, software),
+        unfused=rate_of(fused).value if fused else 1.0,
         exposed_inside=rate_of("exposed inside").value,
         hop_s=measured.slower * rate_of("hop").value,
         peak=None if cluster.on_cpu else device.peak(precision),
@@ -177,8 +180,9 @@ def _by_trace(name: str, rate: SourcedRate, measured: Calibration) -> SourcedRat
     return SourcedRate(rate.value * times if name.endswith("_s") else rate.value / times, how)
 
 
-def _passes(cluster: Cluster, measured: Calibration) -> float | None:
-    """Return the bytes per second of long passes over memory. On a CPU most passes fill newly allocated memory."""
+def _streaming(cluster: Cluster, measured: Calibration) -> float | None:
+    """Return the measured bytes per second of long passes over memory; None if they were not measured."""
+    # on a CPU most passes fill newly allocated memory, as copies do
     copies = [kernel for kernel in measured.kernels if kernel.kind == "copy" and kernel.dtype == "float32"]
     if not cluster.on_cpu or not copies:
         return measured.memory_bandwidth
@@ -186,12 +190,7 @@ def _passes(cluster: Cluster, measured: Calibration) -> float | None:
     return largest.moved_bytes / largest.seconds
 
 
-def _of_streaming(cluster: Cluster, fitted: Coefficients) -> float:
-    """Return the bandwidth of kernels without matrix multiplications, divided by the bandwidth of one long addition."""
-    return 1.0 if cluster.on_cpu else fitted.memory / rate_of("streaming").value
-
-
-def _attention(cluster: Cluster, precision: str, software: Software) -> AttentionRate:
+def _attention_rate(cluster: Cluster, precision: str, software: Software) -> AttentionRate:
     if cluster.on_cpu or precision == "fp32":  # no fused kernel
         return PLAIN
     return attention_rate(software.attn_implementation, cluster.device.name)
@@ -203,7 +202,7 @@ def _assumed(
     """Return the rates without a calibration, with their sources. Some of them are fitted."""
     device, node = cluster.device, cluster.device.node
     peak = device.peak(precision) or device.peak("fp32") or 0.0
-    shape = _attention(cluster, precision, software)
+    shape = _attention_rate(cluster, precision, software)
     attention = SourcedRate(products.large, products.how) if shape is PLAIN else SourcedRate(shape.share, shape.how)
     on_cpu, general = cluster.on_cpu, device.peak("fp32") or 0.0
     unaligned, launch = entry_of("unaligned", device.name), rate_of("launch")
@@ -242,7 +241,7 @@ def _assumed(
 
 
 def _host(cluster: Cluster, bandwidth: float, threads: int | None) -> SourcedRate:
-    """Return the bytes per second of a node's host memory under Adam. `threads`: threads of each rank."""
+    """Return the bytes per second of a node's host memory under Adam, with `threads` per rank."""
     kind = "Grace host" if cluster.device.host_link == "NVLink-C2C" else "cpu host" if cluster.on_cpu else "host"
     every = _share_of(bandwidth, rate_of(kind))
     thread = rate_of("thread")
@@ -268,9 +267,3 @@ def _products(cluster: Cluster, precision: str) -> ProductRate:
         return ProductRate(entry["large"], edge, how)
     shapes = rate_catalog()["model_shapes"]
     return ProductRate(entry["best"] * shapes, edge, f"{how}; times {shapes:g} for a model's shapes")
-
-
-def _unfused(software: Software) -> float:
-    """Return the share of memory traffic between matrix multiplications that remains after kernels are fused."""
-    fused = "compiled" if software.compile else "fused" if software.liger_kernel else ""
-    return rate_of(fused).value if fused else 1.0

@@ -129,11 +129,10 @@ class PlanResult:
     def plainest(self) -> int | None:
         """The index of the simplest layout about as fast as the first one; None if none fits.
 
-        Among equally simple layouts, the fastest is chosen. Two speeds count as equal if they differ by less than a
-        limit. Below the limit, forecasts cannot tell which speed is higher. The limit was measured on pairs of
-        published layouts of one model on one machine.
+        Among equally simple layouts, the fastest is chosen.
         """
         speeds = [ranked.samples_per_s for ranked in self.layouts]
+        # below this ratio, forecasts cannot tell which speed is higher (measured on published pairs of layouts)
         apart = PAIRS.high if self.layouts and self.layouts[0].errors else 1 + SAME_SPEED
         near = [n for n, speed in enumerate(speeds) if speed * apart >= speeds[0]]
         return min(near, key=lambda n: plain(self.layouts[n].layout)[:MACHINERY], default=None)
@@ -193,13 +192,13 @@ class PlanResult:
 def with_outlooks(result: PlanResult, work: Work, profile: Profile) -> PlanResult:
     """Return `result` with an outlook on a full run for each layout."""
 
-    def seen(ranked: RankedLayout) -> RankedLayout:
+    def with_outlook(ranked: RankedLayout) -> RankedLayout:
         of_model = (profile.trained, profile.seq_len)
         return replace(
             ranked, outlook=outlook_of(work, ranked.layout, ranked.step_s, ranked.errors, *of_model, result.cluster)
         )
 
-    lists = {name: tuple(map(seen, getattr(result, name))) for name in ("layouts", "misfits", "close")}
+    lists = {name: tuple(map(with_outlook, getattr(result, name))) for name in ("layouts", "misfits", "close")}
     return replace(result, **lists)
 
 

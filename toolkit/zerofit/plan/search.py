@@ -129,17 +129,14 @@ def timer_of(
 
 
 def _padding(profile: Profile, best: RankedLayout, timer: Timer) -> str:
-    """Return a hint on which sizes to pad, and the time that this saves; "" if it saves less than 1 %.
-
-    In a pipeline, only layers of the slowest stage count.
-    """
+    """Return a hint on which sizes to pad, and what this saves; "" if it saves less than 1 %."""
     layout, lengths, slow_s, padded_s = best.layout, set[int](), 0.0, 0.0
     costs = profile.of_engine(layout.engine).costs[layout.setting]
-    for layer, count in timer.parts(layout).rank_pass.slowest:
+    for layer, count in timer.parts(layout).rank_pass.slowest:  # in a pipeline, other stages wait for this one
         cost = costs[layer]
         for kernel in (*cost.forward_kernels, *cost.backward_kernels):
-            if found := unaligned_lengths(kernel):
-                lengths |= set(found)
+            if unaligned := unaligned_lengths(kernel):
+                lengths |= set(unaligned)
                 shape = tuple(size if size.per_sample else Linear(fixed=_padded(size.fixed)) for size in kernel.shape)
                 times = count * layout.accumulation
                 slow_s += times * kernel_s(kernel, layout.micro_batch, timer.rates)
@@ -165,13 +162,11 @@ def pressure(profile: Profile, cluster: Cluster, request: PlanRequest, forecast:
 
 
 def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, forecast: Forecast) -> float:
-    """Return the utilization of the fullest memory, or a lower bound for a pipeline that is far too large.
-
-    Dividing hundreds of layers into pipeline stages takes seconds. If a rank's part of the weights and optimizer states
-    in an average stage is already too large, the division is skipped. A pipeline runs at ZeRO stage 0 or 1, so both
-    stay on the device.
-    """
+    """Return the utilization of the fullest memory, or a lower bound if that is far above 1."""
     if layout.pp > 1:
+        # Dividing hundreds of layers into pipeline stages takes seconds, so it is skipped if a rank's part of weights
+        # and optimizer states in an average stage is already too large. A pipeline runs at ZeRO stage 0 or 1, so both
+        # are on the device.
         quantized = sum(layer.count * sum(layer.quantized) for layer in profile.layers)
         states = OPTIMIZERS[layout.optimizer].states.least_bytes * profile.trained
         least = layout.element_bytes * (profile.parameters - quantized)
@@ -215,10 +210,9 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
 
 
 def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
-    """Forecast a layout with n + 1 micro batches at most. n micro batches fill the pipeline.
-
-    More micro batches would not change the memory. Micro batch n + 1 starts when gradients already exist.
-    """
+    """Forecast a layout's memory, and compare it with the cluster's."""
+    # a pipeline is full with as many micro batches as parts, and gradients exist with one more: further micro batches
+    # do not change the memory, but would need a forecast of their own
     most = pipeline_parts(layout.pp, layout.schedule) + 1
     memory = forecast(layout if layout.accumulation <= most else replace(layout, accumulation=most))
     return memory, check_fit(memory, layout, cluster)
@@ -227,20 +221,16 @@ def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -
 def _divide(
     families: list[list[PlannedLayout]], cluster: Cluster, forecast: Forecast
 ) -> tuple[list[tuple[PlannedLayout, int]], dict[str, Misfits], list[tuple[Fit, list[PlannedLayout]]]]:
-    """Return the layouts that fit, the layouts that do not fit (by reason), and the families that do not fit.
+    """Return the layouts that fit, those that do not (by reason), and the families that do not.
 
-    Each layout that fits is paired with the peak of its family's first layout, in bytes. A family does not fit if
-    none of its layouts fits.
-
-    The first layout of a family needs the least memory. If it does not fit, no other layout of the family fits. If
-    it leaves enough memory for larger buckets, all layouts of the family fit.
+    Each layout that fits is paired with the peak of its family's first layout, in bytes.
     """
     fitting: list[tuple[PlannedLayout, int]] = []
     misfits: dict[str, Misfits] = {}
     too_large: list[tuple[Fit, list[PlannedLayout]]] = []
     for family in families:
         memory, fit = _forecast_fit(family[0], cluster, forecast)
-        if fit.exceeded:
+        if fit.exceeded:  # the first layout of a family needs the least memory
             too_large.append((fit, family))
             _count(misfits, Misfits(len(family), family[0], memory, fit))
             continue
@@ -261,8 +251,9 @@ def _divide(
 
 
 def _count(misfits: dict[str, Misfits], misfit: Misfits) -> None:
-    place = misfit.fit.exceeded
-    reason = f"device-memory-{misfit.memory.peak_phase}" if place == "device" else f"{place}-memory"
+    """Add a misfit to those with the same reason."""
+    memory = misfit.fit.exceeded
+    reason = f"device-memory-{misfit.memory.peak_phase}" if memory == "device" else f"{memory}-memory"
     known = misfits.get(reason)
     if known:
         nearest = misfit if misfit.fit.utilization < known.fit.utilization else known
@@ -271,13 +262,11 @@ def _count(misfits: dict[str, Misfits], misfit: Misfits) -> None:
 
 
 def _timed(layout: PlannedLayout, timer: Timer, correct: Correct | None) -> TimedLayout:
-    """Forecast the time of a layout.
-
-    The speed is rounded to three digits, so that the simplest of nearly equal layouts comes first.
-    """
+    """Forecast the time of a layout."""
     step = timer.step(layout)
     if correct:
         step = step.scaled(correct(layout, step.step_s) / step.step_s)
+    # rounded to three digits, so that the simplest of nearly equal layouts comes first
     return TimedLayout(layout, step, float(f"{layout.global_batch / step.step_s:.3g}"))
 
 
@@ -288,9 +277,10 @@ def _fastest(family: list[PlannedLayout], timer: Timer, correct: Correct | None)
 def _close(
     too_large: list[tuple[Fit, list[PlannedLayout]]], best: list[TimedLayout], timer: Timer, correct: Correct | None
 ) -> list[TimedLayout]:
-    found = [_timed(family[0], timer, correct) for fit, family in too_large if fit.verdict == CLOSE]
+    """Return layouts that are faster than the best and fit without their margin, fastest first."""
+    close = [_timed(family[0], timer, correct) for fit, family in too_large if fit.verdict == CLOSE]
     least = best[0].samples_per_s if best else 0.0
-    return sorted((row for row in found if row.samples_per_s > least), key=lambda row: -row.samples_per_s)[:MOST_CLOSE]
+    return sorted((row for row in close if row.samples_per_s > least), key=lambda row: -row.samples_per_s)[:MOST_CLOSE]
 
 
 def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]:
@@ -302,9 +292,9 @@ def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]
         return timed[:most]
     seen: dict[tuple, TimedLayout] = {}
     for timed_layout in timed:
-        c = timed_layout.layout
-        key = (c.zero_stage, c.offload_optimizer, c.offload_param, c.micro_batch, c.tp, c.pp, c.sp, c.ep)
-        key += (c.checkpointing, c.engine, c.reshard, c.replicas, c.sync_each_batch)
+        of = timed_layout.layout
+        key = (of.zero_stage, of.offload_optimizer, of.offload_param, of.micro_batch, of.tp, of.pp, of.sp, of.ep)
+        key += (of.checkpointing, of.engine, of.reshard, of.replicas, of.sync_each_batch)
         seen.setdefault(key, timed_layout)
         if len(seen) == most:
             break

@@ -11,7 +11,7 @@ from zerofit.spec.model_facts import ATTENTION_KERNELS, AttentionKernel
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """Kernels, compiler and threads. The defaults come from the installed DeepSpeed, torch and transformers."""
+    """Kernels, compiler and threads; by default those of DeepSpeed, torch and transformers."""
 
     attn_implementation: AttentionKernel = "sdpa"
     compile: bool = False  # torch.compile
@@ -20,13 +20,13 @@ class Software:
     cpu_threads: int | None = None  # of each rank; None: the node's cores, divided among its ranks
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Software:
-        """Return the software that `given` names: a plan's fixed values or a run's fields.
+    def of(cls, values: Mapping[str, Any]) -> Software:
+        """Return the software that `values` name: a plan's fixed values or a run's fields.
 
         None stands for the default.
         """
-        found = {field.name: given.get(field.name) for field in fields(cls)}
-        kernel = (given.get("model_args") or {}).get("attn_implementation")
+        found = {field.name: values.get(field.name) for field in fields(cls)}
+        kernel = (values.get("model_args") or {}).get("attn_implementation")
         found["attn_implementation"] = kernel if kernel in ATTENTION_KERNELS else None  # otherwise a user's own kernel
         return cls(**{name: value for name, value in found.items() if value is not None})
 

@@ -124,7 +124,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
             c for c in checkpointings if degrees.setting(request.precision, c) in profile.costs
         ]
         every = list(_sharding(degrees, cluster, request))
-        sharding = [places for places in every if _takes_bits(profile, places[0], places[2])]
+        sharding = [places for places in every if _supports_quantized(profile, places[0], places[2])]
         if every and not sharding:
             space.leave_out(_SHARDED_BITS)
         options = product(sharding, traced, batches)
@@ -162,7 +162,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
             family = [layout.with_sizes({**kept, **auto}) for layout in family] if kept else family
             space.families.append(list(dict.fromkeys(family)))
     if not space.families and not space.left_out:
-        space.leave_out(_decided(request))
+        space.leave_out(_no_match(request))
     return space
 
 
@@ -209,28 +209,28 @@ def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: P
 
 def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, request: PlanRequest) -> Problem | None:
     degrees = request.degrees
-    optimizer, own = request.keep.get("optimizer", "adamw"), ENGINES[engine].own_models
+    optimizer, own_models = request.keep.get("optimizer", "adamw"), ENGINES[engine].own_models
     refused = {
         "on CPUs": cluster.on_cpu,
         f"for {profile.model}, which is not a decoder of transformers": profile.task != "causal-lm"
         or not profile.model_type,
         "with experts": profile.experts is not None,
-        f"for {profile.model}, which is not a dense {' or '.join(own)} with all weights trained": (
-            bool(own) and engine not in profile.own_models
+        f"for {profile.model}, which is not a dense {' or '.join(own_models)} with all weights trained": (
+            bool(own_models) and engine not in profile.own_models
         ),
         "with quantized weights": any(layer.quantized for layer in profile.layers),
         "with fp16": request.precision == "fp16",
         f"with bf16 weights in {request.precision}": request.weight_bytes < ELEMENT_BYTES[request.precision],
-        "with bf16 weights": bool(own) and request.weight_bytes == 2,
-        f"with {'' if own else 'tensor, '}pipeline, sequence or expert parallelism": (
-            degrees.product * degrees.ep > (degrees.tp if own else 1)
+        "with bf16 weights": bool(own_models) and request.weight_bytes == 2,
+        f"with {'' if own_models else 'tensor, '}pipeline, sequence or expert parallelism": (
+            degrees.product * degrees.ep > (degrees.tp if own_models else 1)
         ),
         f"with {optimizer}": optimizer != "adamw",
         "with averaged weights": "ema" in request.keep,
         "with a micro batch for each rank": bool(request.by_rank),
     }
-    for what, found in refused.items():
-        if found:
+    for what, applies in refused.items():
+        if applies:
             message = f"{ENGINES[engine].title} layouts are not forecast {what}"
             hint = f"leave {engine} out of --engine, or simulate your script: zerofit simulate -- COMMAND"
             hint = "remove trainer=verl to plan TRL instead" if ENGINES[engine].only_methods else hint
@@ -273,17 +273,15 @@ def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Probl
     return Problem(kind="not-profiled", message=message, hint="request the degree by its flag", where="--profile")
 
 
-def _takes_bits(profile: Profile, stage: int, offload_param: Offload) -> bool:
-    """Return whether a layout supports the model's quantized weights (config/part.py).
-
-    int8 weights have one byte each.
-    """
+def _supports_quantized(profile: Profile, stage: int, offload_param: Offload) -> bool:
+    """Return whether a layout supports the model's quantized weights (config/part.py)."""
+    # int8 weights have one byte each
     eight = any(layer.quantized and layer.packed == layer.quantized for layer in profile.layers)
-    bits = any(layer.quantized for layer in profile.layers)
-    return not bits or (offload_param != "nvme" and not (eight and stage == 3))
+    quantized = any(layer.quantized for layer in profile.layers)
+    return not quantized or (offload_param != "nvme" and not (eight and stage == 3))
 
 
-def _decided(request: PlanRequest) -> Problem:
+def _no_match(request: PlanRequest) -> Problem:
     knobs = {"micro_batch": request.micro_batch, "accumulation": request.accumulation, **request.keep}
     words = ", ".join(f"{name} {value}" for name, value in knobs.items() if value is not None)
     message = f"no layout matches all fixed values: {words}, global batch {request.global_batch or 'free'}"
@@ -319,7 +317,7 @@ def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Itera
 def _batches(
     degrees: Degrees, profile: Profile, cluster: Cluster, request: PlanRequest, space: SearchSpace
 ) -> Iterator[tuple[int, int]]:
-    """Yield pairs: micro batch, accumulation steps. A pipeline gets at least one micro batch per part."""
+    """Yield pairs of micro batch and accumulation steps, at least one for each part of a pipeline."""
     dp, fewest = cluster.ranks // degrees.product, pipeline_parts(degrees.pp, request.schedule or "1f1b")
     if request.global_batch is None:
         most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task in ("image", "segmentation", "table") else 1)
@@ -346,18 +344,15 @@ def _batches(
 
 
 def _variants(first: PlannedLayout, profile: Profile, every: bool) -> list[PlannedLayout]:
-    """Return the other layouts of a family.
-
-    They have larger buckets, reduce gradients during backward, or keep more parameters gathered.
-    """
+    """Return the other layouts of a family: larger buckets, overlap, or more gathered parameters."""
     if first.zero_stage == 0 or first.pp > 1:
         return []
     variants = [replace(first, overlap=True)]
     if profile.trained > LARGE_BUCKET:
         variants += [replace(layout, bucket=LARGE_BUCKET) for layout in (first, variants[0])]
     if every and first.zero_stage == 3:
-        more = MORE_GATHERED
-        variants.append(replace(first, prefetch=more * first.prefetch, persistence=more * first.persistence))
+        prefetch, persistence = MORE_GATHERED * first.prefetch, MORE_GATHERED * first.persistence
+        variants.append(replace(first, prefetch=prefetch, persistence=persistence))
     return variants
 
 

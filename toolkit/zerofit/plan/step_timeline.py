@@ -22,7 +22,7 @@ LAUNCHES = "launches", "launches and hooks"  # of the host: without ZeRO-3, and 
 
 
 class Span(NamedTuple):
-    """A piece of work on one stream of a pipeline stage's rank. Times are seconds from the step's start."""
+    """A piece of work on one stream of a pipeline stage's rank, in seconds from the step's start."""
 
     stage: int
     stream: str  # a Stream; in a script's trace, the script's own name for it
@@ -78,6 +78,8 @@ class _NamedLayer(NamedTuple):
 
 
 class _Drawing:
+    """The spans of a step so far. New work is added at `now_s`."""
+
     def __init__(self, profile: Profile, rates: Rates, parts: StepParts):
         self.parts, self.layout, self._rates = parts, parts.layout, rates
         self.spans: list[Span] = []
@@ -88,6 +90,7 @@ class _Drawing:
         self._known: dict[tuple[int, bool], list[_KindTime]] = {}
 
     def micro_batches(self) -> None:
+        """Lay out the micro batches of a rank without a pipeline, then the optimizer."""
         parts, layers = self.parts, self._stages[0]
         groups = reduce_groups(parts.rank_pass, parts.rank_pass.slowest, self.layout.bucket)
         forward, backward = self._flow(layers, False, []), self._flow(layers[::-1], True, [])
@@ -125,6 +128,7 @@ class _Drawing:
         self._steps((micro_batches + stages - 1) * (forward_s + backward_s))
 
     def dualpipev(self) -> None:
+        """Lay out the passes of all stages in DualPipeV's order, then the optimizer."""
         flows: dict[tuple[int, str], list[Piece]] = {}
         for stage, parts in enumerate(self.parts.rank_pass.parts):
             start = 0
@@ -142,6 +146,7 @@ class _Drawing:
         self._steps(self.parts.dualpipev_s())
 
     def _steps(self, done_s: float) -> None:
+        """Add each pipeline stage's work after the passes, which end at `done_s`."""
         parts, ends = self.parts, []
         for stage in range(self.layout.pp):
             self.now_s, share, others = done_s, self._share(stage), self.layout.accumulation - 1
@@ -190,13 +195,15 @@ class _Drawing:
         self.now_s = end_s
 
     def _flow(self, layers: Sequence[_NamedLayer], backward: bool, groups: Iterable[ReduceGroup]) -> list[Piece]:
-        """Return the pieces of forward or `backward`. Weights are fetched ahead of a layer.
-
-        Gradients are reduced after the layers of a group in `groups`.
-        """
+        """Return the pieces of forward or `backward`, which reduces the gradients of `groups`."""
         parts, clock = self.parts, Clock(self.parts.exposed)
         works = parts.rank_pass.backward if backward else parts.rank_pass.forward
-        elements_after = _elements_after(groups)
+        elements_after: dict[int, int] = {}  # layers whose backward has ended -> elements to reduce then
+        ended = 0
+        for group in groups:
+            for _ in range(group.groups):
+                ended += sum(member.count for member in group.members)
+                elements_after[ended] = group.elements
         pieces: list[Piece] = []
         fetched_s = computed_s = 0.0
         reduced_s = sum(parts.fetch_s(layer.index, backward) for layer in layers)  # links serve fetches first
@@ -257,16 +264,17 @@ class _Drawing:
         yield Piece("expert parallel", layer.module, "all-to-all", now_s, now_s + work.experts_s, sent)
 
     def _kinds(self, index: int, backward: bool) -> list[_KindTime]:
+        """Return the kernels of a layer in one direction, added up by kind."""
         if (index, backward) not in self._known:
             cost, micro_batch = self._costs[index], self.layout.micro_batch
-            found: dict[str, _KindTime] = {}
+            sums_of: dict[str, _KindTime] = {}
             for kernel in cost.backward_kernels if backward else cost.forward_kernels:
                 seconds = kernel_s(kernel, micro_batch, self._rates)
                 moved, flops = kernel.moved_bytes.at(micro_batch), kernel.flops.at(micro_batch)
-                _, *before = found.get(kernel.kind, _KindTime(kernel.kind, 0.0, 0.0, 0.0))
+                _, *before = sums_of.get(kernel.kind, _KindTime(kernel.kind, 0.0, 0.0, 0.0))
                 sums = map(sum, zip(before, (seconds, moved, flops), strict=True))
-                found[kernel.kind] = _KindTime(kernel.kind, *sums)
-            self._known[index, backward] = list(found.values())
+                sums_of[kernel.kind] = _KindTime(kernel.kind, *sums)
+            self._known[index, backward] = list(sums_of.values())
         return self._known[index, backward]
 
 
@@ -277,23 +285,14 @@ class _KindTime(NamedTuple):
     flops: float
 
 
-def _elements_after(groups: Iterable[ReduceGroup]) -> dict[int, int]:
-    """Return when gradients are reduced: number of layers whose backward has ended -> number of elements."""
-    found, done = {}, 0
-    for group in groups:
-        for _ in range(group.groups):
-            done += sum(member.count for member in group.members)
-            found[done] = group.elements
-    return found
-
-
 def _named(profile: Profile, stages: Iterable[Sequence[StageLayers]]) -> Iterator[list[_NamedLayer]]:
+    """Yield the layers of each stage, one by one, with the names of their modules."""
     seen: Counter[int] = Counter()
     for stage in stages:
-        placed = []
+        named = []
         for layer, count in stage:
             run = profile.layers[layer]
             for _ in range(count):
-                placed.append(_NamedLayer(layer, f"{run.name}.{seen[layer]}" if run.count > 1 else run.name))
+                named.append(_NamedLayer(layer, f"{run.name}.{seen[layer]}" if run.count > 1 else run.name))
                 seen[layer] += 1
-        yield placed
+        yield named

@@ -18,10 +18,10 @@ Event = dict[str, Any]
 
 
 class MemorySample(NamedTuple):
-    """The live bytes of each kind on a stage's rank, from `at_s` (seconds into the step) to the next sample."""
+    """The live bytes of each kind on a stage's rank, from `at_s` to the next sample."""
 
     stage: int
-    at_s: float
+    at_s: float  # seconds into the step
     bytes: Mapping[str, float]
 
 
@@ -56,20 +56,20 @@ def layer_memory(timeline: StepTimeline, stage: int, moments: Sequence[LayerMome
     spans = sorted((s for s in timeline.spans if s.stage == stage), key=lambda span: span.start_s)
     spans = [span for span in spans if span.phase == "step" or (span.module and span.stream in ("compute", "host"))]
     layers = {module: layer for layer, module in enumerate(dict.fromkeys(s.module for s in spans if s.module))}
-    found, before = [], None
+    samples, previous = [], None
     for span in spans:
-        place = (span.phase, span.micro_batch, span.module)
-        if place != before:
-            found.append(MemorySample(stage, span.start_s, _between(known[span.phase], layers.get(span.module, -1))))
-        before = place
+        layer_pass = (span.phase, span.micro_batch, span.module)
+        if layer_pass != previous:
+            samples.append(MemorySample(stage, span.start_s, _between(known[span.phase], layers.get(span.module, -1))))
+        previous = layer_pass
     if -1 in known["backward"]:  # a moment after its last layer
         end_s = max(span.end_s for span in spans if span.phase == "backward")
-        found.append(MemorySample(stage, end_s, known["backward"][-1]))
-    return found
+        samples.append(MemorySample(stage, end_s, known["backward"][-1]))
+    return samples
 
 
 def _between(known: Mapping[int, Mapping[str, float]], layer: int) -> Mapping[str, float]:
-    """Return the bytes of a layer. If they are unknown, interpolate between its nearest known neighbors."""
+    """Return the bytes of a layer, if necessary interpolated between its nearest known neighbors."""
     if layer in known:
         return known[layer]
     below = max((index for index in known if -1 < index < layer), default=None)
@@ -94,7 +94,8 @@ def _names(spans: Iterable[Span], ranks: Mapping[int, int], streams: Sequence[st
 
 
 def _span_events(spans: Iterable[Span], ranks: Mapping[int, int], streams: Sequence[str]) -> Iterator[Event]:
-    """Yield a complete event ("X") for each span. Events of one stream do not overlap, even after rounding."""
+    """Yield a complete event ("X") for each span."""
+    # events of one stream must not overlap, even after rounding
     ends_us: defaultdict[tuple[int, str], float] = defaultdict(float)
     for span in sorted(spans, key=lambda span: span.start_s):
         start_us = max(_us(span.start_s), ends_us[span.stage, span.stream])

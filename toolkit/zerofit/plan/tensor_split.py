@@ -1,4 +1,4 @@
-"""Tensor parallelism that also splits the sequence: between two matmuls, each rank has only a part of the tokens.
+"""Model tensor parallelism that also splits the sequence between two matmuls.
 
 Megatron-LM and torch's DTensor do this.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear, Profile
+from zerofit.spec.profile import Kernel, LayerCost, LayerRun, Linear, Profile
 
 
 # DeepSpeed's AutoTP runs norms, residuals, embedding and loss on all tokens of each tensor rank. With sequence
@@ -16,7 +16,7 @@ from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Li
 # So a rank keeps a share of all activations. During a matmul it also has the gathered input of all tokens. In
 # backward it also has the gradient of this input.
 def with_split_sequence(profile: Profile) -> Profile:
-    """Return the profile for tensor parallel ranks that also split the sequence. Kernels and memory change."""
+    """Return the profile for tensor parallel ranks that also split the sequence."""
     costs = dict(profile.costs)
     for key in costs:
         tp = int(key.partition("/tp=")[2].partition("/")[0])
@@ -30,25 +30,27 @@ def with_split_sequence(profile: Profile) -> Profile:
 def _layer(whole: LayerCost, mine: LayerCost, run: LayerRun, tp: int) -> LayerCost:
     block, gathered = run.name == "block", whole.output_bytes
     directions = ("forward_kernels", "backward_kernels")
-    found = {name: _kernels(getattr(whole, name), getattr(mine, name), block, tp) for name in directions}
+    kernels = {name: _kernels(getattr(whole, name), getattr(mine, name), block, tp) for name in directions}
     bytes_of = ("saved_bytes", "output_bytes", "largest_bytes", "host_bytes")
     matrices = mine.matrices if block else tuple(-(-numel // tp) for numel in run.matrices)
     return replace(
         mine,
-        **found,
+        **kernels,
         **{name: _part(getattr(whole, name), tp) for name in bytes_of},
         forward_peak_bytes=_sum(_part(whole.forward_peak_bytes, tp), gathered),
         backward_peak_bytes=_sum(_part(whole.backward_peak_bytes, tp), gathered, gathered),
         forward=tuple(_sum(_part(line, tp), gathered) for line in whole.forward),
-        backward=tuple(_moment(moment, gathered, tp) for moment in whole.backward),
+        backward=tuple(
+            replace(
+                moment,
+                live=tuple(_sum(_part(line, tp), gathered, gathered) for line in moment.live),
+                end=_part(moment.end, tp),
+            )
+            for moment in whole.backward
+        ),
         matrices=matrices,
         vectors=mine.vectors or run.vectors,
     )
-
-
-def _moment(moment: BackwardMoment, gathered: Linear, tp: int) -> BackwardMoment:
-    live = tuple(_sum(_part(line, tp), gathered, gathered) for line in moment.live)
-    return replace(moment, live=live, end=_part(moment.end, tp))
 
 
 def _sum(*lines: Linear) -> Linear:
@@ -62,11 +64,8 @@ def _kernels(whole: tuple[Kernel, ...], mine: tuple[Kernel, ...], block: bool, t
     each kernel.
     """
     split = (kernel for kernel in whole if not (block and kernel.shape))
-    return (*(_share(kernel, tp) for kernel in split), *(kernel for kernel in mine if block and kernel.shape))
-
-
-def _share(kernel: Kernel, tp: int) -> Kernel:
-    return replace(kernel, moved_bytes=_part(kernel.moved_bytes, tp), flops=_part(kernel.flops, tp))
+    shares = (replace(k, moved_bytes=_part(k.moved_bytes, tp), flops=_part(k.flops, tp)) for k in split)
+    return (*shares, *(kernel for kernel in mine if block and kernel.shape))
 
 
 def _part(line: Linear, tp: int) -> Linear:

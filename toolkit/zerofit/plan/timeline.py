@@ -23,9 +23,9 @@ Point = tuple[float, float]  # bytes: fixed, per sample
 NOTHING: Point = (0.0, 0.0)
 
 
-def add(point: Point, other: Point) -> Point:
-    """Add two points: fixed bytes, and bytes per sample."""
-    return point[0] + other[0], point[1] + other[1]
+def add(point: Point, other: Point, times: float = 1) -> Point:
+    """Return `point` plus `times` times `other`: fixed bytes, and bytes per sample."""
+    return point[0] + times * other[0], point[1] + times * other[1]
 
 
 FROZEN = 2
@@ -99,10 +99,10 @@ class StageTimeline:
     @cached_property
     def members(self) -> tuple[tuple[Parameter, ...], ...]:
         """The parameters of each optimizer group (matrices, vectors, experts), in model order."""
-        found: dict[int, list[Parameter]] = {0: [], 1: []}
+        by_group: dict[int, list[Parameter]] = {0: [], 1: []}
         for parameter in (parameter for layer in self.layers for parameter in layer if parameter.group != FROZEN):
-            found.setdefault(parameter.group, []).append(parameter)
-        return tuple(tuple(sorted(found[group], key=attrgetter("start"))) for group in sorted(found))
+            by_group.setdefault(parameter.group, []).append(parameter)
+        return tuple(tuple(sorted(by_group[group], key=attrgetter("start"))) for group in sorted(by_group))
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -140,7 +140,7 @@ def timeline(
     None, there is one part with all layers. Raises KeyError if the profile has no such setting.
     """
     expanded = [
-        _Placed(layer, cost)
+        _StageLayer(layer, cost)
         for layer, cost in zip(profile.layers, profile.costs_of(key), strict=True)
         for _ in range(layer.count)
     ]
@@ -168,7 +168,7 @@ def timeline(
         received=_point(expanded[first - 1].cost.output_bytes) if first else NOTHING,
         ep=expert_degree(key),
         factors=sum(placed.layer.factors for placed in mine),
-        still=_still(mine),
+        still=next((n for n, placed in enumerate(mine) if placed.trained), 0),
         calls=tuple(_calls(placed, starts) for placed in mine),
         recomputed=tuple(placed.cost.recomputed for placed in mine),
         tied=mine[-1].layer.tied_to is not None,
@@ -180,12 +180,7 @@ def timeline(
     )
 
 
-def _still(mine: Sequence[_Placed]) -> int:
-    """Count the leading layers that come before the first layer with trained parameters."""
-    return next((n for n, placed in enumerate(mine) if placed.trained), 0)
-
-
-def _calls(placed: _Placed, starts: Sequence[int]) -> tuple[ModuleCall, ...]:
+def _calls(placed: _StageLayer, starts: Sequence[int]) -> tuple[ModuleCall, ...]:
     """Return the traced calls of modules. Without traced calls, return one module per parameter."""
     if not placed.cost.calls:
         places = range(len(placed.numels) + len(placed.layer.packed))
@@ -196,7 +191,9 @@ def _calls(placed: _Placed, starts: Sequence[int]) -> tuple[ModuleCall, ...]:
     )
 
 
-class _Placed:
+class _StageLayer:
+    """A layer of a pipeline stage, with its costs and the kind of each parameter."""
+
     def __init__(
         self,
         layer: LayerRun,
@@ -208,13 +205,13 @@ class _Placed:
     ):
         self.layer, self.cost = layer, cost
         matrices, vectors = cost.matrices or layer.matrices, cost.vectors or layer.vectors
-        whole = layer.matrices + layer.vectors
+        undivided = layer.matrices + layer.vectors
         frozen = layer.frozen + frozen
         self.numels = matrices + vectors + tied + frozen
         first = tuple(EXPERTS if place in cost.experts else 0 for place in range(len(matrices)))
         self.group_of = first + (1,) * len(vectors) + (0,) * len(tied) + (FROZEN,) * len(frozen)
         # with expert parallelism the weights differ from the full model's, but only experts are divided
-        pairs = [(0, 0)] * len(matrices + vectors) if cost.experts else zip(matrices + vectors, whole, strict=True)
+        pairs = [(0, 0)] * len(matrices + vectors) if cost.experts else zip(matrices + vectors, undivided, strict=True)
         self.split = tuple(n < w for n, w in pairs) + (False,) * len(tied + frozen)
         self.copied = (False,) * len(matrices + vectors) + (True,) * len(tied) + (False,) * len(frozen)
         self.shift = shift  # additional bytes of its backward, relative to the trace
@@ -230,7 +227,7 @@ class _Placed:
         return self.trained + self.early
 
 
-def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_bytes: int) -> list[_Placed]:
+def _untied(expanded: list[_StageLayer], ranges: Sequence[tuple[int, int]], element_bytes: int) -> list[_StageLayer]:
     """Return a stage's layers, without memory that only the full model needs for a tied matrix.
 
     The profile is of the full model. The full model's backward computes two gradients of the matrix. It keeps the first
@@ -247,26 +244,25 @@ def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_
     tied, one_matrix = max(expanded[0].numels), mine[0] is expanded[0]
     if tied in expanded[0].layer.frozen:  # it has no gradient
         own = mine[-1] is head and not one_matrix
-        return [*mine[:-1], _Placed(head.layer, head.cost, frozen=(tied,))] if own else mine
+        return [*mine[:-1], _StageLayer(head.layer, head.cost, frozen=(tied,))] if own else mine
     size = tied * element_bytes
-    found = [_Placed(p.layer, _without_sums(p.cost, 3 * size), shift=-size) for p in mine]
+    found = []
+    for placed in mine:
+        # moments with both gradients and their sum do not exist in a pipeline
+        moments = (
+            replace(moment, live=tuple(line for line in moment.live if line.fixed < 3 * size))
+            for moment in placed.cost.backward
+        )
+        found.append(_StageLayer(placed.layer, replace(placed.cost, backward=tuple(moments)), shift=-size))
     if mine[-1] is head and one_matrix:
-        found[0].early, found[-1] = -tied, _Placed(head.layer, head.cost, early=tied)
+        found[0].early, found[-1] = -tied, _StageLayer(head.layer, head.cost, early=tied)
     elif mine[-1] is head:
-        found[-1] = _Placed(head.layer, head.cost, tied=(tied,))
+        found[-1] = _StageLayer(head.layer, head.cost, tied=(tied,))
     return found
 
 
-def _without_sums(cost: LayerCost, added: int) -> LayerCost:
-    """Return `cost` without sums of gradients: backward's `live` entries whose `fixed` is `added` bytes or more."""
-    moments = (
-        replace(moment, live=tuple(line for line in moment.live if line.fixed < added)) for moment in cost.backward
-    )
-    return replace(cost, backward=tuple(moments))
-
-
-def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
-    """Assign each layer's parameters to the optimizer's groups, in the order of the model (not of forward)."""
+def _in_groups(mine: Sequence[_StageLayer]) -> tuple[tuple[Parameter, ...], ...]:
+    """Assign each layer's parameters to the optimizer's groups, in the model's order."""
     layers: list[list[Parameter]] = [[] for _ in mine]
     ends: Counter[int] = Counter()
     experts = EXPERTS  # the group that is being filled
@@ -280,11 +276,10 @@ def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
     return tuple(map(tuple, layers))
 
 
-def _representatives(mine: Sequence[_Placed]) -> list[int]:
-    """Choose the layers to evaluate. Among consecutive equal layers, live bytes change linearly.
-
-    So their peak is in the first or the last one. A few of the last layers are chosen, to show how buckets fill.
-    """
+def _representatives(mine: Sequence[_StageLayer]) -> list[int]:
+    """Choose the layers to evaluate: the first and a few of the last of consecutive equal layers."""
+    # Live bytes change linearly from one equal layer to the next, so their peak is in the first or in the last layer. A
+    # few of the last layers show how buckets fill.
     chosen = []
     for n, placed in enumerate(mine):
         before = next((k for k in range(n, -1, -1) if mine[k].layer is not placed.layer), -1)
@@ -295,7 +290,10 @@ def _representatives(mine: Sequence[_Placed]) -> list[int]:
 
 
 def _backward(
-    mine: Sequence[_Placed], layers: Sequence[Sequence[Parameter]], bases: Mapping[int, Point], chosen: Sequence[int]
+    mine: Sequence[_StageLayer],
+    layers: Sequence[Sequence[Parameter]],
+    bases: Mapping[int, Point],
+    chosen: Sequence[int],
 ) -> Iterator[TimelineEvent]:
     sizes = [placed.graded for placed in mine]
     for n in reversed(chosen):
@@ -308,7 +306,8 @@ def _backward(
             done += parameter.numel if parameter else 0
 
 
-def _moments(placed: _Placed) -> Iterator[BackwardMoment]:
+def _moments(placed: _StageLayer) -> Iterator[BackwardMoment]:
+    """Yield the traced moments of a layer's backward, then the gradients that were not traced."""
     cost = placed.cost
     yield from cost.backward or (BackwardMoment(live=(cost.backward_peak_bytes,)),)
     traced = {moment.parameter for moment in cost.backward}

@@ -40,7 +40,9 @@ def init_moments(
         # the model is cast before it is copied to "cuda" (engine.py:2094)
         yield {"parameters": (4 if device == "cpu" else layout.element_bytes) * line.elements}
     elif line.quantized_bytes:  # the other weights are full until the engine divides them one by one
-        yield {"parameters": layout.element_bytes * line.elements, "temporaries": _largest_shard(line, layout)}
+        spread, every = sharers(layout), [p for layer in line.layers for p in layer]
+        shards = (p._replace(numel=spread.shard(p)).bytes(layout.element_bytes) for p in every if spread.of(p) > 1)
+        yield {"parameters": layout.element_bytes * line.elements, "temporaries": max(shards, default=0)}
     if layout.zero_stage in (1, 2) or in_bf16_optimizer(layout):
         yield from _init_flat_partitions(line, layout, device)
     elif layout.zero_stage == 3:
@@ -57,25 +59,23 @@ def init_moments(
 
 
 def _init_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[dict[str, int]]:
-    """Yield two moments per group: it is copied into a flat buffer, then the rank's part is copied to float32.
-
-    See zero/stage_1_and_2.py:483 and :560. The originals are freed in between. The zero gradients come last (:941).
-    They are left out if the states of a GPU are offloaded.
-    """
+    """Yield two moments per parameter group, then the zero gradients."""
     element, parameters = layout.element_bytes, layout.element_bytes * line.elements
-    made = 0
-    here = layout.offload_optimizer == "none" or device == "cpu"
-    for size, whole in zip(partitions(line, layout.zero_ranks), padded_groups(line, layout.zero_ranks), strict=True):
-        yield {"parameters": parameters, "temporaries": element * whole, "master weights": made}
-        lifted = MASTER_BYTES * size if here else 0
-        yield {"parameters": parameters, "temporaries": element * size, "master weights": made + lifted}
-        made += lifted
-    if here:  # zero gradients (:941)
-        yield {"parameters": parameters, "master weights": made, "gradients": made}
+    masters = 0
+    on_device = layout.offload_optimizer == "none" or device == "cpu"
+    for size, padded in zip(partitions(line, layout.zero_ranks), padded_groups(line, layout.zero_ranks), strict=True):
+        # the group is copied into a flat buffer (zero/stage_1_and_2.py:483)
+        yield {"parameters": parameters, "temporaries": element * padded, "master weights": masters}
+        # the originals are freed, and the rank's part is copied to float32 (:560)
+        master = MASTER_BYTES * size if on_device else 0
+        yield {"parameters": parameters, "temporaries": element * size, "master weights": masters + master}
+        masters += master
+    if on_device:  # zero gradients (:941)
+        yield {"parameters": parameters, "master weights": masters, "gradients": masters}
 
 
 def _init_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[dict[str, int]]:
-    """Yield the copy of master weights (zero/stage3.py:1170) and a group's zero gradient (:1306)."""
+    """Yield the copy of master weights (zero/stage3.py:1170), then a zero gradient (:1306)."""
     if layout.offload_optimizer != "none" and device == "cuda":
         return
     spread = sharers(layout)
@@ -83,12 +83,6 @@ def _init_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Ite
     kept = {"parameters": layout.element_bytes * (sum(parts) + frozen), "master weights": MASTER_BYTES * sum(parts)}
     yield {**kept, "temporaries": MASTER_BYTES * max(parts) if layout.element_bytes == 2 else 0}
     yield {**kept, "gradients": MASTER_BYTES * max(parts)}
-
-
-def _largest_shard(line: StageTimeline, layout: PlannedLayout) -> int:
-    spread, every = sharers(layout), [p for layer in line.layers for p in layer]
-    shards = (p._replace(numel=spread.shard(p)).bytes(layout.element_bytes) for p in every if spread.of(p) > 1)
-    return max(shards, default=0)
 
 
 class StepMemory(NamedTuple):
@@ -137,10 +131,7 @@ def _step_whole(line: StageTimeline, layout: PlannedLayout, device: str) -> Iter
 
 
 def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
-    """Yield the moments of a step group by group (zero/stage_1_and_2.py:3107).
-
-    Gradients are freed when the last group is flattened.
-    """
+    """Yield the moments of a step group by group (zero/stage_1_and_2.py:3107)."""
     element, sizes = layout.element_bytes, partitions(line, layout.zero_ranks)
     kept = element * overlap_in_partition(line, layout.zero_ranks)
     for overlap, piece in overlaps_and_pieces(line, layout.zero_ranks):
@@ -148,17 +139,14 @@ def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: st
     for n, size in enumerate(sizes):
         lifted = MASTER_BYTES * size
         yield StepMemory(kept + lifted, element * size if element == 2 else 0, flat=lifted)
-        rest = kept if n < len(sizes) - 1 else 0
+        rest = kept if n < len(sizes) - 1 else 0  # gradients are freed when the last group is flattened
         yield StepMemory(rest + lifted, step_bytes(layout, size, device), flat=lifted)
 
 
 def _step_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
-    """Yield the moments of a step by sub-groups (zero/stage3.py:2686).
-
-    In low precision, isinf of all gradients comes first (:3012).
-    """
+    """Yield the moments of a step by sub-groups (zero/stage3.py:2686)."""
     element, parts = layout.element_bytes, parameter_shards(line, sharers(layout))
-    if element == 2:
+    if element == 2:  # isinf of all gradients (:3012)
         yield StepMemory(0, (element + 1) * sum(parts))
     yield StepMemory(0, NORM_BYTES * -(-line.largest // layout.zero_ranks))
     for part in parts:
@@ -169,10 +157,7 @@ def _step_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Ite
 
 
 def _gather_copy(line: StageTimeline, layout: PlannedLayout, device: str) -> int:
-    """Return the bytes of gloo's copy of a group's gathered parameters.
-
-    See torch/csrc/distributed/c10d/ProcessGroupGloo.cpp.
-    """
+    """Return the bytes of gloo's copy of a group's gathered parameters (ProcessGroupGloo.cpp)."""
     if device == "cuda" or layout.zero_stage == 3 or layout.zero_ranks == 1:
         return 0
     return layout.element_bytes * max(padded_groups(line, layout.zero_ranks))

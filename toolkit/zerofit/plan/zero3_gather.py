@@ -19,6 +19,8 @@ from zerofit.spec.profile import ModuleCall
 
 
 class _Sizes(NamedTuple):
+    """Stage 3's sizes of the JSON, in elements."""
+
     persistence: int
     prefetch: int
     live: int
@@ -52,35 +54,35 @@ def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]
 
 
 def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) -> list[int]:
-    """Return for each layer in `line.forward` the bytes that a second copy adds to the peak of gathered parameters.
-
-    DeepSpeed receives several parameters in one buffer, and copies each out of it (partition_parameters.py:1343). gloo
-    copies even a single parameter (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
-    """
-    found = []
+    """Return for each layer in `line.forward` what a second copy adds to its gathered bytes."""
+    added = []
     for passed in _passed(line, layout):
         most = max(moment.bytes for moment in passed)
+        # DeepSpeed receives several parameters in one buffer, and copies each out of it (partition_parameters.py:1343).
+        # gloo copies even a single parameter (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
         copied = max(max(moment.waited, moment.sent if device == "cpu" else 0) for moment in passed)
-        found.append(max(copied - most, 0))
-    return found
+        added.append(max(copied - most, 0))
+    return added
 
 
 def gathered_to_score(line: StageTimeline, layout: PlannedLayout, copied: StageTimeline | None = None) -> int:
-    """Return the most gathered bytes in forwards without gradients, of the trained model, then of a frozen copy.
+    """Return the most gathered bytes in forwards without gradients.
 
-    `copied`: the copy's timeline; None: no copy. The copy has DeepSpeed's default sizes, because DeepSpeed does not
-    read the keys that TRL sets (trl/models/utils.py, prepare_deepspeed).
+    The trained model runs first, then a frozen copy. `copied`: the copy's timeline; None: no copy.
     """
     trained = _gathering(line, layout)
     peak = max(moment.bytes for moment in chain(*trained.forward))
     if copied is None:
         return peak
     left = trained.backward[-1][0].bytes  # prefetched for a backward that does not come
+    # the copy has DeepSpeed's default sizes: DeepSpeed ignores the keys that TRL sets (trl/models/utils.py,
+    # prepare_deepspeed)
     copy = _gathering(copied, replace(layout, **DEFAULTS), forward_only=True)
     return max(peak, left + max(moment.bytes for moment in chain(*copy.forward)))
 
 
 def _passed(line: StageTimeline, layout: PlannedLayout) -> list[list[_Fetch]]:
+    """Return the moments of each layer in `line.forward`, with those of layers left out before it."""
     moments, chosen = _gathering(line, layout).forward, [n for n, *_ in line.forward]
     return [list(chain(*moments[before + 1 : n + 1])) for before, n in zip([-1, *chosen], chosen, strict=False)]
 
@@ -92,7 +94,7 @@ def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int
     are left out.
     """
     gathering = _gathering(line, layout)
-    found: list[int] = []
+    most: list[int] = []
     following = [event.layer for event in line.backward[1:]] + [-1]
     layer, cursor = -1, 0
     for event, after in zip(line.backward, following, strict=True):
@@ -105,17 +107,14 @@ def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int
             member, start = gathering.begins[layer] + line.layers[layer].index(event.parameter), cursor
             cursor = next((n for n in range(start, len(moments)) if member in moments[n].members), start)
             passed = moments[start : cursor + 1]
-        found.append(max(moment.bytes for moment in passed))
-    return found
+        most.append(max(moment.bytes for moment in passed))
+    return most
 
 
 def left_by_backward(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes that are still gathered when the last gradients are reduced.
-
-    For example, an embedding is still gathered: its input has no gradient, so DeepSpeed does not notice that its
-    backward ends.
-    """
-    return _gathering(line, layout).whole
+    """Return the bytes that are still gathered when the last gradients are reduced."""
+    # e.g. of an embedding: its input has no gradient, so DeepSpeed does not notice that its backward ends
+    return _gathering(line, layout).gathered_bytes
 
 
 def _gathering(line: StageTimeline, layout: PlannedLayout, forward_only: bool = False) -> _Gathering:
@@ -128,21 +127,19 @@ def _gathering(line: StageTimeline, layout: PlannedLayout, forward_only: bool = 
     return _cached(line, layout.element_bytes, sizes, ParameterSharers(*few), still)
 
 
-def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCall]:
-    """Return the module calls of a layer's backward.
-
-    A recomputation begins when the first matmul needs saved tensors. For DeepSpeed, a module's backward ends when
-    the module's input gets a gradient (parameter_offload.py, post_bwd_fn).
-    """
+def _backward_calls(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCall]:
+    """Return the module calls of a layer's backward."""
+    # for DeepSpeed, a module's backward ends when its input gets a gradient (parameter_offload.py, post_bwd_fn)
     turned = [call.turned for call in reversed(modules) if call.fed or not call.begins]
     if not recomputed:
         return turned
+    # a recomputation begins when the first matmul needs saved tensors
     start = next((n for n, call in enumerate(turned) if call.begins and call.places), 0) + 1
     return [*turned[:start], *modules, *turned[start:]]
 
 
 class _Fetch(NamedTuple):
-    """The moment after a module has fetched and prefetched. In a layer's first moment nothing is fetched."""
+    """The moment after a module has fetched and prefetched; without members, a layer's first moment."""
 
     bytes: int  # gathered
     members: tuple[int, ...] = ()
@@ -168,11 +165,12 @@ class _Gathering:
         self.begins = list(accumulate(map(len, layers), initial=0))
         every = list(chain(*layers))
         self.whole_bytes = [p.bytes(element) for p in every]
-        self.bytes = [size if spread.of(p) > 1 else 0 for p, size in zip(every, self.whole_bytes, strict=True)]
-        self.whole = 0
+        # a parameter that only one rank has is never gathered
+        self.shared_bytes = [size if spread.of(p) > 1 else 0 for p, size in zip(every, self.whole_bytes, strict=True)]
+        self.gathered_bytes = 0
         passes = [(n, False, self._modules(n, line.calls[n])) for n in range(len(layers))]
         for n, _, modules in reversed(passes[still:]):
-            turned = _backward(modules, line.recomputed[n])
+            turned = _backward_calls(modules, line.recomputed[n])
             keeps = line.scored == "reentrant" or (line.scored == "within" and not line.recomputed[n])
             passes.append((n, True, [call for call in turned if call.begins] if keeps else turned))
         calls = [call for _, _, modules in passes for call in modules]
@@ -184,7 +182,7 @@ class _Gathering:
         self.forward: list[list[_Fetch]] = [[] for _ in layers]
         self.backward: list[list[_Fetch]] = [[_Fetch(0)] for _ in layers]
         for n, backward, modules in passes:
-            (self.backward if backward else self.forward)[n] = [_Fetch(self.whole), *self._moments(modules)]
+            (self.backward if backward else self.forward)[n] = [_Fetch(self.gathered_bytes), *self._moments(modules)]
 
     def _modules(self, layer: int, calls: Sequence[ModuleCall]) -> list[ModuleCall]:
         places = [[(layer, n) for n in call.places] + list(call.others) for call in calls]
@@ -198,7 +196,7 @@ class _Gathering:
             if call.others:
                 self.coordinator.held = set(call.places) if call.begins else set()
             if not call.begins:
-                self._release(call.places)
+                self.gathered_bytes -= self._size(self.coordinator.release(call.places))
                 continue
             step = self.coordinator.step
             own, waited, ahead = self.coordinator.fetch(call.places)
@@ -207,23 +205,20 @@ class _Gathering:
             self._count(dict.fromkeys(own, step))
             self._count(ahead)
             now, later = self._size(own), self._size(ahead)
-            self.whole += now
-            waiting = self.whole + max((self._size(group) for group in waited if len(group) > 1), default=0)
-            self.whole += later
-            yield _Fetch(self.whole, call.places, waiting, self.whole + max(now, later))
+            self.gathered_bytes += now
+            waiting = self.gathered_bytes + max((self._size(group) for group in waited if len(group) > 1), default=0)
+            self.gathered_bytes += later
+            yield _Fetch(self.gathered_bytes, call.places, waiting, self.gathered_bytes + max(now, later))
 
     def _count(self, group: dict[int, int]) -> None:
         """Count an all-gather. `group`: parameter -> step that needs it."""
-        for place, (member, step) in enumerate(group.items()):
+        for number, (member, step) in enumerate(group.items()):
             layer, backward = self.of_step[step]
             size, calls = self.fetched[backward][layer]
-            self.fetched[backward][layer] = LayerFetches(size + self.whole_bytes[member], calls + (place == 0))
+            self.fetched[backward][layer] = LayerFetches(size + self.whole_bytes[member], calls + (number == 0))
 
     def _size(self, members: Iterable[int]) -> int:
-        return sum([self.bytes[n] for n in members])
-
-    def _release(self, members: Sequence[int]) -> None:
-        self.whole -= self._size(self.coordinator.release(members)) if members else 0
+        return sum([self.shared_bytes[n] for n in members])
 
 
 # Stage 3 keeps 1/n of each parameter on a rank. Before a module runs, DeepSpeed gathers its parameters
@@ -236,7 +231,7 @@ class _Gathering:
 #     release(module)  unless the next use is within stage3_max_reuse_distance elements, or fetching has passed it
 #     persistence      smaller parameters than stage3_param_persistence_threshold are never released
 class _Coordinator:
-    """DeepSpeed's coordinator. It gathers and releases parameters as modules begin and end.
+    """Gathers and releases parameters as modules begin and end, like DeepSpeed's coordinator.
 
     A trace is the order of a step's module calls. When a module begins, it fetches its own parameters. Then it
     prefetches the parameters that the trace needs next, up to the prefetch size (:447) and the limit of live elements.
@@ -258,12 +253,12 @@ class _Coordinator:
         self.uses: dict[int, list[int]] = {}
         for n, step in self.queue:
             self.uses.setdefault(n, []).append(step)
-        self.step = self.place = self.live = 0
+        self.step = self.position = self.live = 0
         self.passed = [-1] * len(numels)  # step of the last use that fetching has reached
         self.forgetful = forgetful
-        self.here: set[int] = set()
+        self.gathered: set[int] = set()
         self.held: set[int] = set()  # of a running module, and also of another module
-        self.coming: dict[int, list[int]] = {}  # what was prefetched together with each parameter, itself included
+        self.prefetched_with: dict[int, list[int]] = {}  # parameter -> all that share its buffer, itself included
 
     def fetch(self, members: Sequence[int]) -> tuple[list[int], list[list[int]], dict[int, int]]:
         """Return the parameters gathered now, the groups to wait for, and what is prefetched.
@@ -272,7 +267,7 @@ class _Coordinator:
         """
         own, waited = self._fetch_own(members) if members else ([], [])
         ahead, elements, most = dict[int, int](), 0, min(self.sizes.live - self.live, self.sizes.prefetch)
-        while elements < most and self.place < len(self.queue):
+        while elements < most and self.position < len(self.queue):
             n, step = self._next()
             if self._is_missing(n) and n not in ahead:
                 ahead[n] = step
@@ -280,36 +275,39 @@ class _Coordinator:
         self.step += 1
         if ahead:
             self._gather(ahead)
-            self.coming |= {n: list(ahead) for n in ahead}
+            self.prefetched_with |= {n: list(ahead) for n in ahead}
         return own, waited, ahead
 
     def _fetch_own(self, members: Sequence[int]) -> tuple[list[int], list[list[int]]]:
         own = [n for n in dict.fromkeys(members) if self._is_missing(n)]
         self._gather(own)
-        waited = [own, *(self.coming[n] for n in members if n in self.coming)]
+        waited = [own, *(self.prefetched_with[n] for n in members if n in self.prefetched_with)]
         for n in chain(*waited):
-            self.coming.pop(n, None)
-        unpassed, found = {n for n in members if self.passed[n] < self.step}, set[int]()
-        while self.place < len(self.queue) and len(found) < len(unpassed):
-            found.add(self._next()[0])
+            self.prefetched_with.pop(n, None)
+        # fetching always reaches the running module, even if its parameters are gathered already
+        unpassed, reached = {n for n in members if self.passed[n] < self.step}, set[int]()
+        while self.position < len(self.queue) and len(reached) < len(unpassed):
+            reached.add(self._next()[0])
         return own, waited
 
     def release(self, members: Sequence[int]) -> list[int]:
-        released = [n for n in dict.fromkeys(members) if n in self.here and not self._is_wanted(n)]
-        self.here.difference_update(released)
+        """Release and return those of `members` that are not needed soon."""
+        released = [n for n in dict.fromkeys(members) if n in self.gathered and not self._is_wanted(n)]
+        self.gathered.difference_update(released)
         self.live -= sum(self.numels[n] for n in released)
         return released
 
     def _is_missing(self, n: int) -> bool:
-        return n not in self.here and self.numels[n] > self.sizes.persistence
+        return n not in self.gathered and self.numels[n] > self.sizes.persistence
 
     def _gather(self, members: Collection[int]) -> None:
-        self.here.update(members)
+        self.gathered.update(members)
         self.live += sum(self.numels[n] for n in members)
 
     def _next(self) -> tuple[int, int]:
-        n, step = self.queue[self.place]
-        self.place += 1
+        """Return the next parameter of the trace, and the step that needs it."""
+        n, step = self.queue[self.position]
+        self.position += 1
         self.passed[n] = max(self.passed[n], step)
         return n, step
 
