@@ -1,1 +1,1 @@
-"""Optimizers and ZeRO features, one entry each. All folders of the package read them, without torch."""
+"""Optimizers, ZeRO features and engines, one entry each, which all folders read."""

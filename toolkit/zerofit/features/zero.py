@@ -1,4 +1,4 @@
-"""The features of ZeRO, offload and compilation that a DeepSpeed JSON switches on, one entry each.
+"""The features of ZeRO, offload and compilation that a DeepSpeed JSON switches on.
 
 All folders of the package read the entries. `config` refuses combinations. `check` reports stages at which a feature
 has no effect. `simulate` and `plan` refuse features that they cannot forecast, and `tune` refuses features that its

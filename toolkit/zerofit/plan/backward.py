@@ -1,4 +1,4 @@
-"""Replay how DeepSpeed handles gradients in a backward: in buckets, and when they are reduced.
+"""Replay how DeepSpeed handles gradients in a backward.
 
 References are to DeepSpeed 0.19.8, below deepspeed/runtime/.
 """
@@ -104,8 +104,8 @@ def _accumulated(line: StageTimeline, layout: PlannedLayout, graded: int) -> Ite
         for point in event.live:
             yield LiveMemory(point, element * waiting, bucket if waiting else 0, layer=event.layer)
     if layout.zero_stage == 0:
-        lifted = reduction_bytes(layout) if reduction_bytes(layout) > element else 0
-        copies = [(element * (count > 1) + lifted) * size for size, count in buckets(chain(*line.groups))]
+        converted = reduction_bytes(layout) if reduction_bytes(layout) > element else 0
+        copies = [(element * (count > 1) + converted) * size for size, count in buckets(chain(*line.groups))]
         gradients = element * line.parameters
         yield LiveMemory(NOTHING, gradients, temporaries=max(copies, default=0), after=True)  # engine.py:3796, :3801
     else:
@@ -149,12 +149,12 @@ class _Bucketed:
         accumulates = layout.accumulation > 1 and layout.zero_stage == 2
         self.before = self.element * max(self.kept_of.values(), default=0) if accumulates else 0
         # ranks that reduce in another dtype make a copy (:2375)
-        self.lifted = reduction_bytes(layout) if reduction_bytes(layout) > self.element else 0
+        self.converted_bytes = reduction_bytes(layout) if reduction_bytes(layout) > self.element else 0
         groups = [group[0].group for group in line.members if group]
         self.sizes = dict(zip(groups, partitions(line, layout.zero_ranks), strict=True))
         self.kept_bytes = self.filled = self.oversized = 0
         self.bucket: list[Parameter] = []
-        self.passed: list[Parameter] = []  # in a bucket, of layers that are skipped
+        self.skipped: list[Parameter] = []  # in a bucket, of layers that are skipped
         # full gradients outside of the bucket: at stage 1 the gradients of earlier micro batches
         accumulated = layout.zero_stage == 1 and layout.accumulation > 1
         self.waiting_bytes, self.after = self.element * line.parameters if accumulated else 0, False
@@ -192,9 +192,9 @@ class _Bucketed:
         parts = [[part for parameter in kind for part in self._slices(parameter)] for kind in kinds]
         slices = [*parts[0], *parts[1]]
         flat = max(map(self._flattened, parts))
-        yield self._live(activations, temporaries=self.element * flat + self.lifted * self.filled)
-        self._keep([*self.bucket, *self.passed])
-        self.passed = []
+        yield self._live(activations, temporaries=self.element * flat + self.converted_bytes * self.filled)
+        self._keep([*self.bucket, *self.skipped])
+        self.skipped = []
         yield self._live(activations, temporaries=self.passing * max(numel for _, numel in slices))
         self.filled = self.oversized = 0
         self.bucket = []
@@ -208,7 +208,7 @@ class _Bucketed:
                 filled, waiting = 0, []
             filled += parameter.numel
             waiting.append(parameter)
-        self.passed = waiting if layers else self.passed
+        self.skipped = waiting if layers else self.skipped
 
     def _keep(self, parameters: Iterable[Parameter]) -> None:
         """Allocate all gradients of the ranks whose partitions overlap one of `parameters`."""
@@ -237,8 +237,8 @@ class _Bucketed:
         return largest
 
     def _live(self, activations: Point, bucket: bool = True, temporaries: int = 0) -> LiveMemory:
-        kept = max(self.before, self.kept_bytes * (2 if self.before else 1))
-        gradients = kept + self.oversized + self.waiting_bytes
+        kept_bytes = max(self.before, self.kept_bytes * (2 if self.before else 1))
+        gradients = kept_bytes + self.oversized + self.waiting_bytes
         bucket_bytes = self.bucket_bytes if bucket else 0
         return LiveMemory(activations, gradients, bucket_bytes, 0, temporaries, self.after, self.layer)
 
@@ -257,7 +257,9 @@ class _Scattered:
         self.left = left_by_backward(line, layout)
         self.zero_ranks, self.ranks = layout.zero_ranks, layout.zero_ranks  # `ranks` divide the bucket's parameters
         self.element, self.reduced = layout.element_bytes, reduction_bytes(layout)
-        self.lifted = self.reduced if self.reduced != self.element else 0  # a copy of each gradient (stage3.py:1925)
+        self.converted_bytes = (
+            self.reduced if self.reduced != self.element else 0
+        )  # a copy of each gradient (stage3.py:1925)
         self.offloaded = layout.offload_optimizer != "none"
         self.fetched = 0 if device == "cpu" else self.element  # per element of an offloaded part, read back (:2028)
         # parts for disks stay in float32 until all parts of the bucket are written (:1453)
@@ -299,7 +301,7 @@ class _Scattered:
         copied = (self.copies - 1) * self.reduced * self.filled if self.ranks > 1 else 0
         if self.ranks != self.zero_ranks:  # a rank's part is scaled out of place (:1950)
             copied = max(copied, self.reduced * -(-self.filled // self.ranks))
-        yield self._live(activations, gathered, temporaries=flat + copied + self.lifted * self.filled)
+        yield self._live(activations, gathered, temporaries=flat + copied + self.converted_bytes * self.filled)
         if self.offloaded:
             most = swapped = 0
             for numel in self.parts:

@@ -48,8 +48,8 @@ class Degrees(NamedTuple):
 
     def alone(self) -> Iterator[Degrees]:
         """Yield the pipeline, tensor and sequence degrees above 1, one at a time."""
-        found = (Degrees(pp=self.pp), Degrees(tp=self.tp), Degrees(sp=self.sp))
-        return (single for single in found if single.product > 1)
+        singles = (Degrees(pp=self.pp), Degrees(tp=self.tp), Degrees(sp=self.sp))
+        return (single for single in singles if single.product > 1)
 
 
 def settings_of(
@@ -97,7 +97,7 @@ def types_of(degrees: Degrees, combined: bool) -> tuple[str, ...]:
 def degree_problem(
     degrees: Degrees, profile: Profile, cluster: Cluster, schedule: PipelineSchedule = "1f1b"
 ) -> Problem | None:
-    """Return why these degrees are impossible for a model and a cluster; None if they are possible."""
+    """Return the problem of degrees for a model and a cluster; None if they are possible."""
     if cluster.ranks % degrees.product:
         if degrees.combined:
             names, product = " x ".join(f"{name} {n}" for name, n in map(_named, degrees.alone())), degrees.product
@@ -213,8 +213,8 @@ def _heads_problem(degrees: Degrees, combined: Degrees, profile: Profile, cluste
 def _supports(degrees: Degrees, degree: int, profile: Profile) -> bool:
     if degrees.pp > 1:
         return _pipeline_problem(degree, profile) is None
-    other = Degrees(tp=degree) if degrees.tp > 1 else Degrees(sp=degree)
-    return heads_take(other, (profile.attention_heads, profile.kv_heads), profile.model_type)
+    alternative = Degrees(tp=degree) if degrees.tp > 1 else Degrees(sp=degree)
+    return heads_take(alternative, (profile.attention_heads, profile.kv_heads), profile.model_type)
 
 
 def _supported_degrees(degrees: Degrees, profile: Profile, sharers: int = 1) -> list[int]:
@@ -224,11 +224,11 @@ def _supported_degrees(degrees: Degrees, profile: Profile, sharers: int = 1) -> 
     `sharers`: number of tensor ranks that divide the heads first.
     """
     heads = profile.attention_heads, profile.kv_heads
-    found = divisors(max(1, (profile.attention_heads or 1) // sharers))
+    candidates = divisors(max(1, (profile.attention_heads or 1) // sharers))
     if degrees.sp > 1:
-        fitting = [d for d in found if (profile.seq_len or 0) % d == 0]
+        fitting = [d for d in candidates if (profile.seq_len or 0) % d == 0]
         return [d for d in fitting if not any(_undivided(Degrees(tp=sharers, sp=d), heads))]
-    return [d for d in found if not any(_undivided(Degrees(tp=d), heads))]
+    return [d for d in candidates if not any(_undivided(Degrees(tp=d), heads))]
 
 
 def _named(degrees: Degrees) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Decide whether a forecast fits device, host and disks, why not, and which change would fit."""
+"""Decide whether a forecast fits device, host and disks, and which change would help."""
 
 from __future__ import annotations
 

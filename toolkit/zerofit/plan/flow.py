@@ -44,18 +44,18 @@ def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
     fetched = computed = 0.0
     reduced = sum(groups * layers * fetch for groups, layers, fetch, _, _ in runs)
     for groups, layers, fetch, compute, reduce in runs:
-        every = groups * layers
-        group_computed, all_computed, all_reduced = layers * compute, every * compute, groups * reduce
+        count = groups * layers
+        group_computed, all_computed, all_reduced = layers * compute, count * compute, groups * reduce
         if reduce:
             ways = (
                 reduced + all_reduced,
                 computed + max(group_computed + all_reduced, all_computed + reduce),
                 fetched + max(fetch + group_computed, layers * fetch + compute) + all_reduced,
-                fetched + max(fetch + all_computed, every * fetch + compute) + reduce,
+                fetched + max(fetch + all_computed, count * fetch + compute) + reduce,
             )
             reduced = max(ways)
-        computed = max(computed + all_computed, fetched + max(fetch + all_computed, every * fetch + compute))
-        fetched += every * fetch
+        computed = max(computed + all_computed, fetched + max(fetch + all_computed, count * fetch + compute))
+        fetched += count * fetch
     return FlowEnds(fetched, computed, max(reduced, computed))
 
 

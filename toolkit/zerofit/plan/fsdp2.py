@@ -200,9 +200,9 @@ class _LayerReplay:
             for new in self._gathered_for(n):
                 # a local variable keeps the buffer before until the parameters are copied out (wait_for_unshard)
                 sent, gathered, flat = self._sent(new), self._gathered(new), self._flat(new)
-                made = flat + max(sent, gathered) if self.copies else sent + gathered
+                added = flat + max(sent, gathered) if self.copies else sent + gathered
                 if before is not None:
-                    yield self._live(before, self.gathered_bytes + self.flat_bytes + made, n)
+                    yield self._live(before, self.gathered_bytes + self.flat_bytes + added, n)
                 self.gathered_bytes, self.flat_bytes = self.gathered_bytes + gathered, flat
             for number, point in enumerate(points):
                 released = self.releases and n == self.last_layer and number  # all but the head's product

@@ -111,8 +111,8 @@ def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, flo
     weights, states = parameters * layout.element_bytes, parameters * 12
     parts = layout.tp * layout.pp
     shards = layout.zero_ranks
-    mine = weights / parts / (shards if layout.zero_stage == 3 else 1)
-    return weights + states, mine + states / parts / (shards if layout.zero_stage else 1)
+    of_rank = weights / parts / (shards if layout.zero_stage == 3 else 1)
+    return weights + states, of_rank + states / parts / (shards if layout.zero_stage else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

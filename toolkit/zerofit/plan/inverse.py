@@ -65,8 +65,8 @@ def with_layers(profile: Profile, count: int) -> Profile:
     index = repeated_layer(profile)
     layers = list(profile.layers)
     layers[index] = replace(layers[index], count=count)
-    own = {engine: with_layers(model, count) for engine, model in profile.own_models.items()}
-    return replace(profile, layers=tuple(layers), own_models=own)
+    own_models = {engine: with_layers(model, count) for engine, model in profile.own_models.items()}
+    return replace(profile, layers=tuple(layers), own_models=own_models)
 
 
 def repeated_layer(profile: Profile) -> int:

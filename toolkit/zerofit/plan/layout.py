@@ -93,8 +93,8 @@ class PlannedLayout:
         stage = self.zero_stage
         defaults = {"bucket": DEFAULT_BUCKET if stage else self.bucket, "overlap": stage == 3}
         defaults |= {name: DEFAULTS[name] if stage == 3 else 0 for name in ("prefetch", "persistence")}
-        found = {name: defaults[name] if value == UNSET else value for name, value in wanted.items() if value != "auto"}
-        return replace(self, **found)
+        sizes = {name: defaults[name] if value == UNSET else value for name, value in wanted.items() if value != "auto"}
+        return replace(self, **sizes)
 
     @classmethod
     def of(cls, job: Job) -> PlannedLayout:
@@ -102,9 +102,9 @@ class PlannedLayout:
         zero, layout = job.ds_config.get("zero_optimization", {}), job.layout
         zero3 = layout.zero_stage == 3
         offload = {part: zero.get(f"offload_{part}") or {} for part in ("optimizer", "param")}
-        places = {part: place.get("device", "none") for part, place in offload.items()}
-        if places["optimizer"] == "nvme" and not zero3:  # DeepSpeed uses the host instead (stage_1_and_2.py:220)
-            places["optimizer"] = "cpu"
+        devices = {part: settings.get("device", "none") for part, settings in offload.items()}
+        if devices["optimizer"] == "nvme" and not zero3:  # DeepSpeed uses the host instead (stage_1_and_2.py:220)
+            devices["optimizer"] = "cpu"
         optimizer = job.run.optimizer if job.run.optimizer in PLANNED else "adamw"  # others' states are unknown
         sizes = {
             "prefetch": "stage3_prefetch_bucket_size",
@@ -127,8 +127,8 @@ class PlannedLayout:
             optimizer=optimizer,
             checkpointing=job.run.activation_checkpointing,
             ema=job.run.ema,
-            **{f"offload_{part}": place for part, place in places.items()},
-            **{f"pin_{part}": place.get("pin_memory", True) for part, place in offload.items()},
+            **{f"offload_{part}": device for part, device in devices.items()},
+            **{f"pin_{part}": settings.get("pin_memory", True) for part, settings in offload.items()},
             **{field: zero.get(key, DEFAULTS[field]) for field, key in sizes.items() if key in zero or zero3},
             steps_early=steps_early(job.ds_config),
             overlap=zero.get("overlap_comm", zero3),

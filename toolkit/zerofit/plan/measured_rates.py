@@ -92,7 +92,7 @@ def _logs(sizes: Iterable[float]) -> tuple[float, ...]:
 
 
 def _rate_at(points: Sequence[_Point], sizes: tuple[float, ...]) -> float:
-    """Return the measured rate at these sizes, or a mean of all points in which near ones weigh more."""
+    """Return the measured rate at these sizes, or a mean in which near points weigh more."""
     total = weights = 0.0
     for point in points:
         alike = len(point.sizes) == len(sizes)
@@ -122,16 +122,16 @@ class CollectiveTable:
         sizes: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
         for collective in measured:
             sizes[collective.op, collective.ranks].append((collective.size_bytes, collective.seconds))
-        self._lines = {key: _line(sorted(found)) for key, found in sizes.items()}
+        self._lines = {key: _line(sorted(points)) for key, points in sizes.items()}
 
     def line(self, op: str, ranks: int) -> CollectiveLine | None:
         """Return the line of an op; None if the op was not measured with `ranks` ranks."""
         return self._lines.get((op, ranks))
 
 
-def _line(found: Sequence[tuple[float, float]]) -> CollectiveLine:
+def _line(measured: Sequence[tuple[float, float]]) -> CollectiveLine:
     """Fit the line with the least relative error. Neither coefficient is negative."""
-    rows = [(1 / seconds, size / seconds) for size, seconds in found]
+    rows = [(1 / seconds, size / seconds) for size, seconds in measured]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (sum(row[i] for row in rows) for i in (0, 1))
     determinant = aa * bb - ab * ab

@@ -283,7 +283,7 @@ class Forecaster:
         return LiveMemory(NOTHING, gradients=step.gradients, temporaries=temporaries)
 
     def _moment(self, phase: str, live: LiveMemory, persistent: PersistentMemory, others: Point) -> _Moment:
-        """Return a moment with everything on the device. `others`: live bytes of other micro batches."""
+        """Return a moment with all kinds of bytes. `others`: live bytes of other micro batches."""
         kinds = add_kinds(persistent.device, persistent.host) if self.device == "cpu" else persistent.device
         parts = {
             **self._workspaces,

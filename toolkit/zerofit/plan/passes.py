@@ -188,7 +188,7 @@ class Passes:
             elements=tuple(sum(map(sum, kinds)) for kinds in every),
             trained=tuple(sum(map(sum, own)) for own in tensors),
             gradients=tuple(gradients),
-            experts=tuple(sum(cost.matrices[place] for place in cost.experts) for cost in costs),
+            experts=tuple(sum(cost.matrices[index_in_layer] for index_in_layer in cost.experts) for cost in costs),
             output_bytes=costs[last_of_first].output_bytes.at(layout.micro_batch) if layout.pp > 1 else 0.0,
             ahead=self._ahead(layout),
         )
@@ -215,7 +215,7 @@ class Passes:
         return kernels_s(kernels, micro_batch, self._rates), launches(kernels) * self._rates.launch_s
 
     def _waits(self, costs: tuple[LayerCost, ...], layout: PlannedLayout) -> list[tuple[float, float, float]]:
-        """Return each layer's seconds of tensor, sequence and expert parallel collectives in forward."""
+        """Return each layer's seconds of tensor, sequence and expert collectives in forward."""
         if layout.tp * layout.sp * layout.ep == 1:
             return [(0.0, 0.0, 0.0)] * len(costs)
         gpus, m = self._cluster.gpus, layout.micro_batch

@@ -143,10 +143,10 @@ def heaviest_overlap(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
     A rank's elements are those of all parameters that overlap the rank's partitions. Each of these parameters counts in
     full. Of the ranks that store a part of the parameter, the heaviest rank has the most elements.
     """
-    totals, found = overlaps(line, ranks, int), dict[Parameter, int]()
+    totals, heaviest = overlaps(line, ranks, int), dict[Parameter, int]()
     for rank, parameter, _ in _overlapping(line, ranks):
-        found[parameter] = max(found.get(parameter, 0), totals[rank])
-    return found
+        heaviest[parameter] = max(heaviest.get(parameter, 0), totals[rank])
+    return heaviest
 
 
 @lru_cache(maxsize=1024)
@@ -170,11 +170,11 @@ def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int
     pieces = [0] * ranks
     for rank, parameter, piece in _overlapping(line, ranks):
         pieces[rank] = max(pieces[rank], 0 if parameter.copied else piece)  # ds_pipe_replicated (:2680)
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for overlap, piece in sorted(zip(overlaps(line, ranks, int), pieces, strict=True), reverse=True):
-        if not found or piece > found[-1][1]:
-            found.append((overlap, piece))
-    return tuple(found)
+        if not pairs or piece > pairs[-1][1]:
+            pairs.append((overlap, piece))
+    return tuple(pairs)
 
 
 def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> list[int]:
@@ -193,9 +193,9 @@ def _overlapping(line: StageTimeline, ranks: int) -> tuple[tuple[int, Parameter,
     """Return each overlap as (rank, parameter, number of elements in the rank's partition)."""
     groups = zip(filter(None, line.members), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
     return tuple(
-        (rank, group[place], piece)
+        (rank, group[index], piece)
         for group, size, sharing in groups
-        for rank, place, piece in reaching([p.numel for p in group], size, ranks // sharing)
+        for rank, index, piece in reaching([p.numel for p in group], size, ranks // sharing)
     )
 
 

@@ -26,8 +26,8 @@ DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 @lru_cache(maxsize=64)
 def layer_stack(profile: Profile) -> tuple[LayerFacts, ...]:
-    """Return the layers that a pipeline divides. Repeated ones are named `block 0`, `block 1`, ..."""
-    first, counts, found = profile.layers[0], Counter[str](), []
+    """Return the layers that a pipeline divides. Repeated ones are named `block 0`, ..."""
+    first, counts, stack = profile.layers[0], Counter[str](), []
     shared = {layer.tied_to for layer in profile.layers}
     for layer in profile.layers:
         trained = sum(layer.matrices) + sum(layer.vectors)
@@ -38,8 +38,8 @@ def layer_stack(profile: Profile) -> tuple[LayerFacts, ...]:
         for _ in range(layer.count):
             name = f"{layer.name} {counts[layer.name]}" if layer.count > 1 else layer.name
             counts[layer.name] += 1
-            found.append(LayerFacts(name=name, parameters=size, trained=trained, tied=tied))
-    return tuple(found)
+            stack.append(LayerFacts(name=name, parameters=size, trained=trained, tied=tied))
+    return tuple(stack)
 
 
 def stage_bounds(profile: Profile, stages: int) -> Bounds:

@@ -36,5 +36,5 @@ def entry_of(section: str, device: str) -> dict[str, Any]:
     `device` is the name that torch reports. An unlisted device gets the entry `other`.
     """
     entries = rate_catalog()[section]
-    found = entries.get(device, entries["other"])
-    return entries[found] if isinstance(found, str) else found
+    entry = entries.get(device, entries["other"])
+    return entries[entry] if isinstance(entry, str) else entry

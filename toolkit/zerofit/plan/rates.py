@@ -100,7 +100,7 @@ class Rates:
     slower: float = 1.0  # the factor for everything; it is applied to the rates above but not to the tables
 
     def host_copy(self, pinned: bool) -> float:
-        """Return the bytes per second of copies between device and (`pinned`: page-locked) host memory."""
+        """Return the bytes per second of copies between device and host memory."""
         return self.pcie if pinned else min(self.pcie, self.pageable)
 
 
@@ -121,7 +121,7 @@ def rates_of(
     assumed = _assumed(cluster, precision, products, software, fitted)
     # kernels without matrix multiplications are slower than one long addition, which was measured
     streamed = 1.0 if cluster.on_cpu else fitted.memory / rate_of("streaming").value
-    found: dict[str, float | None] = {
+    measured_rates: dict[str, float | None] = {
         "memory": measured.memory_bandwidth and measured.memory_bandwidth * streamed,
         "streaming": _streaming(cluster, measured),
         "adam": measured.adam_bandwidth,
@@ -140,14 +140,18 @@ def rates_of(
     }
     if measured.launch_s and not cluster.on_cpu:
         slower = measured.launch_s / rate_of("launch").value
-        found |= {name: slower * assumed[name].value for name in ("engine_launch_s", "gradient_s")}
+        measured_rates |= {name: slower * assumed[name].value for name in ("engine_launch_s", "gradient_s")}
     reached = measured.matmul_flops.get(precision)
     if reached:  # the rates of other kernels with FLOPs, which were not measured, change by the same factor
         faster = reached * rate_catalog()["model_shapes"] / assumed["flops"].value
-        found |= {name: assumed[name].value * faster for name in ("flops", "attention", "general", "depthwise")}
+        measured_rates |= {
+            name: assumed[name].value * faster for name in ("flops", "attention", "general", "depthwise")
+        }
     fused = "compiled" if software.compile else "fused" if software.liger_kernel else ""
     date, channel = f"measured here on {measured.date[:10]}", rate_catalog()["batch_norm_channel"]
-    chosen = {name: SourcedRate(rate, date) if (rate := found.get(name)) else assumed[name] for name in assumed}
+    chosen = {
+        name: SourcedRate(rate, date) if (rate := measured_rates.get(name)) else assumed[name] for name in assumed
+    }
     if measured.origin:
         chosen = {name: _by_trace(name, rate, measured) for name, rate in chosen.items()}
     return Rates(
@@ -181,7 +185,7 @@ def _by_trace(name: str, rate: SourcedRate, measured: Calibration) -> SourcedRat
 
 
 def _streaming(cluster: Cluster, measured: Calibration) -> float | None:
-    """Return the measured bytes per second of long passes over memory; None if they were not measured."""
+    """Return the measured bytes per second of long passes over memory, if any."""
     # on a CPU most passes fill newly allocated memory, as copies do
     copies = [kernel for kernel in measured.kernels if kernel.kind == "copy" and kernel.dtype == "float32"]
     if not cluster.on_cpu or not copies:

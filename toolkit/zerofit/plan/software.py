@@ -25,10 +25,10 @@ class Software:
 
         None stands for the default.
         """
-        found = {field.name: values.get(field.name) for field in fields(cls)}
+        chosen = {field.name: values.get(field.name) for field in fields(cls)}
         kernel = (values.get("model_args") or {}).get("attn_implementation")
-        found["attn_implementation"] = kernel if kernel in ATTENTION_KERNELS else None  # otherwise a user's own kernel
-        return cls(**{name: value for name, value in found.items() if value is not None})
+        chosen["attn_implementation"] = kernel if kernel in ATTENTION_KERNELS else None  # otherwise a user's own kernel
+        return cls(**{name: value for name, value in chosen.items() if value is not None})
 
 
 USUAL = Software()

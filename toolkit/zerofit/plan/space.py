@@ -109,7 +109,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
     for engine in request.engines:
         if engine != "deepspeed":
             _add_by_layer(engine, profile, cluster, request, space)
-    kept = {name: value for name, value in request.keep.items() if name in REPLACED}
+    fixed = {name: value for name, value in request.keep.items() if name in REPLACED}
     for degrees in _degrees(cluster, profile, request) if "deepspeed" in request.engines else ():
         schedule = request.schedule or "1f1b"
         problem = degree_problem(degrees, profile, cluster, schedule) or _untraced(degrees, profile, request)
@@ -154,12 +154,12 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 continue
             if first.ema and (degrees.product > 1 or optimizer == "nvme"):
                 continue  # averages are kept by data parallel ranks, in memory (config/images.py)
-            if any(getattr(first, name) != value for name, value in request.keep.items() if name not in kept):
+            if any(getattr(first, name) != value for name, value in request.keep.items() if name not in fixed):
                 continue
             # "auto" is filled from the first member, as training does
-            auto = {name: getattr(first, name) for name, value in kept.items() if value == "auto"}
+            auto = {name: getattr(first, name) for name, value in fixed.items() if value == "auto"}
             family = [first, *_variants(first, profile, request.every)]
-            family = [layout.with_sizes({**kept, **auto}) for layout in family] if kept else family
+            family = [layout.with_sizes({**fixed, **auto}) for layout in family] if fixed else family
             space.families.append(list(dict.fromkeys(family)))
     if not space.families and not space.left_out:
         space.leave_out(_no_match(request))
@@ -202,8 +202,8 @@ def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: P
             )
             same = () if accumulation > 1 else ("sync_each_batch",)  # with one micro batch, both are equal
             fixed = ((name, value) for name, value in request.keep.items() if name not in (*REPLACED, *same))
-            kept = all(getattr(layout, name) == value for name, value in fixed)
-            if kept and layout.setting in profile.costs and (accumulation > 1 or not each):
+            matches = all(getattr(layout, name) == value for name, value in fixed)
+            if matches and layout.setting in profile.costs and (accumulation > 1 or not each):
                 space.families.append([layout])
 
 
@@ -317,7 +317,7 @@ def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Itera
 def _batches(
     degrees: Degrees, profile: Profile, cluster: Cluster, request: PlanRequest, space: SearchSpace
 ) -> Iterator[tuple[int, int]]:
-    """Yield pairs of micro batch and accumulation steps, at least one for each part of a pipeline."""
+    """Yield pairs of micro batch and accumulation steps, enough for a pipeline's parts."""
     dp, fewest = cluster.ranks // degrees.product, pipeline_parts(degrees.pp, request.schedule or "1f1b")
     if request.global_batch is None:
         most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task in ("image", "segmentation", "table") else 1)
@@ -344,7 +344,7 @@ def _batches(
 
 
 def _variants(first: PlannedLayout, profile: Profile, every: bool) -> list[PlannedLayout]:
-    """Return the other layouts of a family: larger buckets, overlap, or more gathered parameters."""
+    """Return a family's other layouts: larger buckets, overlap, or more gathered."""
     if first.zero_stage == 0 or first.pp > 1:
         return []
     variants = [replace(first, overlap=True)]

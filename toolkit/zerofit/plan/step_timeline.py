@@ -22,7 +22,7 @@ LAUNCHES = "launches", "launches and hooks"  # of the host: without ZeRO-3, and 
 
 
 class Span(NamedTuple):
-    """A piece of work on one stream of a pipeline stage's rank, in seconds from the step's start."""
+    """Work on one stream of a pipeline stage's rank, in seconds from the step's start."""
 
     stage: int
     stream: str  # a Stream; in a script's trace, the script's own name for it

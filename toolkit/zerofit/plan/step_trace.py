@@ -69,7 +69,7 @@ def layer_memory(timeline: StepTimeline, stage: int, moments: Sequence[LayerMome
 
 
 def _between(known: Mapping[int, Mapping[str, float]], layer: int) -> Mapping[str, float]:
-    """Return the bytes of a layer, if necessary interpolated between its nearest known neighbors."""
+    """Return the bytes of a layer, interpolated between known neighbors if necessary."""
     if layer in known:
         return known[layer]
     below = max((index for index in known if -1 < index < layer), default=None)

@@ -72,7 +72,7 @@ class StepTime:
 
 
 class StepTask(NamedTuple):
-    """Work that overlaps with no other work: it waits for earlier work, and later work waits for it."""
+    """Work that overlaps with no other work: it waits for everything before it."""
 
     stream: Stream
     name: str
@@ -325,7 +325,7 @@ class Timer:
         return timeline(self._profile, self._profile.key_of(layout.setting, 3), None, 0)
 
     def _layer_means(self, by_layer: Sequence[LayerFetches]) -> Iterator[tuple[float, float]]:
-        """Yield bytes and number of all-gathers for each layer of the profile, averaged over equal layers."""
+        """Yield bytes and number of all-gathers of each layer, averaged over equal layers."""
         start = 0
         for layer in self._profile.layers:
             equal, start = by_layer[start : start + layer.count], start + layer.count
@@ -394,19 +394,19 @@ class Timer:
             launched_s = max(0.0, launched_s - layout.accumulation * (rank_pass.sums.layer_s - rank_pass.sums.host_s))
         yield StepTask("host", "launches of the step", 0.0, launched_s)
         if layout.offload_optimizer == "none":
-            passed = (work.step - UNSTEPPED_BYTES) * floats
-            yield StepTask("compute", "passes of the step", passed, passed / rates.streaming)
+            traffic = (work.step - UNSTEPPED_BYTES) * floats
+            yield StepTask("compute", "passes of the step", traffic, traffic / rates.streaming)
             yield StepTask("compute", "optimizer", moved, moved / getattr(rates, entry.step.like))
         else:
             # offloaded gradients are copied in float32; a node's ranks share its host memory and its disks
             states = MASTER_BYTES * floats + host_state_bytes(layout) * share
-            passed = moved + (HOST_BYTES - UNSTEPPED_BYTES) * floats
+            traffic = moved + (HOST_BYTES - UNSTEPPED_BYTES) * floats
             copied = rates.host_copy(layout.pin_optimizer)
             graded = MASTER_BYTES * floats
             yield StepTask("device to host", "gradients of a step", graded, graded / copied)
             if layout.offload_optimizer == "nvme":
                 yield StepTask("NVMe", "read optimizer states", states, states * gpus / rates.nvme_read)
-            stepped = StepTask("host", "optimizer", passed, passed * gpus / rates.host)
+            stepped = StepTask("host", "optimizer", traffic, traffic * gpus / rates.host)
             yield _left_of_step(stepped, layout, rank_pass, share)
             if layout.offload_optimizer == "nvme":
                 yield StepTask("NVMe", "write optimizer states", states, states * gpus / rates.nvme_write)
@@ -418,9 +418,9 @@ class Timer:
             yield StepTask("data parallel", GATHERED, every, seconds)
         if layout.zero_stage == 3 and not layout.by_layer:
             # parameters that are kept gathered are gathered one by one (stage3.py:2841)
-            kept = kept_gathered(self._line(layout), layout)
-            seconds = self._spread_s("all_gather", kept.bytes, kept.count, layout, rank_pass, at_once=True)
-            yield StepTask("data parallel", GATHERED, kept.bytes, seconds)
+            persistent = kept_gathered(self._line(layout), layout)
+            seconds = self._spread_s("all_gather", persistent.bytes, persistent.count, layout, rank_pass, at_once=True)
+            yield StepTask("data parallel", GATHERED, persistent.bytes, seconds)
 
 
 def _left_of_step(task: StepTask, layout: PlannedLayout, rank_pass: RankPass, elements: float) -> StepTask:

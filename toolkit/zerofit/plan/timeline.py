@@ -145,38 +145,40 @@ def timeline(
         for _ in range(layer.count)
     ]
     ranges = parts or ((0, len(expanded)),)
-    mine = _untied(expanded, ranges, ELEMENT_BYTES[key.split("/")[0]])
+    stage = _untied(expanded, ranges, ELEMENT_BYTES[key.split("/")[0]])
     (first, last), start = ranges[part], sum(end - begin for begin, end in ranges[:part])
-    here = range(start, start + last - first)
+    indices = range(start, start + last - first)
     starts = list(accumulate((run.count for run in profile.layers), initial=0))
-    layers, chosen = _in_groups(mine), [start + n for n in _representatives(mine[here.start : here.stop])]
+    layers = _in_groups(stage)
+    chosen = [start + n for n in _representatives(stage[indices.start : indices.stop])]
     # bytes that the part's earlier layers have saved before each layer's forward, and in the end
-    saved = accumulate((_point(mine[n].cost.saved_bytes) for n in here), add, initial=NOTHING)
-    bases = dict(zip((*here, here.stop), saved, strict=True))
+    saved = accumulate((_point(stage[n].cost.saved_bytes) for n in indices), add, initial=NOTHING)
+    bases = dict(zip((*indices, indices.stop), saved, strict=True))
     return StageTimeline(
         layers=layers,
         forward=tuple(
-            (n, bases[n], _raised(mine[n].cost.forward or (mine[n].cost.forward_peak_bytes,), bases[n])) for n in chosen
+            (n, bases[n], _raised(stage[n].cost.forward or (stage[n].cost.forward_peak_bytes,), bases[n]))
+            for n in chosen
         ),
-        backward=tuple(_backward(mine, layers, bases, chosen)),
-        saved=bases[here.stop],
-        graded=sum(placed.graded for placed in mine[here.start :]),
-        buffers_bytes=sum(placed.layer.buffers_bytes for placed in mine),
-        packed=tuple(tuple(Parameter(n, FROZEN, 0, packed=True) for n in placed.layer.packed) for placed in mine),
-        quantized_bytes=sum(placed.layer.quantized_bytes for placed in mine),
-        on_host=tuple(_point(mine[n].cost.host_bytes) for n in here if mine[n].cost.host_bytes != Linear()),
+        backward=tuple(_backward(stage, layers, bases, chosen)),
+        saved=bases[indices.stop],
+        graded=sum(placed.graded for placed in stage[indices.start :]),
+        buffers_bytes=sum(placed.layer.buffers_bytes for placed in stage),
+        packed=tuple(tuple(Parameter(n, FROZEN, 0, packed=True) for n in placed.layer.packed) for placed in stage),
+        quantized_bytes=sum(placed.layer.quantized_bytes for placed in stage),
+        on_host=tuple(_point(stage[n].cost.host_bytes) for n in indices if stage[n].cost.host_bytes != Linear()),
         received=_point(expanded[first - 1].cost.output_bytes) if first else NOTHING,
         ep=expert_degree(key),
-        factors=sum(placed.layer.factors for placed in mine),
-        still=next((n for n, placed in enumerate(mine) if placed.trained), 0),
-        calls=tuple(_calls(placed, starts) for placed in mine),
-        recomputed=tuple(placed.cost.recomputed for placed in mine),
-        tied=mine[-1].layer.tied_to is not None,
+        factors=sum(placed.layer.factors for placed in stage),
+        still=next((n for n, placed in enumerate(stage) if placed.trained), 0),
+        calls=tuple(_calls(placed, starts) for placed in stage),
+        recomputed=tuple(placed.cost.recomputed for placed in stage),
+        tied=stage[-1].layer.tied_to is not None,
         scored=profile.scored,
         width=profile.hidden_size or 0,
         sent=_point(expanded[last - 1].cost.output_bytes) if last < len(expanded) else NOTHING,
         logits=_point(expanded[last - 1].cost.output_bytes) if last == len(expanded) else NOTHING,
-        blocks=tuple({_point(mine[n].cost.largest_bytes) for n in here}),
+        blocks=tuple({_point(stage[n].cost.largest_bytes) for n in indices}),
     )
 
 
@@ -208,7 +210,7 @@ class _StageLayer:
         undivided = layer.matrices + layer.vectors
         frozen = layer.frozen + frozen
         self.numels = matrices + vectors + tied + frozen
-        first = tuple(EXPERTS if place in cost.experts else 0 for place in range(len(matrices)))
+        first = tuple(EXPERTS if index in cost.experts else 0 for index in range(len(matrices)))
         self.group_of = first + (1,) * len(vectors) + (0,) * len(tied) + (FROZEN,) * len(frozen)
         # with expert parallelism the weights differ from the full model's, but only experts are divided
         pairs = [(0, 0)] * len(matrices + vectors) if cost.experts else zip(matrices + vectors, undivided, strict=True)
@@ -238,35 +240,35 @@ def _untied(expanded: list[_StageLayer], ranges: Sequence[tuple[int, int]], elem
     If embedding and head are two parts of one stage, they share one matrix. The backward of each part then leaves its
     own gradient.
     """
-    head, mine = expanded[-1], [placed for first, last in ranges for placed in expanded[first:last]]
+    head, stage = expanded[-1], [placed for first, last in ranges for placed in expanded[first:last]]
     if head.layer.tied_to is None or ranges[0] == (0, len(expanded)):
-        return mine
-    tied, one_matrix = max(expanded[0].numels), mine[0] is expanded[0]
+        return stage
+    tied, one_matrix = max(expanded[0].numels), stage[0] is expanded[0]
     if tied in expanded[0].layer.frozen:  # it has no gradient
-        own = mine[-1] is head and not one_matrix
-        return [*mine[:-1], _StageLayer(head.layer, head.cost, frozen=(tied,))] if own else mine
+        own = stage[-1] is head and not one_matrix
+        return [*stage[:-1], _StageLayer(head.layer, head.cost, frozen=(tied,))] if own else stage
     size = tied * element_bytes
-    found = []
-    for placed in mine:
+    untied = []
+    for placed in stage:
         # moments with both gradients and their sum do not exist in a pipeline
         moments = (
             replace(moment, live=tuple(line for line in moment.live if line.fixed < 3 * size))
             for moment in placed.cost.backward
         )
-        found.append(_StageLayer(placed.layer, replace(placed.cost, backward=tuple(moments)), shift=-size))
-    if mine[-1] is head and one_matrix:
-        found[0].early, found[-1] = -tied, _StageLayer(head.layer, head.cost, early=tied)
-    elif mine[-1] is head:
-        found[-1] = _StageLayer(head.layer, head.cost, tied=(tied,))
-    return found
+        untied.append(_StageLayer(placed.layer, replace(placed.cost, backward=tuple(moments)), shift=-size))
+    if stage[-1] is head and one_matrix:
+        untied[0].early, untied[-1] = -tied, _StageLayer(head.layer, head.cost, early=tied)
+    elif stage[-1] is head:
+        untied[-1] = _StageLayer(head.layer, head.cost, tied=(tied,))
+    return untied
 
 
-def _in_groups(mine: Sequence[_StageLayer]) -> tuple[tuple[Parameter, ...], ...]:
+def _in_groups(stage: Sequence[_StageLayer]) -> tuple[tuple[Parameter, ...], ...]:
     """Assign each layer's parameters to the optimizer's groups, in the model's order."""
-    layers: list[list[Parameter]] = [[] for _ in mine]
+    layers: list[list[Parameter]] = [[] for _ in stage]
     ends: Counter[int] = Counter()
     experts = EXPERTS  # the group that is being filled
-    for n, placed in sorted(enumerate(mine), key=lambda pair: pair[1].layer.place):
+    for n, placed in sorted(enumerate(stage), key=lambda pair: pair[1].layer.place):
         for numel, kind, split, copied in zip(placed.numels, placed.group_of, placed.split, placed.copied, strict=True):
             if kind == EXPERTS and ends[experts] and ends[experts] + numel > EXPERT_GROUP_ELEMENTS:
                 experts += 1
@@ -276,31 +278,31 @@ def _in_groups(mine: Sequence[_StageLayer]) -> tuple[tuple[Parameter, ...], ...]
     return tuple(map(tuple, layers))
 
 
-def _representatives(mine: Sequence[_StageLayer]) -> list[int]:
-    """Choose the layers to evaluate: the first and a few of the last of consecutive equal layers."""
+def _representatives(stage: Sequence[_StageLayer]) -> list[int]:
+    """Choose the layers to evaluate: of equal layers, the first and the last few."""
     # Live bytes change linearly from one equal layer to the next, so their peak is in the first or in the last layer. A
     # few of the last layers show how buckets fill.
     chosen = []
-    for n, placed in enumerate(mine):
-        before = next((k for k in range(n, -1, -1) if mine[k].layer is not placed.layer), -1)
-        after = next((k for k in range(n, len(mine)) if mine[k].layer is not placed.layer), len(mine))
+    for n, placed in enumerate(stage):
+        before = next((k for k in range(n, -1, -1) if stage[k].layer is not placed.layer), -1)
+        after = next((k for k in range(n, len(stage)) if stage[k].layer is not placed.layer), len(stage))
         if n - before <= _FIRST or after - n <= _LAST:
             chosen.append(n)
     return chosen
 
 
 def _backward(
-    mine: Sequence[_StageLayer],
+    stage: Sequence[_StageLayer],
     layers: Sequence[Sequence[Parameter]],
     bases: Mapping[int, Point],
     chosen: Sequence[int],
 ) -> Iterator[TimelineEvent]:
-    sizes = [placed.graded for placed in mine]
+    sizes = [placed.graded for placed in stage]
     for n in reversed(chosen):
         done = sum(sizes[n + 1 :])
-        for moment in _moments(mine[n]):
+        for moment in _moments(stage[n]):
             parameter = None if moment.parameter is None else layers[n][moment.parameter]
-            base = add(bases[n], (mine[n].shift, 0.0))
+            base = add(bases[n], (stage[n].shift, 0.0))
             end = add(base, _point(moment.end))
             yield TimelineEvent(_raised(moment.live, base), end, done, parameter, n)
             done += parameter.numel if parameter else 0
@@ -311,9 +313,9 @@ def _moments(placed: _StageLayer) -> Iterator[BackwardMoment]:
     cost = placed.cost
     yield from cost.backward or (BackwardMoment(live=(cost.backward_peak_bytes,)),)
     traced = {moment.parameter for moment in cost.backward}
-    for place in reversed(range(len(placed.numels))):
-        if place not in traced and placed.group_of[place] != FROZEN:
-            yield BackwardMoment(live=(), parameter=place)
+    for index in reversed(range(len(placed.numels))):
+        if index not in traced and placed.group_of[index] != FROZEN:
+            yield BackwardMoment(live=(), parameter=index)
 
 
 def _raised(lines: Sequence[Linear], base: Point) -> tuple[Point, ...]:

@@ -120,14 +120,14 @@ def _step_whole(line: StageTimeline, layout: PlannedLayout, device: str) -> Iter
     gradients = element * line.parameters
     if device == "cpu" or element == 4 or not OPTIMIZERS[layout.optimizer].step.fused:
         # in low precision, a float32 gradient for each parameter (fp16/unfused_optimizer.py:222)
-        lifted = MASTER_BYTES * line.parameters if element == 2 else 0
-        yield StepMemory(gradients + lifted, whole_step_bytes(line, layout, device))
+        in_float32 = MASTER_BYTES * line.parameters if element == 2 else 0
+        yield StepMemory(gradients + in_float32, whole_step_bytes(line, layout, device))
     else:  # float32 gradients of a group, and their flat copy (fp16/fused_optimizer.py:265)
         waiting, flat = gradients, 0
         for group in line.groups:
-            lifted = MASTER_BYTES * sum(group)
-            yield StepMemory(waiting + flat + lifted, lifted, flat=lifted)
-            waiting, flat = waiting - element * sum(group), flat + lifted
+            in_float32 = MASTER_BYTES * sum(group)
+            yield StepMemory(waiting + flat + in_float32, in_float32, flat=in_float32)
+            waiting, flat = waiting - element * sum(group), flat + in_float32
 
 
 def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
@@ -137,10 +137,10 @@ def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: st
     for overlap, piece in overlaps_and_pieces(line, layout.zero_ranks):
         yield StepMemory(element * overlap, NORM_BYTES * piece)  # of the elements in the partition (:2838)
     for n, size in enumerate(sizes):
-        lifted = MASTER_BYTES * size
-        yield StepMemory(kept + lifted, element * size if element == 2 else 0, flat=lifted)
+        in_float32 = MASTER_BYTES * size
+        yield StepMemory(kept + in_float32, element * size if element == 2 else 0, flat=in_float32)
         rest = kept if n < len(sizes) - 1 else 0  # gradients are freed when the last group is flattened
-        yield StepMemory(rest + lifted, step_bytes(layout, size, device), flat=lifted)
+        yield StepMemory(rest + in_float32, step_bytes(layout, size, device), flat=in_float32)
 
 
 def _step_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
@@ -152,8 +152,8 @@ def _step_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Ite
     for part in parts:
         size = min(part, SUB_GROUP_ELEMENTS)
         low = element * size if element == 2 else 0
-        lifted = MASTER_BYTES * size
-        yield StepMemory(lifted, max(low, step_bytes(layout, size, device)), flat=lifted)
+        in_float32 = MASTER_BYTES * size
+        yield StepMemory(in_float32, max(low, step_bytes(layout, size, device)), flat=in_float32)
 
 
 def _gather_copy(line: StageTimeline, layout: PlannedLayout, device: str) -> int:

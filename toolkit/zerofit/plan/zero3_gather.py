@@ -82,7 +82,7 @@ def gathered_to_score(line: StageTimeline, layout: PlannedLayout, copied: StageT
 
 
 def _passed(line: StageTimeline, layout: PlannedLayout) -> list[list[_Fetch]]:
-    """Return the moments of each layer in `line.forward`, with those of layers left out before it."""
+    """Return the moments of each layer in `line.forward` and of layers left out before it."""
     moments, chosen = _gathering(line, layout).forward, [n for n, *_ in line.forward]
     return [list(chain(*moments[before + 1 : n + 1])) for before, n in zip([-1, *chosen], chosen, strict=False)]
 
@@ -139,7 +139,7 @@ def _backward_calls(modules: Sequence[ModuleCall], recomputed: bool) -> list[Mod
 
 
 class _Fetch(NamedTuple):
-    """The moment after a module has fetched and prefetched; without members, a layer's first moment."""
+    """The moment after a module has fetched and prefetched, or a layer's first moment."""
 
     bytes: int  # gathered
     members: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Choose the next configuration to measure, and estimate how much faster untried ones may be.
+"""Choose the next configuration to measure, and estimate what untried ones may save.
 
 This module uses neither a clock nor processes, so a search can be replayed.
 """
