@@ -74,7 +74,7 @@ def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> lis
 
     Equal moments count once. `line` returns a moment's bytes per sample and its fixed bytes.
     """
-    # steepest first: a moment with a smaller slope can only be the peak if it is above all others with one sample
+    # steepest first: a moment with a smaller slope can only be the peak if it is above all steeper ones with one sample
     best: list[T] = []
     most = -1.0
     for moment in sorted(moments, key=line, reverse=True):
@@ -257,9 +257,8 @@ class _Scattered:
         self.left = left_by_backward(line, layout)
         self.zero_ranks, self.ranks = layout.zero_ranks, layout.zero_ranks  # `ranks` divide the bucket's parameters
         self.element, self.reduced = layout.element_bytes, reduction_bytes(layout)
-        self.converted_bytes = (
-            self.reduced if self.reduced != self.element else 0
-        )  # a copy of each gradient (stage3.py:1925)
+        # each gradient is copied to the dtype of the reduction (stage3.py:1925)
+        self.converted_bytes = self.reduced if self.reduced != self.element else 0
         self.offloaded = layout.offload_optimizer != "none"
         self.fetched = 0 if device == "cpu" else self.element  # per element of an offloaded part, read back (:2028)
         # parts for disks stay in float32 until all parts of the bucket are written (:1453)

@@ -167,9 +167,8 @@ class _LayerReplay:
         self.groups = [_GatheredGroup.of(group, layout, line.width) for group in groups]
         self.root = _GatheredGroup.of(root, layout, line.width)
         self.head_first = line.tied or layout.flattens  # whether the last group is gathered for the first layer
-        self.gathered_bytes = self.flat_bytes = self.scatter_input = (
-            0  # bytes: gathered parameters, the flat buffer, a scatter's input
-        )
+        # bytes of gathered parameters, of the flat buffer, and of a scatter's input
+        self.gathered_bytes = self.flat_bytes = self.scatter_input = 0
         # full or scattered gradients of earlier micro batches
         every = sum(p.numel for p in _trained(chain(*layers)))
         self.keeps_full = layout.keeps_full_gradients
@@ -188,9 +187,8 @@ class _LayerReplay:
             self.groups[-1] = head._replace(shard=head.shard + shard(groups[-1][-1], self.ranks, line.width))
         self.last_group = self.groups[-1]
         if self.in_chunks:  # the head's gradient is scattered before the norm's
-            self.last_group = _GatheredGroup.of(groups[-1][:-1], layout, line.width)._replace(
-                shard=self.last_group.shard
-            )
+            norm = _GatheredGroup.of(groups[-1][:-1], layout, line.width)
+            self.last_group = norm._replace(shard=self.last_group.shard)
             self.trained[-1] = self.last_group.numel
 
     def forward(self) -> Iterator[LiveMemory]:
@@ -253,9 +251,8 @@ class _LayerReplay:
         self.scatter_input = self.reduced * self.ranks * group.trained
         rest = add(head.end, (-self.element * group.last, 0.0))
         yield self._live(rest, self.gathered_bytes, self.last_layer, added, self.stored * group.trained)
-        self.scattered_gradients += (
-            0 if self.offloaded or self.adds_up else self.stored * (group.trained - self.last_group.trained)
-        )
+        if not (self.offloaded or self.adds_up):
+            self.scattered_gradients += self.stored * (group.trained - self.last_group.trained)
 
     def _gathered_for(self, n: int) -> list[_GatheredGroup]:
         """Return the groups that are gathered when the forward of layer n begins."""

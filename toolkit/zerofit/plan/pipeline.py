@@ -88,14 +88,17 @@ def in_flight(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int)
     if layout.schedule == "dualpipev":
         return _dualpipev_passes(lines, layout, stage)
     (line,), (most,) = lines, most_in_flight(layout, stage)
-    idle = _idle(line)
+    # Buffers for received activations and gradients (:1123, :1180). The last stage has two. It keeps logits, inputs and
+    # gradients of inputs until a buffer is reused (:751).
+    logits, inputs = (2.0, 4.0) if line.logits[1] else (0.0, 0.0)
+    idle = add(add(add(line.received, line.sent), line.logits, logits), line.received, inputs)
     times = [(most, line.parameters)] if layout.accumulation > most else [(most, 0), (most - 1, line.parameters)]
     passes = []
     for micro_batches, graded in times:
         # each micro batch keeps its received input (:1128) and a copy of it (:705), except in the last stage, whose
         # inputs are in its two buffers
-        inputs = 0 if line.logits[1] else 2 * micro_batches
-        others = add(add(idle, line.saved, micro_batches - 1), line.received, inputs)
+        copies = 0 if line.logits[1] else 2 * micro_batches
+        others = add(add(idle, line.saved, micro_batches - 1), line.received, copies)
         passes += [Pass(line, direction, others, graded) for direction in DIRECTIONS if micro_batches]
     return passes, idle
 
@@ -108,14 +111,6 @@ def most_in_flight(layout: PlannedLayout, stage: int) -> tuple[int, ...]:
     if layout.schedule == "dualpipev":
         return 2 * layout.pp - stage, stage + 1
     return (min(layout.pp - stage, layout.accumulation),)
-
-
-def _idle(line: StageTimeline) -> Point:
-    """Return the bytes of a stage's buffers for received activations and gradients."""
-    # Buffers are allocated at :1123 and :1180. The last stage has two buffers. It keeps logits, inputs and gradients of
-    # inputs until a buffer is reused (:751).
-    logits, inputs = (2.0, 4.0) if line.logits[1] else (0.0, 0.0)
-    return add(add(add(line.received, line.sent), line.logits, logits), line.received, inputs)
 
 
 def _dualpipev_passes(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int) -> tuple[list[Pass], Point]:

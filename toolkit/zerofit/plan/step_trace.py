@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from zerofit.plan.memory import LayerMoment
 from zerofit.plan.step_timeline import Span, StepTimeline
 from zerofit.plan.time import Stream
 
 STREAMS: tuple[str, ...] = ("host", *(stream for stream in get_args(Stream) if stream != "host"))
-Event = dict[str, Any]
+Event = dict[str, object]
 
 
 class MemorySample(NamedTuple):

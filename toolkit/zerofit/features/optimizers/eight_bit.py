@@ -45,12 +45,6 @@ def _tensor_bytes(numel: int) -> int:
     return 2 * (numel + BLOCK_BYTES * -(-numel // BLOCK_ELEMENTS))
 
 
-def _temporary(numel: int, gpu: bool) -> int:
-    # the CPU kernel allocates the gradient, a root and a quotient, and unpacks moments that have 8 bits
-    # (bitsandbytes/backends/cpu/ops.py)
-    return 0 if gpu else (20 if numel >= EIGHT_BIT_ELEMENTS else 12) * numel
-
-
 def _refusing(name: str) -> Callable[[TrainingSetting], Iterator[Refusal]]:
     """Return the function `refuses` of the entry `name`."""
 
@@ -90,7 +84,13 @@ ADAMW8BIT = OptimizerEntry(
     kernel=KERNEL,
     rates=RATES,
     states=BlockStates(by_weight=False, unconvertible=_WHY),
-    step=StepCost(temporary=_temporary, late=lambda gpu: 0, moved_bytes=ADAM_BYTES - 12),  # moments of one byte
+    step=StepCost(
+        # the CPU kernel allocates the gradient, a root and a quotient, and unpacks moments that have 8 bits
+        # (bitsandbytes/backends/cpu/ops.py)
+        temporary=lambda numel, gpu: 0 if gpu else (20 if numel >= EIGHT_BIT_ELEMENTS else 12) * numel,
+        late=lambda gpu: 0,
+        moved_bytes=ADAM_BYTES - 12,  # moments of one byte
+    ),
     refuses=_refusing("adamw8bit"),
 )
 PAGED_ADAMW8BIT = replace(
