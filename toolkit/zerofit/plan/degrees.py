@@ -99,7 +99,7 @@ def degree_problem(
 ) -> Problem | None:
     """Return the problem of degrees for a model and a cluster; None if they are possible."""
     if cluster.ranks % degrees.product:
-        if degrees.combined:
+        if degrees.combined:  # no single degree is wrong, so the number of ranks has to change
             names, product = " x ".join(f"{name} {n}" for name, n in map(_named, degrees.alone())), degrees.product
             message, hint = f"{names} does not divide {cluster.ranks} ranks", f"use a multiple of {product} ranks"
             return Problem(kind="degree-ranks", message=message, hint=hint, where="--gpus, --nodes")
@@ -177,10 +177,7 @@ def _pipeline_problem(pp: int, profile: Profile, each: int = 1) -> Problem | Non
 
 
 def _heads_problem(degrees: Degrees, combined: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
-    """Check one degree of a layout. `combined`: all degrees of the layout.
-
-    Sequence ranks divide the heads of a tensor rank.
-    """
+    """Check one degree of a layout. `combined`: all degrees of the layout."""
     name, degree = _named(degrees)
     types = types_of(degrees, combined.combined)
     kind = "tensor-parallel" if degrees.tp > 1 else "sequence-parallel"
@@ -190,6 +187,7 @@ def _heads_problem(degrees: Degrees, combined: Degrees, profile: Profile, cluste
         return Problem(
             kind=f"{kind}-model", message=message, hint=f"supported model types: {', '.join(types)}", where=name
         )
+    # sequence ranks divide the heads of a tensor rank
     sharers = combined.tp if degrees.sp > 1 else 1
     heads = profile.attention_heads, profile.kv_heads
     undivided = _undivided(Degrees(tp=degrees.tp * sharers, sp=degrees.sp), heads)

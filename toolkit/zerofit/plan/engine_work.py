@@ -11,8 +11,7 @@ from zerofit.plan.layout import PlannedLayout
 class EngineWork(NamedTuple):
     """The engine's own memory traffic per parameter element, and its kernel launches.
 
-    Traffic is in bytes that kernels read and write per element. `tests/plan/engine_ops.py` counts them by running the
-    engine on fake tensors.
+    Traffic is in bytes that kernels read and write per element.
     """
 
     gradients: int  # for all gradients per reduction: copied into a bucket, divided, copied out of it
@@ -23,6 +22,7 @@ class EngineWork(NamedTuple):
     begun: int  # other kernels of the step
 
 
+# by ZeRO stage, counted on fake tensors by `tests/plan/engine_ops.py`: with 16-bit weights, then with float32 weights
 _HALF = (
     EngineWork(10, 0, 0, 38, 15, 10),
     EngineWork(16, 6, 6, 48, 15, 84),

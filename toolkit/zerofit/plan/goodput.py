@@ -102,15 +102,13 @@ def spare_nodes(expected: float, certainty: float) -> int:
 
 
 def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, float]:
-    """Return the bytes of a checkpoint, and the most bytes that one rank writes.
-
-    A checkpoint has the weights in the run's precision, and 12 bytes per element for master weights and moments.
-    Below ZeRO stage 3, the first rank of each tensor or pipeline part writes that part's weights. At stage 0 it
-    also writes that part's states.
-    """
+    """Return the bytes of a checkpoint, and the most bytes that one rank writes."""
+    # the weights in the run's precision, and 12 bytes per element for master weights and moments
     weights, states = parameters * layout.element_bytes, parameters * 12
     parts = layout.tp * layout.pp
     shards = layout.zero_ranks
+    # below ZeRO stage 3, the first rank of each tensor or pipeline part writes that part's weights, at stage 0 also its
+    # states
     of_rank = weights / parts / (shards if layout.zero_stage == 3 else 1)
     return weights + states, of_rank + states / parts / (shards if layout.zero_stage else 1)
 
@@ -176,9 +174,7 @@ class Goodput:
 def draw_months(failures: Failures, interval_s: float, spares: int, *, length_s: float = MONTH_S) -> np.ndarray:
     """Simulate months with random failures.
 
-    Return each month's useful share, shape (MONTHS,). Failures are equally likely at any time, also during
-    restarts. A failed node is out for `repair_s`. If no spare node is left, training waits until the first node is
-    back. Work that was not saved is repeated.
+    Return each month's useful share, shape (MONTHS,). Failures are equally likely at any time, also during restarts.
     """
     import numpy as np  # not needed for a plan without failures
 
@@ -190,11 +186,13 @@ def draw_months(failures: Failures, interval_s: float, spares: int, *, length_s:
     while (now < length_s).any():
         lived, left = random.exponential(failures.mtbf_s, MONTHS), np.maximum(length_s - now, 0.0)
         trained = np.maximum(np.minimum(lived, left) - restart_s, 0.0)
+        # work since the last save is lost
         segments = np.floor(trained / segment_s)
         # at the month's end unsaved work counts, too
         unsaved = np.where(lived > left, np.minimum(trained - segments * segment_s, interval_s), 0.0)
         useful += segments * interval_s + unsaved
         now += np.minimum(lived, left)
+        # a ring of the last failures: without a spare node, training waits until the first of their nodes is back
         back[count % (spares + 1)] = now + failures.repair_s
         count += 1
         now = np.where(now < length_s, np.maximum(now, back[count % (spares + 1)]), now)

@@ -138,7 +138,7 @@ def rates_of(
         "nvme_write": measured.disk_write,
         "call_s": measured.call_s or measured.link_latency_s,
     }
-    if measured.launch_s and not cluster.on_cpu:
+    if measured.launch_s and not cluster.on_cpu:  # the host's other work is as much slower as its launches
         slower = measured.launch_s / rate_of("launch").value
         measured_rates |= {name: slower * assumed[name].value for name in ("engine_launch_s", "gradient_s")}
     reached = measured.matmul_flops.get(precision)

@@ -77,6 +77,8 @@ class _NamedLayer(NamedTuple):
     module: str
 
 
+# The pieces follow the terms of `Timer.step`, so that both forms give the same step time. A forward or backward is laid
+# out once, relative to its start (`_flow`), and is then added for each micro batch.
 class _Drawing:
     """The spans of a step so far. New work is added at `now_s`."""
 
@@ -99,7 +101,7 @@ class _Drawing:
             reducing = self.layout.accumulation - micro_batch <= parts.reductions
             self._add(0, "forward", micro_batch, forward)
             self._add(0, "backward", micro_batch, with_gradients if reducing else backward)
-            if reducing and not self.layout.zero_stage:
+            if reducing and not self.layout.zero_stage:  # at stage 0, gradients are reduced after backward
                 self._tasks(0, "backward", micro_batch, [self._reduction(0)])
             self._tasks(0, "backward", micro_batch, parts.later if micro_batch else parts.first)
         self._tasks(0, "step", -1, parts.step)
@@ -120,7 +122,7 @@ class _Drawing:
             for n in range(micro_batches):
                 ahead = stages - stage
                 self.now_s = (stage + n) * forward_s
-                if n >= ahead:
+                if n >= ahead:  # the pipeline is full: a forward waits for a backward
                     self.now_s = stages * forward_s + (n - ahead) * (forward_s + backward_s) + ahead * backward_s
                 self._add(stage, "forward", n, forward)
                 self.now_s = stages * forward_s + n * (forward_s + backward_s) + (ahead - 1) * backward_s
@@ -150,6 +152,7 @@ class _Drawing:
         parts, ends = self.parts, []
         for stage in range(self.layout.pp):
             self.now_s, share, others = done_s, self._share(stage), self.layout.accumulation - 1
+            # as in the closed form, the engine's work on gradients comes after all passes
             self._tasks(stage, "backward", -1, (task.scaled(others * share) for task in parts.later))
             self._tasks(stage, "step", -1, [self._reduction(stage)])
             self.now_s = done_s + others * sum(task.seconds for task in parts.later) + parts.reduce_s
@@ -243,6 +246,7 @@ class _Drawing:
         work = (self.parts.rank_pass.backward if backward else self.parts.rank_pass.forward)[layer.index]
         cost, micro_batch = self._costs[layer.index], self.layout.micro_batch
         end_s, copied = start_s + work.layer_s, cost.host_bytes.at(micro_batch)
+        # activations are copied on the kernels' stream: to the host after a forward, and back before a backward
         if work.copy_s and backward:
             yield Piece("compute", layer.module, "copy from the host", start_s, start_s + work.copy_s, copied)
             start_s += work.copy_s
@@ -250,10 +254,12 @@ class _Drawing:
             yield Piece("compute", layer.module, "copy to the host", end_s - work.copy_s, end_s, copied)
             end_s -= work.copy_s
         yield Piece("host", layer.module, LAUNCHES[self.parts.fetches is not None], start_s, start_s + work.host_s, 0.0)
+        # a host that does not run ahead launches a layer's kernels before they compute
         now_s = start_s if self.parts.rank_pass.ahead else start_s + work.host_s
         for kind, seconds, moved, flops in self._kinds(layer.index, backward):
             yield Piece("compute", layer.module, kind, now_s, now_s + seconds, moved, flops)
             now_s += seconds
+        # collectives end a layer; a recomputation repeats those of the forward
         times = REPEATED[self.layout.checkpointing] if backward else 1
         now_s = end_s - work.tensor_s - work.sequence_s - work.experts_s
         sent = times * cost.tp_allreduce_bytes.at(micro_batch)

@@ -183,8 +183,8 @@ def timeline(
 
 
 def _calls(placed: _StageLayer, starts: Sequence[int]) -> tuple[ModuleCall, ...]:
-    """Return the traced calls of modules. Without traced calls, return one module per parameter."""
-    if not placed.cost.calls:
+    """Return the module calls of a layer's forward."""
+    if not placed.cost.calls:  # they were not traced: assume one module per parameter
         places = range(len(placed.numels) + len(placed.layer.packed))
         return tuple(ModuleCall(begins, (n,)) for n in places for begins in (True, False))
     return tuple(
@@ -230,27 +230,23 @@ class _StageLayer:
 
 
 def _untied(expanded: list[_StageLayer], ranges: Sequence[tuple[int, int]], element_bytes: int) -> list[_StageLayer]:
-    """Return a stage's layers, without memory that only the full model needs for a tied matrix.
-
-    The profile is of the full model. The full model's backward computes two gradients of the matrix. It keeps the first
-    gradient until the second exists, then allocates a third tensor for their sum. A pipeline neither keeps the first
-    gradient nor allocates the sum.
-
-    If embedding and head are in two stages, the head's stage has a copy of the matrix (pipe/module.py, TiedLayerSpec).
-    If embedding and head are two parts of one stage, they share one matrix. The backward of each part then leaves its
-    own gradient.
-    """
+    """Return a stage's layers, without memory that only the full model needs for a tied matrix."""
     head, stage = expanded[-1], [placed for first, last in ranges for placed in expanded[first:last]]
     if head.layer.tied_to is None or ranges[0] == (0, len(expanded)):
         return stage
     tied, one_matrix = max(expanded[0].numels), stage[0] is expanded[0]
+    # If embedding and head are in two stages, the head's stage has a copy of the matrix (pipe/module.py,
+    # TiedLayerSpec). If they are two parts of one stage, they share one matrix, and the backward of each part leaves
+    # its own gradient.
     if tied in expanded[0].layer.frozen:  # it has no gradient
         own = stage[-1] is head and not one_matrix
         return [*stage[:-1], _StageLayer(head.layer, head.cost, frozen=(tied,))] if own else stage
+    # The profile is of the full model, whose backward computes two gradients of the matrix. It keeps the first gradient
+    # until the second exists, then allocates a third tensor for their sum. A pipeline neither keeps the first gradient
+    # nor allocates the sum.
     size = tied * element_bytes
     untied = []
     for placed in stage:
-        # moments with both gradients and their sum do not exist in a pipeline
         moments = (
             replace(moment, live=tuple(line for line in moment.live if line.fixed < 3 * size))
             for moment in placed.cost.backward

@@ -165,7 +165,7 @@ class _Gathering:
         self.begins = list(accumulate(map(len, layers), initial=0))
         every = list(chain(*layers))
         self.whole_bytes = [p.bytes(element) for p in every]
-        # a parameter that only one rank has is never gathered
+        # a rank that has a parameter alone allocates nothing to gather it
         self.shared_bytes = [size if spread.of(p) > 1 else 0 for p, size in zip(every, self.whole_bytes, strict=True)]
         self.gathered_bytes = 0
         passes = [(n, False, self._modules(n, line.calls[n])) for n in range(len(layers))]
