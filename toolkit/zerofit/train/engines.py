@@ -45,7 +45,7 @@ from zerofit.train.optimizer import forget_states, own_optimizer
 from zerofit.train.process_group import accelerator, rank_device
 from zerofit.train.tensor_split import build_split
 from zerofit.train.trainer import Batch, EngineTrainer, own_tokens
-from zerofit.train.zero_layouts import check_attributes
+from zerofit.train.zero_layouts import Engine, check_attributes
 
 SAMPLE_TOKENS, SAMPLE_S = 120, 10.0  # limits of a sample; each token runs one forward
 PROMPT = "def "
@@ -53,13 +53,17 @@ TEMPERATURE = 0.7
 
 
 def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
-    """Call deepspeed.initialize with the run folder's JSON, unchanged, and the run's learning rate schedule."""
+    """Return a DeepSpeed engine with the run folder's JSON, unchanged, and the run's schedule."""
     run = job.run
     if "scheduler" not in job.ds_config:
         assert run.lr  # a job's run is resolved
-        curve: dict[str, Any] = {"total": steps, "warmup": warmup_steps(run, steps), "schedule": run.schedule}
-        curve["floor"] = min(1.0, run.min_lr / run.lr)
-        factor = partial(learning_rate_factor, **curve)
+        factor = partial(
+            learning_rate_factor,
+            total=steps,
+            warmup=warmup_steps(run, steps),
+            schedule=run.schedule,
+            floor=min(1.0, run.min_lr / run.lr),
+        )
         options["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, factor)
     # Both change modules of the model, so they must come before DeepSpeed wraps or partitions them.
     if run.activation_offload:
@@ -76,10 +80,12 @@ def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
     if job.precision == "fp16" and job.layout.zero_stage == 0:
         _scale_losses()
     options["optimizer"] = own_optimizer(job.ds_config, groups, accelerator().device_name() == "cpu")
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config, **options)
+    engine: Any = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config, **options)[0]
     check_attributes(engine)
-    if job.layout.zero_stage == 0:
-        _keep_gradient_norm(engine) if job.precision == "fp32" else _forget_dummy_step(engine)
+    if job.layout.zero_stage == 0 and job.precision == "fp32":
+        _keep_gradient_norm(engine)
+    elif job.layout.zero_stage == 0:
+        _forget_dummy_step(engine)
     if job.precision == "fp16" and job.layout.zero_stage in (0, 3):
         _unscale_norm(engine.optimizer)
     if run.compile:
@@ -88,18 +94,18 @@ def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's Muon so that its functions are compiled only when they are first called, and never on CPUs.
+    """Import DeepSpeed's Muon. Its functions are compiled at their first call, never on CPUs."""
+    # Every engine imports Muon. The functions' decorator, torch.compile, imports all of Inductor, which adds two
+    # seconds to every start (runtime/zero/muon). On CPUs, a C++ compiler would run for 15 s in each rank.
 
-    Every engine imports Muon. The functions' decorator, torch.compile, imports all of Inductor, which adds two
-    seconds to every start (runtime/zero/muon). On CPUs, a C++ compiler would run for 15 s in each rank.
-    """
-
-    def compile_when_called(*how: object, **more: object) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    def compile_when_called(
+        *args: object, **options: object
+    ) -> Callable[[Callable[..., object]], Callable[..., object]]:
         def decorate(function: Callable[..., object]) -> Callable[..., object]:
             if accelerator().device_name() == "cpu":
                 return function
-            compiled = cache(lambda: original(*how, **more)(function))
-            return wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+            compiled = cache(lambda: original(*args, **options)(function))
+            return wraps(function)(lambda *inputs, **kwargs: compiled()(*inputs, **kwargs))
 
         return decorate
 
@@ -111,9 +117,10 @@ def import_muon() -> None:
 def learning_rate_factor(step: int, *, total: int, warmup: int, schedule: str, floor: float) -> float:
     """Return the learning rate at a step (from 0), as a factor of the peak rate.
 
-    Cosine and linear schedules end at `floor`. The first step already has 1/(warmup + 1) of the peak, and the last
-    step stays above the floor, since a step with rate 0 would be wasted.
+    Cosine and linear schedules end at `floor`.
     """
+    # A step with rate 0 would be wasted. So the first step already has 1/(warmup + 1) of the peak, and the last step
+    # stays above the floor.
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if schedule == "constant":
@@ -123,13 +130,11 @@ def learning_rate_factor(step: int, *, total: int, warmup: int, schedule: str, f
     return floor + (1 - floor) * shape
 
 
-def _forget_dummy_step(engine: Any) -> None:
-    """Undo the step that DeepSpeed's bf16 and fp16 optimizers without ZeRO take on zero gradients to allocate states.
-
-    Adam counts this dummy step as its first step, so bias correction makes the first real steps too small. The dummy
-    step also applies weight decay to the master weights once (runtime/fp16/unfused_optimizer.py:425,
-    fused_optimizer.py:125).
-    """
+def _forget_dummy_step(engine: Engine) -> None:
+    """Undo the step on zero gradients with which 16-bit optimizers without ZeRO allocate states."""
+    # Adam counts this dummy step as its first step, so bias correction makes the first real steps too small. The dummy
+    # step also applies weight decay to the master weights once (runtime/fp16/unfused_optimizer.py:425,
+    # fused_optimizer.py:125).
     optimizer = engine.optimizer
     if not hasattr(optimizer, "fp16_groups"):
         return  # the BF16_Optimizer of a pipeline takes no such step
@@ -145,16 +150,13 @@ def _forget_dummy_step(engine: Any) -> None:
         master.data.copy_(low.data)
 
 
-# The functions from here to `_keep_gradient_norm` repair gradient norms and first steps of DeepSpeed 0.19.8. The
-# docstring of each names the line that requires it; tests/train/test_agreement.py compares the results with plain
-# torch.
+# The functions from here to `_keep_gradient_norm` repair gradient norms of DeepSpeed 0.19.8. Each names the line of
+# DeepSpeed that requires it. tests/train/test_agreement.py compares the results with plain torch.
 @cache
 def _count_slices() -> None:
-    """Include the slices of all tensor ranks in the gradient norm of 16-bit training without ZeRO.
-
-    DeepSpeed looks for the marks of slices on gradients, but only parameters have them
-    (runtime/fp16/unfused_optimizer.py:214).
-    """
+    """Include all tensor ranks' slices in the gradient norm of 16-bit training without ZeRO."""
+    # DeepSpeed looks for the marks of slices on gradients, but only parameters have them
+    # (runtime/fp16/unfused_optimizer.py:214).
     original: Any = unfused_optimizer.split_params_grads_into_shared_and_expert_params
 
     def marked(group: list[Any]) -> tuple[list[object], list[object]]:
@@ -168,38 +170,34 @@ def _count_slices() -> None:
 
 @cache
 def _scale_losses() -> None:
-    """Make backward multiply losses by the loss scale, which fp16 without ZeRO does not do (DeepSpeed#8393).
-
-    DeepSpeed scales losses only for ZeRO's optimizers (runtime/engine.py:3417); otherwise it only divides the
-    gradients. If the source of DeepSpeed's `backward` mentions fp16, that version has the fix, and nothing changes.
-    """
+    """Make backward multiply losses by the loss scale in fp16 without ZeRO (DeepSpeed#8393)."""
+    # DeepSpeed scales losses only for ZeRO's optimizers (runtime/engine.py:3417); otherwise it only divides the
+    # gradients. If the source of its `backward` mentions fp16, that version has the fix.
     original: Any = DeepSpeedEngine.backward
     if "fp16" in inspect.getsource(original):
         return
 
     @wraps(original)
-    def backward(self: Any, loss: Tensor, *args: Any, **more: Any) -> Any:
+    def backward(self: DeepSpeedEngine, loss: Tensor, *args: object, **options: object) -> Any:
         scaling = getattr(self.optimizer, "loss_scale_config", None)  # ZeRO's optimizers have none
         if scaling and scaling.use_grad_scaling:
             loss = loss.float() * scaling.cur_scale
-        return original(self, loss, *args, **more)
+        return original(self, loss, *args, **options)
 
     DeepSpeedEngine.backward = backward
 
 
 def _unscale_norm(optimizer: Any) -> None:
-    """Remove the loss scale from an fp16 optimizer's gradient norm. Only ZeRO stages 0 and 3 need this.
-
-    FP16_UnfusedOptimizer keeps the scaled norm (runtime/fp16/unfused_optimizer.py:224). The other optimizers divide
-    by the scale of the next step, which may have risen (runtime/fp16/fused_optimizer.py:340,
-    runtime/zero/stage3.py:2897).
-    """
+    """Remove the loss scale from an fp16 optimizer's gradient norm (ZeRO stages 0 and 3)."""
     original = optimizer.step
 
-    def step(closure: Any = None) -> Any:
+    def step(closure: object = None) -> object:
         scale = optimizer.loss_scale
         result = original(closure)
         if not optimizer.overflow:
+            # FP16_UnfusedOptimizer keeps the scaled norm (runtime/fp16/unfused_optimizer.py:224). The other optimizers
+            # divide by the scale of the next step, which may have risen (runtime/fp16/fused_optimizer.py:340,
+            # runtime/zero/stage3.py:2897).
             divided = 1.0 if isinstance(optimizer, unfused_optimizer.FP16_UnfusedOptimizer) else optimizer.loss_scale
             optimizer._global_grad_norm *= divided / scale
         return result
@@ -207,10 +205,10 @@ def _unscale_norm(optimizer: Any) -> None:
     optimizer.step = step
 
 
-def _keep_gradient_norm(engine: Any) -> None:
-    """Keep the gradient norm, which DeepSpeed drops in fp32 without ZeRO (runtime/engine.py, clip_fp32_gradients)."""
+def _keep_gradient_norm(engine: Engine) -> None:
+    """Make the engine keep the gradient norm in fp32 without ZeRO."""
 
-    def clip() -> None:
+    def clip() -> None:  # as in runtime/engine.py, clip_fp32_gradients, which drops the norm
         engine._global_grad_norm = clip_grad_norm_(
             parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
         )
@@ -219,20 +217,18 @@ def _keep_gradient_norm(engine: Any) -> None:
 
 
 def _sequence_parallel_excess(job: Job) -> int:
-    """Return the factor by which gradients are too large under sequence parallelism.
-
-    DeepSpeed averages over dp ranks only, except in stage 3's reduce-scatter, which averages over all ranks
-    (stage_1_and_2.py:1506, engine.py:3884; stage3.py:1878). In a combined layout sequence ranks count as data ranks.
-    """
-    if job.layout.combined:
+    """Return the factor by which gradients are too large under sequence parallelism."""
+    if job.layout.combined:  # sequence ranks count as data ranks
         return 1
+    # DeepSpeed averages over dp ranks only, except in stage 3's reduce-scatter, which averages over all ranks
+    # (stage_1_and_2.py:1506, engine.py:3884; stage3.py:1878).
     zero = job.ds_config.get("zero_optimization", {})
     averages = job.layout.zero_stage == 3 and zero.get("reduce_scatter", True)
     return 1 if averages else job.layout.sp
 
 
 def _register_sequence_parallel(job: Job, model: Any) -> object:
-    """Register DeepSpeed's sequence parallel attention with transformers. Return the engine's groups (`mpu`)."""
+    """Give a model DeepSpeed's sequence parallel attention. Return the engine's groups, `mpu`."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     return UlyssesSPAttentionHF.register_with_transformers(
@@ -246,7 +242,7 @@ def _register_sequence_parallel(job: Job, model: Any) -> object:
 
 
 def _build_combined(job: Job, inputs: Inputs | None) -> tuple[nn.Module, MeshGroups]:
-    """Return a model with spread experts, tensor slices or split sequences, and the process groups of the layout."""
+    """Return a model with spread experts, tensor slices or split sequences, and its groups."""
     layout, stored, make = job.layout, stored_by_engine(job), partial(build_from_seed, job, inputs)
     groups = MeshGroups(layout)
     shape = build_on_meta(job, inputs, checkpointing=job.run.activation_checkpointing)
@@ -288,7 +284,7 @@ class ZeroTrainer(EngineTrainer):
         assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed has another layout"
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """Make one optimizer step over all micro batches of an accumulation. Return their losses, float32."""
+        """Make one optimizer step over all micro batches. Return their losses, float32."""
         # engine.step() after each micro batch: the engine counts micro batches and updates only at the last of them
         losses = []
         for _ in range(self.job.batch.accumulation):
@@ -299,23 +295,21 @@ class ZeroTrainer(EngineTrainer):
         return torch.stack(losses) if len(losses) > 1 else losses[0].reshape(1)
 
     def _backward(self, batch: Batch) -> Tensor:
-        """Run forward and backward of a micro batch. Return its loss, detached from the graph.
-
-        The graph would keep alive the tensors that a model's own autograd functions store on its nodes.
-        """
+        """Run forward and backward of a micro batch. Return its loss, detached from the graph."""
         loss = self._loss(batch)
         if self.loss_check:
             self.loss_check.see(loss)
         self.engine.backward(loss if self._excess == 1 else loss / self._excess)
+        # the graph would keep alive the tensors that a model's own autograd functions store on its nodes
         return loss.detach().float()
 
-    def extra_metrics(self) -> dict[str, Any]:
-        """Return the metrics that all runs record and, for a mixture of experts, the balance of its routers."""
+    def extra_metrics(self) -> dict[str, Tensor | float]:
+        """Return the base class's metrics and, for a mixture of experts, its routers' balance."""
         return super().extra_metrics() | self._balance.figures()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return float64 (3,): loss, targets and right answers, summed over `count` batches of every rank.
+        """Return loss, targets and right answers, summed over every rank's batches: float64 (3,).
 
         For labelled text and pixels the entries of `class_table` follow.
         """
@@ -341,12 +335,15 @@ class ZeroTrainer(EngineTrainer):
             written = write_targets(self.engine.module, moved, length, data.end_id, together)
             pairs += compared(written, batch["labels"], batch["real"], data)
         self.engine.train()
-        gathered: list[Any] = [None] * dist.get_world_size()
+        gathered: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, pairs)
         return rouge_scores([pair for part in gathered for pair in part])
 
     def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, object]:
-        """Return a sample of text from a causal language model; {} for other models, and with sequence parallelism."""
+        """Return a sample of a causal language model's text.
+
+        Return {} for other models, and with sequence parallelism.
+        """
         job = self.job
         if job.layout.sp > 1 or job.facts.own or job.facts.task != "causal-lm" or not (data.encode and data.decode):
             return {}
@@ -357,12 +354,9 @@ class ZeroTrainer(EngineTrainer):
 
     @torch.no_grad()
     def _continue(self, prompt: list[int], context: int) -> list[int]:
-        """Return the prompt and the token ids after it. Tokens are drawn one at a time at temperature 0.7.
-
-        Draws SAMPLE_TOKENS tokens, or as many as SAMPLE_S seconds allow. Every rank runs the same forward, since
-        under ZeRO-3 and tensor parallelism each rank has only a part of the weights. Rank 0 draws the token and checks
-        the time for all ranks, so that they run equally many forwards.
-        """
+        """Return the token ids of the prompt and of at most SAMPLE_TOKENS tokens after it."""
+        # Every rank runs the same forward, since under ZeRO-3 and tensor parallelism each rank has only a part of the
+        # weights. Rank 0 draws the token and checks the time for all ranks, so that they run equally many forwards.
         self.engine.eval()
         deadline = time.monotonic() + SAMPLE_S
         generator, tokens = torch.Generator().manual_seed(self.job.run.seed), list(prompt)
@@ -404,7 +398,7 @@ class ZeroTrainer(EngineTrainer):
         return loss if aux is None else loss + aux
 
     def eval_counts(self, batch: Batch) -> Tensor:
-        """Return loss, targets and right answers, summed over one of this rank's batches, float64 (3,)."""
+        """Return loss, targets and right answers, summed over a batch of this rank: float64 (3,)."""
         x, labels, extra = self.to_device(batch)
         if self._named and self._named.padded:
             batch = {"inputs": x, "labels": labels, **extra}
@@ -422,16 +416,13 @@ class ZeroTrainer(EngineTrainer):
         return torch.cat([sums, class_table(logits, labels, self._classes)]) if self._classes else sums
 
     def _logits(self, x: Tensor, extra: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return logits and the routers' loss. If `_head` is set, its result for the labels replaces the logits."""
+        """Return logits (with `_head`: its result for the labels) and the routers' loss."""
         with self._head.with_labels(labels) if self._head else nullcontext():
             logits, aux = forward_logits(self.engine, x, **extra)
         return (output_part(logits, "logits") if self.job.facts.own else logits), aux
 
     def _own_eval(self, x: Tensor, labels: Tensor, extra: dict[str, Tensor]) -> Tensor:
-        """Return the model's own loss summed over real samples, the number of these samples, and 0.
-
-        Every rank runs a forward, even without real samples.
-        """
+        """Return the model's own loss summed over real samples, the number of these samples, and 0."""
         # A model's own loss is a mean over all samples it gets, so padding samples of the last batch are left out. A
         # rank whose samples are all padding must still run a forward: others wait for it in ZeRO-3's gathers.
         real = (labels.reshape(len(labels), -1) != IGNORE_INDEX).any(dim=1)
@@ -445,7 +436,7 @@ class ZeroTrainer(EngineTrainer):
             loss = output_part(self._call_own(x[real], labels[real]), "loss")
         return torch.stack([loss.double() * count, count, count * 0])
 
-    def _call_own(self, x: Tensor, labels: Tensor) -> Any:
+    def _call_own(self, x: Tensor, labels: Tensor) -> object:
         if self.job.facts.task == "causal-lm":
             # as in transformers, labels align with their tokens and the model shifts them
             return self.engine(input_ids=x, labels=torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, x))

@@ -1,8 +1,4 @@
-"""Expert parallelism with DeepSpeed's AutoEP layers. A rank builds only its own experts.
-
-DeepSpeed's engine can only convert a model that every rank has in full (runtime/engine.py:816). This module converts
-the model on the meta device, then fills it with weights.
-"""
+"""Expert parallelism with DeepSpeed's AutoEP layers. A rank builds only its own experts."""
 
 from __future__ import annotations
 
@@ -28,6 +24,9 @@ from zerofit.spec.run_folder import Layout
 from zerofit.train.process_group import rank_device
 from zerofit.train.tensor_split import fill
 
+# DeepSpeed's engine can only convert a model that every rank has in full (runtime/engine.py:816). This module converts
+# the model on the meta device, then fills it with weights.
+#
 # The same weights in both libraries, for E experts of hidden size h and intermediate size i:
 #
 #     transformers   gate_up_proj (E, 2i, h)            down_proj (E, h, i)
@@ -59,7 +58,7 @@ class ExpertShare:
 
 
 def build_spread(shape: nn.Module, layout: Layout, stored: Stored, make: Callable[[Stored], nn.Module]) -> nn.Module:
-    """Fill `shape`, a model on the meta device, with weights, and reduce it to this rank's experts.
+    """Give `shape`, a model on the meta device, weights and only this rank's experts.
 
     `make` builds the model with weights, and keeps only the experts that its argument `stored` selects.
     """
@@ -76,7 +75,7 @@ def build_spread(shape: nn.Module, layout: Layout, stored: Stored, make: Callabl
     renamed: dict[str, nn.Parameter] = {}
     for path, layer in expert_layers(shape).items():
         block: Any = weights.get_submodule(path)
-        renamed |= {f"{path}.{own}": p for own, p in _own_weights(block).items()}
+        renamed |= {f"{path}.{own}": p for own, p in _taken_weights(block).items()}
         layer.tokens_per_expert = torch.zeros(layer.num_experts, device=stored.device)
         layer.router._buffers.update(block.gate._buffers)  # DeepSeek-V3 has a bias of router scores
     fill(shape, weights, renamed)
@@ -84,11 +83,9 @@ def build_spread(shape: nn.Module, layout: Layout, stored: Stored, make: Callabl
 
 
 def make_expert_groups(layout: Layout) -> None:
-    """Create the expert groups of all stages, because DeepSpeed would mistake stages for tensor ranks.
-
-    DeepSpeed uses a pipeline's `model` axis for tensor ranks (module_inject/auto_ep_layer.py,
-    `set_deepspeed_parallelism`), and would create no groups on a stage without experts.
-    """
+    """Create the expert groups of all stages of a pipeline."""
+    # DeepSpeed itself would use a pipeline's `model` axis for tensor ranks (module_inject/auto_ep_layer.py,
+    # `set_deepspeed_parallelism`), and would create no groups on a stage without experts.
     groups._create_expert_and_data_parallel(expert_parallel_size_=layout.ep, mp_size=1, pp_size=layout.pp)
 
 
@@ -119,8 +116,12 @@ def gathered_experts(experts: GroupedExperts, layout: Layout, collect: bool) -> 
     weights: dict[str, Tensor] = {}
     with GatheredParameters(list(experts.parameters()), enabled=layout.zero_stage == 3):
         for p in experts.parameters():
-            share, parts = cast(ExpertShare, share_of(p)), _gathered(p)
-            for rank, part in enumerate(parts if collect else ()):
+            share, own = cast(ExpertShare, share_of(p)), p.detach().contiguous()
+            group = groups._get_expert_parallel_group(vars(p)["group_name"])
+            is_first, size = dist.get_rank(group) == 0, dist.get_world_size(group)
+            parts = [torch.empty_like(own) for _ in range(size)] if is_first else None
+            dist.gather(own, parts, group=group, group_dst=0)
+            for rank, part in enumerate(parts if parts and collect else ()):
                 if share.name not in weights:
                     weights[share.name] = torch.empty(share.shape, dtype=p.dtype)
                 cut = share.cut(rank)
@@ -128,19 +129,11 @@ def gathered_experts(experts: GroupedExperts, layout: Layout, collect: bool) -> 
     yield from weights.items()
 
 
-def _gathered(p: Any) -> list[Tensor]:
-    """Return all ranks' parts of an expert weight on the first rank of the expert group; [] on other ranks."""
-    group, own = groups._get_expert_parallel_group(p.group_name), p.detach().contiguous()
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))] if dist.get_rank(group) == 0 else None
-    dist.gather(own, parts, group=group, group_dst=0)
-    return parts or []
-
-
 def _take(first: int, count: int, weight: Tensor) -> Tensor:
     return weight[first : first + count].clone()
 
 
-def _own_weights(block: Any) -> dict[str, nn.Parameter]:
+def _taken_weights(block: Any) -> dict[str, nn.Parameter]:
     """Remove the weights from transformers' expert block, and return them under AutoEP's names."""
     weights = {"router.gate.weight": block.gate.weight}
     for own, (source, half) in SOURCES.items():
@@ -152,7 +145,7 @@ def _own_weights(block: Any) -> dict[str, nn.Parameter]:
 
 
 def convert(model: nn.Module, degree: int, rank: int) -> None:
-    """Replace transformers' expert layers with AutoEP's expert layers in a model on the meta device."""
+    """Replace transformers' expert layers with AutoEP's in a model on the meta device."""
     _mend_registry()
     auto = AutoEP(model, AutoEPConfig(enabled=True, autoep_size=degree))
     specs = auto.ep_parser()
@@ -164,14 +157,12 @@ def convert(model: nn.Module, degree: int, rank: int) -> None:
 
 @cache
 def _mend_registry() -> None:
-    """Adapt transformers' registry of recorded outputs to AutoEP's calls.
-
-    AutoEP calls `get` with the class's name and a default (module_inject/auto_ep_presets/base.py:326). transformers
-    expects a model and no default (utils/output_capturing.py:39).
-    """
+    """Adapt transformers' registry of recorded outputs to AutoEP's calls."""
+    # AutoEP calls `get` with the class's name and a default (module_inject/auto_ep_presets/base.py:326). transformers
+    # expects a model and no default (utils/output_capturing.py:39).
     from transformers.utils import output_capturing
 
-    def name_of(key: Any) -> str:
+    def name_of(key: object) -> str:
         return key if isinstance(key, str) else str(key.__class__)
 
     kind: Any = type(output_capturing._CAN_RECORD_REGISTRY)
@@ -182,12 +173,13 @@ def _mend_registry() -> None:
 
 
 class RouterBalance:
-    """Counts tokens per expert in a step's forwards. Without expert parallelism, it records only routers' losses."""
+    """Records routers' losses and, with expert parallelism, tokens per expert in a step."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None, shared: bool = False):
-        """`group`: the ranks with the same layers. `shared`: whether only some of these ranks record losses."""
+        """`group`: ranks with the same layers. `shared`: only some of these ranks record losses."""
         self._group, self._shared = group, shared
-        self._counters: list[Any] = [layer.tokens_per_expert for layer in expert_layers(module).values()]
+        layers = expert_layers(module).values()
+        self._counters = [cast(Tensor, layer.tokens_per_expert) for layer in layers]
         self._losses: list[Tensor] = []
         self._tokens: list[Tensor] = []  # (layers, experts) of each forward
 

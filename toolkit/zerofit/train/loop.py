@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,16 +32,16 @@ from zerofit.train.step_profile import StepProfile
 from zerofit.train.stop_signals import StopRequests
 from zerofit.train.trainer import Batch, EngineTrainer
 
-TELL_EVERY_S = 2.0  # progress messages of an evaluation, and exchanges of stop requests
+REPORT_EVERY_S = 2.0  # progress messages of an evaluation, and exchanges of stop requests
 
 
-class _StopAsked(Exception):
-    """Raised on all ranks at the same batch if a rank was asked to stop during an evaluation."""
+class _StopRequested(Exception):
+    """Raised on all ranks at the same batch if a stop was requested during an evaluation."""
 
 
 @dataclass(frozen=True)
 class LoopResult:
-    """The end of a loop: its last step, whether it was stopped, and the figures of the last evaluation."""
+    """How a loop ended."""
 
     step: int  # optimizer steps done, earlier starts included
     stopped: bool  # stopped on request before the last step
@@ -60,7 +59,7 @@ class Loop:
     events: EventLog
     requests: StopRequests
     progress: RankProgress
-    save: Callable[[int, dict[str, Any], bool], Problem | None]  # of `zerofit.train.saver.Saver`
+    save: Callable[[int, dict[str, object], bool], Problem | None]  # of `zerofit.train.saver.Saver`
     callbacks: Sequence[Callback] = ()
     profile: StepProfile | None = None  # of the chosen steps, if this rank is profiled
     leaks: LeakWatch | None = None  # on rank 0
@@ -93,7 +92,10 @@ class Loop:
         return LoopResult(step=job.steps, stopped=self.interrupted, figures=figures)
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """Make one optimizer step. Return its micro batches' losses. --check-loss raises RunFailed for a bad loss."""
+        """Make one optimizer step. Return the losses of its micro batches.
+
+        With --check-loss, raises RunFailed for a loss that is not finite.
+        """
         try:
             with self.leaks.step() if self.leaks else nullcontext():
                 losses = self.trainer.train_step(batches)
@@ -105,7 +107,7 @@ class Loop:
         return losses
 
     def steps(self) -> Iterator[tuple[int, Iterator[Batch], list[np.ndarray]]]:
-        """Yield each remaining step (from 0), its micro batches, and a list that receives the sample indices."""
+        """Yield each remaining step (from 0), its micro batches, and a list for sample indices."""
         order = Order.of(self.data.train, self.job.run.seed)
         images = StepImages.of(self.job.run, self.job.steps, self.data.inputs)
         slices, mixing = self._slices(order, images), images and images.mixing
@@ -132,7 +134,7 @@ class Loop:
         return self.job.start.step if self.job.start else 0
 
     def _slices(self, order: Order, images: StepImages | None) -> Iterator[range | MicroSlice]:
-        """Yield the global positions of this rank's micro batches, step by step, with the settings for their images."""
+        """Yield the global positions of this rank's micro batches, with settings for their images."""
         batch, dp_rank = self.job.batch, self.trainer.coords.dp_rank
         for step in range(self.first, self.job.steps):
             first = self.job.samples_after(step)
@@ -148,17 +150,15 @@ class Loop:
     def _step_batches(
         self, step: int, micro: Iterator[Batch], order: Order, indices: list[np.ndarray]
     ) -> Iterator[Batch]:
-        """Yield a step's micro batches, each with the loss weight that makes the mean over all targets exact.
-
-        Appends the sample indices of each micro batch to `indices`.
-        """
+        """Yield a step's micro batches with their loss weight. Append sample indices to `indices`."""
         batch = self.job.batch
         first = self.job.samples_after(step)
         targets = self.data.train.targets(order.indices(first, first + batch.total))
         # The engine averages over micro batches (accumulation) and ranks (dp x sp). A micro batch's loss is a sum over
         # its targets, so this weight turns the engine's mean into the mean over all targets of the global batch.
         weight: float | Tensor = batch.accumulation * batch.dp * self.job.layout.sp / max(1, targets)
-        if batch.by_rank:  # from a number `weighted_cross_entropy` concludes what holds only for equal micro batches
+        if batch.by_rank:
+            # for a plain number, `weighted_cross_entropy` assumes micro batches of equal size
             weight = torch.tensor(weight)
         for loaded in islice(micro, batch.accumulation):
             indices.append(loaded["indices"])
@@ -197,7 +197,7 @@ class Loop:
             if self.trainer.averaged:
                 with self.trainer.averaged.in_place():
                     figures |= {f"ema_{name}": figure for name, figure in self._figures(step).items()}
-        except _StopAsked:
+        except _StopRequested:
             self.interrupted = True
             return {}
         for callback in (self.events, *self.callbacks):
@@ -211,7 +211,7 @@ class Loop:
         valid, dp, micro, most = self.data.valid, job.layout.dp, job.batch.micro, job.run.eval_samples
         batches = eval_batches(valid, trainer.coords.dp_rank, dp, micro, most, self._workers(), self._on_gpu)
         count = eval_batch_count(len(valid), dp, micro, most)
-        total, targets, right, *table = trainer.evaluate(self._telling(batches, count), count).tolist()
+        total, targets, right, *table = trainer.evaluate(self._watched(batches, count), count).tolist()
         loss = total / max(targets, 1.0)
         if not math.isfinite(loss):
             self.recorder.stop_at_evaluation(step, loss)
@@ -226,17 +226,17 @@ class Loop:
             figures["accuracy"] = right / max(targets, 1.0)
         return figures
 
-    def _telling(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-        """Yield the batches. Every few seconds, report progress, and stop all ranks if any rank was asked to stop."""
+    def _watched(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+        """Yield the batches. Report progress, and stop all ranks if a stop was requested on any."""
         start = reported = time.monotonic()
         exchange_at = 1 if self.job.layout.pp == 1 else count  # a pipeline's stages do not read the same batches
         for done, batch in enumerate(batches):
             if done == exchange_at:
                 batch_s = self.recorder.exchange_stop((time.monotonic() - start) / done)
-                exchange_at += max(1, int(TELL_EVERY_S / max(batch_s, 1e-6)))
+                exchange_at += max(1, int(REPORT_EVERY_S / max(batch_s, 1e-6)))
                 if self.recorder.stop_requested:
-                    raise _StopAsked
-            if time.monotonic() - reported > TELL_EVERY_S:
+                    raise _StopRequested
+            if time.monotonic() - reported > REPORT_EVERY_S:
                 self.events.phase(f"evaluating ({done} of {count} batches; use fewer with --eval-samples)")
                 reported = time.monotonic()
             yield batch
@@ -252,11 +252,9 @@ class Loop:
 
 @torch.no_grad()
 def average_batch_statistics(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Give all ranks of a data parallel group the mean of batch norm's running means and variances.
-
-    Each rank's statistics come from its own micro batches, and DeepSpeed does not synchronize them. Evaluation and
-    the saved model use the mean over ranks. Training does not use these statistics.
-    """
+    """Give all ranks of a data parallel group the mean of batch norm's running statistics."""
+    # Each rank's means and variances come from its own micro batches, and DeepSpeed does not synchronize them.
+    # Evaluation and the saved model use the mean over ranks. Training does not use these statistics.
     statistics = [
         tensor for norm in batch_norms(model) for tensor in (norm.running_mean, norm.running_var) if tensor is not None
     ]

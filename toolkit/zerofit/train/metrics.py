@@ -1,8 +1,4 @@
-"""Record the metrics of each step. Ranks exchange losses in blocks of steps, so metrics take almost no time.
-
-A block is about half a second of steps. One all-reduce exchanges the losses of a block. It also tells every rank
-whether a loss was not finite, and whether a rank was asked to save or stop.
-"""
+"""Record the metrics of each step. Ranks exchange them in blocks of steps."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +23,8 @@ from zerofit.train.measured import MeasuredMemory, memory_figures
 from zerofit.train.memory import RankMemory
 from zerofit.train.stop_signals import StopRequests
 
-# What one exchange contains, summed over ranks in a single all-reduce:
+# An exchange for each step would cost time, so it covers a block: about half a second of steps. One all-reduce sums
+# these numbers over ranks. Every rank then has the same losses, so all ranks stop at a loss that is not finite.
 #
 #     [ loss of each step | seconds of each step | stop? save? | 5 memory figures of each rank, zero elsewhere ]
 #
@@ -51,8 +47,8 @@ class _Step:
     indices: Sequence[np.ndarray]  # sample indices of each micro batch of this rank
     seconds: float
     lr: float
-    grad_norm: Any  # a number, None, or a tensor that is read when the block is exchanged
-    extra: dict[str, Any]
+    grad_norm: Tensor | float | None  # a tensor is read when the block is exchanged
+    extra: Mapping[str, Tensor | float]
 
 
 class MetricsRecorder:
@@ -87,10 +83,10 @@ class MetricsRecorder:
         losses: Tensor,
         indices: Sequence[np.ndarray],
         lr: float,
-        grad_norm: object,
-        extra: dict[str, object],
+        grad_norm: Tensor | float | None,
+        extra: Mapping[str, Tensor | float],
     ) -> None:
-        """Add a step that was issued to the device. If the block is now full, exchange and write its steps."""
+        """Add a step that was issued to the device. If the block is now full, flush it."""
         now = time.perf_counter()
         self._block.append(_Step(step, losses, indices, now - self._last_end, lr, grad_norm, extra))
         self._last_end = now
@@ -102,7 +98,10 @@ class MetricsRecorder:
         self._last_end = time.perf_counter()
 
     def flush(self) -> None:
-        """Exchange and write all pending steps. Raises RunFailed on all ranks if a loss is not finite."""
+        """Exchange and write all pending steps.
+
+        Raises RunFailed on all ranks if a loss is not finite.
+        """
         if not self._block:
             return
         block, self._block = self._block, []
@@ -110,8 +109,8 @@ class MetricsRecorder:
         issued = sum(s.seconds for s in block)
         times = losses.new_tensor([s.seconds * self._stretch for s in block])
         requests, n = self._requests.of_this_rank(), len(block)
-        rest = losses.new_tensor([*requests, *self._memory.slots()])
-        shared = torch.cat([losses, times, rest])  # (2 x steps + 2 + 5 x ranks,)
+        requests_and_memory = losses.new_tensor([*requests, *self._memory.slots()])
+        shared = torch.cat([losses, times, requests_and_memory])  # (2 x steps + 2 + 5 x ranks,)
         dist.all_reduce(shared)
         values = (shared / dist.get_world_size()).tolist()  # waits for the device
         means, seconds, (stop, save) = values[:n], values[n : 2 * n], values[2 * n : 2 * n + 2]
@@ -119,9 +118,10 @@ class MetricsRecorder:
         self.stop_requested, self.save_requested = stop > 0, save > 0
         self._block_steps = max(1, min(BLOCK_STEPS, int(BLOCK_S * len(block) / max(sum(seconds), 1e-6))))
         synced = time.perf_counter()
-        waited = synced - self._last_end
-        stretch, self._stretch = (issued + waited) / issued / self._stretch, (issued + waited) / issued
-        seconds = [step_s * stretch for step_s in seconds]
+        # The exchanged times contain the last block's stretch. They are corrected to the stretch of this block.
+        stretch = (issued + synced - self._last_end) / issued
+        seconds = [step_s * stretch / self._stretch for step_s in seconds]
+        self._stretch = stretch
         for step, loss, step_s in zip(block, means, seconds, strict=True):
             if not math.isfinite(loss):
                 self._stop(step, loss)
@@ -132,7 +132,7 @@ class MetricsRecorder:
         self._last_end = synced  # the cost of recording counts as part of the next step
 
     def exchange_stop(self, seconds: float) -> float:
-        """Exchange, between steps, whether a rank was asked to stop. Return the mean of all ranks' `seconds`."""
+        """Exchange stop requests between steps. Return the mean of all ranks' `seconds`."""
         shared = torch.tensor([seconds, self._requests.of_this_rank()[0]], device=self._device)
         dist.all_reduce(shared)
         mean_s, stop = (shared / dist.get_world_size()).tolist()
@@ -177,8 +177,8 @@ class MetricsRecorder:
 
     @property
     def step_s(self) -> float | None:
-        """Median step time since this start; None before any step. The first step counts only if there is no other."""
-        times = list(self._times)
+        """Median step time since this start; None before any step."""
+        times = list(self._times)  # the first step is slow, so it counts only if there is no other
         return statistics.median(times[1:] or times) if times else None
 
     def memory_of_all_ranks(self) -> MeasuredMemory:
@@ -188,7 +188,7 @@ class MetricsRecorder:
         return self._memory.most(slots.tolist())
 
     def stop_at_evaluation(self, step: int, loss: float) -> None:
-        """Raise RunFailed because the validation loss is inf or nan. `loss` is the same on all ranks."""
+        """Raise RunFailed for a validation loss of inf or nan, which is the same on all ranks."""
         message = f"the validation loss after step {step + 1} is {loss}; {self._last_good()}"
         raise RunFailed(Problem(kind=NAN_LOSS, message=message, hint=NAN_HINT, where=f"step {step + 1}"))
 
@@ -197,7 +197,7 @@ class MetricsRecorder:
         return f"the last good step was {good['step']}, loss {good['loss']:.4f}" if good else "no earlier step was good"
 
     def _stop(self, step: _Step, loss: float) -> None:
-        """Raise RunFailed with the samples whose loss is not finite. All ranks must call this together."""
+        """Raise RunFailed with the samples whose loss is not finite. All ranks must call this."""
         finite = torch.isfinite(step.losses).tolist()  # one loss for each micro batch, or one for all micro batches
         bad = [part for i, part in enumerate(step.indices) if not finite[i if len(finite) > 1 else 0]]
         gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]

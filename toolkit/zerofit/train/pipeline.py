@@ -39,6 +39,7 @@ from zerofit.train.mesh_groups import MeshGroups, exchange_heads
 from zerofit.train.process_group import accelerator, rank_device
 from zerofit.train.tensor_split import build_split
 from zerofit.train.trainer import Batch, EngineTrainer, StateNames, gathered_state, own_tokens
+from zerofit.train.zero_layouts import Engine
 
 # From a model to a stage, without a rank that ever holds the whole model:
 #
@@ -53,7 +54,7 @@ _Pair = tuple[Tensor, tuple[Tensor, Tensor]]  # the first layer's input; labels 
 
 
 class PipelineTrainer(EngineTrainer):
-    """Trainer for pipelines at ZeRO stage 0 or 1, also with data, tensor, sequence or expert parallelism."""
+    """Trainer for pipelines at ZeRO stage 0 or 1, alone or in a layout with several degrees."""
 
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs):
         self.job, self.coords = job, coords
@@ -92,12 +93,12 @@ class PipelineTrainer(EngineTrainer):
         """Make one optimizer step. Return the loss over all replicas of the pipeline, float32 (1,)."""
         return self.engine.train_batch(data_iter=(self._pair(b) for b in batches)).detach().float().reshape(1)
 
-    def extra_metrics(self) -> dict[str, Any]:
-        """Return the metrics that all runs record and, for a mixture of experts, the balance of its routers."""
+    def extra_metrics(self) -> dict[str, Tensor | float]:
+        """Return the base class's metrics and, for a mixture of experts, its routers' balance."""
         return super().extra_metrics() | self._balance.figures()
 
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return float64 (3,): loss, targets and right answers, summed over `count` batches of every rank."""
+        """Return loss, targets and right answers of every rank's `count` batches: float64 (3,)."""
         self._counts.zero_()
         pairs = (self._pair(batch) for batch in batches)
         if self.job.run.pipeline_schedule == "dualpipev":
@@ -110,21 +111,17 @@ class PipelineTrainer(EngineTrainer):
         return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
 
     def _evaluate_in_rounds(self, pairs: Iterator[_Pair], count: int) -> None:
-        """Evaluate in rounds, each with as many micro batches as training accumulates.
-
-        The last round is filled with micro batches without targets.
-
-        DualPipeV's engine chooses its backward buffers by the number of micro batches in training, even if it runs
-        a different number (runtime/pipe/dualpipev.py, `_phase1_buffer`).
-        """
+        """Evaluate in rounds, each with as many micro batches as training accumulates."""
+        # DualPipeV's engine chooses its backward buffers by the number of micro batches in training, even if it runs
+        # a different number (runtime/pipe/dualpipev.py, `_phase1_buffer`). So the last round is filled up.
         each = self.job.batch.accumulation
         rounds = -(-count // each)
-        filled = _filled(pairs, rounds * each - count)
+        padded = _padded(pairs, rounds * each - count)
         for _ in range(rounds):
-            self.engine.eval_batch(filled, num_micro_batches=each)
+            self.engine.eval_batch(padded, num_micro_batches=each)
 
     def state_names(self, engine: object) -> StateNames:
-        """Return the names of this stage's state. A shared weight is named after the first layer that has it."""
+        """Return the names of this stage's state. A shared weight has its first layer's name."""
         names, firsts = StateNames(), {}
         for layer in self._layers:
             if layer.tied and layer.tied_attr:
@@ -141,7 +138,8 @@ class PipelineTrainer(EngineTrainer):
         return names
 
     def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full model's weights on rank 0. Each stage's first replica writes its part to a file for rank 0."""
+        """Yield the full model's weights on rank 0. All ranks must iterate over this together."""
+        # each stage's first replica writes its part to a file in `scratch`, and rank 0 reads all files
         coords, weights = self.coords, {}
         collect = not (coords.dp_rank or coords.sp_rank or coords.tp_rank)
         for layer in self._own_layers:
@@ -193,7 +191,7 @@ class PipelineTrainer(EngineTrainer):
         return x, (labels, torch.tensor(batch.get("weight", 1.0)))
 
 
-def _filled(pairs: Iterator[_Pair], count: int) -> Iterator[_Pair]:
+def _padded(pairs: Iterator[_Pair], count: int) -> Iterator[_Pair]:
     """Yield the micro batches. Then yield the last one `count` times more, without targets."""
     for x, (labels, weight) in pairs:
         yield x, (labels, weight)
@@ -201,12 +199,10 @@ def _filled(pairs: Iterator[_Pair], count: int) -> Iterator[_Pair]:
         yield x, (torch.full_like(labels, IGNORE_INDEX), weight)
 
 
-def _even_norms(engine: Any) -> None:
-    """Make stages with different numbers of parameter groups agree on the gradient norm.
-
-    ZeRO 1 sums one norm per group over the stages (stage_1_and_2.py, `scaled_global_norm`). A stage with only an
-    embedding has no group of vectors. The other stages would wait for its norm forever.
-    """
+def _even_norms(engine: Engine) -> None:
+    """Make stages with different numbers of parameter groups agree on the gradient norm."""
+    # ZeRO 1 sums one norm per group over the stages (stage_1_and_2.py, `scaled_global_norm`). A stage with only an
+    # embedding has no group of vectors. The other stages would wait for its norm forever, so it adds zeros.
     optimizer = engine.optimizer
     if not hasattr(optimizer, "scaled_global_norm"):
         return
@@ -232,11 +228,9 @@ def _even_norms(engine: Any) -> None:
 
 
 def _count_once(module: PipelineModule, coords: RankCoords) -> None:
-    """Mark the parameters that this rank adds to the gradient norm in DeepSpeed's fp32 clipping without ZeRO.
-
-    DeepSpeed would count split parameters on every stage, and all other parameters only on the first stage
-    (runtime/utils.py:394).
-    """
+    """Mark the parameters that this rank adds to the gradient norm in fp32 without ZeRO."""
+    # DeepSpeed's clipping would count split parameters on every stage, and all other parameters only on the first
+    # stage (runtime/utils.py:394).
     parameters: Iterator[Any] = module.parameters()  # with DeepSpeed's marks on them
     for p in parameters:
         split = getattr(p, "tensor_model_parallel", False)
@@ -245,7 +239,7 @@ def _count_once(module: PipelineModule, coords: RankCoords) -> None:
 
 
 class _Staged(PipelineModule):
-    """PipelineModule with given stage bounds, so that no rank has to build every layer to find the bounds."""
+    """PipelineModule with given stage bounds: no rank has to build every layer to find them."""
 
     def __init__(self, layers: list[Layer], bounds: list[int], job: Job, loss_fn: object):
         self._bounds, layout = bounds, job.layout
@@ -254,16 +248,16 @@ class _Staged(PipelineModule):
             topology = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=data)
         else:
             topology = PipeDataParallelTopology(num_pp=layout.pp, num_dp=data)
-        apart = _tied_apart(layers, bounds, job)
-        ready = [_Tied(layer) if layer.tied in apart else layer.module for layer in layers]
+        keys = _keys_across_stages(layers, bounds, job)
+        ready = [_Tied(layer) if layer.tied in keys else layer.module for layer in layers]
         self._last = len(layers)
         super().__init__(ready, topology=topology, loss_fn=loss_fn)
 
     def forward(self, forward_input: Any) -> Any:
         """Run this stage's layers. If several tensors go to the next stage, they share one backward."""
         outputs = super().forward(forward_input)
-        goes_on = isinstance(outputs, tuple) and self._local_stop != self._last and torch.is_grad_enabled()
-        return ends(*outputs) if goes_on else outputs
+        is_sent = isinstance(outputs, tuple) and self._local_stop != self._last and torch.is_grad_enabled()
+        return ends(*outputs) if is_sent else outputs
 
     def _partition_layers(self, method: str = "parameters") -> None:
         self.parts = self._bounds
@@ -271,7 +265,7 @@ class _Staged(PipelineModule):
 
 
 class _StagedV(DualPipeVModule, _Staged):
-    """Stage of DualPipeV with given bounds. It has two parts, one for each direction of the pipeline."""
+    """Stage of DualPipeV with given bounds. It has a part for each direction of the pipeline."""
 
 
 def _parts_of(stage: int, job: Job, bounds: list[int]) -> list[range]:
@@ -279,17 +273,15 @@ def _parts_of(stage: int, job: Job, bounds: list[int]) -> list[range]:
     return [range(bounds[part], bounds[part + 1]) for part in parts]
 
 
-def _tied_apart(layers: list[Layer], bounds: list[int], job: Job) -> set[str]:
-    """Return the keys of weights that different stages share.
-
-    If two layers of the same stage share a weight, they have the same Parameter and need no spec. With specs, DeepSpeed
-    would call the first layer's module instead of the second layer's module.
-    """
-    holders = defaultdict[str | None, set[int]](set)
+def _keys_across_stages(layers: list[Layer], bounds: list[int], job: Job) -> set[str]:
+    """Return the keys of weights that different stages share."""
+    # If two layers of the same stage share a weight, they have the same Parameter and need no spec. With specs,
+    # DeepSpeed would call the first layer's module instead of the second layer's module.
+    stages_of = defaultdict[str | None, set[int]](set)
     for stage in range(job.layout.pp):
         for index in chain(*_parts_of(stage, job, bounds)):
-            holders[layers[index].tied].add(stage)
-    return {key for key, stages in holders.items() if key and len(stages) > 1}
+            stages_of[layers[index].tied].add(stage)
+    return {key for key, stages in stages_of.items() if key and len(stages) > 1}
 
 
 class _Tied(TiedLayerSpec):
@@ -306,7 +298,7 @@ class _Tied(TiedLayerSpec):
 def _build_stage(
     job: Job, coords: RankCoords, inputs: Inputs
 ) -> tuple[list[Layer], list[int], tuple[PipelineStage, ...], HeadLoss | None, RouterLoss | None]:
-    """Return all layers, the bounds of the parts, the stages, and the losses of the head and of the routers.
+    """Return all layers, bounds of the parts, stages, and the losses of head and routers.
 
     Layers of other stages are on the meta device.
     """
@@ -315,7 +307,7 @@ def _build_stage(
     stack = layer_facts(layers)
     weights = [layer.parameters for layer in stack]
     if run.pipeline_balance == "time":
-        weights = _measured(job, source_of(run), inputs)
+        weights = _measured_seconds(job, inputs)
     parts = cut_layers(weights, [layer.trained for layer in stack], pipeline_parts(layout.pp, run.pipeline_schedule))
     stages = stage_layers(stack, parts, layout, run.pipeline_schedule)
     bounds = [0, *(last for _, last in parts)]
@@ -342,20 +334,18 @@ def _build_stage(
 
 
 def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
-    """Raise RunFailed if a stage has no experts that are divided among ranks.
-
-    Such a stage would average and save its weights in another way than the other stages.
-    """
+    """Raise RunFailed if a stage has no experts that are divided among ranks."""
+    # such a stage would average and save its weights in another way than the other stages
     for stage in range(job.layout.pp):
-        held = (layers[index].names.values() for index in chain(*_parts_of(stage, job, bounds)))
-        if not any(".experts." in name for name in chain(*held)):
+        names = (layers[index].names.values() for index in chain(*_parts_of(stage, job, bounds)))
+        if not any(".experts." in name for name in chain(*names)):
             message = f"stage {stage} of --pipeline {job.layout.pp} has no layer with experts to spread"
             hint = "use fewer stages, or --expert-parallel 1"
             raise RunFailed(Problem(kind="layout", message=message, hint=hint, where="--pipeline"))
 
 
 def _share_sequences(job: Job, coords: RankCoords, config: object, layers: list[Layer], groups: MeshGroups) -> None:
-    """Set the position of this rank's first token in all blocks, and replace attention (see `exchange_heads`)."""
+    """Make all blocks process this rank's part of each sequence (see `exchange_heads`)."""
     assert job.run.seq_len  # a job's run on text is resolved
     exchange_heads(config, job, groups.sequence)
     first = own_tokens(job.run.seq_len, job.layout, coords).start
@@ -364,15 +354,15 @@ def _share_sequences(job: Job, coords: RankCoords, config: object, layers: list[
             block.first_position = first
 
 
-def _measured(job: Job, source: Any, inputs: Inputs) -> list[float]:
-    """Return the seconds of each layer's forward and backward. Rank 0 measures them in the second of two rounds."""
+def _measured_seconds(job: Job, inputs: Inputs) -> list[float]:
+    """Return the seconds of each layer's forward and backward, as rank 0 measures them."""
     seconds: list[float] = []
     if dist.get_rank() == 0:
         torch.manual_seed(job.run.seed)
         device, dtype = rank_device(), DTYPES[job.precision]
         x = empty_batch(inputs, job.batch.micro)["inputs"].to(device)
         x = x.to(dtype) if x.is_floating_point() else x
-        for layer in as_layers(build(source, inputs, dict(job.run.model_args))):
+        for layer in as_layers(build(source_of(job.run), inputs, dict(job.run.model_args))):
             layer.module.to(device=device, dtype=dtype)
             seconds.append(_time_layer(layer, x))
             with torch.no_grad():
@@ -384,7 +374,7 @@ def _measured(job: Job, source: Any, inputs: Inputs) -> list[float]:
 
 
 def _time_layer(layer: Layer, x: Tensor) -> float:
-    for _ in range(2):
+    for _ in range(2):  # only the second round counts: the first one allocates memory and chooses kernels
         accelerator().synchronize()
         start = time.perf_counter()
         out = layer.module(x)

@@ -1,12 +1,12 @@
-"""Run one rank of `zerofit replay`: repeat steps of a run, and find where numbers stop being finite."""
+"""Run one rank of `zerofit replay`: repeat steps, and find where numbers stop being finite."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +20,7 @@ from zerofit.train.heartbeat import RankProgress
 from zerofit.train.run import RankRun, replicas_apart
 from zerofit.train.shard_index import indexed_shards
 from zerofit.train.stop_signals import SignalNotes
-from zerofit.train.trainer import EngineTrainer
+from zerofit.train.trainer import Batch, EngineTrainer
 from zerofit.train.zero_layouts import Unsupported, states_of
 
 # The steps before the fault run as in training, so their losses equal the run's losses. Each step uses --check-loss. If
@@ -29,8 +29,8 @@ from zerofit.train.zero_layouts import Unsupported, states_of
 
 def replay(
     job: Job, folder: RunFolder, signals: SignalNotes | None = None, progress: RankProgress | None = None
-) -> dict[str, Any]:
-    """Repeat the job's steps up to `job.replay.step`. Write and return the findings of all ranks."""
+) -> dict[str, object]:
+    """Repeat the job's steps up to `job.replay.step`. Write and return all ranks' findings."""
     assert job.replay
     run = RankRun(job, folder, signals, progress)
     if job.replay.double:
@@ -40,7 +40,7 @@ def replay(
     run.loop.recorder.flush()
     gathered: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, findings)
-    result = {"ranks": gathered}
+    result: dict[str, object] = {"ranks": gathered}
     if dist.get_rank() == 0:
         write_json(folder.result, result)
     return result
@@ -48,31 +48,37 @@ def replay(
 
 class _RankReplay:
     def __init__(self, run: RankRun):
-        self._run, self._trainer, self._job = run, run.trainer, run.job
-        self._found: dict[str, Any] = {"rank": dist.get_rank(), "weights": [], "sizes": [], "done": run.loop.first}
+        self._run, self._trainer = run, run.trainer
+        self._bad_weights: list[dict[str, object]] = []
+        self._sizes: list[float] = []  # root mean square of all weights, before the first and after each step
+        self._findings: dict[str, object] = {"rank": dist.get_rank(), "done": run.loop.first}
+        self._findings |= {"weights": self._bad_weights, "sizes": self._sizes}
 
-    def findings(self, last: int) -> dict[str, Any]:
-        """Repeat the steps up to `last`, but stop if a number is not finite or ranks differ. Return the findings."""
+    def findings(self, last: int) -> dict[str, object]:
+        """Repeat the steps up to `last`. Return the findings of this rank.
+
+        Stops at a number that is not finite, and if replicas differ between ranks.
+        """
         self._look_at_weights(states=True)
-        if self._any(bool(self._found["weights"])):
-            return self._found
+        if self._on_any_rank(bool(self._bad_weights)):
+            return self._findings
         loop = self._run.loop
         for step, batches, indices in loop.steps():
             if step >= last:
                 break
-            if self._step(step, list(batches), indices):
-                return self._found
-            self._found["done"] = step + 1
+            if self._is_stopped(step, list(batches), indices):
+                return self._findings
+            self._findings["done"] = step + 1
             self._look_at_weights()
             apart = replicas_apart(self._trainer)
             if apart:
-                self._found |= {"apart": apart, "step": step + 1}
-            if self._any(bool(apart or self._found["weights"])):
-                return self._found | {"step": step + 1}
-        return self._found
+                self._findings |= {"apart": apart, "step": step + 1}
+            if self._on_any_rank(bool(apart or self._bad_weights)):
+                return self._findings | {"step": step + 1}
+        return self._findings
 
-    def _step(self, step: int, batches: list[dict[str, object]], indices: list[Any]) -> bool:
-        """Make a step as in training. If --check-loss stops the step, run it again under watch and return True."""
+    def _is_stopped(self, step: int, batches: list[Batch], indices: list[np.ndarray]) -> bool:
+        """Make a step as in training. If --check-loss stops it, run it again under watch."""
         trainer, engines = self._trainer, self._trainer.engines().values()
         before = trainer.rank_state()  # random states and buffers
         micro_steps = [engine.micro_steps for engine in engines]
@@ -80,7 +86,9 @@ class _RankReplay:
         try:
             losses = self._run.loop.train_step(iter(batches))
         except RunFailed as error:
-            self._found |= {"step": step + 1, "stopped": error.problem.message, "lr": lr, **self._scale()}
+            self._findings |= {"step": step + 1, "stopped": error.problem.message, "lr": lr}
+            if trainer.job.precision == "fp16":
+                self._findings["loss_scale"] = float(trainer.engine.optimizer.loss_scale)
         else:
             self._run.loop.record(step, losses, indices, lr)
             return False
@@ -89,11 +97,12 @@ class _RankReplay:
             engine.micro_steps = count
             engine.optimizer.zero_grad()
         self._watch(batches)
-        self._found["batch"] = list(_bad_samples(batches, self._classes))
+        classes: int | None = getattr(self._run.data.inputs, "classes", None)
+        self._findings["batch"] = list(_bad_samples(batches, classes))
         return True
 
-    def _watch(self, batches: list[dict[str, Any]]) -> None:
-        """Run the micro batches of the stopped step again, and record the first op whose result is not finite."""
+    def _watch(self, batches: list[Batch]) -> None:
+        """Run the stopped step's micro batches again. Record the first op with a bad result."""
         check = self._trainer.loss_check
         assert check
         check.losses.clear()
@@ -103,42 +112,33 @@ class _RankReplay:
         bad = [loss for loss in check.losses if not torch.isfinite(loss).all()]
         origin = watch.origin_of(bad[0]) if bad else None
         if watch.gradient and origin is None:
-            self._found["gradient"], origin = watch.gradient
+            self._findings["gradient"], origin = watch.gradient
         origin = origin or (watch.first_nan if bad else None)
         if origin:
             samples = batches[origin.micro]["indices"]
             rows = [int(samples[row]) for row in origin.rows if row < len(samples)]
-            self._found["origin"] = asdict(origin) | {"samples": rows, "of_samples": len(samples)}
-
-    @property
-    def _classes(self) -> int | None:
-        return getattr(self._run.data.inputs, "classes", None)
-
-    def _scale(self) -> dict[str, Any]:
-        if self._job.precision != "fp16":
-            return {}
-        return {"loss_scale": float(self._trainer.engine.optimizer.loss_scale)}
+            self._findings["origin"] = asdict(origin) | {"samples": rows, "of_samples": len(samples)}
 
     @torch.no_grad()
     def _look_at_weights(self, states: bool = False) -> None:
-        """Record weights (with `states`, also states) that are not finite, and the root mean square of all weights."""
+        """Record weights (with `states`, also states) that are not finite, and the size of weights."""
         total, count = 0.0, 0
         for name, kind, tensor in _tensors(self._trainer, states):
             bad = int(torch.isfinite(tensor).logical_not().sum())
             if bad:
-                self._found["weights"].append({"name": name, "kind": kind, "bad": bad, "of": tensor.numel()})
+                self._bad_weights.append({"name": name, "kind": kind, "bad": bad, "of": tensor.numel()})
             elif kind == "weight":
                 total, count = total + float(tensor.double().square().sum()), count + tensor.numel()
-        self._found["sizes"].append((total / max(1, count)) ** 0.5)
+        self._sizes.append((total / max(1, count)) ** 0.5)
 
-    def _any(self, flag: bool) -> bool:
+    def _on_any_rank(self, flag: bool) -> bool:
         shared = torch.tensor(float(flag), device=self._trainer.device)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return bool(shared)
 
 
 def _tensors(trainer: EngineTrainer, states: bool) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield name, kind and values of this rank's weights and, with `states`, of its optimizer's states."""
+    """Yield name, kind and values of this rank's weights and, with `states`, optimizer states."""
     for name, parameter in trainer.module.named_parameters():
         tensor: Tensor = getattr(parameter, "ds_tensor", parameter)
         if tensor.is_floating_point() and tensor.numel() and tensor.device.type != "meta":
@@ -152,8 +152,8 @@ def _tensors(trainer: EngineTrainer, states: bool) -> Iterator[tuple[str, str, T
             continue
 
 
-def _bad_samples(batches: Sequence[Mapping[str, Any]], classes: int | None) -> Iterator[dict[str, object]]:
-    """Yield the samples of a step whose inputs or labels are not finite, or whose label is not a class of the data."""
+def _bad_samples(batches: Sequence[Batch], classes: int | None) -> Iterator[dict[str, object]]:
+    """Yield a step's samples with values that are not finite or with a label that is no class."""
     for batch in batches:
         for name, tensor in batch.items():
             if not isinstance(tensor, Tensor) or not tensor.dim():
@@ -172,7 +172,7 @@ def _bad_samples(batches: Sequence[Mapping[str, Any]], classes: int | None) -> I
 
 
 def _widen(trainer: EngineTrainer) -> None:
-    """Make an engine without ZeRO compute in float64. This process must not train anything afterwards."""
+    """Make an engine without ZeRO compute in float64, for the rest of this process."""
     from zerofit.models.dtypes import DTYPES
 
     DTYPES["fp32"] = torch.float64  # dtype of inputs

@@ -1,4 +1,4 @@
-"""Resume from a checkpoint, with DeepSpeed if it can read the files, else shard by shard in any layout."""
+"""Resume from a checkpoint, with DeepSpeed if it can read the files, else shard by shard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ from zerofit.train.checkpoint_engine import SyncedCheckpointEngine
 from zerofit.train.frozen import refuse_other_frozen
 from zerofit.train.shard_index import IndexedShard, indexed_shards
 from zerofit.train.trainer import EngineTrainer, persistent_buffers
-from zerofit.train.zero_layouts import Unsupported, in_memory, inner_optimizer, loss_scaler, to_training_precision
+from zerofit.train.zero_layouts import (
+    Engine,
+    Unsupported,
+    in_memory,
+    inner_optimizer,
+    loss_scaler,
+    to_training_precision,
+)
 
 # Which way a checkpoint is read:
 #
@@ -33,17 +40,12 @@ from zerofit.train.zero_layouts import Unsupported, in_memory, inner_optimizer, 
 #     any other layout,     build engines with fresh weights, then for each stretch that this rank updates: find its
 #     or files that         name and place in the full model, read that part of the full tensor from the index of all
 #     DeepSpeed misreads    ranks' files, and copy it into the optimizer's master and states
-KEPT = ("params", "lr", "initial_lr", "step")  # keys of optimizer groups that come from the checkpoint
-TELL_EVERY_S = 2.0
+FROM_CHECKPOINT = ("params", "lr", "initial_lr", "step")  # keys of optimizer groups that a resume does not restore
+REPORT_EVERY_S = 2.0
 
 
 def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Load a checkpoint into freshly built engines. Return the figures of the checkpoint's last step.
-
-    If the layout is the same, random states are restored, too, so training continues bit for bit. DeepSpeed cannot read
-    files of a different layout, and with some settings it cannot read files of the same layout. In these cases zerofit
-    reads the parameters' shards one by one.
-    """
+    """Load a checkpoint into freshly built engines. Return the figures of its last step."""
     checkpoint = Path(start.checkpoint)
     manifest = read_manifest(checkpoint) if is_own(checkpoint) else None  # None: of another program
     refuse_other_frozen(trainer, manifest and manifest.frozen)
@@ -70,12 +72,12 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
 
 
 class _RunSettings:
-    """Optimizer settings of this start that a load would overwrite: learning rate, weight decay, betas."""
+    """Settings of this start that a load would overwrite: learning rate, weight decay, betas."""
 
-    def __init__(self, engine: Any):
+    def __init__(self, engine: Engine):
         self._engine = engine
-        groups: list[dict[str, Any]] = engine.optimizer.param_groups
-        self._groups = [{k: v for k, v in group.items() if k not in KEPT} for group in groups]
+        groups: list[dict[str, object]] = engine.optimizer.param_groups
+        self._groups = [{k: v for k, v in group.items() if k not in FROM_CHECKPOINT} for group in groups]
         scheduler = engine.lr_scheduler
         self._base = list(scheduler.base_lrs) if isinstance(scheduler, LambdaLR) else None
 
@@ -91,12 +93,12 @@ class _RunSettings:
 
 
 def _restore_shards(
-    trainer: EngineTrainer, engine: Any, tag: str, saved: FullState, progress: Callable[[str], None]
+    trainer: EngineTrainer, engine: Engine, tag: str, saved: FullState, progress: Callable[[str], None]
 ) -> None:
-    """Load weights, optimizer states, counters and schedule into an engine from a checkpoint of any layout.
+    """Load weights, states, counters and schedule from a checkpoint of any layout.
 
-    Each rank reads only the data of its own partitions, one parameter at a time. Raises UserError if the checkpoint
-    lacks a parameter or has it with a different shape, or if the engine's layout is not supported.
+    Raises UserError if the checkpoint lacks a parameter or has it with a different shape, or if the engine's layout is
+    not supported.
     """
     try:
         shards = list(indexed_shards(trainer, engine, tag))
@@ -133,26 +135,26 @@ def _refuse_other_model(shards: list[IndexedShard], saved: FullState) -> None:
 
 
 def _make_states(inner: Any, indexed: IndexedShard, saved: FullState) -> None:
-    """Allocate zeros for the states in the checkpoint. An optimizer would allocate them only at its first step."""
+    """Allocate zeros for the states in the checkpoint. An optimizer does this at its first step."""
     if indexed.shard.states_at is None:
         return
-    states = inner.state[indexed.shard.master]
-    for kind in saved.kinds(indexed.name):
-        if kind != MASTER and kind not in states:
-            states[kind] = _zeros(inner, indexed, kind)
-    if saved.counters["step"] is not None and set(states) - {"momentum_buffer"}:
-        states["step"] = _step(inner, saved.counters["step"], indexed.shard.master)
-
-
-def _zeros(inner: object, indexed: IndexedShard, kind: str) -> Tensor:
-    master = indexed.shard.master
-    if kind == "momentum_buffer" and indexed.shard.uncut is not None:
-        return torch.zeros(indexed.shard.uncut[1], dtype=master.dtype, device=master.device)
+    master, uncut = indexed.shard.master, indexed.shard.uncut
+    states = inner.state[master]
     wider = getattr(inner, "fp32_optimizer_states", False)  # DeepSpeedCPUAdam, for masters of any precision
-    return torch.zeros_like(master, dtype=torch.float32 if wider else master.dtype, requires_grad=False)
+    for kind in saved.kinds(indexed.name):
+        if kind == MASTER or kind in states:
+            continue
+        if kind == "momentum_buffer" and uncut is not None:
+            states[kind] = torch.zeros(uncut[1], dtype=master.dtype, device=master.device)
+        else:
+            dtype = torch.float32 if wider else master.dtype
+            states[kind] = torch.zeros_like(master, dtype=dtype, requires_grad=False)
+    if saved.counters["step"] is not None and set(states) - {"momentum_buffer"}:
+        states["step"] = _step_state(inner, saved.counters["step"], master)
 
 
-def _step(inner: Any, step: int, master: Tensor) -> Any:
+def _step_state(inner: Any, step: int, master: Tensor) -> Tensor | int:
+    """Return the number of steps as the optimizer stores it: torch's as a tensor."""
     counting = getattr(inner, "aux_optimizer", None) or inner  # Muon updates only matrices; an Adam updates the rest
     if not type(counting).__module__.startswith("torch.optim"):
         return step
@@ -161,8 +163,9 @@ def _step(inner: Any, step: int, master: Tensor) -> Any:
 
 
 @torch.no_grad()
-def _fill(engine: object, shards: list[IndexedShard], saved: FullState, progress: Callable[[str], None]) -> None:
+def _fill(engine: Engine, shards: list[IndexedShard], saved: FullState, progress: Callable[[str], None]) -> None:
     inner, done, reported = inner_optimizer(engine), 0, time.monotonic()
+    # each master is read from NVMe once, for all of its shards
     for _, group in groupby(shards, key=lambda indexed: id(indexed.shard.master)):
         members = list(group)
         with in_memory(engine, members[0].shard.master):
@@ -171,7 +174,7 @@ def _fill(engine: object, shards: list[IndexedShard], saved: FullState, progress
             for indexed in members:
                 _fill_shard(indexed, inner.state.get(indexed.shard.master, {}), saved)
                 done += 1
-                if time.monotonic() - reported > TELL_EVERY_S:
+                if time.monotonic() - reported > REPORT_EVERY_S:
                     reported = time.monotonic()
                     progress(f"reading the checkpoint ({done} of {len(shards)} shards)")
 
@@ -182,6 +185,7 @@ def _fill_shard(indexed: IndexedShard, states: dict[str, object], saved: FullSta
         if kind not in kinds:
             continue
         live = slot.live
+        # reads straight into memory, without a temporary tensor
         if indexed.cut is None and live.is_cpu and live.is_contiguous():
             saved.fill(indexed.name, kind, live.view(-1), slot.start)
             continue
@@ -192,7 +196,7 @@ def _fill_shard(indexed: IndexedShard, states: dict[str, object], saved: FullSta
         live.copy_(stretch.view(live.shape))
 
 
-def _set_counters(engine: Any, counters: dict[str, Any]) -> None:
+def _set_counters(engine: Engine, counters: dict[str, Any]) -> None:
     engine.global_steps = counters["global_steps"]
     engine.skipped_steps = counters["skipped_steps"]
     engine.global_samples = counters["global_samples"]
@@ -201,14 +205,12 @@ def _set_counters(engine: Any, counters: dict[str, Any]) -> None:
     for key in SCALER:
         if scaler is not None and key in saved and hasattr(scaler, key):
             setattr(scaler, key, saved[key])
-    if engine.lr_scheduler is not None:
-        schedule = counters["lr_scheduler"]  # DeepSpeed's own schedulers count from -1
-        done = schedule.get("last_batch_iteration", schedule.get("last_epoch", 0) - 1) + 1
-        _set_steps_done(engine.lr_scheduler, done)
-
-
-def _set_steps_done(scheduler: Any, done: int) -> None:
-    if hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's own, which count from -1
+    scheduler = engine.lr_scheduler
+    if scheduler is None:
+        return
+    schedule = counters["lr_scheduler"]  # DeepSpeed's own schedulers count from -1
+    done = schedule.get("last_batch_iteration", schedule.get("last_epoch", 0) - 1) + 1
+    if hasattr(scheduler, "last_batch_iteration"):
         if done:
             scheduler.step(done - 1)
     elif isinstance(scheduler, LambdaLR):

@@ -1,8 +1,4 @@
-"""Save checkpoints: DeepSpeed writes files, all ranks sync them, and rank 0 verifies and publishes them.
-
-Ranks acknowledge to rank 0 through small files in `acks/`, not through collectives, so writing can continue in the
-background while the ranks train.
-"""
+"""Save checkpoints: all ranks write and sync files, and rank 0 verifies and publishes them."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -37,8 +32,8 @@ from zerofit.train.trainer import EngineTrainer
 #     all ranks  write their files into .saving-step-N/, sync and hash them, then write acks/rank-R.json
 #     rank 0     waits for all acknowledgements, writes manifest.json with all hashes, renames the folder to step-N/
 #
-# A kill at any moment leaves the staging folder, which the next start removes. Collectives cannot be used for the
-# acknowledgements: in the background they would mix with the collectives of the training steps that continue.
+# A kill at any moment leaves the staging folder, which the next start removes. The acknowledgements are files, not
+# collectives: in the background, collectives would mix with those of the training steps that continue.
 ACKS = "acks"
 POLL_S = 0.02
 SPARE_BYTES = 64 << 20  # for metrics, logs and the manifest
@@ -50,7 +45,7 @@ class _Save:
 
     step: int  # optimizer steps done
     staging: Path
-    figures: dict[str, Any]  # for the manifest
+    figures: dict[str, object]  # for the manifest
     start: float
 
 
@@ -80,7 +75,7 @@ class Saver:
                 leave_out_frozen(engine)
 
     def save(self, step: int, figures: dict[str, object], background: bool) -> Problem | None:
-        """Save the state after `step` optimizer steps. If the save fails, return the problem, equal on all ranks.
+        """Save the state after `step` optimizer steps. Return the problem of a failure on all ranks.
 
         `background`: copy the state and write the copy while training continues. A failure is then reported as an
         event. `figures`: the latest metrics record, written to the manifest.
@@ -89,12 +84,21 @@ class Saver:
         save = _Save(step=step, staging=self._store.staging_path(step), figures=figures, start=time.monotonic())
         if self._job.run.partial and self._frozen is None:
             self._frozen = frozen_weights(self._trainer)
-        problem = self._shared(lambda: self._make_room(save.staging))
+        problem = self._on_rank_0(lambda: self._make_staging(save.staging))
         if problem:
             return self._failed(save, problem)
         if background:
             self._files.begin_snapshot()
-        self._write(save.staging)
+        for tag, engine in self._trainer.engines().items():
+            engine.save_checkpoint(
+                str(save.staging),
+                tag=tag,
+                save_latest=False,
+                exclude_frozen_parameters=self._job.run.partial is not None,
+            )
+        own = save.staging / "ranks" / f"rank-{self._rank:05}"
+        self._files.save(self._trainer.rank_state(), own.with_suffix(".pt"))
+        self._files.write_text(json.dumps(build_index(self._trainer)), own.with_suffix(".json"))
         if background:
             snapshot, stalled_s = self._files.take_snapshot(), time.monotonic() - save.start
             self._thread = threading.Thread(target=self._finish, args=(save, snapshot, stalled_s), name="save")
@@ -102,7 +106,7 @@ class Saver:
             return None
         self._write_ack(save.staging)
         dist.barrier()
-        problem = self._shared(lambda: self._complete(save))
+        problem = self._on_rank_0(lambda: self._complete(save))
         if problem:
             return self._failed(save, problem)
         self._saved(save, time.monotonic() - save.start)
@@ -114,15 +118,6 @@ class Saver:
             self._thread.join()
             self._thread = None
             dist.barrier()
-
-    def _write(self, staging: Path) -> None:
-        for tag, engine in self._trainer.engines().items():
-            engine.save_checkpoint(
-                str(staging), tag=tag, save_latest=False, exclude_frozen_parameters=self._job.run.partial is not None
-            )
-        own = staging / "ranks" / f"rank-{self._rank:05}"
-        self._files.save(self._trainer.rank_state(), own.with_suffix(".pt"))
-        self._files.write_text(json.dumps(build_index(self._trainer)), own.with_suffix(".json"))
 
     def _write_ack(self, staging: Path) -> None:
         """Acknowledge that this rank's files are on disk, or report why they are not."""
@@ -160,11 +155,12 @@ class Saver:
             self._failed(save, problem)
 
     def _complete(self, save: _Save) -> Problem | None:
-        """On rank 0: gather all ranks' marks, write the manifest, make the checkpoint visible, delete old ones."""
+        """On rank 0, publish the checkpoint when all ranks' files are written, and delete old ones."""
         try:
             marks = self._gather(save.staging)
             shutil.rmtree(save.staging / ACKS)
             (save.staging / "latest").write_text(STATE)  # lets DeepSpeed's own tools read the folder
+            # files that DeepSpeed writes itself, past the checkpoint engine
             others = [name for name in files_of(save.staging) if name not in marks]
             for name in others:
                 sync_file(save.staging / name)
@@ -189,7 +185,10 @@ class Saver:
         return None
 
     def _gather(self, staging: Path) -> dict[str, FileMark]:
-        """Wait for all ranks' acknowledgements. Return the marks of their files. Raises OSError for a failure."""
+        """Wait for all ranks' acknowledgements. Return the marks of their files.
+
+        Raises OSError for a failure of any rank.
+        """
         marks: dict[str, FileMark] = {}
         for rank in range(self._world):
             ack, failed = (staging / ACKS / f"rank-{rank:05}.{kind}" for kind in ("json", "failed"))
@@ -203,8 +202,8 @@ class Saver:
             marks |= {name: FileMark(**mark) for name, mark in answer["files"].items()}
         return marks
 
-    def _make_room(self, staging: Path) -> Problem | None:
-        """Make the staging folder. Return a problem if the disk has too little space for another checkpoint."""
+    def _make_staging(self, staging: Path) -> Problem | None:
+        """Make the staging folder. Return a problem if there is too little space on the disk."""
         self._folder.checkpoints.mkdir(exist_ok=True)
         sizes = [entry.manifest.total_bytes for entry in self._store.entries() if entry.manifest]
         needed = sizes[-1] if sizes else self._job.facts.checkpoint_bytes(self._job.precision)
@@ -217,7 +216,7 @@ class Saver:
             (staging / part).mkdir(parents=True)
         return None
 
-    def _shared(self, work: Callable[[], Problem | None]) -> Problem | None:
+    def _on_rank_0(self, work: Callable[[], Problem | None]) -> Problem | None:
         """Run `work` on rank 0, and return its result on all ranks."""
         answer: list[Problem | None] = [None]
         if self._rank == 0:

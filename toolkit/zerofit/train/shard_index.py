@@ -1,11 +1,10 @@
-"""Index a checkpoint's files: which part of the full model's parameters each file has, and where."""
+"""Index a checkpoint's files: which part of the full model each file has, and where."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
 
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
@@ -18,8 +17,8 @@ from zerofit.train.expert_split import share_of
 from zerofit.train.tensor_split import slice_of
 from zerofit.train.trainer import EngineTrainer, persistent_buffers
 from zerofit.train.zero_layouts import (
+    Engine,
     ParamShard,
-    StateSlot,
     Unsupported,
     frozen_shards,
     inner_optimizer,
@@ -38,7 +37,7 @@ from zerofit.train.zero_layouts import (
 
 @dataclass(frozen=True)
 class IndexedShard:
-    """A part of one parameter that this rank has, with the parameter's name and shape in the full model."""
+    """A part of one parameter that this rank has, with its name and shape in the full model."""
 
     name: str  # in the full model
     shape: tuple[int, ...]  # of the tensor in the full model
@@ -48,34 +47,38 @@ class IndexedShard:
 
 
 def build_index(trainer: EngineTrainer) -> dict[str, object]:
-    """Return an index of this rank's files from `engine.save_checkpoint`, as JSON (see `checkpoint.full_state`)."""
+    """Return an index of the files that this rank's engines save, as JSON.
+
+    `checkpoint.full_state` reads it.
+    """
     engines = {tag: _engine_index(trainer, engine, tag) for tag, engine in trainer.engines().items()}
     return {"world_size": dist.get_world_size(), "engines": engines}
 
 
-def indexed_shards(trainer: EngineTrainer, engine: object, tag: str) -> Iterator[IndexedShard]:
-    """Yield this rank's shards of an engine for a checkpoint. Raises Unsupported if they cannot be located.
+def indexed_shards(trainer: EngineTrainer, engine: Engine, tag: str) -> Iterator[IndexedShard]:
+    """Yield this rank's shards of an engine for a checkpoint.
 
-    If the run freezes weights, they are left out. If the user's model code freezes weights, they are included.
+    Weights that the run freezes are left out. Weights that the user's model code freezes are included. Raises
+    Unsupported if the shards cannot be located.
     """
     shards = local_shards(engine, tag, frozen=trainer.job.run.partial is None)
     yield from _named(trainer, engine, (shard for shard in shards if shard.numel))  # without shards of padding only
 
 
-def indexed_frozen(trainer: EngineTrainer, engine: object, tag: str) -> Iterator[IndexedShard]:
+def indexed_frozen(trainer: EngineTrainer, engine: Engine, tag: str) -> Iterator[IndexedShard]:
     """Yield this rank's shards of weights that the run freezes, including empty ones."""
     yield from _named(trainer, engine, frozen_shards(engine, tag))
 
 
-def _named(trainer: EngineTrainer, engine: object, shards: Iterable[ParamShard]) -> Iterator[IndexedShard]:
+def _named(trainer: EngineTrainer, engine: Engine, shards: Iterable[ParamShard]) -> Iterator[IndexedShard]:
     names = trainer.state_names(engine).parameters
     for shard in shards:
-        shape, cut = _whole_shape(shard.parameter, trainer.coords, trainer.job.layout)
+        shape, cut = _full_shape(shard.parameter, trainer.coords, trainer.job.layout)
         first = _is_first(trainer, shard, cut)
         yield IndexedShard(names[id(shard.parameter)], shape, cut, shard, first)
 
 
-def _engine_index(trainer: EngineTrainer, engine: Any, tag: str) -> dict[str, object]:
+def _engine_index(trainer: EngineTrainer, engine: Engine, tag: str) -> dict[str, object]:
     names, own_file = trainer.state_names(engine), f"ranks/rank-{dist.get_rank():05}.pt"
     if trainer.job.run.partial:
         names = names.only({id(p) for p in engine.module.parameters() if p.requires_grad})
@@ -93,33 +96,34 @@ def _engine_index(trainer: EngineTrainer, engine: Any, tag: str) -> dict[str, ob
     }
     try:
         index["parameters"] = [
-            _entry(engine, indexed) for indexed in indexed_shards(trainer, engine, tag) if indexed.first
+            _entry(indexed, states_of(engine, indexed.shard.master))
+            for indexed in indexed_shards(trainer, engine, tag)
+            if indexed.first
         ]
     except Unsupported as reason:
         index["unsupported"] = str(reason)
     return index
 
 
-def _entry(engine: object, indexed: IndexedShard) -> dict[str, object]:
-    shard = indexed.shard
-    slots = shard.slots(states_of(engine, shard.master))
+def _entry(indexed: IndexedShard, states: dict[str, object]) -> dict[str, object]:
+    shard, where = indexed.shard, {}
+    for kind, slot in shard.slots(states).items():
+        file, keys = slot.at
+        # a slot may begin before the stretch: Muon's momentum covers the full parameter
+        where[kind] = {"file": file, "keys": list(keys), "offset": slot.offset + shard.start - slot.start}
+        if not keys:  # a file of raw numbers does not contain their type
+            where[kind]["raw"] = str(slot.tensor.dtype).removeprefix("torch.")
     return {
         "name": indexed.name,
         "shape": list(indexed.shape),
         "cut": indexed.cut and asdict(indexed.cut),
         "start": shard.start,
         "numel": shard.numel,
-        "where": {kind: _where(slot, shard) for kind, slot in slots.items()},
+        "where": where,
     }
 
 
-def _where(slot: StateSlot, shard: ParamShard) -> dict[str, Any]:
-    file, keys = slot.at
-    where = {"file": file, "keys": list(keys), "offset": slot.offset + shard.start - slot.start}
-    return where if keys else where | {"raw": str(slot.tensor.dtype).removeprefix("torch.")}
-
-
-def _whole_shape(p: nn.Parameter, coords: RankCoords, layout: Layout) -> tuple[tuple[int, ...], TensorSlice | None]:
+def _full_shape(p: nn.Parameter, coords: RankCoords, layout: Layout) -> tuple[tuple[int, ...], TensorSlice | None]:
     """Return a parameter's shape in the full model, and this rank's part of the parameter."""
     local, experts = tuple(getattr(p, "ds_shape", p.shape)), share_of(p)
     if experts is not None:
@@ -151,7 +155,7 @@ def _is_first(trainer: EngineTrainer, shard: ParamShard, cut: TensorSlice | None
     return group is not None and dist.get_world_size(group) == dist.get_world_size()
 
 
-def _counters(engine: Any) -> dict[str, Any]:
+def _counters(engine: Engine) -> dict[str, object]:
     steps = [int(s["step"]) for s in inner_optimizer(engine).state.values() if "step" in s]
     schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else {}
     scaler = loss_scaler(engine)

@@ -21,6 +21,7 @@ from zerofit.data import Data
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.run_folder import Job, Layout, RunFolder
 from zerofit.train.expert_split import gathered_experts, published_names
+from zerofit.train.zero_layouts import Engine
 
 if TYPE_CHECKING:
     from zerofit.train.averaging import AveragedWeights
@@ -61,20 +62,23 @@ class EngineTrainer(ABC):
 
     @abstractmethod
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """Make one optimizer step on the next micro batches. Return their losses on this rank, float32."""
+        """Make one optimizer step on the next micro batches. Return this rank's losses, float32."""
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return float64 (3,): loss, targets and right answers, summed over `count` batches of every rank.
+        """Return loss, targets and right answers of every rank's `count` batches: float64 (3,).
 
         For labelled text a table of classes follows (`zerofit.models.scores.class_table`).
         """
 
     def written_figures(self, data: Data) -> dict[str, float]:
-        """Return scores of text that the model generates for some validation samples. All ranks must call this."""
+        """Return scores of text that the model generates for some validation samples.
+
+        All ranks must call this.
+        """
         return {}
 
-    def engines(self) -> dict[str, Any]:
+    def engines(self) -> dict[str, Engine]:
         """Return the DeepSpeed engines, by their folders in a checkpoint."""
         return {"state": self.engine}
 
@@ -82,15 +86,15 @@ class EngineTrainer(ABC):
         """Return the trainer's own random generators. Checkpoints keep their states."""
         return {}
 
-    def extra_metrics(self) -> dict[str, Any]:
-        """Return metrics of the last step in addition to those that all runs record. All ranks must call this."""
+    def extra_metrics(self) -> dict[str, Tensor | float]:
+        """Return further metrics of the last step. All ranks must call this."""
         if self.job.precision != "fp16":
             return {}
         return {"loss_scale": self.engine.optimizer.loss_scale, "skipped_steps": self.engine.skipped_steps}
 
-    def state_names(self, engine: Any) -> StateNames:
+    def state_names(self, engine: Engine) -> StateNames:
         """Return the full model's names for an engine's parameters and buffers."""
-        module: nn.Module = engine.module
+        module = engine.module
         published = published_names(module)
         own_buffers = {name.lstrip("."): buffer for name, buffer in persistent_buffers(module)}
         names = StateNames(buffers={id(buffer): published.get(own, own) for own, buffer in own_buffers.items()})
@@ -113,6 +117,7 @@ class EngineTrainer(ABC):
         start deletes them.
         """
         layout, collect, trained_only = self.job.layout, dist.get_rank() == 0, self.saves_adapters
+        # every rank has the full model: nothing to gather
         if layout.zero_stage < 3 and layout.tp == layout.ep == 1:
             for name, tensor in self.module.state_dict(keep_vars=True).items() if collect else ():
                 if tensor.requires_grad or not trained_only:
@@ -121,18 +126,21 @@ class EngineTrainer(ABC):
         # A step may leave parameters gathered for the next forward; GatheredParameters expects them partitioned.
         if self.engine._optimizer_has_ckpt_event_prologue():
             self.engine.optimizer.checkpoint_event_prologue()  # partitions parameters that are still gathered
-        turned = self.engine.zenflow  # ZenFlow partitions the transposed matrices
+        transposed = self.engine.zenflow  # ZenFlow partitions the transposed matrices
         for name, tensor in gathered_state(self.module, layout, published_names(self.module), collect, trained_only):
-            yield name, tensor.t() if turned and tensor.ndim == 2 else tensor
+            yield name, tensor.t() if transposed and tensor.ndim == 2 else tensor
         if self.engine._optimizer_has_ckpt_event_epilogue():
             self.engine.optimizer.checkpoint_event_epilogue()
 
     def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, object]:
-        """Make samples of the trained model's output, and return entries for the result. All ranks must call this."""
+        """Make samples of the trained model's output. Return entries for the result.
+
+        All ranks must call this.
+        """
         return {}
 
     def rank_state(self) -> dict[str, object]:
-        """Return copies of the rank's state that DeepSpeed does not save: random states, buffers and averages."""
+        """Return copies of the state that DeepSpeed does not save: random states, buffers, averages."""
         numpy_state: Any = np.random.get_state(legacy=True)
         return {
             "torch": torch.get_rng_state(),
@@ -169,10 +177,11 @@ def own_tokens(length: int, layout: Layout, coords: RankCoords) -> slice:
 def gathered_state(
     module: nn.Module, layout: Layout, names: Mapping[str, str], collect: bool, trained_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Gather a module's state from all ranks, one submodule at a time. Yield it on the CPU if `collect`.
+    """Gather a module's state from all ranks. If `collect`, yield it on the CPU.
 
     `names`: names in the full model, for tensors whose name in `module` differs. `trained_only`: leave out frozen
-    parameters and buffers. All ranks that have a part of the module must iterate over this together.
+    parameters and buffers. One submodule is gathered at a time. All ranks that have a part of the module must iterate
+    over this together.
     """
     for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, GroupedExperts):
@@ -185,14 +194,14 @@ def gathered_state(
         # ranks.
         zero = GatheredParameters(parameters, modifier_rank=0, enabled=layout.zero_stage == 3)
         with zero, GatherReplacedLayerParams(parameters, part, enabled=layout.tp > 1):
-            held = {**part._parameters, **part._buffers} if collect else {}
-            own = {n: t for n, t in held.items() if t is not None and n not in part._non_persistent_buffers_set}
+            tensors = {**part._parameters, **part._buffers} if collect else {}
+            own = {n: t for n, t in tensors.items() if t is not None and n not in part._non_persistent_buffers_set}
             state = {prefix + n: t.detach().cpu() for n, t in own.items() if t.requires_grad or not trained_only}
         yield from ((names.get(name, name), t) for name, t in state.items())
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that belong to the model's state, under the names that `rank_state` uses."""
+    """Yield the buffers of the model's state, under the names that `rank_state` uses."""
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:

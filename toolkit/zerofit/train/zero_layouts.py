@@ -1,22 +1,23 @@
-"""Find the master weights and states of each DeepSpeed optimizer, in memory, on NVMe and in checkpoint files.
+"""Find the master weights and states of DeepSpeed's optimizers in memory and in checkpoints.
 
 The layouts follow the source of DeepSpeed 0.19.8. No other module uses these attributes of DeepSpeed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
-from deepspeed.pipe import DualPipeVModule
+from deepspeed.pipe import DualPipeVModule, PipelineModule
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from torch import Tensor, nn
 
 from zerofit.checkpoint.full_state import MASTER
@@ -32,7 +33,35 @@ from zerofit.train.expert_split import share_of
 # Rank 0 updates all of `a` and the first half of `b`. So it has two shards: (a, start 0, numel 5) at offset 0 of its
 # master tensor, and (b, start 0, numel 3) at offset 5. Stage 3 instead cuts each parameter into equal parts and packs
 # a rank's parts into sub groups. Adam's moments are tensors of the master's shape, so the same offsets apply to them.
-Address = tuple[str, tuple[Any, ...]]  # path of a file in the checkpoint, and keys into its contents
+Address = tuple[str, tuple[str | int, ...]]  # path of a file in the checkpoint, and keys into its contents
+
+
+class Engine(Protocol):
+    """The attributes of DeepSpeed's engine that zerofit reads, sets or calls to save and load."""
+
+    module: nn.Module
+    optimizer: Any  # DeepSpeed's or, without ZeRO in fp32, torch's; its attributes are in _OPTIMIZERS
+    lr_scheduler: Any  # torch's or DeepSpeed's
+    checkpoint_engine: CheckpointEngine
+    device: torch.device
+    mpu: object  # process groups of a layout with tensor or sequence parallelism
+    global_steps: int
+    global_samples: int
+    micro_steps: int
+    skipped_steps: int
+    param_names: dict[nn.Parameter, str]
+    zenflow: bool
+    has_moe_layers: bool
+    _global_grad_norm: Tensor | float | None
+    clip_fp32_gradients: Callable[[], None]
+    gradient_clipping: Callable[[], float]
+    get_global_grad_norm: Callable[[], Tensor | None]
+    module_state_dict: Callable[..., dict[str, object]]
+    save_checkpoint: Callable[..., object]
+    load_checkpoint: Callable[..., tuple[str | None, object]]
+    _copy_recovery_script: Callable[[str], None]
+    _get_ckpt_name: Callable[[str, str], str]  # checkpoint folder and tag
+    _get_zero_ckpt_name: Callable[[str, str], str]
 
 
 class Unsupported(Exception):
@@ -51,14 +80,14 @@ class StateSlot:
 
     @property
     def live(self) -> Tensor:
-        """The state as a view, flat or in the parameter's shape. A write to this view changes the engine."""
+        """The state as a view, flat or in the parameter's shape. Writing to it changes the engine."""
         stored = self.tensor.detach()
         return stored if stored.numel() == self.numel else stored.view(-1).narrow(0, self.offset, self.numel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamShard:
-    """A part of one parameter that this rank's optimizer updates or, if the parameter is frozen, only keeps."""
+    """A part of one parameter that this rank's optimizer updates, or keeps if it is frozen."""
 
     parameter: nn.Parameter
     master: Tensor  # tensor that the optimizer updates: a flat partition, or one parameter in its own shape
@@ -73,7 +102,10 @@ class ParamShard:
     on_nvme: dict[int, str] = field(default_factory=dict)  # files of the tensors on NVMe, by id of the tensor
 
     def slots(self, states: dict[str, object]) -> dict[str, StateSlot]:
-        """Return the slots by kind. `states`: the states of `master`. Raises Unsupported for states of other sizes."""
+        """Return the slots by kind. `states`: the states of `master`.
+
+        Raises Unsupported for states of other sizes.
+        """
         slots = {MASTER: self._slot(self.master, self.master_at)}
         for kind, tensor in states.items():
             if not isinstance(tensor, Tensor) or kind == "step" or self.states_at is None:
@@ -117,7 +149,7 @@ _OPTIMIZERS = {
 }
 
 
-def check_attributes(engine: Any) -> None:
+def check_attributes(engine: Engine) -> None:
     """Raise RunFailed if DeepSpeed's engine or optimizer lacks an attribute that a save needs."""
     optimizer = engine.optimizer
     wanted = [(engine, _ENGINE), (optimizer, _OPTIMIZERS.get(type(optimizer).__name__, ()))]
@@ -128,12 +160,12 @@ def check_attributes(engine: Any) -> None:
         raise RunFailed(Problem(kind="deepspeed-version", message=message, hint=hint))
 
 
-def inner_optimizer(engine: Any) -> Any:
+def inner_optimizer(engine: Engine) -> Any:
     """Return the optimizer that DeepSpeed's optimizer wraps."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def loss_scaler(engine: Any) -> Any | None:
+def loss_scaler(engine: Engine) -> Any | None:
     """Return fp16's dynamic loss scaler at any ZeRO stage; None if there is none."""
     optimizer = engine.optimizer
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
@@ -141,21 +173,19 @@ def loss_scaler(engine: Any) -> Any | None:
     return scaler if dynamic else None
 
 
-def states_of(engine: object, master: Tensor) -> dict[str, Any]:
-    """Return the states of a master tensor by kind; {} if they are not one number per weight.
-
-    Some optimizers keep numbers per block, row or column. These are only in the engine's own files, for the layout
-    that wrote them (checkpoint/compatible.py).
-    """
+def states_of(engine: Engine, master: Tensor) -> dict[str, object]:
+    """Return the states of a master tensor by kind; {} if they are not one number per weight."""
     inner = inner_optimizer(engine)
+    # Some optimizers keep numbers per block, row or column. These are only in the engine's own files, for the layout
+    # that wrote them (checkpoint/compatible.py).
     entry = of_json(type(inner).__name__)
     return inner.state.get(master, {}) if entry is None or entry.states.by_weight else {}
 
 
-def local_shards(engine: Any, tag: str, frozen: bool = True) -> list[ParamShard]:
-    """Return this rank's shards; with `frozen`, also those of frozen weights. `tag`: folder of the files.
+def local_shards(engine: Engine, tag: str, frozen: bool = True) -> list[ParamShard]:
+    """Return this rank's shards; with `frozen`, also those of frozen weights.
 
-    Raises Unsupported if the engine's layout is unknown.
+    `tag`: folder of the files. Raises Unsupported if the engine's layout is unknown.
     """
     kind = type(engine.optimizer).__name__
     if engine.zenflow or (kind not in LAYOUTS and hasattr(engine.optimizer, "optimizer")):
@@ -166,7 +196,7 @@ def local_shards(engine: Any, tag: str, frozen: bool = True) -> list[ParamShard]
 
 
 @torch.no_grad()
-def to_training_precision(engine: Any) -> None:
+def to_training_precision(engine: Engine) -> None:
     """Copy the optimizer's master weights into the module, as loading a checkpoint does."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "update_lp_params"):
@@ -180,8 +210,8 @@ def to_training_precision(engine: Any) -> None:
             shard.parameter.data.copy_(shard.slots({})[MASTER].live.view(shard.parameter.shape))
 
 
-def _plain(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards without ZeRO in fp32, where torch's optimizer updates the module's own parameters."""
+def _plain(engine: Engine, tag: str) -> Iterator[ParamShard]:
+    """Yield shards without ZeRO in fp32: torch's optimizer updates the module's own parameters."""
     module, states, index = _module_addresses(engine, tag), engine._get_ckpt_name("", tag), count()
     for group in engine.optimizer.param_groups:
         for p in group["params"]:
@@ -189,7 +219,7 @@ def _plain(engine: Any, tag: str) -> Iterator[ParamShard]:
             yield _alone(p, p, module[id(p)], states_at)
 
 
-def _unfused(engine: Any, tag: str) -> Iterator[ParamShard]:
+def _unfused(engine: Engine, tag: str) -> Iterator[ParamShard]:
     """Yield shards without ZeRO in bf16 or fp16, where each parameter has a float32 copy."""
     optimizer, states, index = engine.optimizer, engine._get_ckpt_name("", tag), count()
     for i, (group, masters) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)):
@@ -198,8 +228,8 @@ def _unfused(engine: Any, tag: str) -> Iterator[ParamShard]:
             yield _alone(p, master, (states, ("optimizer", "fp32_groups", i, j)), states_at)
 
 
-def _fused(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards without ZeRO in bf16 or fp16 with FusedAdam, where each group has one flat float32 copy."""
+def _fused(engine: Engine, tag: str) -> Iterator[ParamShard]:
+    """Yield shards without ZeRO in bf16 or fp16 with FusedAdam: a flat float32 copy per group."""
     optimizer, file = engine.optimizer, engine._get_ckpt_name("", tag)
     for i, (group, master) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
         at = (file, ("optimizer", "fp32_groups_flat", i))
@@ -208,13 +238,10 @@ def _fused(engine: Any, tag: str) -> Iterator[ParamShard]:
         yield from partition.shards(group, _packed(group))
 
 
-def _zero12(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards of stages 1 and 2, which divide each flat group equally.
-
-    round_robin_gradients changes the order of the parameters in a group.
-    """
+def _zero12(engine: Engine, tag: str) -> Iterator[ParamShard]:
+    """Yield shards of stages 1 and 2, which divide each flat group equally."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
-    for i, group in enumerate(optimizer.round_robin_bit16_groups):
+    for i, group in enumerate(optimizer.round_robin_bit16_groups):  # in the order of round_robin_gradients, if set
         first = dist.get_rank(optimizer.real_dp_process_group[i]) * optimizer.partition_size[i]
         at = (file, ("optimizer_state_dict", "single_partition_of_fp32_groups", i))
         states = ("base_optimizer_state", i) if optimizer.elastic_checkpoint else ("base_optimizer_state", "state", i)
@@ -228,7 +255,7 @@ def _zero12(engine: Any, tag: str) -> Iterator[ParamShard]:
         yield from partition.shards(group, optimizer.round_robin_bit16_offsets[i])
 
 
-def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
+def _bf16(engine: Engine, tag: str) -> Iterator[ParamShard]:
     """Yield shards of a bf16 pipeline at stage 0 or 1, which are laid out as at stage 1."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     for i, (group, master) in enumerate(zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)):
@@ -239,20 +266,25 @@ def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
         yield from partition.shards(group, _packed(group))
 
 
-def _zero3(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards of stage 3. Each parameter is divided equally (with padding), and sub-groups are flat."""
+def _zero3(engine: Engine, tag: str) -> Iterator[ParamShard]:
+    """Yield shards of stage 3: equal parts of each parameter (with padding), in flat sub-groups."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     if optimizer.offload_optimizer and optimizer.partial_offload < 1:
         raise Unsupported("offload_optimizer.ratio below 1 keeps states in an optimizer that DeepSpeed does not save")
     of_group = optimizer.sub_group_to_group_id
-    saved_order = sorted(range(len(optimizer.fp16_groups)), key=lambda i: (of_group[i], i))
     # DeepSpeed saves sub groups in the order of their parameter groups, and the states under their place in that
     # order.
+    saved_order = sorted(range(len(optimizer.fp16_groups)), key=lambda i: (of_group[i], i))
     for index, i in enumerate(saved_order):
         at = (file, ("optimizer_state_dict", "fp32_flat_groups", i))
         states_at = (file, ("optimizer_state_dict", "optimizer_state_dict", "state", index))
-        offset, on_nvme = 0, _swap_files(optimizer, i, tag)
         master = optimizer.fp32_partitioned_groups_flat[i]
+        on_nvme: dict[int, str] = {}  # files to which a save copies the sub-group's tensors, by id of the tensor
+        if optimizer._swappable_optimizer_subgroup(i):
+            info = optimizer.optimizer_swapper.swap_params_info[master.ds_id]
+            folder = f"{tag}/offloaded_tensors/rank{dp_index_to_str(dist.get_rank())}"
+            on_nvme = {id(t.compute_tensor): f"{folder}/{Path(t.swap_path).name}" for t in info.tensors}
+        offset = 0
         for p in optimizer.fp16_groups[i]:
             yield _partitioned(p, master, offset, at, states_at, on_nvme)
             offset += p.ds_tensor.ds_numel
@@ -267,20 +299,21 @@ LAYOUTS = {
 }
 
 
-def frozen_shards(engine: Any, tag: str) -> Iterator[ParamShard]:
+def frozen_shards(engine: Engine, tag: str) -> Iterator[ParamShard]:
     """Yield parameters that are not trained, in training precision."""
     frozen = [p for p in engine.module.parameters() if not p.requires_grad and p.numel() + getattr(p, "ds_numel", 0)]
     module = _module_addresses(engine, tag) if frozen else {}
     for p in frozen:
-        if hasattr(p, "ds_tensor"):
+        partition: Tensor | None = getattr(p, "ds_tensor", None)  # set by ZeRO-3
+        if partition is not None:
             at = (engine._get_ckpt_name("", tag), ("frozen_param_fragments", engine.param_names[p]))
-            yield _partitioned(p, p.ds_tensor, 0, at, None, {})
+            yield _partitioned(p, partition, 0, at, None, {})
         else:
             yield _alone(p, p, module[id(p)], None)
 
 
 def _alone(parameter: nn.Parameter, master: Tensor, master_at: Address, states_at: Address | None) -> ParamShard:
-    """Return the shard of a parameter with its own master tensor, equal on all data parallel ranks."""
+    """Return the shard of a parameter with its own master tensor, which all data ranks have."""
     return ParamShard(
         parameter=parameter,
         master=master,
@@ -322,7 +355,7 @@ class _Partition:
     muon: bool = False  # Muon's momentum covers the complete parameters that overlap the partition
 
     def shards(self, group: list[nn.Parameter], offsets: list[int]) -> Iterator[ParamShard]:
-        """Yield this partition's shards of the group's parameters. `offsets`: where each parameter begins."""
+        """Yield the shards of the group's parameters. `offsets`: where each parameter begins."""
         first, last = self.first, self.first + self.master.numel()
         inside = [(p, o) for p, o in zip(group, offsets, strict=True) if o < last and o + p.numel() > first]
         *before, total = accumulate((p.numel() for p, _ in inside), initial=0)
@@ -345,46 +378,28 @@ def _packed(group: list[nn.Parameter]) -> list[int]:
     return [0, *accumulate(p.numel() for p in group)][:-1]
 
 
-def _module_addresses(engine: Any, tag: str) -> dict[int, Address]:
+def _module_addresses(engine: Engine, tag: str) -> dict[int, Address]:
     """Return the addresses of the module's own weights in a checkpoint, by id of the tensor."""
     module = engine.module
-    if not hasattr(module, "ckpt_layer_path"):
+    if not isinstance(module, PipelineModule):
         file = engine._get_ckpt_name("", tag)
         return {id(t): (file, ("module", name)) for name, t in module.state_dict(keep_vars=True).items()}
     addresses: dict[int, Address] = {}
-    for _ in _parts_exposed(module):
-        layers = [(i, layer) for i, layer in enumerate(module.forward_funcs) if isinstance(layer, nn.Module)]
-        for i, layer in layers:
-            names = layer.state_dict(keep_vars=True)
-            addresses |= {id(t): (module.ckpt_layer_path(tag, i), (name,)) for name, t in names.items()}
+    # A stage of DualPipeV has two phases. Its functions and its paths are those of the active phase.
+    phases = range(len(module.phase_bounds)) if isinstance(module, DualPipeVModule) else range(1)
+    for phase in phases:
+        if isinstance(module, DualPipeVModule):
+            module.activate_phase(phase)
+        for i, layer in enumerate(module.forward_funcs):
+            if isinstance(layer, nn.Module):
+                names = layer.state_dict(keep_vars=True)
+                addresses |= {id(t): (module.ckpt_layer_path(tag, i), (name,)) for name, t in names.items()}
     return addresses
 
 
-def _parts_exposed(module: object) -> Iterator[None]:
-    """Activate each part of a pipeline module in turn. Yield once while that part is active."""
-    if not isinstance(module, DualPipeVModule):
-        yield
-        return
-    for phase in range(len(module.phase_bounds)):
-        module.activate_phase(phase)
-        yield
-
-
-def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:
-    """Return the files to which a save copies a sub-group on NVMe, by id of the tensor; {} if it is in memory."""
-    if not optimizer._swappable_optimizer_subgroup(sub_group):
-        return {}
-    info = optimizer.optimizer_swapper.swap_params_info[optimizer.fp32_partitioned_groups_flat[sub_group].ds_id]
-    folder = f"{tag}/offloaded_tensors/rank{dp_index_to_str(dist.get_rank())}"
-    return {id(tensor.compute_tensor): f"{folder}/{Path(tensor.swap_path).name}" for tensor in info.tensors}
-
-
 @contextmanager
-def in_memory(engine: Any, master: Tensor) -> Iterator[None]:
-    """Inside this context, a master tensor and its states are in memory, even if they are on NVMe.
-
-    They are written back to NVMe at the end.
-    """
+def in_memory(engine: Engine, master: Tensor) -> Iterator[None]:
+    """Read a master tensor and its states from NVMe if needed. Write them back at the end."""
     optimizer = engine.optimizer
     groups = optimizer.fp32_partitioned_groups_flat if getattr(optimizer, "swap_optimizer", False) else []
     sub_group = next((i for i, flat in enumerate(groups) if flat is master), None)
