@@ -1,16 +1,11 @@
-"""Average the weights over the steps (`--ema`). Each rank averages the weights that its optimizer updates.
-
-The average is torch's (torch.optim.swa_utils, with buffers): it starts with the first step's weights, then becomes
-decay x average + (1 - decay) x weights after each step. A rank needs one float32 number for each weight that it
-updates. At ZeRO 1 to 3 these weights are a share of the model.
-"""
+"""Average the weights over the steps (`--ema`). Each rank averages its own part."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -23,14 +18,32 @@ from zerofit.train.trainer import EngineTrainer, persistent_buffers
 from zerofit.train.zero_layouts import to_training_precision
 
 
-# Averages are kept for the stretches of weights that this rank's optimizer updates, in float32, beside the masters:
+class _SavedStart(TypedDict):
+    """Which weights a saved average belongs to."""
+
+    name: str  # of the parameter in the full model
+    start: int  # of the average in the flattened parameter
+
+
+class AverageState(TypedDict):
+    """The averages of one rank in a checkpoint."""
+
+    steps: int
+    places: list[_SavedStart]  # one per average
+    averages: list[Tensor]
+    buffers: list[Tensor]
+
+
+# The average is torch's (torch.optim.swa_utils, with buffers). It starts with the first step's weights. After each
+# step:
 #
-#     average <- decay * average + (1 - decay) * weights     after each step, decay as in torch.optim.swa_utils
+#     average <- decay * average + (1 - decay) * weights
 #
-# To evaluate or save them, they are swapped with the masters, and the engine then copies masters to its low-precision
-# weights as after a step. So no second copy of the model is needed in any layout.
+# A rank needs one float32 number for each weight that its optimizer updates: at ZeRO 1 to 3, for a share of the model.
+# To evaluate or save the averages, they are swapped with the masters, and the engine then copies masters to its
+# low-precision weights as after a step. So no second copy of the model is needed in any layout.
 class AveragedWeights:
-    """Running average of the weights that one rank's optimizer updates, and of floating-point buffers."""
+    """Running average of the weights that a rank's optimizer updates, and of its float buffers."""
 
     def __init__(self, trainer: EngineTrainer, decay: float):
         self._trainer, self._average = trainer, get_ema_multi_avg_fn(decay)
@@ -53,7 +66,7 @@ class AveragedWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside this context, the model has the averages. At the end its weights are restored bit for bit.
+        """Give the model the averages inside this context, and then its own weights, bit for bit.
 
         Before the first step there are no averages, and the weights stay.
         """
@@ -66,10 +79,10 @@ class AveragedWeights:
         finally:
             self._exchange()
 
-    def state(self) -> dict[str, Any]:
-        """Return this rank's averages for a checkpoint: parts of weights (with name and start), and buffers."""
-        shards = self._found()
-        places = [{"name": indexed.name, "start": indexed.shard.start} for indexed in shards]
+    def state(self) -> AverageState:
+        """Return this rank's averages for a checkpoint."""
+        shards = self._trained_shards()
+        places: list[_SavedStart] = [{"name": indexed.name, "start": indexed.shard.start} for indexed in shards]
         averages, buffers = self.tensors[: len(shards)], self.tensors[len(shards) :]
         return {"steps": self._steps, "places": places, "averages": averages, "buffers": buffers}
 
@@ -81,35 +94,36 @@ class AveragedWeights:
         """
         pattern = "rank-*.pt" if own_rank is None else f"rank-{own_rank:05}.pt"
         files = sorted((checkpoint / "ranks").glob(pattern))
-        states = [state for file in files if (state := safe_load.load(file).get("averages"))]
+        states: list[AverageState] = [state for file in files if (state := safe_load.load(file).get("averages"))]
         if not states:
             return
         live = self._live()
         self.tensors, self._steps = [tensor.clone() for tensor in live], states[0]["steps"]
-        shards = self._found()
+        shards = self._trained_shards()
+        # each part of the old layout is copied into the parts of this layout that it overlaps
         for average, indexed in zip(self.tensors, shards, strict=False):
             flat, first = average.view(-1), indexed.shard.start
-            for place, values in _stretches(states, indexed.name):
-                start, stop = max(first, place), min(first + len(flat), place + len(values))
+            for begin, values in _saved_parts(states, indexed.name):
+                start, stop = max(first, begin), min(first + len(flat), begin + len(values))
                 if start < stop:
-                    flat[start - first : stop - first] = values[start - place : stop - place].to(flat.device)
+                    flat[start - first : stop - first] = values[start - begin : stop - begin].to(flat.device)
         for n, average in enumerate(self.tensors[len(shards) :]):  # each rank of the old layout has saved all buffers
             average.copy_(torch.stack([state["buffers"][n] for state in states]).mean(0))
 
-    def _found(self) -> list[IndexedShard]:
+    def _trained_shards(self) -> list[IndexedShard]:
         if self._shards is None:
             shards = indexed_shards(self._trainer, self._trainer.engine, "state")
             self._shards = [indexed for indexed in shards if indexed.shard.states_at is not None]
         return self._shards
 
     def _live(self) -> list[Tensor]:
-        stretches = [indexed.shard.slots({})[MASTER].live for indexed in self._found()]
+        stretches = [indexed.shard.slots({})[MASTER].live for indexed in self._trained_shards()]
         buffers = [buffer for _, buffer in persistent_buffers(self._trainer.module) if buffer.is_floating_point()]
         return [*stretches, *buffers]
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        engine: Any = self._trainer.engine
+        engine = self._trainer.engine
         # As in a load: DeepSpeed must partition parameters before masters change, and gather persistent ones
         # afterwards.
         partitioned = hasattr(engine.optimizer, "checkpoint_event_prologue")
@@ -124,8 +138,8 @@ class AveragedWeights:
             engine.optimizer.checkpoint_event_epilogue()
 
 
-def _stretches(states: list[dict[str, Any]], name: str) -> Iterator[tuple[int, Tensor]]:
-    """Yield each saved part of the parameter `name`: the part's start in the parameter, and its flat values."""
+def _saved_parts(states: list[AverageState], name: str) -> Iterator[tuple[int, Tensor]]:
+    """Yield the start and the flat values of each saved part of the parameter `name`."""
     for state in states:
         for place, values in zip(state["places"], state["averages"], strict=True):
             if place["name"] == name:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.autograd import _get_sequence_nr  # pyright: ignore[reportPrivateImportUsage] - torch.fx uses it, too
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# A mask of -inf or an unused infinity is no fault. So the origin of each result that is not finite is stored: the op
+from zerofit.train.trainer import Batch
+
+# A mask of -inf or an unused infinity is not a fault. So the origin of each result that is not finite is stored: the op
 # that made it from finite inputs. The first origin in the history of the loss (or of the first gradient that is not
 # finite) is the answer. Tensors are identified by their storage, since views and in-place ops share it.
 FORWARD, BACKWARD = "forward", "backward"
@@ -54,7 +57,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where numbers that are not finite began: an op with finite inputs, or a tensor that no op has made."""
+    """Where bad numbers began: an op with finite inputs, or a tensor that no op has made."""
 
     phase: str  # FORWARD or BACKWARD
     output: TensorFacts
@@ -78,7 +81,7 @@ class _Place:
 
 
 class FirstNotFinite(TorchDispatchMode):
-    """Watches all ops of a step for results that are not finite, as a context around forward and backward."""
+    """Watches all ops of a step, in forward and backward, for results that are not finite."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -93,17 +96,17 @@ class FirstNotFinite(TorchDispatchMode):
         self._names = {id(p): name for name, p in model.named_parameters()}
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
-        """Return the origin of a tensor that is not finite; None if no origin was found in this step."""
+        """Return the origin of a tensor that is not finite; None if this step has none."""
         return self._origins.get(_key(tensor))
 
-    def batches(self, batches: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def batches(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """Yield the micro batches, and mark their tensors as inputs or labels."""
         for number, batch in enumerate(batches):
             self.micro, self.samples = number, len(batch["labels"])
             for name, tensor in batch.items():
                 if isinstance(tensor, Tensor):
                     self._depends[_key(tensor)] = frozenset([LABELS if name == "labels" else INPUTS])
-                    self._given(name, tensor)
+                    self._check_input(name, tensor)
             yield batch
 
     @contextmanager
@@ -129,7 +132,7 @@ class FirstNotFinite(TorchDispatchMode):
         if self.gradient is None and not _finite(gradient):
             self.gradient = name, self.origin_of(gradient)
 
-    def _given(self, name: str, tensor: Tensor) -> None:
+    def _check_input(self, name: str, tensor: Tensor) -> None:
         if tensor.is_floating_point() and not _finite(tensor):
             self._origins[_key(tensor)] = Origin(
                 phase=FORWARD,
@@ -141,14 +144,16 @@ class FirstNotFinite(TorchDispatchMode):
             )
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        # a view shares its input's storage; a collective's result has no single op as its origin
         if func.namespace == "c10d" or func.is_view:
             return result
         node = torch._C._current_autograd_node()
         if node is None and torch.is_grad_enabled():
+            # backward's node has the same number, so its module and line are those of the forward op
             number = _get_sequence_nr() - 1
             self._places[number] = _Place(self._modules[-1] if self._modules else "", model_line())
         outputs = [t for t in tree_leaves(result) if is_dense(t)]
@@ -163,22 +168,24 @@ class FirstNotFinite(TorchDispatchMode):
             if not output.is_floating_point():
                 continue
             if _finite(output):
+                # the op may have written only a part of the storage
                 if output.numel() * output.element_size() == output.untyped_storage().nbytes():
                     self._origins.pop(_key(output), None)
                 continue
-            known = self._known(inputs, outputs)
-            origin = known or self._made(func, args, kwargs, inputs, output, depends, node)
+            earlier = self._earlier_origin(inputs, outputs)
+            origin = earlier or self._new_origin(func, args, kwargs, inputs, output, depends, node)
             self._origins[_key(output)] = origin
             if self.first_nan is None and output.isnan().any():
                 self.first_nan = origin
         return result
 
     def _dependence(self, tensor: Tensor) -> frozenset[str]:
-        """Return which of weights, inputs and labels a tensor depends on. A tensor that no op has made is a weight."""
+        """Return which of weights, inputs and labels a tensor depends on."""
+        # a tensor that no op has made is a weight
         return self._depends.get(_key(tensor), frozenset([WEIGHTS] if tensor.is_floating_point() else []))
 
-    def _known(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Origin | None:
-        """Return the origin of an op's first input that is not finite; None if all inputs are finite."""
+    def _earlier_origin(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Origin | None:
+        """Return the origin of an op's first input that is not finite; None if all are finite."""
         written = {_key(output) for output in outputs}
         for tensor in inputs:
             if not tensor.is_floating_point():
@@ -187,13 +194,13 @@ class FirstNotFinite(TorchDispatchMode):
             if origin is not None and (_key(tensor) in written or not _finite(tensor)):
                 return origin
             if origin is None and _key(tensor) not in written and not _finite(tensor):
-                return self._outside(tensor)
+                return self._origin_outside(tensor)
         return None
 
-    def _outside(self, tensor: Tensor) -> Origin:
-        """Return the origin of a tensor that was not finite before any op: a weight, or a tensor that ranks reduced."""
-        made = _key(tensor) in self._depends
-        name = "a tensor that ranks have reduced" if made else self._names.get(id(tensor), "a weight")
+    def _origin_outside(self, tensor: Tensor) -> Origin:
+        """Return the origin of a weight, or of a tensor that ranks reduced."""
+        is_result = _key(tensor) in self._depends
+        name = "a tensor that ranks have reduced" if is_result else self._names.get(id(tensor), "a weight")
         return Origin(
             phase=FORWARD if torch._C._current_autograd_node() is None else BACKWARD,
             module=self._modules[-1] if self._modules else "",
@@ -204,11 +211,11 @@ class FirstNotFinite(TorchDispatchMode):
             tensor=name,
         )
 
-    def _made(
+    def _new_origin(
         self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        func: OpOverload,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         inputs: Sequence[Tensor],
         output: Tensor,
         depends: frozenset[str],
@@ -217,19 +224,19 @@ class FirstNotFinite(TorchDispatchMode):
         place = _Place(self._modules[-1] if self._modules else "", model_line())
         if node is not None and node._sequence_nr() < _LAST:
             place = self._places.get(node._sequence_nr(), place)
-        written = func._schema.is_mutable
+        in_place = func._schema.is_mutable  # then the inputs no longer have their values
         facts = [TensorFacts.of(t) for t in inputs if is_dense(t) and t.numel() and not t.is_complex()]
         return Origin(
             op=func._schema.name.removeprefix("aten::"),
             phase=FORWARD if node is None else BACKWARD,
             module=place.module,
             line=place.line,
-            inputs=() if written else tuple(facts),
+            inputs=() if in_place else tuple(facts),
             output=TensorFacts.of(output),
             depends=tuple(sorted(depends)),
             micro=self.micro,
             rows=_rows(output, self.samples),
-            wide=None if written else _wide(func, args, kwargs, output),
+            wide=None if in_place else _largest_in_fp32(func, args, kwargs, output),
         )
 
 
@@ -247,18 +254,20 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _rows(tensor: Tensor, samples: int) -> tuple[int, ...]:
-    """Return the indices of the samples that contain inf or nan; () if the first dimension does not count samples."""
+    """Return the samples with inf or nan; () if the first dimension does not count samples."""
     if not tensor.dim() or not samples or tensor.shape[0] % samples:
         return ()
     bad = torch.isfinite(tensor.detach()).logical_not().reshape(samples, -1).any(1)
     return tuple(int(row) for row in bad.nonzero().flatten())
 
 
-def _wide(func: Callable[..., Any], args: Any, kwargs: Any, output: Tensor) -> float | None:
-    """Run a 16-bit op in float32. Return its largest absolute result; None if that is not finite either.
+def _largest_in_fp32(
+    func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], output: Tensor
+) -> float | None:
+    """Return the largest result of a 16-bit op in float32; None if it is not finite either.
 
-    For a conversion from float32, return the largest absolute input. Also returns None for other ops, and for ops
-    that cannot run in float32.
+    For a conversion from float32, return the largest absolute input. Return None for other ops, and for ops that
+    cannot run in float32.
     """
     if output.dtype not in (torch.float16, torch.bfloat16):
         return None
@@ -274,7 +283,7 @@ def _wide(func: Callable[..., Any], args: Any, kwargs: Any, output: Tensor) -> f
 
 
 def model_line() -> str:
-    """Return file:line of the innermost frame of the model or loss, outside of torch and DeepSpeed; "" if none."""
+    """Return file:line of the model or loss that runs, outside of libraries; "" if none."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -17,6 +17,7 @@ from zerofit.models.quantized import source_of_bits
 from zerofit.spec.errors import Problem, UserError
 from zerofit.train.shard_index import IndexedShard, indexed_frozen
 from zerofit.train.trainer import EngineTrainer
+from zerofit.train.zero_layouts import Engine
 
 # The checksum is a sum over all numbers, each hashed with its name and position. A sum does not depend on the order, so
 # ranks get the same result when they add up their stretches in any layout.
@@ -24,7 +25,7 @@ _EXTRAS = (".SCB", ".weight_format")  # of Linear8bitLt
 
 
 def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:
-    """Return checksum, dtype and count of the frozen parameters. All ranks must call this together."""
+    """Return checksum, dtype and count of the frozen parameters. All ranks must call this."""
     total, parameters, dtype = 0, 0, torch.float32
     for tag, engine in trainer.engines().items():
         for indexed in indexed_frozen(trainer, engine, tag):
@@ -40,7 +41,7 @@ def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:
                 total += part_checksum(indexed.name, stretch, indexed.shard.start)
                 parameters += indexed.shard.numel
             dtype = stretch.dtype
-    shared: list[Any] = [None] * dist.get_world_size()
+    shared: list[tuple[int, int, str | None]] = [(0, 0, None)] * dist.get_world_size()
     dist.all_gather_object(shared, (total, parameters, torch_name(dtype) if parameters else None))
     dtypes = [name for _, _, name in shared if name]
     return FrozenWeights(
@@ -51,14 +52,11 @@ def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:
 
 
 def refuse_other_frozen(trainer: EngineTrainer, saved: FrozenWeights | None) -> None:
-    """Raise UserError if the frozen weights differ from the weights of the run that wrote the checkpoint.
-
-    Weights in different precisions are not compared, since their bits differ.
-    """
+    """Raise UserError if the frozen weights differ from those of the run that was saved."""
     if saved is None:
         return
     here = frozen_weights(trainer)
-    if here.dtype != saved.dtype or here == saved:
+    if here.dtype != saved.dtype or here == saved:  # bits of different precisions cannot be compared
         return
     message = f"the frozen weights of {trainer.job.run.model} differ from those of the checkpoint: checksum "
     message += f"{here.checksum} here, {saved.checksum} in the checkpoint"
@@ -66,16 +64,14 @@ def refuse_other_frozen(trainer: EngineTrainer, saved: FrozenWeights | None) -> 
     raise UserError(Problem(kind="other-base", message=message, hint=hint, where="MODEL"))
 
 
-def leave_out_frozen(engine: Any) -> None:
-    """Keep frozen weights out of DeepSpeed's files.
-
-    A tied weight is left out under each of its names, since DeepSpeed saves it under all of them (engine.py:4013).
-    """
+def leave_out_frozen(engine: Engine) -> None:
+    """Keep frozen weights out of DeepSpeed's files."""
     original = engine.module_state_dict
 
-    def module_state_dict(*args: Any, **kwargs: Any) -> object:
+    def module_state_dict(*args: object, **kwargs: object) -> dict[str, object]:
         state = original(*args, **kwargs)
         if isinstance(state, dict):  # a pipeline writes its layers to other files
+            # DeepSpeed saves a tied weight under each of its names (engine.py:4013)
             parameters = dict(engine.module.named_parameters(remove_duplicate=False))
             frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
             layers = {name.removesuffix("weight") for name in frozen if source_of_bits(parameters[name]) is not None}
@@ -87,7 +83,7 @@ def leave_out_frozen(engine: Any) -> None:
 
 
 def _of_bits(name: str, layers: set[str]) -> bool:
-    """Return whether a name belongs to the data that bitsandbytes saves with quantized weights of these layers."""
+    """Return whether a name is data that bitsandbytes saves with weights of these layers."""
     layer, separator, _ = name.partition("weight.")
     return (bool(separator) and layer in layers) or (name.endswith(_EXTRAS) and f"{name.rpartition('.')[0]}." in layers)
 

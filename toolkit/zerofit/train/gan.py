@@ -1,10 +1,9 @@
-"""Train a DCGAN pair with two DeepSpeed engines, which alternate on the same batch (Radford et al., 2016)."""
+"""Train a DCGAN pair with two DeepSpeed engines on the same batches (Radford et al., 2016)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,12 +24,13 @@ from zerofit.train.callbacks import Callback
 from zerofit.train.engines import start_engine
 from zerofit.train.process_group import rank_device
 from zerofit.train.trainer import Batch, EngineTrainer
+from zerofit.train.zero_layouts import Engine
 
 DRAWINGS = 64
 
 
 class GanTrainer(EngineTrainer):
-    """Trainer of an image generator, and of a discriminator that separates real from generated images.
+    """Trainer of an image generator, and of a discriminator of real and generated images.
 
     The recorded loss is the sum of both networks' losses. `loss_d` and `loss_g` are recorded, too.
     """
@@ -68,7 +68,7 @@ class GanTrainer(EngineTrainer):
         return losses.sum(1)
 
     def _discriminate(self, real: Tensor, fake: Tensor) -> Tensor:
-        loss = _judged(self.engine(real), 1.0) + _judged(self.engine(fake), 0.0)
+        loss = _entropy(self.engine(real), 1.0) + _entropy(self.engine(fake), 0.0)
         self.engine.backward(loss)
         self.engine.step()
         return loss.detach().float()
@@ -76,13 +76,13 @@ class GanTrainer(EngineTrainer):
     def _generate(self, fake: Tensor) -> Tensor:
         # without the engine: the discriminator's weights only pass the gradient on and must not accumulate it
         discriminator = self.engine.module.requires_grad_(False)
-        loss = _judged(discriminator(fake), 1.0)
+        loss = _entropy(discriminator(fake), 1.0)
         self.generator.backward(loss)
         discriminator.requires_grad_(True)
         self.generator.step()
         return loss.detach().float()
 
-    def engines(self) -> dict[str, Any]:
+    def engines(self) -> dict[str, Engine]:
         """Return both engines, by their folders in a checkpoint."""
         return {"state": self.engine, "generator": self.generator}
 
@@ -90,7 +90,7 @@ class GanTrainer(EngineTrainer):
         """Return the random generator that draws the noise for sample images."""
         return {"noise": self._noise}
 
-    def extra_metrics(self) -> dict[str, Any]:
+    def extra_metrics(self) -> dict[str, Tensor | float]:
         """Return this rank's two losses of the last step."""
         return {"loss_d": self.last_losses[0], "loss_g": self.last_losses[1], **super().extra_metrics()}
 
@@ -113,7 +113,7 @@ class GanTrainer(EngineTrainer):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return float64 (3,): discriminator loss, number of real images, half the number of correct answers."""
+        """Return discriminator loss, real images, half the number of right answers: float64 (3,)."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.engine.eval()
         self.generator.eval()
@@ -121,15 +121,15 @@ class GanTrainer(EngineTrainer):
             keep = (batch["labels"] != IGNORE_INDEX).to(self.device)
             real = batch["inputs"].to(self.device, DTYPES[self.job.precision])[keep]
             if len(real):
-                sums += self._judge(real)
+                sums += self._eval_sums(real)
         self.engine.train()
         self.generator.train()
         dist.all_reduce(sums)
         return sums
 
-    def _judge(self, real: Tensor) -> Tensor:
+    def _eval_sums(self, real: Tensor) -> Tensor:
         of_real, of_fake = self.engine(real), self.engine(self.generator(self._draw(len(real), self._noise)))
-        loss = (_judged(of_real, 1.0) + _judged(of_fake, 0.0)) * len(real)
+        loss = (_entropy(of_real, 1.0) + _entropy(of_fake, 0.0)) * len(real)
         right = ((of_real > 0).sum() + (of_fake <= 0).sum()) / 2
         return torch.stack([loss.double(), torch.tensor(float(len(real)), device=self.device).double(), right.double()])
 
@@ -139,9 +139,10 @@ class GanTrainer(EngineTrainer):
 
 
 class EpochDrawings(Callback):
-    """Saves a grid of generated images after every epoch (drawings/epoch-N.png), from the same noise each time.
+    """Saves a grid of generated images after every epoch (drawings/epoch-N.png).
 
-    Batch norm uses rank 0's running statistics. Drawing these images does not change the training's random numbers.
+    All grids are drawn from the same noise. Batch norm uses rank 0's running statistics. Drawing these images does not
+    change the training's random numbers.
     """
 
     def __init__(self, trainer: GanTrainer, folder: RunFolder, samples: int):
@@ -153,12 +154,12 @@ class EpochDrawings(Callback):
     def on_step_begin(self, step: int) -> None:
         """Save generated images if the previous step completed an epoch."""
         job = self._trainer.job
-        before, now = (job.samples_after(n) // self._samples for n in (step - 1, step))
-        if step and now > before:
+        epochs_before, epochs = (job.samples_after(n) // self._samples for n in (step - 1, step))
+        if step and epochs > epochs_before:
             noise = torch.Generator().manual_seed(job.run.seed)
-            self._trainer.save_drawings(self._folder / f"epoch-{now:03}.png", noise)
+            self._trainer.save_drawings(self._folder / f"epoch-{epochs:03}.png", noise)
 
 
-def _judged(logits: Tensor, target: float) -> Tensor:
+def _entropy(logits: Tensor, target: float) -> Tensor:
     logits = logits.float().reshape(-1)
     return functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))

@@ -1,4 +1,4 @@
-"""Detect memory that grows from step to step, and name the lines whose tensors are not freed."""
+"""Detect memory that grows with every step, and name the lines whose tensors are not freed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,9 +18,9 @@ from zerofit.spec.units import shown_bytes
 from zerofit.train.first_not_finite import is_dense, model_line
 
 # Without a leak, memory is the same after each step. If it grew in each of GROWING steps, the next step is watched:
-# tensors that this step allocates, and that are still alive KEPT steps later, are the leak. Gradients and batches are
-# freed earlier, and optimizer states are older.
-GROWING, KEPT = 10, 2  # steps
+# tensors that this step allocates, and that are still alive LIFETIME steps later, are the leak. Gradients and batches
+# are freed earlier, and optimizer states are older.
+GROWING, LIFETIME = 10, 2  # steps
 LEAST_BYTES = 1 << 20  # growth over GROWING steps; recorded losses need less
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SHOWN, SHARE = 2, 0.05  # lines in the warning, and the least share of the leak for a line
@@ -62,7 +62,7 @@ class LeakWatch:
         if self._watched is None:
             return
         self._since += 1
-        if self._since <= KEPT:
+        if self._since <= LIFETIME:
             return
         lines, self._watched = self._watched.alive(), None
         if sum(lines.values()) >= LEAST_BYTES // GROWING:
@@ -75,7 +75,7 @@ class LeakWatch:
             self._sizes = []  # not torch's tensors: look again after GROWING steps
 
     def _size(self) -> int:
-        """Return the bytes of tensors on a GPU. On a CPU, return the process's memory without mapped files."""
+        """Return the bytes of tensors on a GPU; on a CPU the process's memory without mapped files."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
@@ -90,12 +90,12 @@ class _Allocations(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, str]] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if is_dense(t)}
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if is_dense(t)}
         for tensor in tree_leaves(result):
-            if is_dense(tensor) and (key := tensor.untyped_storage()._cdata) not in given:
+            if is_dense(tensor) and (key := tensor.untyped_storage()._cdata) not in inputs:
                 self._made[key] = StorageWeakRef(tensor.untyped_storage()), model_line()
         return result
 

@@ -1,4 +1,4 @@
-"""Compute the loss: cross entropy, weighted so that all layouts average over the same targets."""
+"""Compute cross entropies, weighted so that all layouts average over the same targets."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from zerofit.spec.model_facts import IGNORE_INDEX, PLAIN_HEAD_TYPES
 def weighted_cross_entropy(
     logits: Tensor, labels: Tensor, weight: Tensor | float, chunk: int | None = None, smoothing: float = 0.0
 ) -> Tensor:
-    """Return weight x the sum of cross entropies in float32, for logits (..., classes) and labels (...).
+    """Return weight x the sum of cross entropies of logits (..., classes) and labels (...).
 
-    Float labels are probabilities (..., classes), as for mixed images. If each pixel has a class, each image counts as
-    one target (see `mean_of_images`). `smoothing`: torch's label_smoothing. With `chunk`, the logits of only that many
-    targets are in float32 at a time.
-
-    Let weight = accumulation steps x (data x sequence parallel degree) / targets in the global batch. Then the engine's
-    mean over micro batches and ranks is exactly the mean over all targets. It does not matter which rank has which
-    targets. If ranks have different micro batches, the weight must be a tensor.
+    The result is one float32 number. Float labels are probabilities (..., classes), as for mixed images. If each pixel
+    has a class, each image counts as one target (see `mean_of_images`). `smoothing`: torch's label_smoothing. With
+    `chunk`, the logits of only that many targets are in float32 at a time. If ranks have different micro batches, the
+    weight must be a tensor.
     """
+    # Let weight = accumulation steps x (data x sequence parallel degree) / targets in the global batch. Then the
+    # engine's mean over micro batches and ranks is exactly the mean over all targets, on whichever ranks they are.
     if chunk is not None:
         return _Chunked.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), chunk) * weight
     if are_dense(logits, labels):
@@ -35,16 +34,16 @@ def weighted_cross_entropy(
     if labels.is_floating_point():
         return functional.cross_entropy(flat, labels, reduction="sum", label_smoothing=smoothing) * weight
     if smoothing:
-        how = {"ignore_index": IGNORE_INDEX, "label_smoothing": smoothing}
-        return functional.cross_entropy(flat, labels.reshape(-1), reduction="sum", **how) * weight
-    # in equal micro batches no position is ignored then, so the mean saves a kernel
+        options = {"ignore_index": IGNORE_INDEX, "label_smoothing": smoothing}
+        return functional.cross_entropy(flat, labels.reshape(-1), reduction="sum", **options) * weight
+    # with this weight and equal micro batches no position is ignored, so the mean saves a kernel
     if isinstance(weight, float) and weight * labels.numel() == 1:
         return functional.cross_entropy(flat, labels.reshape(-1))
     return functional.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum") * weight
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """Return the sum of cross entropies in float32, computed from hidden states without all logits.
+    """Return the sum of cross entropies, float32, from hidden states without all logits.
 
     The logits are hidden (..., width) times a head's weight (classes, width). Only the logits of `chunk` targets exist
     at a time. The shape of `labels` is (...).
@@ -60,7 +59,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
 #
 # The gradient is computed in forward, while the chunk's p exists, so backward only multiplies by the incoming scale.
 class _FromHidden(torch.autograd.Function):
-    """Sum of cross entropies. Forward computes the gradients of hidden states and head chunk by chunk.
+    """Sum of cross entropies from hidden states and a head, with gradients for both.
 
     No matmul is computed twice, and backward does not need the weight. The head's gradient is summed in float32.
     """
@@ -73,13 +72,19 @@ class _FromHidden(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         for start in chunk_starts(len(labels), chunk):
             part = slice(start, start + chunk)
-            here = hidden[part]
-            loss, gradient = _with_gradient(functional.linear(here, weight), labels[part], wants_hidden or wants_weight)
+            # no name for the logits here: they must be freed before the products below
+            loss, gradient = _with_gradient(
+                functional.linear(hidden[part], weight), labels[part], wants_hidden or wants_weight
+            )
             total += loss
             if of_hidden is not None:
                 of_hidden[part] = gradient @ weight
-            if of_weight is not None:
-                _add_product(of_weight, gradient.t(), here)
+            if of_weight is None:
+                continue
+            if gradient.dtype == hidden.dtype == of_weight.dtype:
+                of_weight.addmm_(gradient.t(), hidden[part])
+            else:
+                of_weight += gradient.t() @ hidden[part]
         ctx.gradients, ctx.dtype = (of_hidden, of_weight), weight.dtype
         return total
 
@@ -91,13 +96,11 @@ class _FromHidden(torch.autograd.Function):
 
 
 class _Chunked(torch.autograd.Function):
-    """Sum of cross entropies. Forward computes the gradient chunk by chunk, in the logits' precision.
+    """Sum of cross entropies from logits, with a gradient in the logits' precision."""
 
-    This keeps one extra tensor of the logits' size. Plain cross entropy keeps two (a float32 copy and
-    log-probabilities) and allocates two more in backward. Plain cross entropy rounds the gradient to the logits'
-    precision once; this class rounds it twice, in forward and in backward.
-    """
-
+    # This keeps one extra tensor of the logits' size. Plain cross entropy keeps two (a float32 copy and
+    # log-probabilities) and allocates two more in backward. Plain cross entropy rounds the gradient to the logits'
+    # precision once; this class rounds it twice, in forward and in backward.
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, chunk: int) -> Tensor:  # (targets, classes), (targets,)
         gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
@@ -123,7 +126,7 @@ def chunk_starts(targets: int, chunk: int) -> Iterable[int]:
 
 
 def _with_gradient(logits: Tensor, labels: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
-    """Return the sum of cross entropies in float32 and, if `wanted`, its gradient in the logits' precision."""
+    """Return the sum of cross entropies, float32, and, if `wanted`, its gradient for the logits."""
     log_p = functional.log_softmax(logits.float(), dim=-1)
     loss = functional.nll_loss(log_p, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     if not wanted:
@@ -134,15 +137,8 @@ def _with_gradient(logits: Tensor, labels: Tensor, wanted: bool) -> tuple[Tensor
     return loss, p.mul_(real).to(logits.dtype)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if a.dtype == b.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
-
-
 def counts(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return float64 (3,): sum of cross entropies, number of targets, number of correct predictions."""
+    """Return sum of cross entropies, number of targets, number of right answers: float64 (3,)."""
     if are_dense(logits, labels):
         return counts(logits.movedim(1, -1).flatten(0, 2), labels.flatten())
     flat, labels = logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
@@ -153,7 +149,10 @@ def counts(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return outputs as float32, in the labels' shape. Raises ValueError if there is not one output per label."""
+    """Return outputs as float32, in the labels' shape.
+
+    Raises ValueError if there is not one output per label.
+    """
     if logits.numel() != labels.numel():
         message = f"--loss mse needs one output per sample: got {tuple(logits.shape)} for labels {tuple(labels.shape)}"
         raise ValueError(message)
@@ -163,14 +162,14 @@ def one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:
 # Instead of hidden -> head -> logits (targets, classes) -> loss, the head itself computes the loss chunk by chunk. The
 # head must stay the module that DeepSpeed hooks, because ZeRO-3 gathers a weight when its module's forward is called.
 class HeadLoss:
-    """Computes the loss directly from hidden states. If gradients are disabled, it computes `counts` instead."""
+    """Computes the loss from hidden states or, if gradients are disabled, `counts`."""
 
     def __init__(self, head: nn.Linear, chunk: int):
         self._head, self._chunk = head, chunk
         self._labels: Tensor | None = None
 
     def of(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum of cross entropies of hidden states (..., width). Without gradients, return `counts`."""
+        """Return the loss of hidden states (..., width) or, without gradients, their `counts`."""
         if torch.is_grad_enabled():
             return linear_cross_entropy(hidden, self._head.weight, labels, self._chunk)
         hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
@@ -196,9 +195,8 @@ class HeadLoss:
 def head_loss(model: Any, chunk: int | None, *, inside: bool) -> HeadLoss | None:
     """Replace the head of a transformers model and return the object that computes the loss.
 
-    `inside`: the head's own forward computes the loss, since ZeRO-3 gathers the head for this forward. Otherwise the
-    head returns hidden states. Returns None without a chunk, or if the logits are not the product of the hidden states
-    and one matrix that this rank has in full.
+    `inside`: the head's own forward computes the loss. Otherwise the head returns hidden states. Returns None without a
+    chunk, or if the logits are not the product of the hidden states and one matrix that this rank has in full.
     """
     if chunk is None or getattr(getattr(model, "config", None), "model_type", None) not in PLAIN_HEAD_TYPES:
         return None

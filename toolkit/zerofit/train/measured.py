@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, HOST_PROCESS_BYTES
 from zerofit.spec.run_folder import MemoryForecast
 from zerofit.spec.units import shown_bytes
+from zerofit.train.callbacks import StepRecord
 
 TENSORS, CACHED = "tensors", "blocks that torch's allocator keeps for reuse (fragmentation)"
 OUTSIDE = "memory outside torch (context, communicators, new processes on the device)"
@@ -26,9 +26,15 @@ class MeasuredMemory:
     shared_bytes: int  # host memory now pinned or shared with data loader processes
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> MeasuredMemory:
+    def of(cls, record: StepRecord) -> MeasuredMemory:
         """Return the figures of a record of metrics.jsonl."""
-        return cls(**{field.name: record[field.name] for field in fields(cls)})
+        return cls(
+            memory_bytes=record["memory_bytes"],
+            reserved_bytes=record["reserved_bytes"],
+            outside_bytes=record["outside_bytes"],
+            host_bytes=record["host_bytes"],
+            shared_bytes=record["shared_bytes"],
+        )
 
     @property
     def on_cpu(self) -> bool:
@@ -53,40 +59,40 @@ class ForecastFigure:
         return {**asdict(self), "difference": self.difference}
 
 
-def memory_figures(taken: MeasuredMemory, forecast: MemoryForecast | None) -> dict[str, ForecastFigure]:
+def memory_figures(peaks: MeasuredMemory, forecast: MemoryForecast | None) -> dict[str, ForecastFigure]:
     """Return the memory figures of a run with their forecasts, by the name in metrics.jsonl."""
-    measured = {"memory_bytes": taken.memory_bytes}
-    known = {}
+    measured = {"memory_bytes": peaks.memory_bytes}
+    expected = {}
     if forecast:  # on CPUs each rank's resident memory includes the shared pages of libraries
-        known["memory_bytes"] = forecast.reserved_bytes + forecast.beside_bytes + CPU_LIBRARY_BYTES
-    if taken.reserved_bytes is not None:
-        measured |= {"reserved_bytes": taken.reserved_bytes, "host_bytes": taken.host_bytes}
+        expected["memory_bytes"] = forecast.reserved_bytes + forecast.beside_bytes + CPU_LIBRARY_BYTES
+    if peaks.reserved_bytes is not None:
+        measured |= {"reserved_bytes": peaks.reserved_bytes, "host_bytes": peaks.host_bytes}
         if forecast:
-            known = {"memory_bytes": max(forecast.phases.values()), "reserved_bytes": forecast.reserved_bytes}
-            known |= {"outside_bytes": forecast.beside_bytes, "host_bytes": forecast.host_bytes + HOST_PROCESS_BYTES}
-    if taken.outside_bytes is not None:
-        measured["outside_bytes"] = taken.outside_bytes
-    return {name: ForecastFigure(measured=size, forecast=known.get(name)) for name, size in measured.items()}
+            expected = {"memory_bytes": max(forecast.phases.values()), "reserved_bytes": forecast.reserved_bytes}
+            expected |= {"outside_bytes": forecast.beside_bytes, "host_bytes": forecast.host_bytes + HOST_PROCESS_BYTES}
+    if peaks.outside_bytes is not None:
+        measured["outside_bytes"] = peaks.outside_bytes
+    return {name: ForecastFigure(measured=size, forecast=expected.get(name)) for name, size in measured.items()}
 
 
-def outgrown(taken: MeasuredMemory, forecast: MemoryForecast) -> str | None:
-    """If a rank exceeds forecast plus margin, return a message that names what grew most; else None."""
-    pairs = memory_figures(taken, forecast)
+def outgrown(peaks: MeasuredMemory, forecast: MemoryForecast) -> str | None:
+    """Return a message that names what grew most beyond forecast plus margin; None if nothing."""
+    pairs = memory_figures(peaks, forecast)
     above = {name: int(pair.measured - (pair.forecast or 0)) for name, pair in pairs.items()}
-    shared = taken.shared_bytes - forecast.pinned_bytes
-    if taken.on_cpu:
+    shared = peaks.shared_bytes - forecast.pinned_bytes
+    if peaks.on_cpu:
         place, margin, kinds = "memory", forecast.margin_bytes, {OWN: above["memory_bytes"] - shared, SHARED: shared}
-        return _left(place, taken.memory_bytes, margin, kinds)
+        return _exceeded(place, peaks.memory_bytes, margin, kinds)
     kinds = {TENSORS: above["memory_bytes"], CACHED: above["reserved_bytes"] - above["memory_bytes"]}
     kinds[OUTSIDE] = above.get("outside_bytes", 0)
-    size = (taken.reserved_bytes or 0) + (taken.outside_bytes or 0)
+    size = (peaks.reserved_bytes or 0) + (peaks.outside_bytes or 0)
     host = {OWN: above["host_bytes"] - shared, SHARED: shared}
-    return _left("memory of the device", size, forecast.margin_bytes, kinds) or _left(
-        "host memory", taken.host_bytes, forecast.host_margin_bytes, host
+    return _exceeded("memory of the device", size, forecast.margin_bytes, kinds) or _exceeded(
+        "host memory", peaks.host_bytes, forecast.host_margin_bytes, host
     )
 
 
-def _left(place: str, size: int, margin: int, kinds: Mapping[str, int]) -> str | None:
+def _exceeded(place: str, size: int, margin: int, kinds: Mapping[str, int]) -> str | None:
     above = sum(kinds.values())
     if above <= margin:
         return None

@@ -24,7 +24,7 @@ class RankMemory:
     """The peak memory of this rank so far and, after an exchange, of all ranks."""
 
     def __init__(self, device: torch.device, free_bytes: int | None):
-        """Start measuring. `free_bytes`: free device memory before any rank started; None if unknown."""
+        """Start measuring. `free_bytes`: of the device before any rank started; None if unknown."""
         self._device, self._free, self._outside = device, free_bytes, 0
         start = resident_memory()
         self._files, self._host = start.file, start.peak
@@ -40,7 +40,7 @@ class RankMemory:
         return [0.0] * before + figures + [0.0] * (FIGURES * (dist.get_world_size() - 1) - before)
 
     def most(self, slots: Sequence[float]) -> MeasuredMemory:
-        """Return the largest device memory and the largest host memory of any rank, from the summed slots."""
+        """Return the largest device and host memory of any rank, from the summed slots."""
         figures = [round(figure) for figure in slots]
         rows = [figures[first : first + FIGURES] for first in range(0, len(figures), FIGURES)]
         allocated, reserved, outside, _, _ = max(rows, key=lambda row: row[1] + row[2])
@@ -57,11 +57,12 @@ class RankMemory:
         )
 
     def _look(self) -> list[float]:
-        """Return five figures in bytes: allocated, reserved, outside torch (device), resident and shared (host).
+        """Return five figures in bytes.
 
-        The resident memory excludes pages of data files, since the kernel reclaims these pages when memory is short.
-        Each call subtracts them from the kernel's peak since the last call, and resets this peak.
+        On the device: allocated, reserved, outside torch. On the host: resident, shared.
         """
+        # The kernel reclaims pages of data files when memory is short. So they are subtracted from its peak of
+        # resident memory since the last call.
         now = resident_memory()
         forget_resident_peak()
         self._host = max(self._host, now.peak - max(0, now.file - self._files))

@@ -1,15 +1,9 @@
-"""Make process groups of combined layouts (tensor, pipeline, sequence), and attention over split sequences.
-
-DeepSpeed creates tensor groups as if there were no sequence groups, and vice versa. Both use the engine's `mpu`
-(runtime/engine.py:957, runtime/sequence_parallel/parallel_state_sp.py:50). So the engine gets one `data` axis and one
-`model` axis instead. Sequence ranks have different tokens, so all code except attention treats them as data ranks. Only
-the split layers use tensor ranks.
-"""
+"""Make the process groups of combined layouts, and attention over split sequences."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from deepspeed import comm
@@ -19,6 +13,11 @@ from zerofit.spec.mesh import ranks_along
 from zerofit.spec.run_folder import Job, Layout
 
 
+# DeepSpeed creates tensor groups as if there were no sequence groups, and vice versa. Both use the engine's `mpu`
+# (runtime/engine.py:957, runtime/sequence_parallel/parallel_state_sp.py:50). So the engine gets one `data` axis and one
+# `model` axis instead. Sequence ranks have different tokens, so all code except attention treats them as data ranks.
+# Only the split layers use tensor ranks.
+#
 # Ranks of pp 2 x dp 2 x sp 2 and the groups of rank 0 (`spec.mesh` numbers them, tensor ranks fastest):
 #
 #     stage 0   0 1 | 2 3      sequence {0, 1}: parts of the same samples     data {0, 1, 2, 3}: averages, norms
@@ -33,25 +32,26 @@ class MeshGroups:
         self._layout, self._rank = layout, dist.get_rank()
 
     @cached_property
-    def tensor(self) -> Any:
+    def tensor(self) -> dist.ProcessGroup:
         """The group of ranks that each have a slice of this rank's layers."""
         return self._group("tp")
 
     @cached_property
-    def sequence(self) -> Any:
+    def sequence(self) -> dist.ProcessGroup:
         """The group of ranks that each have a part of this rank's sequences."""
         return self._group("sp")
 
     @cached_property
-    def data(self) -> Any:
-        """The group of ranks with the same layers and slices. The engine averages, partitions and clips over it."""
+    def data(self) -> dist.ProcessGroup:
+        """The group over which the engine averages and partitions: ranks with the same layers."""
         return self._group("dp", "sp")
 
-    def _group(self, *axes: str) -> Any:
-        made = [(comm.new_group(ranks=ranks), ranks) for ranks in ranks_along(self._layout, *axes)]
-        return next(group for group, ranks in made if self._rank in ranks)
+    def _group(self, *axes: str) -> dist.ProcessGroup:
+        # all ranks must create all groups
+        groups = [(comm.new_group(ranks=ranks), ranks) for ranks in ranks_along(self._layout, *axes)]
+        return cast(dist.ProcessGroup, next(group for group, ranks in groups if self._rank in ranks))
 
-    def get_data_parallel_group(self) -> object:
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
         """Return the group over which the engine averages gradients."""
         return self.data
 
@@ -63,7 +63,7 @@ class MeshGroups:
         """Return this rank's number in its data parallel group."""
         return dist.get_rank(self.data)
 
-    def get_model_parallel_group(self) -> object:
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
         """Return the group over which the engine sums norms."""
         return self.tensor
 
@@ -80,12 +80,13 @@ class MeshGroups:
     get_tensor_model_parallel_rank = get_model_parallel_rank
 
 
-def exchange_heads(config: Any, job: Job, group: Any) -> None:
-    """Replace transformers' attention by Ulysses attention: the group's ranks exchange parts of sequences for heads.
+def exchange_heads(config: Any, job: Job, group: Any) -> None:  # DeepSpeed's annotation is its own class
+    """Replace transformers' attention by Ulysses attention over the group's ranks.
 
-    `UlyssesSPAttentionHF.register_with_transformers` creates its own groups of neighboring ranks and exchanges all
-    heads of the config. It cannot be used, since tensor ranks have only a part of the heads (ulysses_sp.py:401).
+    They exchange parts of sequences for heads.
     """
+    # `UlyssesSPAttentionHF.register_with_transformers` creates its own groups of neighboring ranks and exchanges all
+    # heads of the config. It cannot be used, since tensor ranks have only a part of the heads (ulysses_sp.py:401).
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -105,7 +106,13 @@ def exchange_heads(config: Any, job: Job, group: Any) -> None:
     ulysses.core_attn_implementation = kernel
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *args: object,
+        **kwargs: object,
     ) -> object:
         # the mask covers only this rank's tokens; attention over the full sequence is causal without it
         return ulysses(module, query, key, value, None, *args, **kwargs)

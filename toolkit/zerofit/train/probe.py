@@ -1,4 +1,4 @@
-"""Read facts about a model on the meta device, in a second or two, without memory and without a download."""
+"""Read facts about a model on the meta device, without memory and without a download."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerofit.models.quantized import quantized_share, without_bits
 from zerofit.models.without_dynamo import without_dynamo
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.image_sizes import ImageSizes
-from zerofit.spec.model_facts import LayerFacts, ModelFacts, Task, width
+from zerofit.spec.model_facts import ModelFacts, Task, width
 from zerofit.spec.run import Run
 
 TABLES = ("csv:", "npy:")  # data sources for table models only
@@ -49,9 +49,16 @@ def probe(
             refuse_lazy(model, source.name)
             bits = (0, 0)
         flops = None if source.family == "custom" or inputs is None else check_forward(model, source, inputs)
-        stack = _stack(model, needed=pipelined)
+        try:
+            stack = layer_facts(as_layers(model))
+        except ModelError:  # the model is no sequence of layers
+            if pipelined:
+                raise
+            stack = None
     config = getattr(model, "config", None)
     heads = of_all_layers(config, "num_attention_heads")
+    text_config = getattr(config, "text_config", None)  # of a model for images and text
+    hidden_size = of_all_layers(config, "hidden_size") or of_all_layers(text_config, "hidden_size")
     largest = max((p.numel() for p in model.parameters()), default=0)
     if not largest:
         message = f"{source.name} has no parameters to train"
@@ -60,7 +67,7 @@ def probe(
         task=task,
         parameters=parameter_count(model),
         largest_parameter=largest,
-        hidden_size=width(_hidden_size(config), largest),
+        hidden_size=width(hidden_size, largest),
         forward_flops=flops,
         attention_heads=heads,
         kv_heads=of_all_layers(config, "num_key_value_heads") or heads,
@@ -78,7 +85,7 @@ def probe(
 
 
 def check_sizes(source: ModelSource, inputs: ImageInputs, run: Run) -> None:
-    """Raise UserError if a model built for the last of `--image-sizes` does not support the earlier sizes."""
+    """Raise UserError if a model for the last of `--image-sizes` does not support the others."""
     if run.image_sizes is None or source.family == "custom":
         return
     with models_say("--image-sizes"), without_dynamo():
@@ -89,7 +96,7 @@ def check_sizes(source: ModelSource, inputs: ImageInputs, run: Run) -> None:
 
 
 def expert_count(config: object) -> int | None:
-    """Return the number of experts in each layer of a transformers model; None without a mixture."""
+    """Return the experts in each layer of a transformers model; None without a mixture."""
     return next((n for name in EXPERTS if isinstance(n := of_all_layers(config, name), int)), None)
 
 
@@ -99,7 +106,7 @@ def are_experts(name: str, child: nn.Module) -> bool:
 
 
 def expert_lists(model: nn.Module) -> tuple[str, ...]:
-    """Return the classes that have a list of experts, as module.Class (the form of DeepSpeed's leaf modules)."""
+    """Return the classes that have a list of experts, as module.Class."""
     owners = (m for m in model.modules() if any(are_experts(*child) for child in m.named_children()))
     return tuple({f"{type(m).__module__}.{type(m).__qualname__}": None for m in owners})
 
@@ -111,12 +118,6 @@ def trained_count(model: nn.Module) -> int | None:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def _hidden_size(config: object) -> int | None:
-    """Return the width of a transformers model (of its text model if it has several), for "auto" values."""
-    text = getattr(config, "text_config", None)
-    return of_all_layers(config, "hidden_size") or of_all_layers(text, "hidden_size")
-
-
 def task_of(source: ModelSource, run: Run) -> Task:
     """Return the task of a model. A user's own model gets its task from `fed_with`."""
     if source.task != "custom":
@@ -126,7 +127,7 @@ def task_of(source: ModelSource, run: Run) -> Task:
 
 
 def fed_with(model: nn.Module, run: Run) -> Task:
-    """Return the task of a user's own model: causal-lm if its forward has `input_ids`, else by the run's data."""
+    """Return the task of a user's own model, by the arguments of its forward and the run's data."""
     if "input_ids" in inspect.signature(model.forward).parameters:
         return "causal-lm"
     if (run.data or "").startswith("segmentation:"):
@@ -141,12 +142,3 @@ def models_say(where: str) -> Iterator[None]:
         yield
     except ModelError as error:
         raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where=where)) from None
-
-
-def _stack(model: nn.Module, needed: bool) -> tuple[LayerFacts, ...] | None:
-    try:
-        return layer_facts(as_layers(model))
-    except ModelError:
-        if needed:
-            raise
-        return None

@@ -20,15 +20,15 @@ from zerofit.models.sections import ModelSection, watched
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK, Numbers
 from zerofit.train.trainer import EngineTrainer
 
-# A mark is an empty record_function. Kernels run later than they are issued, so a reader
-# of the trace finds a kernel's layer by the moment of its launch on the host (`report.traces`).
+# A mark is an empty record_function. Kernels run later than they are issued, so a reader of the trace finds a kernel's
+# layer by the moment of its launch on the host (`report.traces`).
 _INSTRUCTIONS = {ForwardPass: "forward", BackwardPass: "backward", OptimizerStep: "step"}
 
 
 class StepProfile:
-    """Traces one rank's chosen steps. Consecutive steps share one file, written after the last of them.
+    """Traces one rank's chosen steps. Consecutive steps share one file.
 
-    If the run ends earlier, the steps traced so far are written.
+    The file is written after the last of these steps, or when the run ends.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class StepProfile:
 
 @contextmanager
 def _marked_phases(engine: Any, modules: Mapping[str, str]) -> Iterator[None]:
-    """At the start of each phase, mark the phase and its first module. In a pipeline, instructions start phases."""
-    if hasattr(engine, "_INSTRUCTION_MAP"):
+    """Mark each phase and its first module when the phase starts, inside this context."""
+    if hasattr(engine, "_INSTRUCTION_MAP"):  # of a pipeline, whose instructions start phases
         instructions = engine._INSTRUCTION_MAP
         own = {kind: _marking(phase, modules[phase], instructions[kind]) for kind, phase in _INSTRUCTIONS.items()}
         engine._INSTRUCTION_MAP = instructions | own
@@ -110,7 +110,7 @@ def _marked_phases(engine: Any, modules: Mapping[str, str]) -> Iterator[None]:
 
 
 def _marking(phase: str, module: str, method: Callable[..., object]) -> Callable[..., object]:
-    def run(*args: object, **kwargs: object) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         _mark(phase, module)
         try:
             return method(*args, **kwargs)

@@ -1,7 +1,4 @@
-"""Split a model over any process group, by transformers' plan and with the layers of DeepSpeed's AutoTP.
-
-The model is split on the meta device, so a rank has only its slice of each parameter at any time.
-"""
+"""Split a model over any process group, by transformers' plan, with layers of AutoTP."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from zerofit.models.deferred import Stored
 def build_split(
     shape: nn.Module, group: dist.ProcessGroup, stored: Stored, make: Callable[[Stored], nn.Module]
 ) -> nn.Module:
-    """Split `shape`, a model on the meta device, over the group. Fill it with weights and return it.
+    """Split `shape`, a model on the meta device, over the group. Return it with weights.
 
     `make` builds the same model with weights, and keeps only the slices that its argument `stored` selects.
     """
@@ -61,10 +58,8 @@ def slice_of(p: nn.Parameter, rank: int) -> TensorSlice | None:
 
 
 def _split(model: nn.Module, degree: int, group: dist.ProcessGroup) -> AutoTP:
-    """Replace the model's linear layers in place, like `DeepSpeedEngine._apply_autotp_partitioning`.
-
-    DeepSpeed's method uses a global tensor parallel group (module_inject/auto_tp.py:397). This function uses `group`.
-    """
+    """Replace the model's linear layers in place by layers that are split over `group`."""
+    # like `DeepSpeedEngine._apply_autotp_partitioning`, which uses a global group (module_inject/auto_tp.py:397)
     set_autotp_mode(training=True)  # otherwise the layers' weights are frozen (module_inject/layers.py:495)
     plan: Any = _get_hf_tp_plan(model)  # every type in TENSOR_PLAN_TYPES has a plan
     specs: Any = TPPlanConverter.convert(plan)
@@ -86,17 +81,18 @@ def _split(model: nn.Module, degree: int, group: dist.ProcessGroup) -> AutoTP:
 
 
 def fill(shape: nn.Module, weights: nn.Module, renamed: Mapping[str, nn.Parameter]) -> None:
-    """Move parameters and buffers of `weights` into `shape`, a split model on meta. Marks on parameters stay.
+    """Move parameters and buffers of `weights` into `shape`, a split model on meta.
 
     `renamed`: parameters that have different names in `weights`.
     """
-    have = {**dict(weights.named_parameters(remove_duplicate=False)), **renamed}
-    others = dict(weights.named_modules(remove_duplicate=False))
+    parameters = {**dict(weights.named_parameters(remove_duplicate=False)), **renamed}
+    sources = dict(weights.named_modules(remove_duplicate=False))
     for path, module in shape.named_modules(remove_duplicate=False):
-        for name, noted in module._parameters.items():
-            if noted is not None:
-                parameter: object = have[f"{path}.{name}" if path else name]
-                vars(parameter).update({k: v for k, v in vars(noted).items() if k not in vars(parameter)})
+        for name, on_meta in module._parameters.items():
+            if on_meta is not None:
+                parameter = parameters[f"{path}.{name}" if path else name]
+                # DeepSpeed's marks of the split are attributes of the parameter on meta
+                vars(parameter).update({k: v for k, v in vars(on_meta).items() if k not in vars(parameter)})
                 module._parameters[name] = parameter
-        if path in others:
-            module._buffers.update(others[path]._buffers)
+        if path in sources:
+            module._buffers.update(sources[path]._buffers)
