@@ -1,4 +1,4 @@
-"""The program of each rank: `python -m zerofit.worker RUN_FOLDER`, started by the rank's guard."""
+"""The program of each rank, started by its guard: `python -m zerofit.worker RUN_FOLDER`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import traceback
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from zerofit.launch.host import RUN_ID
 from zerofit.launch.parent_death import end_with_parent
@@ -41,7 +41,7 @@ LONGEST = 10_000  # characters of a reported text: the command accepts lines of 
 
 
 def main() -> NoReturn:
-    """Run one rank. Exit code 0: done or stopped on request, 3: failed (the reason is in the run folder)."""
+    """Run one rank. Exit code 0: done or stopped on request, 3: failed (see the run folder)."""
     folder, rank = RunFolder(Path(sys.argv[-1])), int(os.environ["RANK"])
     end_with_parent()
     _log_to(folder.rank_log(rank))
@@ -69,34 +69,30 @@ def main() -> NoReturn:
 
 
 def _log_to(path: Path) -> None:
-    """Redirect all output of this rank to its log, including the output of libraries and C++ code."""
+    """Redirect all output of this rank to its log, also that of libraries and C++ code."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    as_text: Any = {"mode": "w", "buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
-    sys.stdout, sys.stderr = os.fdopen(1, **as_text), os.fdopen(2, **as_text)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        text = os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        setattr(sys, name, text)
 
 
 def _limit_memory(folder: RunFolder, rank: int) -> None:
-    """Limit a CPU rank to its share of the host's free memory.
-
-    An allocation beyond the limit fails in this rank, with a message, before the host runs out of memory. If the host
-    still runs out of memory, the kernel kills ranks before other processes.
-    """
+    """Limit a CPU rank to its share of the host's free memory, by the forecasts."""
+    # An allocation beyond the limit fails in this rank, with a message, before the host runs out of memory. If the host
+    # still runs out of memory, the kernel kills ranks before other processes.
     end_first()
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
-        free = free_for(folder.path) - CPU_LIBRARY_BYTES
-        limit_memory(max(0, int(free * _share(folder, rank))), rank_group(os.environ.get(RUN_ID, ""), rank))
-
-
-def _share(folder: RunFolder, rank: int) -> float:
-    """Return this rank's share of its host's free memory, by the forecasts. Without forecasts, shares are equal."""
-    here, forecast = int(os.environ["LOCAL_SIZE"]), read_forecast(folder.path)
-    if forecast is None:
-        return 1 / here
-    first = rank - int(os.environ["LOCAL_RANK"])
-    needs = needed_by(range(first, first + here), int(os.environ["WORLD_SIZE"]), forecast)
-    return needs[rank - first] / sum(needs)
+    if os.environ.get("DS_ACCELERATOR") != "cpu":
+        return
+    ranks, forecast = int(os.environ["LOCAL_SIZE"]), read_forecast(folder.path)
+    share = 1 / ranks
+    if forecast is not None:
+        first = rank - int(os.environ["LOCAL_RANK"])
+        needs = needed_by(range(first, first + ranks), int(os.environ["WORLD_SIZE"]), forecast)
+        share = needs[rank - first] / sum(needs)
+    free = free_for(folder.path) - CPU_LIBRARY_BYTES
+    limit_memory(max(0, int(free * share)), rank_group(os.environ.get(RUN_ID, ""), rank))
 
 
 def refuse_small_host(folder: RunFolder, rank: int) -> None:
@@ -105,14 +101,14 @@ def refuse_small_host(folder: RunFolder, rank: int) -> None:
     Only the host's first rank checks, before any rank there allocates memory. Hosts that the command has checked
     are skipped.
     """
-    forecast, here = read_forecast(folder.path), int(os.environ["LOCAL_SIZE"])
+    forecast, ranks = read_forecast(folder.path), int(os.environ["LOCAL_SIZE"])
     if forecast is None or int(os.environ["LOCAL_RANK"]) or rank < forecast["judged_ranks"]:
         return
     on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
-    needs = needed_by(range(rank, rank + here), int(os.environ["WORLD_SIZE"]), forecast)
+    needs = needed_by(range(rank, rank + ranks), int(os.environ["WORLD_SIZE"]), forecast)
     free = free_for(folder.path) - (CPU_LIBRARY_BYTES if on_cpu else 0)
-    _refuse_less(sum(needs), free, f"of host memory for {here} ranks")
-    for number, free in enumerate([] if on_cpu else gpus_free_for(folder.path, here)):
+    _refuse_less(sum(needs), free, f"of host memory for {ranks} ranks")
+    for number, free in enumerate([] if on_cpu else gpus_free_for(folder.path, ranks)):
         _refuse_less(forecast["reserved_bytes"] + forecast["beside_bytes"], free, f"of the memory of GPU {number}")
 
 
@@ -136,18 +132,18 @@ def _train(folder: RunFolder, signals: SignalNotes, progress: RankProgress) -> N
 
     with collector_off():
         if job.replay:
-            from zerofit.train.replay import replay as work
+            from zerofit.train.replay import replay as run_rank
         else:
-            from zerofit.train.run import train as work
+            from zerofit.train.run import train as run_rank
 
         gc.freeze()
     with nullcontext() if job.run.compile else without_dynamo():
-        work(job, folder, signals, progress)
+        run_rank(job, folder, signals, progress)
     stop()
 
 
 def _report_failure(folder: RunFolder, rank: int, error: BaseException, heartbeat: Heartbeat) -> None:
-    """Report the failure in the rank's log, in the run folder and, since the disk may be full, to the rank's guard."""
+    """Report the failure in the rank's log and in the run folder, and to the rank's guard."""
     with suppress(OSError):
         traceback.print_exc()
         sys.stderr.flush()
@@ -161,19 +157,20 @@ def _report_failure(folder: RunFolder, rank: int, error: BaseException, heartbea
     texts = [{key: _sendable(text) for key, text in problem.as_dict().items()} for problem in problems]
     failure = {"rank": rank, **host, "time_s": time.time(), "problems": texts}
     with suppress(OSError):
-        heartbeat.send({"failure": failure})
+        heartbeat.send({"failure": failure})  # the disk may be full
     with suppress(OSError):
         write_json(folder.rank_error(rank), failure)
 
 
 def _sendable(text: str) -> str:
-    """Shorten a text, and escape characters that UTF-8 does not have, such as those of a file name in Latin-1."""
+    """Shorten a text, and escape characters that UTF-8 does not have."""
+    # a file name in Latin-1 has such characters
     text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 def translate(error: BaseException, log: Path) -> Problem:
-    """Convert a library's exception to a problem with a hint; the traceback is in the rank's log."""
+    """Return the problem of a library's exception. The traceback is in the rank's log."""
     text = str(error).strip()
     first = "; ".join(line.strip() for line in text.splitlines()[:LINES])
     no_memory = any(sign.lower() in text.lower() for sign in NO_MEMORY)
@@ -195,13 +192,13 @@ def translate(error: BaseException, log: Path) -> Problem:
 
 
 def _is_peer_lost(error: BaseException) -> bool:
-    """Return whether torch.distributed lost a rank, not whether a connection to W&B or a hub was lost."""
+    """Return whether torch.distributed lost a rank (not a lost connection to W&B or a hub)."""
     if any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__):
         return True
     text, frames = str(error), traceback.walk_tb(error.__traceback__)
-    ours = any(f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename for frame, _ in frames)
-    ours = ours or any(name in text for name in BACKENDS)
-    return isinstance(error, RuntimeError) and ours and any(sign in text for sign in PEER_LOST)
+    from_torch = any(f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename for frame, _ in frames)
+    from_torch = from_torch or any(name in text for name in BACKENDS)
+    return isinstance(error, RuntimeError) and from_torch and any(sign in text for sign in PEER_LOST)
 
 
 if __name__ == "__main__":

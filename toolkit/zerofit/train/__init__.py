@@ -1,1 +1,1 @@
-"""Train one rank: the DeepSpeed engine, the loop and metrics. `pipeline` and `gan` have their own trainers."""
+"""Train one rank: the DeepSpeed engine, the loop, metrics, checkpoints and replay."""

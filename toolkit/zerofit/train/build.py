@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ from zerofit.train.process_group import rank_device
 
 
 def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
-    """Build the model as the engine stores it: in full or, for a transformers model at ZeRO-3, partitioned.
+    """Build the model as the engine stores it: in full or, at ZeRO-3, partitioned if possible.
 
     Parameters are stored and partitioned while the model is built. The weights depend on the seed alone, not on the
     layout.
@@ -39,20 +39,30 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
     with _partitioned_from_birth(source, job.ds_config, inputs) as partitioned:
         stored = None if partitioned else stored_by_engine(job)
         if stored and _is_quantized(source) and job.layout.zero_stage == 3:
-            stored = replace(stored, divide=_divider(job.ds_config))
+            # The engine partitions parameters with this method. Like the engine, Init replaces the linear function
+            # if it gets a module.
+            init = Init(module=nn.Module(), config_dict_or_path=job.ds_config)
+            stored = replace(stored, divide=init._zero_init_param)
         checkpointing = run.activation_checkpointing
         model = build(source, inputs, dict(run.model_args), checkpointing=checkpointing, stored=stored)
     if partitioned:  # partitioned parameters are in reference cycles, so those replaced by ties remain
         gc.collect()
     if stored and stored.divide:
-        _store_others(model, stored)
+        # If any parameter is partitioned, the engine does not cast or move the other tensors (runtime/engine.py,
+        # _configure_distributed_model).
+        for parameter in model.parameters():
+            if not is_zero_param(parameter):
+                parameter.data = stored.store(parameter.data)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = buffer if buffer is None else buffer.to(stored.device)
     for parameter in model.parameters():
         _as_vector(parameter)
     return prepare_batch_norms(job, model)
 
 
 def prepare_batch_norms(job: Job, model: nn.Module) -> nn.Module:
-    """Prepare batch norms as the run requests: with statistics over all ranks, or computed in float32."""
+    """Give batch norms statistics over all ranks or, in 16 bits, compute them in float32."""
     if job.run.sync_batch_norm:
         synchronize_batch_norms(model)
     elif job.precision != "fp32":
@@ -60,45 +70,38 @@ def prepare_batch_norms(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
-def build_on_meta(job: Job, inputs: Inputs | None, checkpointing: Checkpointing = False) -> Any:
+def build_on_meta(job: Job, inputs: Inputs | None, checkpointing: Checkpointing = False) -> nn.Module:
     """Build the run's model on the meta device."""
     with torch.device("meta"):
         return build(source_of(job.run), inputs, dict(job.run.model_args), checkpointing=checkpointing)
 
 
 def build_from_seed(job: Job, inputs: Inputs | None, stored: Stored, keep: set[str] | None = None) -> nn.Module:
-    """Build the run's model with its initial weights. Store only the weights named in `keep` (None: all)."""
+    """Build the run's model with its initial weights. Store only those in `keep` (None: all)."""
     torch.manual_seed(job.run.seed)
     return build(source_of(job.run), inputs, dict(job.run.model_args), stored=stored, keep=keep)
 
 
 def _as_vector(parameter: nn.Parameter) -> None:
-    """Give a scalar parameter (CLIP's temperature) one dimension, since DeepSpeed's broadcast fails on scalars.
-
-    (runtime/engine.py:2054, runtime/zero/partition_parameters.py:1204)
-    """
+    """Give a scalar parameter, such as CLIP's temperature, one dimension."""
+    # DeepSpeed's broadcast fails on scalars (runtime/engine.py:2054, runtime/zero/partition_parameters.py:1204)
     if not parameter.dim():
         parameter.data = parameter.data.reshape(1)
 
 
 def stored_by_engine(job: Job) -> Stored:
-    """Return the dtype and the device with which the engine stores parameters.
-
-    If DeepSpeed itself slices the model for tensor parallel ranks, the model stays in host memory. (engine.py,
-    _configure_distributed_model)
-    """
+    """Return the dtype and the device with which the engine stores parameters."""
     dtype = DTYPES[job.precision] if get(job.ds_config, f"{job.precision}.enabled") else torch.float32
-    by_deepspeed = job.layout.tp > 1 and not job.layout.combined
-    return Stored(dtype=dtype, device=torch.device("cpu") if by_deepspeed else rank_device())
+    # a model that DeepSpeed slices for tensor parallel ranks stays in host memory (engine.py,
+    # _configure_distributed_model)
+    sliced_by_deepspeed = job.layout.tp > 1 and not job.layout.combined
+    return Stored(dtype=dtype, device=torch.device("cpu") if sliced_by_deepspeed else rank_device())
 
 
 @contextmanager
-def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any], inputs: Inputs | None) -> Iterator[bool]:
-    """Make transformers build the model under zero.Init, if that is possible.
-
-    While an HfDeepSpeedConfig of stage 3 is alive, transformers enters zero.Init. Yields True if it is alive.
-    """
-    zero = ds_config.get("zero_optimization", {})
+def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, object], inputs: Inputs | None) -> Iterator[bool]:
+    """Make transformers build the model under zero.Init, if possible. Yield whether it does."""
+    zero: dict[str, object] = get(ds_config, "zero_optimization", {})
     if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None:
         yield False  # ZenFlow transposes only weights that are not partitioned
         return
@@ -115,7 +118,8 @@ def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any], inpu
         original(self, parameter)
 
     original: Any = Init._zero_init_param
-    alive = HfDeepSpeedConfig(ds_config)  # transformers keeps only a weak reference
+    # transformers enters zero.Init while a config of stage 3 is alive, and keeps only a weak reference to it
+    alive = HfDeepSpeedConfig(ds_config)
     try:
         with patch.object(Init, "_zero_init_param", zero_init_param):
             yield True
@@ -128,37 +132,14 @@ def _is_quantized(source: ModelSource) -> bool:
     return source.partial is not None and source.partial.quantization is not None
 
 
-def _divider(ds_config: dict[str, object]) -> Callable[[nn.Parameter], None]:
-    """Return the function with which DeepSpeed's engine partitions parameters, for use before it starts."""
-    nothing = nn.Module()  # with a module it replaces the linear function, as the engine does
-    return Init(module=nothing, config_dict_or_path=ds_config)._zero_init_param
-
-
-def _store_others(model: nn.Module, stored: Stored) -> None:
-    """Cast and move the parameters that are not partitioned, and move the buffers.
-
-    If any parameter is partitioned, the engine does not cast or move these tensors (runtime/engine.py,
-    _configure_distributed_model).
-    """
-    for parameter in model.parameters():
-        if not is_zero_param(parameter):
-            parameter.data = stored.store(parameter.data)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer if buffer is None else buffer.to(stored.device)
-
-
 # A running mean m moves by momentum x (batch mean - m) per step. In bf16, which has 8 bits of precision, a step of
 # less than m / 512 rounds to nothing, so statistics stop well before they are right.
 def batch_norm_in_fp32(model: nn.Module) -> None:
-    """Give every batch norm float32 statistics and weights, with bf16 or fp16 inputs and outputs.
+    """Give all batch norms float32 statistics and weights, with bf16 or fp16 inputs and outputs."""
 
-    Running statistics in low precision would stop changing, because an update of the mean is below half an ulp. The
-    kernels of CPUs and GPUs compute in float32, so backward can keep the input in the input's dtype. The kernels need
-    weights in the dtype of the statistics. So DeepSpeed's low-precision weights (one number per channel) are cast in
-    each call.
-    """
-
+    # The kernels of CPUs and GPUs compute in float32, so backward can keep the input in the input's dtype. The kernels
+    # need weights in the dtype of the statistics. So DeepSpeed's low-precision weights (one number per channel) are
+    # cast in each call.
     def forward(self: BatchNorm, x: Tensor) -> Tensor:
         momentum = self.momentum
         if self.training and self.num_batches_tracked is not None:

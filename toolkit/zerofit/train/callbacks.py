@@ -65,9 +65,9 @@ class SavedCheckpoint:
 
 
 class Callback:
-    """Base class of objects that a run calls while it trains. Override the methods that you need.
+    """Base class of objects that a run calls while it trains.
 
-    All methods of this class do nothing.
+    Override the methods that you need. All methods of this class do nothing.
 
     >>> class Print(Callback):
     ...     def on_step(self, record: StepRecord) -> None:
@@ -78,13 +78,19 @@ class Callback:
     """
 
     def on_step_begin(self, step: int) -> None:
-        """Called before step `step` (0-based). The time of the call is not counted as part of the step."""
+        """Called before step `step` (0-based). The step's time does not include this call."""
 
     def on_step(self, record: StepRecord) -> None:
-        """Called for each step in order, up to half a second late, since ranks exchange losses in blocks of steps."""
+        """Called for each step in order, up to half a second late.
+
+        Ranks exchange losses in blocks of steps.
+        """
 
     def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
-        """Called after an evaluation, when `step` steps are done. `figures`: loss, and accuracy or perplexity."""
+        """Called after an evaluation, when `step` steps are done.
+
+        `figures`: loss, and accuracy or perplexity.
+        """
 
     def on_save(self, checkpoint: SavedCheckpoint) -> None:
         """Called on rank 0 when a checkpoint becomes visible.
@@ -94,7 +100,7 @@ class Callback:
 
 
 def overridden(callbacks: Sequence[Callback], method: str) -> list[Callable[..., None]]:
-    """Return the method `method` of each callback that overrides it, so that other callbacks cost no time."""
+    """Return the method `method` of each callback that overrides it. Others cost no time."""
     inherited = getattr(Callback, method)
     return [getattr(callback, method) for callback in callbacks if getattr(type(callback), method) is not inherited]
 
@@ -106,7 +112,7 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
     """
     if names and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    problems, made = Problems(), []
+    problems, callbacks = Problems(), []
     hint = "name a class derived from zerofit.train.callbacks.Callback, as package.module:Class"
     for name in names:
         module, _, attribute = name.partition(":")
@@ -116,11 +122,11 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
             problems.add("callback", f"{name} cannot be loaded: {type(error).__name__}: {error}", hint, "--callbacks")
             continue
         if isinstance(callback, Callback):
-            made.append(callback)
+            callbacks.append(callback)
         else:
             problems.add("callback", f"{name} is a {type(callback).__name__}, not a Callback", hint, "--callbacks")
     problems.raise_if_any()
-    return made
+    return callbacks
 
 
 class JsonLines(Callback):
@@ -135,7 +141,7 @@ class JsonLines(Callback):
 
 
 class EventLog(Callback):
-    """Writes events.jsonl for the live view and `zerofit plot`, and passes each phase to the heartbeat."""
+    """Writes events.jsonl for the live view and `zerofit plot`, and tells the heartbeat phases."""
 
     def __init__(self, path: Path | None, progress: RankProgress):
         """Append to `path`. Ranks other than 0 pass None and write nothing."""

@@ -27,9 +27,9 @@ SYNCING = 2  # threads that sync and hash files while the next one is written
 #                      comes from the page cache, so the hash costs no disk time
 #     background       save() copies tensors to host memory instead; another thread writes them while training goes on
 class SyncedCheckpointEngine(CheckpointEngine):
-    """Writes files. Between `begin_snapshot` and `take_snapshot`, it keeps copies of their contents instead.
+    """Writes DeepSpeed's files, or keeps copies of their contents.
 
-    A write failure is stored, and `marks` raises it. If `save` raised it, other ranks would wait for this rank, since
+    It keeps copies between `begin_snapshot` and `take_snapshot`. A write failure is stored, and `marks` raises it. If `save` raised it, other ranks would wait for this rank, since
     they are in the middle of the same save.
     """
 
@@ -51,7 +51,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        """Return whether DeepSpeed must clone views before it saves them. A snapshot needs no clones."""
+        """Return whether DeepSpeed must clone views before a save. Snapshots need no clones."""
         return self._snapshot is None
 
     def save(self, state_dict: object, path: str | Path) -> None:
@@ -62,22 +62,20 @@ class SyncedCheckpointEngine(CheckpointEngine):
             self._write(state_dict, Path(path))
 
     def write_text(self, text: str, path: Path) -> None:
-        """Write a text file at once. Like that of `save`, a failure is stored."""
+        """Write a text file at once. A failure is stored, as in `save`."""
         try:
             path.write_text(text)
         except OSError as error:
             self._failure = self._failure or error
 
     def load(self, path: str | Path, map_location: object = None) -> Any:
-        """Read a file without executing code in it. Raises UserError for a file that needs code.
-
-        Tensors that DeepSpeed copies into its parameters stay on disk until the copy. Other tensors are read fully.
-        Optimizers on a CPU use these other tensors as their states, so they must not stay mapped to the file.
-        """
+        """Read a file without executing code in it. Raises UserError for a file that needs code."""
+        # Tensors that DeepSpeed copies into its parameters stay on disk until the copy. Optimizers on a CPU use other
+        # tensors as their states, so these must not stay mapped to the file.
         return safe_load.load(path, mmap=self._copied and str(path).endswith(MODEL_FILES), for_engine=True)
 
     def begin_snapshot(self) -> None:
-        """Make `save` copy contents instead of writing them, since training may change the originals."""
+        """Make `save` copy contents, which training may change, instead of writing them."""
         self._snapshot = []
 
     def take_snapshot(self) -> list[tuple[object, Path]]:
@@ -93,7 +91,10 @@ class SyncedCheckpointEngine(CheckpointEngine):
             self._write(state_dict, path)
 
     def marks(self) -> dict[Path, FileMark]:
-        """Return sizes and hashes of all files written since the last call, after they are synced. Raises OSError."""
+        """Return sizes and hashes of the files written since the last call, once they are synced.
+
+        Raises OSError for a failed write.
+        """
         marks, self._marks = self._marks, {}
         failure, self._failure = self._failure, None
         finished = {path: mark.result() for path, mark in marks.items() if failure is None}
@@ -131,22 +132,20 @@ def _synced(path: Path) -> FileMark:
 
 
 class HostCopies:
-    """Copies state dicts to host memory, so that training can go on while the copies are written.
-
-    The buffers are kept for the next checkpoint, since the first access to new memory costs as much as the copy.
-    """
+    """Copies state dicts to host memory, so that training can go on while they are written."""
 
     def __init__(self) -> None:
+        # kept for the next checkpoint, since the first access to new memory costs as much as the copy
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
-    def of(self, value: Any, file: str) -> Any:
+    def of(self, value: object, file: str) -> object:
         """Return `value` with its tensors copied. A tensor that occurs twice is copied once.
 
         `file` identifies the structure: the next call for the same file uses the same buffers.
         """
         copies: dict[tuple[object, ...], Tensor] = {}  # by address, offset, shape and strides
 
-        def copy(item: Any) -> Any:
+        def copy(item: object) -> object:
             if isinstance(item, Tensor):
                 # views of one storage are saved once by torch.save, so their copies must stay the same object
                 key = (item.data_ptr(), item.storage_offset(), item.shape, item.stride())
@@ -154,11 +153,13 @@ class HostCopies:
                     copies[key] = self._copy(item, (file, len(copies)))
                 return copies[key]
             if isinstance(item, dict):
-                same = shallow(item)
-                same.update((key, copy(part)) for key, part in item.items())
-                return same
-            if type(item) in (list, tuple):
-                return type(item)(copy(part) for part in item)
+                copied = shallow(item)  # of the same class
+                copied.update((key, copy(part)) for key, part in item.items())
+                return copied
+            if type(item) is list:
+                return [copy(part) for part in item]
+            if type(item) is tuple:
+                return tuple(copy(part) for part in item)
             return item
 
         return copy(value)

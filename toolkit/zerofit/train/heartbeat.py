@@ -1,7 +1,4 @@
-"""Report once a second to a rank's guard what the rank is doing.
-
-A separate thread inspects the main thread, so it does not slow the training.
-"""
+"""Report once a second to a rank's guard what the rank is doing."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from zerofit.spec.process import flows as tcp_flows
 
@@ -33,7 +29,7 @@ LOADER = "data/loader.py"
 
 @dataclass
 class RankProgress:
-    """Progress of a rank. The loop and the event log write it, and the heartbeat thread reads it."""
+    """Progress of a rank, written by the loop and the event log, read by the heartbeat thread."""
 
     step: int = 0  # optimizer steps done
     first: int = 0  # steps done before this start
@@ -41,20 +37,20 @@ class RankProgress:
     changed: threading.Event = field(default_factory=threading.Event)  # a phase began since the last heartbeat
 
     def begin(self, phase: str) -> None:
-        """Record a phase, and send a heartbeat immediately.
-
-        Otherwise the last heartbeat of a killed rank could name an earlier step than the rank's last checkpoint.
-        """
+        """Record a phase, and send a heartbeat immediately."""
         self.phase = phase
+        # without a heartbeat now, the last one of a killed rank could name a step before its last checkpoint
         self.changed.set()
 
 
+# A separate thread inspects the main thread, so it does not slow the training.
 class Heartbeat:
     """Writes a line of JSON every second: step, phase, collective, and seconds without progress."""
 
     def __init__(self, descriptor: int, on_gpu: bool, progress: RankProgress):
-        """Write to the guard's pipe `descriptor`. `on_gpu`: ignore CPU use, since waiting for a GPU uses a core."""
-        self._pipe, self._on_gpu, self._progress, self._turn = descriptor, on_gpu, progress, threading.Lock()
+        """Write to the guard's pipe `descriptor`. `on_gpu`: ignore the use of cores."""
+        # waiting for a GPU uses a core
+        self._pipe, self._on_gpu, self._progress, self._lock = descriptor, on_gpu, progress, threading.Lock()
         self._main = threading.main_thread().ident or 0  # is None only before the thread starts
         self._seen: tuple[object, ...] = ()
         self._moved, self._last = time.monotonic(), time.monotonic()
@@ -76,14 +72,14 @@ class Heartbeat:
             self._progress.changed.wait(EVERY_S)
             self._progress.changed.clear()
 
-    def send(self, what: dict[str, object]) -> None:
+    def send(self, message: dict[str, object]) -> None:
         """Write one line to the guard. Raises OSError."""
-        data = json.dumps(what).encode() + b"\n"
-        with self._turn:
+        data = json.dumps(message).encode() + b"\n"
+        with self._lock:
             while data:
                 data = data[os.write(self._pipe, data) :]
 
-    def look(self) -> dict[str, Any]:
+    def look(self) -> dict[str, object]:
         """Inspect the main thread, and return one heartbeat."""
         progress, frames, flows = self._progress, sys._current_frames(), tcp_flows()
         main = frames.get(self._main)
@@ -110,11 +106,11 @@ class Heartbeat:
         self._seen, self._last, self._cpu_s, self._io, self._flows = stack, now, cpu_s, io, counts
         return {
             "step": progress.step,
-            "phase": _part(main) if progress.phase == TRAINING else progress.phase,
+            "phase": _part_of_step(main) if progress.phase == TRAINING else progress.phase,
             "training": progress.phase == TRAINING,
             "warm": progress.step > progress.first,  # the first step connects and compiles
             "collective": collective,
-            "at": _place(main),
+            "at": _zerofit_line(main),
             "resending": self._resent >= self._moved,
             "still_s": round(now - self._moved, 1),
             "longest_still_s": round(self._longest, 1),
@@ -128,7 +124,7 @@ def _up(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _collective(frame: FrameType | None) -> str | None:
-    """Return the collective in which a thread waits: the outermost torch.distributed function on its stack."""
+    """Return the collective in which a thread waits: its outermost torch.distributed function."""
     name = None
     for outer in _up(frame):
         code = outer.f_code
@@ -137,8 +133,8 @@ def _collective(frame: FrameType | None) -> str | None:
     return name
 
 
-def _part(frame: FrameType | None) -> str:
-    """Return the part of a step in which the main thread is: the outermost engine call, or the data loader."""
+def _part_of_step(frame: FrameType | None) -> str:
+    """Return the part of a step that a thread runs: the outermost engine call, or "data"."""
     part = "training loop"
     for outer in _up(frame):
         file, name = outer.f_code.co_filename, outer.f_code.co_name
@@ -149,8 +145,8 @@ def _part(frame: FrameType | None) -> str:
     return part
 
 
-def _place(frame: FrameType | None) -> str:
-    """Return the file and the line of zerofit's code, outside of models, in which the main thread is."""
+def _zerofit_line(frame: FrameType | None) -> str:
+    """Return file, line and function of zerofit, outside of models, that a thread runs."""
     for outer in _up(frame):
         path = Path(outer.f_code.co_filename)
         if len(path.parts) > 2 and path.parts[-3] == "zerofit" and path.parts[-2] != "models":

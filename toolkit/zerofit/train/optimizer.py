@@ -1,4 +1,4 @@
-"""Create optimizers that DeepSpeed cannot create by name, e.g. bitsandbytes' 8-bit and paged AdamW."""
+"""Create optimizers that DeepSpeed cannot create by name, such as bitsandbytes' 8-bit AdamW."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerofit.spec.errors import Problem
 
 
 def own_optimizer(config: Mapping[str, object], groups: list[dict[str, object]], on_cpu: bool) -> Optimizer | None:
-    """If DeepSpeed cannot create the optimizer that its JSON names, return this optimizer; else None."""
+    """Return the optimizer that a JSON names if DeepSpeed cannot create it, else None."""
     entry = of_json(get(config, "optimizer.type"))
     path = entry and (entry.cpu_class if on_cpu else entry.gpu_class)
     if not entry or not path:
@@ -30,9 +30,10 @@ def own_optimizer(config: Mapping[str, object], groups: list[dict[str, object]],
 
 @torch.no_grad()
 def forget_states(optimizer: Optimizer) -> None:
-    """Reset an optimizer's states. bitsandbytes never frees paged memory, so its states are zeroed and reused."""
+    """Reset an optimizer's states."""
     if not hasattr(optimizer, "page_mng"):
         optimizer.state.clear()
+    # bitsandbytes never frees paged memory, so its states are zeroed and reused
     for state in optimizer.state.values():
         state["step"] = 0
         for name in {"state1", "state2", "absmax1", "absmax2"} & set(state):
@@ -40,7 +41,7 @@ def forget_states(optimizer: Optimizer) -> None:
 
 
 def missing_kernels(optimizer: str | None, accelerator: str | None) -> Problem | None:
-    """Return why an optimizer of bitsandbytes cannot run on an accelerator ("cpu" or "cuda"); None if it can."""
+    """Return why an optimizer cannot run on an accelerator ("cpu" or "cuda"); None if it can."""
     entry = OPTIMIZERS.get(optimizer or "")
     if entry is None or entry.library is None:
         return None

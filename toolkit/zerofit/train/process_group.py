@@ -21,11 +21,9 @@ def start(timeout: timedelta) -> None:
 
 
 def compile_no_collectives() -> None:
-    """Keep DeepSpeed from compiling its shared memory all-reduce on CPUs (45 s), which only its inference uses.
-
-    This also skips the compiler probe of every other op, which the first compatibility check runs
-    (deepspeed/comm/torch.py, inference_all_reduce; deepspeed/ops/__init__.py).
-    """
+    """Keep DeepSpeed from compiling its shared memory all-reduce on CPUs, which takes 45 s."""
+    # Only its inference uses this op (deepspeed/comm/torch.py, inference_all_reduce). This also skips the compiler
+    # probe of every other op, which the first compatibility check runs (deepspeed/ops/__init__.py).
     deepspeed.ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
@@ -36,7 +34,8 @@ def stop() -> None:
 
 
 def leave() -> None:
-    """Leave the group if this process is in one. If a process exits while the group's threads run, it may abort."""
+    """Leave the group if this process is in one."""
+    # a process that exits while the group's threads run may abort
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Divide a step's samples among ranks of unequal speed, which is measured before the first step."""
+"""Divide a step's samples among ranks by their speeds, measured before the first step."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class RankShares:
 def measured_shares(job: Job, trainer: ZeroTrainer, data: Data) -> RankShares:
     """Share the samples of the job's batch among ranks in proportion to their measured speeds.
 
-    The result is the same on all ranks. All ranks evaluate their first micro batch at the same time, since the
-    ranks of one host share its cores. Weights, statistics and random states stay unchanged.
+    The result is the same on all ranks. Weights, statistics and random states stay unchanged.
     """
     batch, speed = job.batch, _samples_per_s(job, trainer, data)
     speeds = torch.zeros(batch.dp, dtype=torch.float64, device=trainer.device)
@@ -53,14 +52,14 @@ def measured_shares(job: Job, trainer: ZeroTrainer, data: Data) -> RankShares:
 
 @torch.no_grad()
 def _samples_per_s(job: Job, trainer: ZeroTrainer, data: Data) -> float:
-    order, place = Order.of(data.train, job.run.seed), job.batch.positions(0, trainer.coords.dp_rank)
-    batch = data.train.batch(order.indices(place.start, place.stop), order.keys(place.start, place.stop))
+    order, own = Order.of(data.train, job.run.seed), job.batch.positions(0, trainer.coords.dp_rank)
+    batch = data.train.batch(order.indices(own.start, own.stop), order.keys(own.start, own.stop))
     trainer.engine.eval()
-    dist.barrier()
+    dist.barrier()  # all ranks measure at the same time, since the ranks of a host share its cores
     times: list[float] = []
     while len(times) < WARM + PASSES and sum(times[WARM:]) < MOST_S:
         began = time.perf_counter()
         trainer.eval_counts(batch).tolist()  # waits for the device
         times.append(time.perf_counter() - began)
     trainer.engine.train()
-    return len(place) / statistics.median(times[WARM:] or times)
+    return len(own) / statistics.median(times[WARM:] or times)

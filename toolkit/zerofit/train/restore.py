@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from zerofit.checkpoint.store import is_own, read_manifest
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run_folder import Start
 from zerofit.spec.units import counted
+from zerofit.train.callbacks import StepRecord
 from zerofit.train.checkpoint_engine import SyncedCheckpointEngine
 from zerofit.train.frozen import refuse_other_frozen
 from zerofit.train.shard_index import IndexedShard, indexed_shards
@@ -44,8 +45,8 @@ FROM_CHECKPOINT = ("params", "lr", "initial_lr", "step")  # keys of optimizer gr
 REPORT_EVERY_S = 2.0
 
 
-def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Load a checkpoint into freshly built engines. Return the figures of its last step."""
+def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]) -> StepRecord | None:
+    """Load a checkpoint into freshly built engines. Return the record of its last step."""
     checkpoint = Path(start.checkpoint)
     manifest = read_manifest(checkpoint) if is_own(checkpoint) else None  # None: of another program
     refuse_other_frozen(trainer, manifest and manifest.frozen)
@@ -68,7 +69,7 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
     for saved_settings in settings:
         saved_settings.put_back()
     dist.barrier()
-    return manifest.figures if manifest else {}
+    return cast(StepRecord, manifest.figures) if manifest and manifest.figures else None
 
 
 class _RunSettings:

@@ -1,4 +1,4 @@
-"""Train a job on one rank, from the job in the run folder to the trained model in that folder."""
+"""Train a job on one rank, from the run folder's job to the trained model in that folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,6 @@ from zerofit.checkpoint.model_folder import CARD, ModelInfo
 from zerofit.checkpoint.published import PublishedFiles, PublishedModel
 from zerofit.data import Data, open_data
 from zerofit.data.chat_template import tokenizer_files
-from zerofit.models.build import build
 from zerofit.models.catalog import source_of
 from zerofit.models.dtypes import torch_name
 from zerofit.models.inputs import Inputs, are_tokenized
@@ -34,7 +32,7 @@ from zerofit.spec.mesh import RankCoords, coords_of
 from zerofit.spec.model_facts import is_text
 from zerofit.spec.profiling import Numbers
 from zerofit.spec.run_folder import Job, RunFolder
-from zerofit.train.build import stored_by_engine
+from zerofit.train.build import build_on_meta, stored_by_engine
 from zerofit.train.callbacks import Callback, EventLog, StepRecord, load_callbacks, make_loggers
 from zerofit.train.check_loss import LossCheck
 from zerofit.train.engines import ZeroTrainer
@@ -63,10 +61,11 @@ def train(
     signals: SignalNotes | None = None,
     progress: RankProgress | None = None,
     callbacks: Sequence[Callback] = (),
-) -> dict[str, Any]:
-    """Train the job on this rank of an initialized process group. Return the run's result, equal on all ranks.
+) -> dict[str, object]:
+    """Train the job on this rank of an initialized process group. Return the run's result.
 
-    If a signal or the file `folder.stop_request` stops the run, write `folder.stopped` and return {}.
+    It is the same on all ranks. If a signal or the file `folder.stop_request` stops the run, write `folder.stopped` and
+    return {}.
     """
     return RankRun(job, folder, signals, progress, callbacks).run()
 
@@ -83,7 +82,7 @@ class RankRun:
         callbacks: Sequence[Callback] = (),
         model: nn.Module | None = None,
     ):
-        """Build the run with extra `callbacks` for this rank and, if given, `model` instead of the run's model."""
+        """Build the run with further `callbacks` and, if given, `model` instead of the run's model."""
         self.job, self.folder, self.rank = job, folder, dist.get_rank()
         progress, coords = progress or RankProgress(), coords_of(self.rank, job.layout)
         self._events = events = EventLog(folder.events if self.rank == 0 else None, progress)
@@ -104,14 +103,13 @@ class RankRun:
         if self.rank == 0 and isinstance(self.trainer, GanTrainer):
             callbacks = [*callbacks, EpochDrawings(self.trainer, folder, len(self.data.train))]
         _seed_rank(job, coords)
-        self.job = job = self._shared_out(job)
+        self.job = job = self._balanced(job)
         requests = StopRequests(job.run.save_every, signals, folder.stop_request if self.rank == 0 else None)
         recorder = MetricsRecorder(job, self.trainer.device, callbacks, requests, self.data.counts)
         self._saver = Saver(self.trainer, self.data.inputs, folder, events, callbacks)
         if job.start:
             events.phase(f"resuming from step {job.start.step}")
-            figures: Any = resume(self.trainer, job.start, events.phase)
-            recorder.last = figures or None
+            recorder.last = resume(self.trainer, job.start, events.phase)
         self.loop = Loop(
             job=job,
             data=self.data,
@@ -132,8 +130,8 @@ class RankRun:
         else:
             self._events.note("--record-memory has no effect: it needs GPUs")
 
-    def _shared_out(self, job: Job) -> Job:
-        """Return `job`. If the run requests it, share its samples among ranks by their measured speeds."""
+    def _balanced(self, job: Job) -> Job:
+        """Return the job; if requested, with samples shared among ranks by their measured speeds."""
         trainer, shares = self.trainer, job.start and job.start.shares
         if job.batch.limit <= job.batch.micro or shares or not isinstance(trainer, ZeroTrainer):
             return job
@@ -145,7 +143,7 @@ class RankRun:
             job.write_batch(self.folder)
         return job
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, object]:
         """Train, save the model and write the result. Return {} if the run was stopped on request."""
         self.begin()
         return self.finish(self.loop.run())
@@ -155,9 +153,7 @@ class RankRun:
         self._events.training(steps=self.job.steps, done=self.loop.first)
 
     def finish(self, ended: LoopResult) -> dict[str, object]:
-        """Save the model, and write and return the result. Return {} if the loop was stopped on request."""
-        # The result is written before samples and drawings are made: if samples or drawings fail, the trained model is
-        # already complete.
+        """Save the model, and write and return the result. Return {} after a requested stop."""
         job, folder, events = self.job, self.folder, self._events
         self._saver.wait()
         if ended.stopped:
@@ -176,14 +172,14 @@ class RankRun:
             result["stages"] = [asdict(stage) for stage in self.trainer.stages]
         result["against_forecast"] = {name: figure.to_dict() for name, figure in self._against_forecast().items()}
         if self.rank == 0:
-            write_json(folder.result, result)
+            write_json(folder.result, result)  # before samples and drawings are made, which may fail
         shown = self.trainer.after_training(self.data, folder, events.phase)
         if shown and self.rank == 0:
             write_json(folder.result, result | shown)
         return result
 
     def _against_forecast(self) -> dict[str, ForecastFigure]:
-        """Return measured memory and step time with their forecasts, after a last check of the memory."""
+        """Return measured memory and step time with their forecasts. Check the memory a last time."""
         job, recorder = self.job, self.loop.recorder
         memory = recorder.memory_of_all_ranks()
         if self._watch and self.rank == 0:
@@ -217,13 +213,10 @@ def _make_trainer(job: Job, coords: RankCoords, data: Data, model: nn.Module | N
 
 
 def _seed_rank(job: Job, coords: RankCoords) -> None:
-    """Seed dropout differently on data parallel ranks and stages, and the same on tensor parallel ranks.
-
-    After a resume in another layout random states are seeded again, since the states in the checkpoint belong to other
-    ranks.
-    """
+    """Seed dropout differently on data ranks and stages, and equally on tensor ranks."""
     # Primes keep the seeds of different ranks and starts apart. Tensor parallel ranks share a seed on purpose: they
-    # compute slices of the same activations and must drop the same elements.
+    # compute slices of the same activations and must drop the same elements. The step is part of the seed for a resume
+    # in another layout, where the random states of the checkpoint belong to other ranks.
     own = job.run.seed * 1_000_003 + coords.dp_rank * 1009 + coords.pp_rank * 31 + coords.sp_rank
     own = (own + (job.start.step * 1_000_033 if job.start else 0)) % 2**32
     random.seed(own)
@@ -251,11 +244,11 @@ def _result(job: Job, last: StepRecord, figures: dict[str, float], data: Data) -
 
 
 def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, scratch: Path) -> None:
-    """Write the trained model into a folder: transformers models in their format, others as a safetensors file.
+    """Write the trained model into a folder. All ranks call this, and rank 0 writes.
 
-    If the model has adapters, only these are written, in peft's format. All ranks call this, and rank 0 writes.
-    Rank 0 needs host memory for one module at a time (transformers models) or for the full model (all others).
-    `scratch`: see `EngineTrainer.weights`.
+    transformers models are written in their format, adapters in peft's, other models as a safetensors file. Rank 0
+    needs host memory for one module at a time (transformers models) or for the full model (all others). `scratch`: see
+    `EngineTrainer.weights`.
     """
     source, weights = source_of(job.run), trainer.weights(scratch)
     frozen = frozen_weights(trainer) if trainer.saves_adapters else None
@@ -266,40 +259,28 @@ def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, s
     folder.mkdir(exist_ok=True)
     dtype = stored_by_engine(job).dtype
     if trainer.saves_adapters:
-        with torch.device("meta"):
-            model = build(source, inputs, dict(job.run.model_args))
-        write_adapters(folder, model, source, weights)
+        write_adapters(folder, build_on_meta(job, inputs), source, weights)
     elif source.family == "transformers":
-        with torch.device("meta"):
-            model = build(source, inputs, dict(job.run.model_args))
-        PublishedFiles(PublishedModel(model, transformers=True), dtype).write(folder, weights)
+        PublishedFiles(PublishedModel(build_on_meta(job, inputs), transformers=True), dtype).write(folder, weights)
     if source.family == "transformers" and are_tokenized(inputs):
         tokenizer_files(job.run.tokenizer, job.run.chat_template)(folder)
     ModelInfo.of_run(job.run, job.facts.task, inputs, job.steps, torch_name(dtype), frozen).write(folder)
     if source.family != "transformers" and not trainer.saves_adapters:
-        full, file = {name: tensor.contiguous() for name, tensor in weights}, folder / "model.safetensors"
-        save_file(_without_shared(full), file)
+        full, pointers, file = dict[str, Tensor](), set[int](), folder / "model.safetensors"
+        for name, tensor in weights:
+            full[name] = tensor.contiguous()
+            pointer = full[name].untyped_storage().data_ptr()
+            if pointer in pointers:  # safetensors cannot store tensors that share memory
+                full[name] = full[name].clone()
+            pointers.add(pointer)
+        save_file(full, file)
         shutil.copymode(folder / CARD, file)  # safetensors makes it unreadable for other users
     dist.barrier()
 
 
-def _without_shared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights. Copy each that shares memory with an earlier one: safetensors cannot store shared memory."""
-    seen: set[int] = set()
-    out = {}
-    for name, tensor in weights.items():
-        pointer = tensor.untyped_storage().data_ptr()
-        out[name] = tensor.clone() if pointer in seen else tensor
-        seen.add(pointer)
-    return out
-
-
 def check_replicas(trainer: EngineTrainer) -> None:
-    """Raise RunFailed if a parameter's float64 sum differs between ranks that have a replica of it.
-
-    Replicas get the same gradients, so a difference means that a collective or a device has failed. ZeRO-3 has no
-    replicas.
-    """
+    """Raise RunFailed if a parameter's float64 sum differs between ranks with a replica of it."""
+    # replicas get the same gradients, so a difference means that a collective or a device has failed
     apart = replicas_apart(trainer)
     if apart:
         count = len(list(trainer.module.parameters()))
@@ -308,12 +289,13 @@ def check_replicas(trainer: EngineTrainer) -> None:
 
 
 def replicas_apart(trainer: EngineTrainer) -> list[str]:
-    """Return the names of parameters whose replicas differ between ranks. All ranks must call this."""
-    if trainer.job.layout.zero_stage == 3:
+    """Return the names of parameters whose replicas differ. All ranks must call this."""
+    if trainer.job.layout.zero_stage == 3:  # has no replicas
         return []
-    engine, held = trainer.engine, dict(trainer.module.named_parameters())
-    experts = {name: p for name, p in held.items() if share_of(p)}
-    apart = _apart({name: p for name, p in held.items() if name not in experts}, engine.seq_data_parallel_group)
+    engine, parameters = trainer.engine, dict(trainer.module.named_parameters())
+    experts = {name: p for name, p in parameters.items() if share_of(p)}
+    others = {name: p for name, p in parameters.items() if name not in experts}
+    apart = _apart(others, engine.seq_data_parallel_group)
     if experts:
         (group,) = engine.expert_data_parallel_group.values()
         apart += _apart(experts, group)

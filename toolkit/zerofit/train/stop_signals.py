@@ -1,4 +1,4 @@
-"""Receive requests to a rank in training: to save and stop, or to save because a checkpoint is due."""
+"""Receive a rank's requests to stop, and decide when a checkpoint is due."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class SignalNotes:
         self._write_end = wake
 
     def listen(self) -> None:
-        """Make these signals request a stop instead of killing the process. Must be called from the main thread."""
+        """Make these signals request a stop instead of killing the process.
+
+        Must be called from the main thread.
+        """
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)  # Python runs its handler late; the wake-up byte arrives at once
         signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
@@ -42,12 +45,12 @@ class StopRequests:
     """This rank's requests to save or stop, which all ranks combine."""
 
     def __init__(self, save_every: str, signals: SignalNotes | None = None, file: Path | None = None):
-        """Watch `file`, whose existence requests a stop. Only rank 0 passes a file, and decides when to save."""
+        """Watch `file`, whose existence requests a stop. Only rank 0 gets one, and times the saves."""
         self._every, self._signals, self._file = Interval.parse(save_every), signals, file
         self._saved = time.monotonic()
 
     def of_this_rank(self) -> tuple[float, float]:
-        """Return whether this rank was asked to stop, and whether it is time to save, each as 1.0 (yes) or 0.0."""
+        """Return whether this rank was asked to stop, and whether a save is due: 1.0 (yes) or 0.0."""
         stop = (self._signals is not None and self._signals.received) or (
             self._file is not None and self._file.exists()
         )
