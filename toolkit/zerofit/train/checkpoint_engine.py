@@ -29,8 +29,8 @@ SYNCING = 2  # threads that sync and hash files while the next one is written
 class SyncedCheckpointEngine(CheckpointEngine):
     """Writes DeepSpeed's files, or keeps copies of their contents.
 
-    It keeps copies between `begin_snapshot` and `take_snapshot`. A write failure is stored, and `marks` raises it. If `save` raised it, other ranks would wait for this rank, since
-    they are in the middle of the same save.
+    It keeps copies between `begin_snapshot` and `take_snapshot`. A write failure is stored, and `marks` raises it. If
+    `save` raised it, other ranks would wait for this rank, since they are in the middle of the same save.
     """
 
     def __init__(self, zero_stage: int) -> None:

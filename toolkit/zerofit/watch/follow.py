@@ -1,4 +1,4 @@
-"""The program of all but the first of a launcher's processes. It waits, then becomes the guard of a rank."""
+"""The program of a launcher's processes except the first: wait, then become a rank's guard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerofit.spec.local_machine import versions
 from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.launch_spec import JOINED
 
-SEEN_S = 15.0  # network file systems show new folders late
+VISIBLE_S = 15.0  # limit for a new folder to be visible on a network file system
 LAST_S = 0.5  # lets the first process end before this one
 
 
@@ -42,8 +42,8 @@ def follow(world: World) -> int:
 
 
 def _why_not_visible(folder: Path) -> str:
-    """Return why this host cannot use the run folder; "" if it can. Waits up to SEEN_S seconds for the folder."""
-    deadline = time.monotonic() + SEEN_S
+    """Return why this host cannot use the run folder; "" if it can."""
+    deadline = time.monotonic() + VISIBLE_S
     while not RunFolder(folder).plan.is_file():
         if time.monotonic() > deadline:
             return f"{folder} does not exist"

@@ -20,10 +20,10 @@ class ConnectionLost(Exception):
 
 
 class JsonLineSocket:
-    """A connection for JSON objects, one per line. `send` and `receive` do not wait for the other side."""
+    """A connection for JSON objects, one per line. `send` and `receive` do not wait."""
 
     def __init__(self, connection: socket.socket, timeout_s: float):
-        """Use a connection. It counts as lost if the other side's kernel does not answer for `timeout_s` seconds."""
+        """Use a connection, which is lost if the other host does not answer for `timeout_s` seconds."""
         self.socket, self.longest = connection, LONGEST  # limit of the next line
         connection.setblocking(False)
         if connection.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -55,7 +55,10 @@ class JsonLineSocket:
             raise ConnectionLost(str(error)) from error
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield complete lines. Raises ConnectionLost if the other side has closed, or for invalid JSON."""
+        """Yield complete lines.
+
+        Raises ConnectionLost if the other side has closed, or for invalid JSON.
+        """
         closed = False
         while len(self._in) <= self.longest:
             try:
@@ -85,10 +88,8 @@ class JsonLineSocket:
             raise ConnectionLost("closed")
 
     def finish(self, seconds: float) -> None:
-        """Close the connection once the other side has read everything, or after `seconds`.
-
-        Closing with unread data resets a connection, and the data sent last may be lost (RFC 2525, 2.17).
-        """
+        """Close the connection once the other side has read everything, or after `seconds`."""
+        # closing with unread data resets a connection, and the data sent last may be lost (RFC 2525, 2.17)
         with suppress(OSError, ConnectionLost):
             self.socket.setblocking(True)
             self.socket.settimeout(seconds)

@@ -1,4 +1,4 @@
-"""The launch spec: a file in the run folder that tells guards how to start their rank and where to report.
+"""The launch spec: a file that tells guards how to start their rank and where to report.
 
 Since guards read a file, no text of the user passes through a shell.
 """
@@ -76,9 +76,12 @@ def from_argument(text: str) -> Path:
 
 
 def rank_of(env: Mapping[str, str]) -> tuple[int, int]:
-    """Return rank and local rank from the variables of the innermost launcher. Raises KeyError if there are none."""
-    given = [names for names in NAMES if names.rank in env]
-    if not given:
+    """Return rank and local rank from the variables of the innermost launcher.
+
+    Raises KeyError if there are none.
+    """
+    launchers = [names for names in NAMES if names.rank in env]
+    if not launchers:
         raise KeyError("no launcher has set a rank: " + ", ".join(names.rank for names in NAMES))
-    names = next((names for names in given if names.local_rank in env), given[0])  # Slurm sets PMI_RANK alone
+    names = next((names for names in launchers if names.local_rank in env), launchers[0])  # Slurm sets PMI_RANK alone
     return int(env[names.rank]), int(env.get(names.local_rank, 0))

@@ -86,7 +86,7 @@ class Ended(_Exact):
 
 
 class Stacks(_Exact):
-    """The answer to a request for stack traces: the method that wrote them, or the reason of failure."""
+    """The answer to a request for stack traces: the method that wrote them, or what failed."""
 
     stacks: str
 

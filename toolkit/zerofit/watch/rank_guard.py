@@ -1,4 +1,4 @@
-"""The guard process of a rank. It starts the rank and reports the rank's heartbeats to the command.
+"""The guard process of a rank. It starts the rank and reports its heartbeats to the command.
 
 It kills the rank on request, or if the connection to the command breaks. It imports neither torch nor pydantic.
 """
@@ -40,7 +40,7 @@ FAILED = 3
 DUMP = signal.SIGUSR2  # handled by the rank's faulthandler
 DUMP_S = 4.0
 SETTLE_S = 0.5
-LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)  # handled by the rank, not its guard
+RANK_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)  # handled by the rank, not its guard
 
 
 # Each rank has a guard, a small process between the launcher and the rank:
@@ -51,22 +51,20 @@ LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)  # h
 # The rank's own thread cannot report while C++ code holds the interpreter lock, and a killed rank reports nothing, so
 # another process has to. The guard kills the rank if its connection to the command breaks: no rank outlives its
 # command. It starts fast (no torch) and needs little memory, since each rank has a guard.
-
-
 class RankGuard:
     """The guard of one rank."""
 
     def __init__(
         self, spec: LaunchSpec, rank: int, process: subprocess.Popen[bytes], heartbeat: int, *, joined: bool = False
     ):
-        """Guard a rank's process. `joined`: wait until the command has exited, then exit with the command's code."""
+        """Guard a rank's process. `joined`: wait for the command's end, and exit with its code."""
         self._spec, self._rank, self._process, self._joined = spec, rank, process, joined
         self._stacks = Path(spec.folder, "logs", f"rank-{rank}.stacks.txt")
         self._host = spec.hosts[rank]
         self._heartbeat, self._unfinished_line = heartbeat, b""
         os.set_blocking(heartbeat, False)
         self._answered = True  # the command has confirmed the last heartbeat
-        self._last: dict[str, object] = {}
+        self._last_beat: dict[str, object] = {}
         self._failure: dict[str, object] | None = None  # failure that the rank reported
         self._heard = time.monotonic()
         self._socket: JsonLineSocket | None = None
@@ -98,12 +96,10 @@ class RankGuard:
         leave_group(rank_group(self._spec.run_id, self._rank))
 
     def _exit_code_from(self, connection: JsonLineSocket, code: int) -> int:
-        """Return the exit code that the command sends at its end; `code` if it sends none.
-
-        If this process failed first, the launcher would kill the command before the command has shown its verdict.
-        """
+        """Return the exit code that the command sends at its end; `code` if it sends none."""
+        # if this process failed first, the launcher would kill the command before it has shown its verdict
         with selectors.DefaultSelector() as selector, suppress(ConnectionLost):
-            connection.send({"ended": self._process.poll() or 0, "last": self._last, "failure": self._failure})
+            connection.send({"ended": self._process.poll() or 0, "last": self._last_beat, "failure": self._failure})
             selector.register(connection, selectors.EVENT_READ)
             while True:
                 selector.select()
@@ -153,7 +149,7 @@ class RankGuard:
                         connection.send({"beat": self._beat()})
 
     def _hear(self) -> bool:
-        """Read the rank's heartbeats and reports. Return False once the rank has closed its end of the pipe."""
+        """Read the rank's heartbeats and reports. Return False once the rank has closed the pipe."""
         try:
             data = os.read(self._heartbeat, 65536)
         except BlockingIOError:
@@ -164,7 +160,7 @@ class RankGuard:
             if "failure" in line:
                 self._failure = line["failure"]
             else:
-                self._last = line
+                self._last_beat = line
         return bool(data)
 
     def _beat(self) -> dict[str, object]:
@@ -174,7 +170,7 @@ class RankGuard:
             state, times = process.status(), process.cpu_times()
             cpu_s = times.user + times.system
         silent_s = round(max(0.0, time.monotonic() - self._heard), 1)
-        return {**self._last, "silent_s": silent_s, "state": state, "cpu_s": cpu_s}
+        return {**self._last_beat, "silent_s": silent_s, "state": state, "cpu_s": cpu_s}
 
     def _handle(self, order: dict[str, object], connection: JsonLineSocket) -> bool:
         self._answered |= "heard" in order
@@ -183,22 +179,19 @@ class RankGuard:
         return order.get("do") == "kill"
 
     def _report_end(self, code: int, connection: JsonLineSocket) -> int:
-        """Report how the rank ended, and return the guard's exit code.
-
-        After a failure, first wait until the command requests the exit. Otherwise the launcher would kill the other
-        ranks before they report.
-        """
+        """Report how the rank ended, and return the guard's exit code."""
         self._hear()
         if leave_group(rank_group(self._spec.run_id, self._rank)) and self._failure is None:
             log = Path(self._spec.folder, "logs", f"rank-{self._rank}.log")
             problem = out_of_memory("the kernel killed this rank at its memory limit", log)
-            place = {"host": self._host} if len(set(self._spec.hosts)) > 1 else {}
-            self._failure = {"rank": self._rank, **place, "time_s": time.time(), "problems": [problem.as_dict()]}
+            host = {"host": self._host} if len(set(self._spec.hosts)) > 1 else {}
+            self._failure = {"rank": self._rank, **host, "time_s": time.time(), "problems": [problem.as_dict()]}
         if self._joined:
             return FAILED if code else 0
-        connection.send({"ended": code, "last": self._last, "failure": self._failure})
+        connection.send({"ended": code, "last": self._last_beat, "failure": self._failure})
         if code == 0:
             return 0
+        # Exit only when the command requests it. The launcher kills the other ranks then, and they must report first.
         deadline = time.monotonic() + self._spec.timeout_s
         with selectors.DefaultSelector() as selector, suppress(ConnectionLost):
             selector.register(connection, selectors.EVENT_READ)
@@ -217,13 +210,19 @@ def main() -> None:
     joined = JOINED in sys.argv
     if not joined:  # a joined guard already ends with its parent, which may be process 1 of a container
         end_with_parent()
-    for number in LEFT_ALONE:
+    for number in RANK_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     path = from_argument(sys.argv[-1])
     spec = LaunchSpec.read(path)
     rank, local_rank = rank_of(os.environ)
-    if local_rank == 0:
-        _reserve(spec, rank)
+    forecast = read_forecast(Path(spec.folder))
+    if local_rank == 0 and forecast and not is_reserved(Path(spec.folder)):
+        # the host's first rank reserves the memory of all its ranks, unless the command has done it
+        ranks = spec.hosts.count(spec.hosts[rank])
+        needs = needed_by(range(rank, rank + ranks), spec.world_size, forecast)
+        gpus = gpu_memory(ranks) if spec.accelerator == "cuda" else []
+        gpu_bytes = forecast["reserved_bytes"] + forecast["beside_bytes"]
+        reserve(Path(spec.folder), sum(needs), {gpu.uuid: gpu_bytes for gpu in gpus})
     reading, writing = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "zerofit.worker", spec.folder],
@@ -236,23 +235,13 @@ def main() -> None:
     sys.exit(RankGuard(spec, rank, process, reading, joined=joined).run())
 
 
-def _reserve(spec: LaunchSpec, rank: int) -> None:
-    """Reserve memory for the ranks of this host, unless the command has done it. `rank`: the host's first rank."""
-    folder, ranks = Path(spec.folder), spec.hosts.count(spec.hosts[rank])
-    forecast = read_forecast(folder)
-    if forecast and not is_reserved(folder):
-        gpus = gpu_memory(ranks) if spec.accelerator == "cuda" else []
-        needs = needed_by(range(rank, rank + ranks), spec.world_size, forecast)
-        reserve(folder, sum(needs), {gpu.uuid: forecast["reserved_bytes"] + forecast["beside_bytes"] for gpu in gpus})
-
-
 def listen_for_dumps(path: Path) -> None:
-    """Make a signal write the stacks of all threads of this rank to a file, even while it runs C++."""
+    """Make a signal write the stacks of all threads to a file, even while this rank runs C++."""
     faulthandler.register(DUMP, file=path.open("a"), all_threads=True, chain=False)
 
 
 def dump_stacks(pid: int, path: Path) -> str:
-    """Append the stacks of a process to a file; return the method used, or the reason of failure."""
+    """Append the stacks of a process to a file. Return the method used, or what failed."""
     tool = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if tool:
         try:
@@ -285,17 +274,18 @@ def dump_stacks(pid: int, path: Path) -> str:
 
 def _environment(spec: LaunchSpec, rank: int, local_rank: int) -> dict[str, str]:
     local_size = spec.hosts.count(spec.hosts[rank])
+    forwarded = spec.environment | {RUN_ID: spec.run_id}
+    env = environment(spec.accelerator, usable_cores(), local_size, {**os.environ, **forwarded})
     interface = spec.interfaces.get(spec.hosts[rank])
     if interface is None and len(set(spec.hosts)) > 1:
         interface = interface_to(spec.master[0])
-    forwarded = spec.environment | {RUN_ID: spec.run_id}
-    env = environment(spec.accelerator, usable_cores(), local_size, {**os.environ, **forwarded})
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ():
-        env.setdefault(name, interface or "")
-    place: dict[str, object] = {HOST_NAME: spec.hosts[rank]} if len(set(spec.hosts)) > 1 else {}
-    place |= {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": spec.world_size, "LOCAL_SIZE": local_size}
-    place |= {"MASTER_ADDR": spec.master[0], "MASTER_PORT": spec.master[1]}
-    return env | {name: str(value) for name, value in place.items()}
+    if interface:
+        env.setdefault("NCCL_SOCKET_IFNAME", interface)
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+    variables: dict[str, object] = {HOST_NAME: spec.hosts[rank]} if len(set(spec.hosts)) > 1 else {}
+    variables |= {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": spec.world_size, "LOCAL_SIZE": local_size}
+    variables |= {"MASTER_ADDR": spec.master[0], "MASTER_PORT": spec.master[1]}
+    return env | {name: str(value) for name, value in variables.items()}
 
 
 if __name__ == "__main__":

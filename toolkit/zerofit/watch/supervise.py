@@ -1,4 +1,4 @@
-"""Supervise one start of a run: a server receives the heartbeats of all ranks and sends them commands."""
+"""Supervise one start of a run: receive the ranks' heartbeats, and end ranks on a failure."""
 
 from __future__ import annotations
 
@@ -44,13 +44,11 @@ LOSSY_S = 3.0  # ignore occasional lost packets
 #                                          ◄──   do: stacks | kill
 #     ended: exit code, last beat, failure ──►   after a failure the guard waits for "kill", or the launcher
 #                                                would kill the other ranks before they report
-
-
 class Watch:
     """Receives the reports of one start's guards. Single-threaded: everything happens in `poll`."""
 
     def __init__(self, address: str):
-        """Listen on a free port of `address`, which ranks can reach ("" for all addresses of this machine)."""
+        """Listen on a free port of `address`; "" means all addresses of this machine."""
         self._listener = socket.create_server((address, 0), backlog=1024)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -87,10 +85,11 @@ class Watch:
             for state in self.states:
                 state.heard += gap
         for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._listener:
+            connection = key.fileobj
+            if not isinstance(connection, JsonLineSocket):  # the listener
                 self._accept()
-            elif key.fileobj in self._known or key.fileobj in self._unauthenticated:  # `_accept` may have closed it
-                self._receive(key.fileobj)
+            elif connection in self._known or connection in self._unauthenticated:  # `_accept` may have closed it
+                self._receive(connection)
         for connection, since in list(self._unauthenticated.items()):
             if time.monotonic() - since > HELLO_S:
                 self._forget(connection)
@@ -119,9 +118,9 @@ class Watch:
 
     def summary(self) -> str:
         """Return the state of the ranks in one short line; "" if there is nothing to report."""
-        here = sum(s.here for s in self.states)
-        if here < len(self.states):
-            return f"waiting for ranks ({here} of {len(self.states)} have started)"
+        started = sum(s.here for s in self.states)
+        if started < len(self.states):
+            return f"waiting for ranks ({started} of {len(self.states)} have started)"
         now = time.monotonic()
         lossy = [
             s
@@ -139,7 +138,7 @@ class Watch:
         return f"{worst.name} quiet for {_quiet_s(worst, now):.0f} s ({worst.where})"
 
     def _in_reach(self) -> list[RankState]:
-        """Return the ranks with a recent report. Other ranks get commands too, but nothing waits for their answers."""
+        """Return the ranks with a recent report. Nothing waits for the answers of other ranks."""
         now = time.monotonic()
         return [self.states[rank] for rank in self._known.values() if now - self.states[rank].heard < IN_REACH_S]
 
@@ -172,7 +171,7 @@ class Watch:
         self._unauthenticated[connection] = time.monotonic()
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _receive(self, connection: Any) -> None:
+    def _receive(self, connection: JsonLineSocket) -> None:
         try:
             for message in connection.receive():
                 if connection in self._unauthenticated:
@@ -206,10 +205,8 @@ class Watch:
         elif isinstance(message, Ended):
             if message.failure and message.failure.rank != state.rank:
                 raise InvalidMessage("another rank's failure")
-            state.ended, state.beat = (
-                message.ended,
-                {**state.beat, **message.last.model_dump(exclude_unset=True)},
-            )
+            state.ended = message.ended
+            state.beat |= message.last.model_dump(exclude_unset=True)
             state.failure = message.failure and message.failure.model_dump(exclude_unset=True)
         else:
             self._stacks.add(state.rank)
@@ -238,7 +235,7 @@ class RanksOutcome:
 def supervise(
     ranks: AbstractContextManager[subprocess.Popen[bytes]], watch: Watch, folder: RunFolder, tick: Callable[[], None]
 ) -> RanksOutcome:
-    """Watch the ranks until they end; call `tick` about ten times a second.
+    """Watch the ranks until they end. Call `tick` about ten times a second.
 
     On the first failure save stack traces and kill all reachable ranks.
     """
@@ -261,7 +258,7 @@ def supervise(
 
 
 def _end_ranks(verdict: FailureVerdict, watch: Watch, folder: RunFolder) -> FailureVerdict:
-    """Save useful stack traces, kill all ranks, and record the fault; return the verdict with the traces' folder."""
+    """Save stack traces, kill all ranks and record the fault. Return the verdict to show."""
     decided = time.monotonic()
     if verdict.problem.kind == "rank-ended":
         watch.await_failures()  # if a rank lost a peer, the peer's report may come later
@@ -288,7 +285,7 @@ def _end_ranks(verdict: FailureVerdict, watch: Watch, folder: RunFolder) -> Fail
 
 
 def _move_stacks(folder: RunFolder) -> Path | None:
-    """Move the stack traces to a folder that later starts keep; return the folder, or None without traces."""
+    """Move the stack traces to a folder that later starts keep. Return it; None without traces."""
     files = [path for path in folder.logs.glob("rank-*.stacks.txt") if path.stat().st_size]
     if not files:
         return None

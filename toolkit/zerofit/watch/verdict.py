@@ -1,4 +1,4 @@
-"""The verdict on a run from its ranks' last reports. Only this module decides the cause of a failure."""
+"""The verdict on a run from its ranks' last reports."""
 
 from __future__ import annotations
 
@@ -167,20 +167,24 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
 
 
 def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
-    """Find a hang: all ranks are alive, but no rank makes progress. Name the ranks that block the others."""
+    """Find a hang: all ranks are alive, but no rank makes progress."""
     alive = [s for s in states if s.ended is None]
     if not alive or any("still_s" not in s.beat for s in alive):
         return None
     steady = all(s.beat["training"] and s.beat["warm"] and s.beat["phase"] != "data" for s in alive)
+    seconds = min(s.beat["still_s"] for s in alive)
     lossy = [s for s in alive if s.beat.get("resending")]
-    if lossy:
-        return _lossy(lossy, alive, now, timeout_s)
+    if lossy:  # a network that loses packets is no hang: ranks may wait for long
+        if seconds <= timeout_s * PATIENT:
+            return None
+        message = f"no rank has made progress for {seconds:.0f} s; {lossy[0].name} retransmits without an answer"
+        hint = f"the network of {lossy[0].host} loses packets: check the link and the error counters (ip -s link)"
+        return _verdict("network", message, hint, lossy, now)
     limit = timeout_s if steady else timeout_s * PATIENT
-    # for Python a long step on a GPU is one long wait
+    # a long step on a GPU is one long wait for Python
     limit = max(limit, USUAL * max(s.beat.get("longest_still_s", 0.0) for s in alive))
     if any(s.beat.get("state") == "disk-sleep" for s in alive):
         limit = max(limit, DISK_S)
-    seconds = min(s.beat["still_s"] for s in alive)
     if seconds <= limit:
         return None
     behind = _behind(alive)
@@ -194,31 +198,18 @@ def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> Fai
     return _verdict("hang", message, hint, behind, now)
 
 
-def _lossy(
-    lossy: Sequence[RankState], alive: Sequence[RankState], now: float, timeout_s: float
-) -> FailureVerdict | None:
-    """Return a verdict on ranks whose network loses packets; None if a rank progressed within PATIENT * `timeout_s`."""
-    seconds = min(s.beat["still_s"] for s in alive)
-    if seconds <= timeout_s * PATIENT:
-        return None
-    message = f"no rank has made progress for {seconds:.0f} s; {lossy[0].name} retransmits without an answer"
-    hint = f"the network of {lossy[0].host} loses packets: check the link and the error counters (ip -s link)"
-    return _verdict("network", message, hint, lossy, now)
-
-
 def _behind(alive: Sequence[RankState]) -> list[RankState]:
-    """Find the ranks that block the others.
-
-    If only some ranks are outside a collective, return these. Otherwise, if the steps differ, return the ranks in the
-    earliest step. Otherwise, return the ranks whose current call is shared by the fewest ranks.
-    """
+    """Find the ranks that block the others."""
+    # ranks in a collective wait for those outside
     outside = [s for s in alive if not s.beat.get("collective")]
     if outside and len(outside) < len(alive):
         return outside
+    # ranks of a later step wait for those of the first
     first = min(s.beat["step"] for s in alive)
     early = [s for s in alive if s.beat["step"] == first]
     if len(early) < len(alive):
         return early
+    # the rank that took another branch is in a call that few ranks share
     calls = [(s.beat["phase"], s.beat.get("collective"), s.beat.get("at")) for s in alive]
     rarest = min(calls, key=calls.count)
     return [s for s, call in zip(alive, calls, strict=True) if call == rarest]
