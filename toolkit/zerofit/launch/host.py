@@ -1,4 +1,4 @@
-"""Facts about this host: devices, the environment for ranks, routes to other hosts, leftover processes of a launch."""
+"""Facts about this host: devices, ranks' environment, routes to other hosts, processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def this_machine() -> Machine:
 
 
 def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of `ranks` on one host: accelerator, threads per rank, a folder for compiled ops.
+    """Return the environment of `ranks` on one host: accelerator, threads, a folder for ops.
 
     Keep the variables of `base` (default: os.environ). Exceptions: PYTHONSAFEPATH is set to 1, the folder of this
     environment's programs is first in PATH, and TORCH_CUDA_ARCH_LIST is cleared if DeepSpeed cannot parse it.
@@ -73,27 +73,23 @@ def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str
 
 
 def with_own_programs(path: str) -> str:
-    """Return a PATH with the programs of this environment first.
-
-    The ninja of this environment compiles and checks the ops. If the system's ninja has a different version, it would
-    silently compile all ops again.
-    """
+    """Return a PATH with the programs of this environment first."""
+    # The ninja of this environment compiles and checks the ops. If the system's ninja has a different version, it would
+    # silently compile all ops again.
     own = str(Path(sys.executable).parent)
     return path if path.split(os.pathsep)[0] == own else f"{own}{os.pathsep}{path}"
 
 
 def ops_folder() -> Path:
-    """Return the folder of compiled C++ ops.
-
-    Each environment has its own folder. Otherwise environments would rebuild each other's ops.
-    """
+    """Return the folder of compiled C++ ops."""
+    # each environment has its own, or environments would rebuild each other's ops
     versions = [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
     key = hashlib.sha256("\n".join([sys.prefix, sys.version, *versions]).encode()).hexdigest()[:12]
     return cache_root() / "ops" / key
 
 
 def address_to(other: str) -> str | None:
-    """Return this host's address on the route to another host (name or IPv4 address); None without a route."""
+    """Return this host's address on the route to another host; None without a route."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((other, 9))  # sends nothing
@@ -110,8 +106,9 @@ def interface_to(other: str) -> str | None:
 
 def interface_of(address: str) -> str | None:
     """Return the name of this host's interface with this address."""
-    plain, rows = address.split("%")[0], psutil.net_if_addrs().items()  # "%" begins the scope of an IPv6 address
-    return next((name for name, own in rows if any(a.address.split("%")[0] == plain for a in own)), None)
+    plain = address.split("%")[0]  # "%" begins the scope of an IPv6 address
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, own in interfaces if any(a.address.split("%")[0] == plain for a in own)), None)
 
 
 def unrelated_processes() -> Iterator[psutil.Process]:
@@ -121,7 +118,7 @@ def unrelated_processes() -> Iterator[psutil.Process]:
 
 
 def run_id_of(pid: int) -> str | None:
-    """Return the run id in a process's environment; None if it has none, or for another user's process."""
+    """Return the run id in a process's environment; None if it has none or is another user's."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Hosts and their slots: the deepspeed launcher's hostfile, read strictly, with its include and exclude filters."""
+"""Hosts and their slots, from the deepspeed launcher's hostfile and its filters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class Host:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Read the hosts in order: lines `name slots=N`, blank lines and # comments. Raises UserError with all problems."""
+    """Return the hosts of the lines `name slots=N`, in order. Skip blank lines and # comments.
+
+    Raises UserError with all problems.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -93,9 +96,10 @@ def _other_form(name: str) -> str:
 
 
 def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
-    """Return the hosts that a filter selects: `node1@node2:0,2` means all of node1 and devices 0 and 2 of node2.
+    """Return the hosts that a filter selects.
 
-    Raises UserError for names and devices that are not in the hostfile, or if no host is selected.
+    `node1@node2:0,2` means all of node1 and devices 0 and 2 of node2. Raises UserError for names and devices that are
+    not in the hostfile, or if no host is selected.
     """
     if include and exclude:
         problem = Problem(kind="conflict", message="--include and --exclude are both given", hint="use one of them")
@@ -104,7 +108,7 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
         return tuple(hosts)
     flag = "--include" if include else "--exclude"
     problems = Problems()
-    named = _picked(include or exclude or "", {h.name: h for h in hosts}, flag, problems)
+    named = _named_devices(include or exclude or "", {h.name: h for h in hosts}, flag, problems)
     problems.raise_if_any()
     selected = []
     for host in hosts:
@@ -118,8 +122,8 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
     return tuple(selected)
 
 
-def _picked(text: str, hosts: Mapping[str, Host], flag: str, problems: Problems) -> dict[str, set[int]]:
-    """Return the devices that a filter names, by host; parts for the same host add up, as in DeepSpeed."""
+def _named_devices(text: str, hosts: Mapping[str, Host], flag: str, problems: Problems) -> dict[str, set[int]]:
+    """Return the devices that a filter names, by host. Parts for the same host add up."""
     picked, complete = dict[str, set[int]](), set[str]()
     for part in text.split("@"):
         name, colon, ids = part.partition(":")

@@ -42,7 +42,7 @@ def check_counts(counts: Mapping[str, int], problems: Problems) -> None:
 
 
 def check_texts(texts: Iterable[tuple[str, str]], problems: Problems) -> None:
-    """Add a problem for each text that a UTF-8 file of commands cannot contain. `texts`: (flag, text) pairs."""
+    """Add a problem for each of the (flag, text) pairs that a UTF-8 file cannot contain."""
     for knob, text in texts:
         found = next((ch for ch in text if ch in "\0\r" or "\ud800" <= ch <= "\udfff"), None)
         if found:

@@ -1,4 +1,4 @@
-"""Manifests for Kubeflow: a TrainJob with its runtime (Trainer 2), or a PyTorchJob (Training Operator 1).
+"""Manifests for Kubeflow: a TrainJob (Trainer 2), or a PyTorchJob (Training Operator 1).
 
 Each pod is a node. It runs `zerofit launch --no-ssh`, whose arguments Kubernetes passes without a shell. The operator
 puts the pod's number and the first pod's address into the environment, and Kubernetes expands them in the arguments as
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -18,7 +18,7 @@ from zerofit.launch.job_file import SchedulerJob, check_counts, check_environmen
 from zerofit.spec.errors import Problems
 
 Kind = Literal["trainjob", "pytorchjob"]
-Data = dict[str, Any]
+Data = dict[str, object]
 
 BAD_INPUT = 2  # zerofit's exit code for errors that a restart cannot fix
 # JobSet and the operator derive DNS names (at most 63 letters) from the job: NAME-worker-123-abcde
@@ -87,7 +87,7 @@ def _train_job(job: KubernetesJob) -> list[Data]:
 
 
 def _pytorch_job(job: KubernetesJob) -> Data:
-    """Return a job with pod 0 as master and the others as workers; failed containers restart in their pods."""
+    """Return a job with pod 0 as master. Failed containers restart in their pods."""
     container = {**_command(job, "pytorchjob"), "resources": _resources(job)}
     template = {"spec": _pod(job, "pytorch", container)}
     replicas = {"Master": 1} | ({"Worker": job.nodes - 1} if job.nodes > 1 else {})
@@ -104,7 +104,8 @@ def _pytorch_job(job: KubernetesJob) -> Data:
 
 
 def _pod(job: KubernetesJob, name: str, container: Data) -> Data:
-    """Return a pod with the shared volume and more shared memory than Docker's 64 MiB, for loaders and NCCL."""
+    """Return a pod with the shared volume and with shared memory."""
+    # data loaders and NCCL need more shared memory than Docker's 64 MiB
     mounts = [{"name": "runs", "mountPath": job.mount}, {"name": "shm", "mountPath": "/dev/shm"}]
     volumes = [
         {"name": "runs", "persistentVolumeClaim": {"claimName": job.claim}},
@@ -124,7 +125,8 @@ def _command(job: KubernetesJob, kind: Kind) -> Data:
     for name in job.secret_env:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": job.secret, "key": name}}})
     args = [*command, *place, *(_literal(word) for word in literals)]
-    return {"command": ["zerofit"], "args": args} | ({"env": env} if env else {})
+    command_and_args: Data = {"command": ["zerofit"], "args": args}
+    return command_and_args | ({"env": env} if env else {})
 
 
 def _literal(text: str) -> str:

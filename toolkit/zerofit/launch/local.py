@@ -1,4 +1,4 @@
-"""Where and how ranks are launched (`LaunchSite`), and the launcher's process on this machine."""
+"""Where and how ranks are launched, and the launcher's process on this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GUARD = Path(__file__).parents[1] / "watch" / "rank_guard.py"
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSite:
-    """The hosts and devices for the ranks of one launch, and the command that starts these ranks."""
+    """The hosts and devices for the ranks of a launch, and the command that starts them."""
 
     hosts: tuple[str, ...]  # one per rank
     addresses: Mapping[str, str]  # by host: this command's address as seen from that host
@@ -73,11 +73,9 @@ def local_site(job: Job, machine: Machine) -> LaunchSite:
 
 
 def free_port() -> int:
-    """Return a free TCP port in a range from which no system assigns ports.
-
-    Rank 0 listens seconds later, after importing torch. Until then, the system could assign a port outside this range
-    to another process.
-    """
+    """Return a free TCP port in a range from which no system assigns ports."""
+    # Rank 0 listens seconds later, after importing torch. Until then, the system could assign a port outside this range
+    # to another process.
     for port in random.SystemRandom().sample(NEVER_GIVEN, len(NEVER_GIVEN)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
@@ -90,8 +88,8 @@ def free_port() -> int:
 def started(
     folder: RunFolder, argv: Sequence[str], env: Mapping[str, str], cwd: str | None, *, handle_signals: bool = False
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the launcher's process during the block. At the end, kill its remaining processes on this host."""
-    with _requests_handed_on(folder) if handle_signals else nullcontext():
+    """Run the launcher's process during the block. At the end, kill its processes on this host."""
+    with _requests_passed_on(folder) if handle_signals else nullcontext():
         with (folder.logs / "launcher.log").open("ab", buffering=0) as log:
             log.write(f"{STARTED} {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode())
             process = subprocess.Popen(
@@ -104,20 +102,21 @@ def started(
 
 
 @contextmanager
-def _requests_handed_on(folder: RunFolder) -> Iterator[None]:
-    """Pass the first stop request (SIGTERM, SIGUSR1, a closed terminal) to the ranks, which save and stop.
+def _requests_passed_on(folder: RunFolder) -> Iterator[None]:
+    """Pass the first stop request to the ranks, which save and stop.
 
-    A later request ends the block with KeyboardInterrupt, like Ctrl-C.
+    A stop request is SIGTERM, SIGUSR1 or a closed terminal. A later request ends the block with KeyboardInterrupt, like
+    Ctrl-C.
     """
-    asked: list[float] = []
+    times: list[float] = []
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        asked.append(time.monotonic())
-        if asked[-1] - asked[0] > SAME_S:
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        times.append(time.monotonic())
+        if times[-1] - times[0] > SAME_S:
             signal.default_int_handler(number, frame)
         folder.stop_request.touch()
 
-    former = {number: signal.signal(number, hand_on) for number in stop_requests()}
+    former = {number: signal.signal(number, pass_on) for number in stop_requests()}
     try:
         yield
     finally:
@@ -126,10 +125,8 @@ def _requests_handed_on(folder: RunFolder) -> Iterator[None]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the launcher, whose ranks were asked to stop, and kill the remaining processes of its session.
-
-    The launcher gets no SIGTERM: DeepSpeed's runner would run `pkill` on all hosts, which also kills other runs.
-    """
+    """Wait for the launcher, whose ranks were asked to stop, and kill the rest of its session."""
+    # no SIGTERM: DeepSpeed's runner would run `pkill` on all hosts, which also kills other runs
     try:
         process.wait(GRACE_S)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,8 @@
-"""The launcher of this machine's ranks. It imports neither torch nor DeepSpeed, so ranks start seconds earlier.
+"""The launcher of this machine's ranks.
 
-DeepSpeed's launcher (deepspeed/launcher/launch.py) would also overwrite CUDA_VISIBLE_DEVICES with the first GPUs, so
-that a run would use other GPUs than those that the user chose.
+It imports neither torch nor DeepSpeed, so ranks start seconds earlier than with deepspeed/launcher/launch.py.
+DeepSpeed's launcher would also overwrite CUDA_VISIBLE_DEVICES with the first GPUs. A run would use other GPUs than the
+user chose.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ KILL_S = 30.0  # time for ranks to save and exit after SIGTERM, as under DeepSpe
 
 
 def main() -> int:
-    """Start a program once per rank: `python -m zerofit.launch.local_ranks PID RANKS PORT [--module] PROGRAM ARGS...`.
+    """Start a program once per rank.
 
-    Ends when process PID ends. Returns 0 when all ranks have ended with 0. When a rank fails, ends the others and
-    returns its exit code. Ignores SIGUSR1, with which a scheduler asks all processes to stop: the ranks handle it and
-    save.
+    `python -m zerofit.launch.local_ranks PID RANKS PORT [--module] PROGRAM ARGS...`. Ends when process PID ends.
+    Returns 0 when all ranks have ended with 0. When a rank fails, ends the others and returns its exit code. Ignores
+    SIGUSR1, with which a scheduler asks all processes to stop: the ranks handle it and save.
     """
     end_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     ranks, port, program = int(sys.argv[2]), sys.argv[3], sys.argv[4:]
     command = [sys.executable, "-u", *(["-m", *program[1:]] if program[0] == "--module" else program)]
+    addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    # CROSS_*: host and number of hosts, for DeepSpeed's checkpoint writer
+    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "CROSS_RANK": "0", "CROSS_SIZE": "1"}
     running: list[subprocess.Popen[bytes]] = []
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -42,7 +46,8 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     for rank in range(ranks):
-        running.append(subprocess.Popen(command, env=_environment(rank, ranks, port)))
+        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        running.append(subprocess.Popen(command, env={**os.environ, **addresses, **sizes, **numbers}))
     while running:
         time.sleep(POLL_S)
         failed = next((process for process in running if process.poll()), None)
@@ -55,24 +60,17 @@ def main() -> int:
     return 0
 
 
-def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_SIZE": ranks}
-    place |= {"CROSS_RANK": 0, "CROSS_SIZE": 1}  # host and number of hosts, for DeepSpeed's checkpoint writer
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return {**os.environ, **address, **{name: str(value) for name, value in place.items()}}
-
-
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End processes and all their children: SIGTERM first, SIGKILL for those that remain after KILL_S."""
-    found: list[psutil.Process] = []
+    """End processes and all their children with SIGTERM, after KILL_S with SIGKILL."""
+    descendants: list[psutil.Process] = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             rank = psutil.Process(process.pid)
-            found += [*rank.children(recursive=True), rank]
-    for process in found:
+            descendants += [*rank.children(recursive=True), rank]
+    for process in descendants:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
-    for process in psutil.wait_procs(found, timeout=KILL_S)[1]:
+    for process in psutil.wait_procs(descendants, timeout=KILL_S)[1]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
 

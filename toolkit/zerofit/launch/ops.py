@@ -1,4 +1,4 @@
-"""Compile DeepSpeed's C++ ops before the ranks start. Only the ops that the run needs are compiled."""
+"""Compile the C++ ops of DeepSpeed that a run needs, before its ranks start."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,11 @@ def libaio_problems(config: Mapping[str, object], found: Mapping[str, bool] | No
     zero = config.get("zero_optimization")
     blocks = {part: zero.get(part) for part in OFFLOADS} if isinstance(zero, Mapping) else {}
     nvme = [part for part, block in blocks.items() if isinstance(block, Mapping) and block.get("device") == "nvme"]
-    if not nvme or _has_prebuilt_aio():
+    if not nvme:
+        return []
+    # the op is there already if DeepSpeed was installed with DS_BUILD_OPS=1
+    deepspeed = importlib.util.find_spec("deepspeed")
+    if deepspeed and deepspeed.origin and [*Path(deepspeed.origin).parent.glob("ops/*/async_io_op*.so")]:
         return []
     missing = [part for part, is_there in (libaio() if found is None else found).items() if not is_there]
     if not missing:
@@ -74,12 +79,6 @@ def libaio_problems(config: Mapping[str, object], found: Mapping[str, bool] | No
     if missing == ["compiler"]:
         message, hint = "NVMe offload compiles one of DeepSpeed's C++ ops, but there is no C++ compiler", "install g++"
     return [Problem(kind="libaio", message=message, hint=hint, where=f"zero_optimization.{nvme[0]}.device")]
-
-
-def _has_prebuilt_aio() -> bool:
-    """Return whether DeepSpeed was installed with the op async_io prebuilt (DS_BUILD_OPS=1)."""
-    spec = importlib.util.find_spec("deepspeed")
-    return bool(spec and spec.origin and list(Path(spec.origin).parent.glob("ops/*/async_io_op*.so")))
 
 
 def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None]) -> None:
@@ -102,19 +101,15 @@ def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None
 
 
 def _built(env: Mapping[str, str], op: str) -> Path:
-    """Return the file that marks an op as compiled by this environment on this host (for its processor and GPU).
-
-    Without this file, a new process would have to import DeepSpeed (6 s) and ask its builder. If the file exists
-    but the op is missing, the builder in each rank compiles the op.
-    """
+    """Return the file that marks an op as compiled by this environment on this host."""
+    # Without this file, a new process would have to import DeepSpeed (6 s) and ask its builder. If the file exists but
+    # the op is missing, the builder in each rank compiles the op. Ops differ by the host's processor and GPU.
     return Path(env["TORCH_EXTENSIONS_DIR"]) / f".{op}.{ops_folder().name}.{socket.gethostname()}.built"
 
 
 def _is_built(env: Mapping[str, str], op: str) -> bool:
-    """Return whether an op was compiled after its sources and torch's headers were installed.
-
-    An op compiled before a reinstallation of the same version does not count: a rank would silently recompile it.
-    """
+    """Return whether an op was compiled after its sources and torch's headers were installed."""
+    # ranks silently recompile an op from before a reinstallation of the same version
     built = _built(env, op)
     specs = [importlib.util.find_spec(name) for name in ("torch", "deepspeed")]
     installed = max(Path(spec.origin).stat().st_mtime for spec in specs if spec and spec.origin)
@@ -159,9 +154,9 @@ def end_session(session: int) -> None:
 
 
 def build(parent: int, op: str) -> None:
-    """Compile an op unless it is compiled: `python -m zerofit.launch.ops PARENT OP`. Ends with its parent.
+    """Compile an op unless it is compiled: `python -m zerofit.launch.ops PARENT OP`.
 
-    Raises AssertionError if this machine lacks what the op needs.
+    Ends with its parent. Raises AssertionError if this machine lacks what the op needs.
     """
 
     def end(*_: object) -> None:
@@ -186,13 +181,11 @@ def locks_by_existence() -> bool:
 
 
 def clear_stale_locks(folder: Path, show: Callable[[str], None]) -> None:
-    """Remove lock files of op builds whose owner was killed, and wait for locks whose owner is alive.
-
-    torch 2.14 locks `FOLDER/OP/lock` in the kernel, which releases the lock when its holder dies, so nothing needs to
-    be done. Older versions create the file for a build, keep it open, and remove it at the end
-    (torch.utils.file_baton). Other processes wait for it silently; they wait forever if the owner of the file was
-    killed. The file does not name its owner, but /proc shows which process has the file open.
-    """
+    """Remove lock files of killed op builds, and wait for locks of running builds."""
+    # torch 2.14 locks `FOLDER/OP/lock` in the kernel, which releases the lock when its holder dies, so nothing needs to
+    # be done. Older versions create the file for a build, keep it open, and remove it at the end
+    # (torch.utils.file_baton). Other processes wait for it silently; they wait forever if the owner of the file was
+    # killed. The file does not name its owner, but /proc shows which process has the file open.
     if not locks_by_existence():
         return
     for lock in sorted(folder.glob("*/lock")):
@@ -206,22 +199,25 @@ def clear_stale_locks(folder: Path, show: Callable[[str], None]) -> None:
 
 
 def lock_owner(lock: Path) -> str | None:
-    """Return a description of the process that builds in the lock's folder; None if there is none."""
+    """Return which process builds in the lock's folder, in words; None if there is none."""
     for process in psutil.process_iter():
         if process.pid != os.getpid() and _at_work(process.pid, lock.parent):
             return f"process {process.pid}"
     if _file_system(lock.parent) in REMOTE:
-        changed = max(_changed(path) for path in (lock.parent, *lock.parent.iterdir()))
+        changed = 0.0
+        for path in (lock.parent, *lock.parent.iterdir()):
+            with suppress(OSError):  # removed by the build
+                changed = max(changed, path.stat().st_mtime)
         if time.time() - changed < QUIET_S:
             return "another host that shares this folder"
     return None
 
 
 def _at_work(pid: int, folder: Path) -> bool:
-    """Return whether a process runs in `folder` or has a file in it open (the lock, a compiler's output)."""
-    place = Path(f"/proc/{pid}")
+    """Return whether a process runs in `folder` or has a file in it open."""
+    process = Path(f"/proc/{pid}")
     try:
-        links = [place / "cwd", *(place / "fd").iterdir()]
+        links = [process / "cwd", *(process / "fd").iterdir()]
     except OSError:  # the process has ended, or belongs to another user, who cannot write there
         return False
     real = os.path.realpath(folder)
@@ -233,13 +229,6 @@ def _at_work(pid: int, folder: Path) -> bool:
         if target == real or target.startswith(real + os.sep):
             return True
     return False
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _file_system(path: Path) -> str:

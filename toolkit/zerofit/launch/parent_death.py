@@ -1,4 +1,4 @@
-"""Processes that end with the process that started them, so a killed command leaves no ranks training."""
+"""Processes that end with their parent, so a killed command leaves no ranks training."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIG
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, sent)
+    # the kernel sends nothing if the parent has ended before the call
     if os.getppid() != parent if parent else os.getppid() == 1:
         os._exit(1)
 
 
 def main() -> None:
-    """Run a module that ends when process PID ends: `python -m zerofit.launch.parent_death PID MODULE ARGS...`.
+    """Run a module that ends when process PID ends.
 
-    Ignores SIGUSR1, with which a scheduler asks all processes to stop: the ranks handle it and save.
+    `python -m zerofit.launch.parent_death PID MODULE ARGS...`. Ignores SIGUSR1, with which a scheduler asks all
+    processes to stop: the ranks handle it and save.
     """
     end_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

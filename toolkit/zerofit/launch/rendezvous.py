@@ -1,6 +1,7 @@
-"""The rendezvous of a launcher's processes before their run: they report, and the first process sends orders.
+"""The rendezvous of a launcher's processes before their run.
 
-The rendezvous uses torch's TCPStore on a known port: torchrun's store, or else a store that the first process opens.
+They report to the first process, which sends orders. The rendezvous uses torch's TCPStore on a known port: torchrun's
+store, or else a store that the first process opens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Keep torch, imported within the block, from logging every connection attempt on standard error."""
+    """Keep torch, imported within the block, from logging every connection attempt."""
     is_set = LOG_LEVEL in os.environ
     os.environ.setdefault(LOG_LEVEL, "ERROR")
     try:
@@ -44,13 +45,14 @@ def quiet_torch() -> Iterator[None]:
 #   left        counts the processes that have read the last order   `leave`, `dismiss`
 #
 # The first process stays until all have left, since the store ends with it (unless it is torchrun's).
-
-
 class Rendezvous:
     """One process's side of the rendezvous."""
 
     def __init__(self, world: World):
-        """Open or connect to the store. Raises UserError if its port is taken, RunFailed if it is unreachable."""
+        """Open or connect to the store.
+
+        Raises UserError if its port is taken, RunFailed if it is unreachable.
+        """
         with quiet_torch():
             from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -71,7 +73,7 @@ class Rendezvous:
         self._store.set(f"rank-{self._world.rank}", json.dumps(facts))
 
     def reports(self, show: Callable[[str], None]) -> list[Any]:
-        """Return the report of each process, in the order of ranks. Raises RunFailed if some are missing."""
+        """Return the processes' reports in the order of ranks. Raises RunFailed if some are missing."""
         keys = [f"rank-{rank}" for rank in range(self._world.size)]
         return [json.loads(text) for text in self._all(keys, PATIENCE_S, show)]
 
@@ -80,7 +82,10 @@ class Rendezvous:
         self._store.set(f"order-{next(self._orders)}", json.dumps(order))
 
     def orders(self) -> Iterator[dict[str, Any]]:
-        """Yield the first process's orders. Raises RunFailed if the first process does not arrive or has died."""
+        """Yield the first process's orders.
+
+        Raises RunFailed if the first process does not arrive or has died.
+        """
         for number in itertools.count():
             try:
                 if number == 0:
@@ -98,8 +103,8 @@ class Rendezvous:
     def answers(self) -> dict[int, str]:
         """Return the other processes' answers by rank. Raises RunFailed if some are missing."""
         ranks = range(1, self._world.size)
-        found = self._all([f"answer-{rank}" for rank in ranks], PATIENCE_S, lambda _: None)
-        return {rank: text.decode() for rank, text in zip(ranks, found, strict=True)}
+        texts = self._all([f"answer-{rank}" for rank in ranks], PATIENCE_S, lambda _: None)
+        return {rank: text.decode() for rank, text in zip(ranks, texts, strict=True)}
 
     def leave(self) -> None:
         """Confirm to the first process that its last order was read."""
@@ -122,7 +127,7 @@ class Rendezvous:
         return self._kept.get(name).decode() if self._kept and self._kept.check([name]) else None
 
     def _all(self, keys: Sequence[str], patience_s: float, show: Callable[[str], None]) -> list[bytes]:
-        """Wait until all keys exist, and return their values. `show` gets messages about missing processes."""
+        """Wait until all keys exist, and return their values. `show` gets messages while it waits."""
         deadline, reported = time.monotonic() + patience_s, time.monotonic()
         while not self._store.check(list(keys)):
             missing = [key.rpartition("-")[2] for key in keys if not self._store.check([key])]

@@ -54,11 +54,11 @@ class CommandLock:
         self._stack, self._progress = stack, progress
 
     def take(self, folder: RunFolder) -> None:
-        """Lock the folder, or wait for ranks of an earlier start if it is locked already. Raises UserError."""
+        """Lock the folder. Raises UserError."""
         if self.folder is None:
             self._stack.enter_context(held(folder, self._progress))
             self.folder = folder
-        else:
+        else:  # a restart by the same command
             wait_for_ranks(folder, self._progress)
 
 

@@ -1,4 +1,4 @@
-"""Starts ranks on many hosts with DeepSpeed's multi-node runner: builds its command and a clean environment."""
+"""The command and the environment of DeepSpeed's multi-node runner, which starts many hosts."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def runner_environment(logs: Path, plain: Mapping[str, str]) -> dict[str, str]:
 
 
 def forwarded(variables: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables of `--env`: NAME (with its value in this process) or NAME=VALUE.
+    """Return the variables of `--env`: NAME=VALUE, or NAME with its value in this process.
 
     Raises UserError for a name that is not set.
     """
@@ -119,7 +119,10 @@ def forwarded(variables: Sequence[str]) -> dict[str, str]:
 
 
 def forwarded_always() -> dict[str, str]:
-    """Return the variables that every launch forwards: those that training reads, and those in .deepspeed_env files."""
+    """Return the variables that every launch forwards.
+
+    These are the variables that training reads, and those in .deepspeed_env files.
+    """
     env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) and k not in NOT_FORWARDED}
     for file in ENV_FILES:
         path = file.expanduser()
@@ -131,9 +134,10 @@ def forwarded_always() -> dict[str, str]:
 
 
 def allocated(env: Mapping[str, str], hosts: Sequence[str]) -> tuple[Host, ...]:
-    """Return the hosts of a Slurm allocation, which `scontrol show hostnames` lists; one rank per task or GPU.
+    """Return the hosts of a Slurm allocation, with one rank per task or GPU.
 
-    Raises UserError if the number of ranks per host is unknown.
+    `hosts`: the names that `scontrol show hostnames` lists. Raises UserError if the number of ranks per host is
+    unknown.
     """
     for name in ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE"):
         if env.get(name, "").isdigit() and int(env[name]):

@@ -1,4 +1,4 @@
-"""The sbatch file: runs `zerofit launch` in an allocation, saves before the time limit and requeues the job."""
+"""The sbatch file: run `zerofit launch`, save before the time limit, requeue the job."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def sbatch_text(job: SlurmJob) -> str:
 
 
 def env_file_text(env: Mapping[str, str]) -> str:
-    """Return the shell lines that set these variables. Raises UserError for unsupported names and values."""
+    """Return shell lines that set these variables. Raises UserError for unsupported ones."""
     problems = Problems()
     check_texts([("--env", value) for value in env.values()], problems)
     check_environment(env, problems)
@@ -151,13 +151,13 @@ def _check_time(job: SlurmJob, problems: Problems) -> None:
 
 def seconds(time: str) -> int | None:
     """Return a Slurm time limit in seconds; None if it is invalid or 0."""
-    found = TIME.fullmatch(time) if time.isascii() else None
-    if not found:
+    match = TIME.fullmatch(time) if time.isascii() else None
+    if not match:
         return None
-    parts = [int(part) for part in found["rest"].split(":")]
-    if found["days"]:
+    parts = [int(part) for part in match["rest"].split(":")]
+    if match["days"]:
         parts = [*parts, 0, 0][:3]  # hours come first
     elif len(parts) < 3:
         parts = [0, *parts, 0][:3]  # minutes come first
     hours, minutes, secs = parts
-    return int(found["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + secs or None
+    return int(match["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + secs or None

@@ -30,8 +30,6 @@ NEVER_GIVEN = range(20000, 32768)  # below Linux's net.ipv4.ip_local_port_range 
 # - RANK and WORLD_SIZE without LOCAL_RANK come from a pod or a script, not from a launcher;
 # - Slurm's PMI sets PMI_RANK too, but no local rank;
 # - a Slurm step of a single task is a shell (`srun --pty`). There `zerofit train` uses all devices of the node.
-
-
 class Names(NamedTuple):
     """The variables in which a kind of launcher passes a process its rank."""
 
@@ -86,12 +84,10 @@ class World:
 
 
 def given_world(env: Mapping[str, str]) -> World | None:
-    """Return the world that a launcher's variables describe; None if no launcher started this process.
+    """Return the world that a launcher's variables describe; None if none started this process.
 
-    For a Slurm step of one task return None: there `zerofit train` uses all devices of the node, as in a shell from
-    `srun --pty`. Also return None for the variables of a single pod (RANK and WORLD_SIZE without LOCAL_RANK).
-
-    Raises UserError with everything that is missing or contradictory.
+    Also returns None for a Slurm step of one task, and for the variables of a single pod. Raises UserError with
+    everything that is missing or contradictory.
     """
     names = next((names for names in NAMES if _is_given(names, env)), None)
     if names is None:
@@ -144,11 +140,9 @@ def leave_world(env: MutableMapping[str, str]) -> None:
 
 
 def drop_settings(env: MutableMapping[str, str]) -> None:
-    """Remove settings that launchers make for other programs: accelerate's variables, and threads per process.
-
-    torchrun sets one thread per process unless OMP_NUM_THREADS is set, and accelerate sets a number too. zerofit
-    divides the cores of a host among its ranks.
-    """
+    """Remove settings of launchers for other programs: accelerate's, and threads per process."""
+    # torchrun sets one thread per process unless OMP_NUM_THREADS is set, and accelerate sets a number too. zerofit
+    # divides the cores of a host among its ranks.
     by_accelerate = ACCELERATE in env
     if by_accelerate or ("TORCHELASTIC_RUN_ID" in env and env.get("OMP_NUM_THREADS") == "1"):
         env.pop("OMP_NUM_THREADS", None)
@@ -204,20 +198,22 @@ def hosts_of(members: Sequence[Member], on_gpus: bool) -> tuple[Host, ...]:
             hint = "let all ranks see all GPUs of their host: srun --gpus-per-node=N, without --gpus-per-task"
             problems.add(KIND, message, hint, "CUDA_VISIBLE_DEVICES")
     for member in members:
-        other = [f"{name} {found}" for name, found in member.versions.items() if found != members[0].versions[name]]
-        if other:
-            there = ", ".join(f"{name} {members[0].versions[name]}" for name in (word.split()[0] for word in other))
-            message = f"{member.host} has {', '.join(other)}; rank 0 on {members[0].host} has {there}"
+        first = members[0]
+        different = [name for name, version in member.versions.items() if version != first.versions[name]]
+        if different:
+            own = ", ".join(f"{name} {member.versions[name]}" for name in different)
+            theirs = ", ".join(f"{name} {first.versions[name]}" for name in different)
+            message = f"{member.host} has {own}; rank 0 on {first.host} has {theirs}"
             problems.add(KIND, message, "install the same versions on all hosts", member.host)
             break
     problems.raise_if_any()
-    first = [host[0].host for host in hosts]
-    names = [name if first.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(first)]
+    names = [host[0].host for host in hosts]
+    names = [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)]
     return tuple(Host(name, len(host)) for name, host in zip(names, hosts, strict=True))
 
 
 def threads_of(members: Sequence[Member], hosts: Sequence[Host]) -> int | None:
-    """Return the threads per rank if the launcher has bound each rank to its own cores, else None."""
+    """Return the threads per rank if the launcher has bound each rank to its own cores."""
     bound, first = list[int](), 0
     for host in hosts:
         cores = [member.cores for member in members[first : first + host.slots]]
@@ -252,7 +248,7 @@ def _number(name: str, env: Mapping[str, str], least: int, most: int, problems: 
 
 
 def _port(env: Mapping[str, str], job: str, problems: Problems) -> int:
-    """Return MASTER_PORT, else a port that is computed from the job's number and is the same on all hosts."""
+    """Return MASTER_PORT, else a port that is the same on all hosts."""
     text = env.get("MASTER_PORT")
     if not text:
         return NEVER_GIVEN[zlib.crc32(job.encode()) % len(NEVER_GIVEN)] if job else DEFAULT_PORT
