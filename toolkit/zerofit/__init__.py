@@ -107,15 +107,15 @@ _MODULES = {
     "zerofit.train.callbacks": ("Callback",),
     "zerofit.tune.search": ("TuneResult",),
 }
-_PLACES = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
     """Load a public name from its module."""
-    if name not in _PLACES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'zerofit' has no attribute {name!r}")
     try:
-        module = import_module(_PLACES[name])
+        module = import_module(_MODULE_OF[name])
     except ModuleNotFoundError as error:
         from zerofit.spec.extras import missing_extra
 
@@ -132,10 +132,11 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The class of this module. An import of a package such as `zerofit.plan` does not replace the function `plan`."""
+    """The class of this module. Its functions stay when packages of the same name are imported."""
 
+    # the import of the package zerofit.plan sets the attribute `plan`, which must stay the function
     def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _PLACES and isinstance(value, ModuleType)):
+        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 

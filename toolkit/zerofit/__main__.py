@@ -1,4 +1,4 @@
-"""`python -m zerofit` is the `zerofit` command. Launchers can start it as a module (`torchrun -m zerofit`)."""
+"""`python -m zerofit` is the `zerofit` command, also for launchers (`torchrun -m zerofit`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools for the Hugging Face Trainer: simulation of its training before it starts, and callbacks that watch it.
+"""Tools for the Hugging Face Trainer: simulate its training, and watch it with callbacks.
 
     args = TrainingArguments(..., deepspeed="ds.json")
     zf.hf.simulate("llama-3.2-1b", args, zf.Cluster("h100-80gb", gpus=8), seq_len=2048)
@@ -25,6 +25,8 @@ from typing import Any
 
 import psutil
 import torch
+from torch.utils.data import BatchSampler
+from torch.utils.hooks import RemovableHandle
 from transformers import (
     AutoConfig,
     PretrainedConfig,
@@ -69,7 +71,7 @@ def run_of(
     seq_len: int | None = None,
     on_event: OnEvent | None = None,
 ) -> Run:
-    """Return the run that corresponds to the Trainer's training, with one rank per device of the cluster.
+    """Return the run of the Trainer's training, with one rank per device of the cluster.
 
     Args:
         model: a name known to zerofit or transformers, a folder, a config, or a model.
@@ -81,15 +83,11 @@ def run_of(
     Raises UserError with all settings that the Trainer would refuse or zerofit cannot simulate.
     """
     problems, report = Problems(), Reporter(on_event)
-    name, config = _model(model)
+    name, config = _named_model(model)
     if args.fsdp:
-        problems.add(
-            "trainer",
-            "args.fsdp is set, but zerofit simulates only DeepSpeed here",
-            "set args.deepspeed instead",
-            "args.fsdp",
-        )
-    written = _written(args, report)
+        message = "args.fsdp is set, but zerofit simulates only DeepSpeed here"
+        problems.add("trainer", message, "set args.deepspeed instead", "args.fsdp")
+    written = _deepspeed_json(args, report)
     steps = args.max_steps if args.max_steps > 0 else ASSUMED_STEPS  # only for the schedule
     if get(written, "expert_parallel.enabled") is True:
         message = "expert_parallel in args.deepspeed: AutoEP would replace the Trainer's layers"
@@ -101,9 +99,13 @@ def run_of(
     fields: dict[str, Any] = {key: degree for key, degree in degrees.items() if isinstance(degree, int) and degree > 1}
     if seq_len is not None:
         fields["seq_len"] = seq_len
-    if "optimizer" not in written:
-        fields["optimizer"] = _optimizer(args, problems)
-    filled = problems.attempt(lambda: _filled(written, args, config, cluster.ranks, steps))
+    if "optimizer" not in written:  # then the Trainer creates the one of its arguments
+        optimizer = str(getattr(args.optim, "value", args.optim))
+        if optimizer not in OPTIMIZERS:
+            hint = f"use {', '.join(OPTIMIZERS)}, or an optimizer block in the DeepSpeed JSON"
+            problems.add("trainer", f"args.optim {optimizer} cannot be simulated", hint, "args.optim")
+        fields["optimizer"] = OPTIMIZERS.get(optimizer)
+    filled = problems.attempt(lambda: _with_autos_filled(written, args, config, cluster.ranks, steps))
     problems.raise_if_any()
     assert filled is not None
     if precision_of(None, filled)[0] == "auto":
@@ -131,7 +133,7 @@ def simulate(
     exact: bool = False,
     on_event: OnEvent | None = None,
 ) -> Simulation:
-    """Simulate the Trainer's training (see `run_of`), without allocating the model and without GPUs.
+    """Simulate the Trainer's training (see `run_of`) without allocating the model or using GPUs.
 
     >>> from transformers import LlamaConfig, TrainingArguments
     >>> import zerofit as zf
@@ -146,8 +148,8 @@ def simulate(
     return simulate_run(run, cluster, exact=exact, on_event=on_event)
 
 
-def _model(model: str | PretrainedConfig | PreTrainedModel) -> tuple[str, PretrainedConfig | None]:
-    """Return a model name for zerofit, and the config that determines the Trainer's bucket sizes. Raises UserError."""
+def _named_model(model: str | PretrainedConfig | PreTrainedModel) -> tuple[str, PretrainedConfig | None]:
+    """Return a model name for zerofit and the model's transformers config. Raises UserError."""
     if isinstance(model, str):
         try:
             source = find(model)
@@ -159,7 +161,11 @@ def _model(model: str | PretrainedConfig | PreTrainedModel) -> tuple[str, Pretra
         except ModelError as error:
             if error.kind != "unknown-model":
                 raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint)) from None
-            model = _hub_config(model, error)
+            try:
+                model = AutoConfig.from_pretrained(model)
+            except (OSError, ValueError) as reason:
+                message = f"{error.message}; and transformers: {str(reason).splitlines()[0]}"
+                raise UserError(Problem(kind=error.kind, message=message, hint=error.hint)) from None
     config = model
     if isinstance(model, PreTrainedModel):
         config = model.config
@@ -174,24 +180,8 @@ def _model(model: str | PretrainedConfig | PreTrainedModel) -> tuple[str, Pretra
     return str(file), config
 
 
-def _optimizer(args: TrainingArguments, problems: Problems) -> str | None:
-    name = str(getattr(args.optim, "value", args.optim))
-    if name not in OPTIMIZERS:
-        hint = f"use {', '.join(OPTIMIZERS)}, or an optimizer block in the DeepSpeed JSON"
-        problems.add("trainer", f"args.optim {name} cannot be simulated", hint, "args.optim")
-    return OPTIMIZERS.get(name)
-
-
-def _hub_config(name: str, unknown: ModelError) -> PretrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        message = f"{unknown.message}; and transformers: {str(error).splitlines()[0]}"
-        raise UserError(Problem(kind=unknown.kind, message=message, hint=unknown.hint)) from None
-
-
-def _written(args: TrainingArguments, report: Reporter) -> dict[str, Any]:
-    """Return the user's DeepSpeed JSON, or a minimal JSON if the user has none. Raises UserError."""
+def _deepspeed_json(args: TrainingArguments, report: Reporter) -> dict[str, Any]:
+    """Return the user's DeepSpeed JSON, or a minimal one if there is none. Raises UserError."""
     if isinstance(args.deepspeed, dict):
         return args.deepspeed
     if args.deepspeed:
@@ -215,13 +205,17 @@ class _AsOnCluster:
         return getattr(self._args, name)
 
 
-def _filled(
+def _with_autos_filled(
     written: dict[str, object], args: TrainingArguments, config: PretrainedConfig | None, ranks: int, steps: int
 ) -> dict[str, Any]:
-    """Let transformers fill the JSON's "auto" values. Raises UserError if JSON and arguments disagree."""
-    trainers = getattr(args, "hf_deepspeed_config", None)
+    """Return the JSON with "auto" filled by transformers.
+
+    Raises UserError if the JSON and the arguments disagree.
+    """
+    own_config = getattr(args, "hf_deepspeed_config", None)
     try:
-        filler = HfTrainerDeepSpeedConfig(written)  # until it is reset below, from_pretrained uses this config
+        # makes itself the process's global config, which from_pretrained uses
+        filler = HfTrainerDeepSpeedConfig(written)
         cluster_args = _AsOnCluster(args, ranks)
         filler.trainer_config_process(cluster_args)
         filler.trainer_config_finalize(cluster_args, SimpleNamespace(config=config), steps)  # only reads model.config
@@ -233,7 +227,10 @@ def _filled(
         problem = Problem(kind="trainer", message=str(error), hint=hint, where="args.deepspeed")
         raise UserError(problem) from None
     finally:
-        set_hf_deepspeed_config(trainers) if trainers is not None else unset_hf_deepspeed_config()
+        if own_config is not None:
+            set_hf_deepspeed_config(own_config)
+        else:
+            unset_hf_deepspeed_config()
 
 
 # --- callbacks ---
@@ -246,7 +243,7 @@ def _folder(chosen: Path | str | None, args: TrainingArguments) -> Path:
 
 
 class MemoryAgainstForecast(TrainerCallback):
-    """Compares the memory of this rank with a forecast, and warns once if the memory exceeds the forecast.
+    """Compares the memory of this rank with a forecast. Warns once if it exceeds the forecast.
 
     `forecast` is a simulation or a number of bytes. `measured_bytes` is torch's peak allocation on this rank's GPU.
     On a CPU it is the growth of the process since this callback was created, so create the callback before the
@@ -308,18 +305,19 @@ class NanReport(TrainerCallback):
         self._drawn: _RecordedBatches | None = None
         self._losses: list[tuple[int, torch.Tensor, dict[str, object]]] = []  # of this step: number, loss, batch
         self._count = 0
-        self._hook: Any = None
+        self._hook: RemovableHandle
 
     def on_train_begin(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: Any = None,
+        model: torch.nn.Module | None = None,
         train_dataloader: object = None,
         **_: object,
     ) -> None:
         """Start to record the model's losses and the loader's indices."""
+        assert model is not None  # the Trainer passes it to every callback
         self._count, self._losses = 0, []
         self._hook = model.register_forward_hook(self._forward, with_kwargs=True)
         loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # accelerate wraps torch's loader
@@ -336,6 +334,7 @@ class NanReport(TrainerCallback):
         if module.training and self.finding is None:
             loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", None)
             if isinstance(loss, torch.Tensor):
+                # read at the end of the step: reading it here would wait for the device
                 self._losses.append((self._count, loss.detach(), batch))
             self._count += 1
 
@@ -376,7 +375,7 @@ class NanReport(TrainerCallback):
 class _RecordedBatches:
     """A batch sampler that remembers the indices of its last batches."""
 
-    def __init__(self, sampler: Any):
+    def __init__(self, sampler: BatchSampler):
         self._sampler, self._drawn = sampler, 0
         self._recent: deque[tuple[int, list[int]]] = deque(maxlen=RECENT_BATCHES)
 
@@ -393,7 +392,7 @@ class _RecordedBatches:
         return getattr(self._sampler, name)
 
     def indices(self, number: int) -> list[int] | None:
-        """Return the indices of batch `number`, counted since training began; None if they are no longer stored."""
+        """Return the indices of batch `number` since training began; None if no longer stored."""
         return next((indices for n, indices in self._recent if n == number), None)
 
 

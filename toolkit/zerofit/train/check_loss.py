@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ class LossCheck:
 
     def __init__(self, engines: Iterable[Engine]):
         self._engines = list(engines)
-        self._pending: list[tuple[Tensor, Any]] = []  # whether a loss of any rank is not finite, and the exchange
+        self._pending: list[tuple[Tensor, dist.Work]] = []  # whether a loss of any rank is not finite, and the exchange
         self.losses: list[Tensor] = []  # of this rank's micro batches since the last update
         for engine in self._engines:
             inner_optimizer(engine).register_step_pre_hook(partial(self._before_update, engine))
@@ -33,7 +32,9 @@ class LossCheck:
         """Start to tell all ranks whether a micro batch's loss is finite. Call this before backward."""
         self.losses.append(loss.detach())
         flag = torch.isfinite(loss.detach()).all().logical_not().float()
-        self._pending.append((flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)))
+        exchange = dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)
+        assert exchange is not None  # every rank is in the default group
+        self._pending.append((flag, exchange))
 
     def after_step(self) -> None:
         """Raise RunFailed for a bad loss or, without a dynamic loss scale, for a skipped update."""

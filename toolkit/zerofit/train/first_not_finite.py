@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd import _get_sequence_nr  # pyright: ignore[reportPrivateImportUsage] - torch.fx uses it, too
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -219,7 +219,7 @@ class FirstNotFinite(TorchDispatchMode):
         inputs: Sequence[Tensor],
         output: Tensor,
         depends: frozenset[str],
-        node: Any,
+        node: Node | None,
     ) -> Origin:
         place = _Place(self._modules[-1] if self._modules else "", model_line())
         if node is not None and node._sequence_nr() < _LAST:

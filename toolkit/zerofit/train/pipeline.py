@@ -253,11 +253,12 @@ class _Staged(PipelineModule):
         self._last = len(layers)
         super().__init__(ready, topology=topology, loss_fn=loss_fn)
 
-    def forward(self, forward_input: Any) -> Any:
+    def forward(self, forward_input: object) -> object:
         """Run this stage's layers. If several tensors go to the next stage, they share one backward."""
         outputs = super().forward(forward_input)
-        is_sent = isinstance(outputs, tuple) and self._local_stop != self._last and torch.is_grad_enabled()
-        return ends(*outputs) if is_sent else outputs
+        if isinstance(outputs, tuple) and self._local_stop != self._last and torch.is_grad_enabled():
+            return ends(*outputs)
+        return outputs
 
     def _partition_layers(self, method: str = "parameters") -> None:
         self.parts = self._bounds

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from zerofit.checkpoint import safe_load
@@ -135,7 +136,7 @@ def _refuse_other_model(shards: list[IndexedShard], saved: FullState) -> None:
         raise _error("other-model", message)
 
 
-def _make_states(inner: Any, indexed: IndexedShard, saved: FullState) -> None:
+def _make_states(inner: Optimizer, indexed: IndexedShard, saved: FullState) -> None:
     """Allocate zeros for the states in the checkpoint. An optimizer does this at its first step."""
     if indexed.shard.states_at is None:
         return
@@ -154,7 +155,7 @@ def _make_states(inner: Any, indexed: IndexedShard, saved: FullState) -> None:
         states["step"] = _step_state(inner, saved.counters["step"], master)
 
 
-def _step_state(inner: Any, step: int, master: Tensor) -> Tensor | int:
+def _step_state(inner: Optimizer, step: int, master: Tensor) -> Tensor | int:
     """Return the number of steps as the optimizer stores it: torch's as a tensor."""
     counting = getattr(inner, "aux_optimizer", None) or inner  # Muon updates only matrices; an Adam updates the rest
     if not type(counting).__module__.startswith("torch.optim"):

@@ -19,6 +19,7 @@ from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 from deepspeed.pipe import DualPipeVModule, PipelineModule
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zerofit.checkpoint.full_state import MASTER
 from zerofit.features.optimizers import of_json
@@ -160,7 +161,7 @@ def check_attributes(engine: Engine) -> None:
         raise RunFailed(Problem(kind="deepspeed-version", message=message, hint=hint))
 
 
-def inner_optimizer(engine: Engine) -> Any:
+def inner_optimizer(engine: Engine) -> Optimizer:
     """Return the optimizer that DeepSpeed's optimizer wraps."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
