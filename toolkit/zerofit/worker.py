@@ -44,6 +44,7 @@ def main() -> NoReturn:
     """Run one rank. Exit code 0: done or stopped on request, 3: failed (see the run folder)."""
     folder, rank = RunFolder(Path(sys.argv[-1])), int(os.environ["RANK"])
     end_with_parent()
+    # first of all, so that errors of the imports and checks below are in the rank's log
     _log_to(folder.rank_log(rank))
     _limit_memory(folder, rank)
     place = f"rank {rank} of {os.environ['WORLD_SIZE']} on {os.environ.get(HOST_NAME, socket.gethostname())}"
@@ -102,6 +103,7 @@ def refuse_small_host(folder: RunFolder, rank: int) -> None:
     are skipped.
     """
     forecast, ranks = read_forecast(folder.path), int(os.environ["LOCAL_SIZE"])
+    # the command has judged the hosts of the first `judged_ranks` ranks
     if forecast is None or int(os.environ["LOCAL_RANK"]) or rank < forecast["judged_ranks"]:
         return
     on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"

@@ -72,6 +72,7 @@ def _host(content: str, place: str, before: dict[str, int], problems: Problems) 
         problems.add("hostfile", message, "put all its slots on one line", f"{place}:{column}")
         return None
     slots = SLOTS.fullmatch(rest)
+    # [:9]: Python refuses to convert very long digits
     if not slots or not 0 < int(slots["count"][:9]) <= MOST_SLOTS:
         message = f"{name} needs `slots=` and its number of ranks, 1 to {MOST_SLOTS}; got {rest[:80]!r}"
         problems.add("hostfile", message, f"write {name} slots=8", f"{place}:{at}")

@@ -110,6 +110,7 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
 
     Raises UserError with every name that cannot be imported or is not a Callback.
     """
+    # ranks run with PYTHONSAFEPATH, which leaves the current folder out; appended, it hides no installed module
     if names and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     problems, callbacks = Problems(), []
@@ -205,6 +206,7 @@ class _NumberLogger(Callback, ABC):
         self._add("valid", step, figures)
 
     def _add(self, part: str, step: int, values: Mapping[str, object]) -> None:
+        # TensorBoard accepts only numbers, so a missing figure is left out
         self._log({f"{part}/{k}": v for k, v in values.items() if k != "step" and v is not None}, step)
 
 

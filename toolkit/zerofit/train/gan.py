@@ -118,6 +118,7 @@ class GanTrainer(EngineTrainer):
         self.engine.eval()
         self.generator.eval()
         for batch in batches:
+            # padding samples fill up the last batch
             keep = (batch["labels"] != IGNORE_INDEX).to(self.device)
             real = batch["inputs"].to(self.device, DTYPES[self.job.precision])[keep]
             if len(real):

@@ -56,7 +56,7 @@ class LeakWatch:
         if self._done:
             return
         size = self._size()
-        if self._sizes and size <= self._sizes[-1]:
+        if self._sizes and size <= self._sizes[-1]:  # a leak grows in every step
             self._sizes, self._watched = [], None
         self._sizes = [*self._sizes, size][-1 - GROWING :]
         if self._watched is None:

@@ -80,6 +80,7 @@ class Loop:
         job, trainer, every = self.job, self.trainer, self.job.run.eval_every
         figures: dict[str, float] = {}
         for step, batches, indices in self.steps():
+            # read before the step: the scheduler then sets the next step's rate
             lr = trainer.engine.get_lr()[0]
             with self.profile.step(step + 1) if self.profile else nullcontext():
                 losses = self.train_step(batches)
@@ -117,6 +118,7 @@ class Loop:
         for step in range(self.first, self.job.steps):
             self.progress.step = step
             if before_step:
+                # their time does not count as part of the step
                 for on_step_begin in before_step:
                     on_step_begin(step)
                 self.recorder.skip_time()
@@ -167,6 +169,7 @@ class Loop:
     def save_and_stop(self, done: int) -> bool:
         """Save if a save is due after `done` steps or was requested. Return whether to stop."""
         requests, recorder = self.requests, self.recorder
+        # an interrupted last evaluation is repeated after a resume, so the run is not complete
         last = done == self.job.steps and not self.interrupted
         stop = recorder.stop_requested and not last
         if not (stop or requests.due_at(done) or recorder.save_requested or (last and requests.saving)):

@@ -79,6 +79,7 @@ def outgrown(peaks: MeasuredMemory, forecast: MemoryForecast) -> str | None:
     """Return a message that names what grew most beyond forecast plus margin; None if nothing."""
     pairs = memory_figures(peaks, forecast)
     above = {name: int(pair.measured - (pair.forecast or 0)) for name, pair in pairs.items()}
+    # pinned memory counts as shared, so only what exceeds the forecast of pinned memory has grown
     shared = peaks.shared_bytes - forecast.pinned_bytes
     if peaks.on_cpu:
         place, margin, kinds = "memory", forecast.margin_bytes, {OWN: above["memory_bytes"] - shared, SHARED: shared}

@@ -43,6 +43,7 @@ class RankMemory:
         """Return the largest device and host memory of any rank, from the summed slots."""
         figures = [round(figure) for figure in slots]
         rows = [figures[first : first + FIGURES] for first in range(0, len(figures), FIGURES)]
+        # the rank with the fullest device and the rank with the largest process may differ
         allocated, reserved, outside, _, _ = max(rows, key=lambda row: row[1] + row[2])
         *_, host, shared = max(rows, key=lambda row: row[3])
         if self._device.type == "cpu":

@@ -59,7 +59,7 @@ class _RankReplay:
 
         Stops at a number that is not finite, and if replicas differ between ranks.
         """
-        self._look_at_weights(states=True)
+        self._look_at_weights(states=True)  # the checkpoint itself may have bad numbers
         if self._on_any_rank(bool(self._bad_weights)):
             return self._findings
         loop = self._run.loop
@@ -92,6 +92,7 @@ class _RankReplay:
         else:
             self._run.loop.record(step, losses, indices, lr)
             return False
+        # the step's update was not taken, so with these states the same micro batches give the same numbers
         trainer.restore_rank_state(before)
         for engine, count in zip(engines, micro_steps, strict=True):
             engine.micro_steps = count

@@ -102,6 +102,7 @@ class RankRun:
             events.stages(self.trainer.stages)  # known only after the measurement
         if self.rank == 0 and isinstance(self.trainer, GanTrainer):
             callbacks = [*callbacks, EpochDrawings(self.trainer, folder, len(self.data.train))]
+        # after the model was built, which seeds all ranks alike, and before a resume, which restores random states
         _seed_rank(job, coords)
         self.job = job = self._balanced(job)
         requests = StopRequests(job.run.save_every, signals, folder.stop_request if self.rank == 0 else None)
@@ -253,7 +254,7 @@ def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, s
     source, weights = source_of(job.run), trainer.weights(scratch)
     frozen = frozen_weights(trainer) if trainer.saves_adapters else None
     if dist.get_rank() != 0:
-        deque(weights, maxlen=0)  # joins in gathering them
+        deque(weights, maxlen=0)  # rank 0 gathers the weights from all ranks, so all must iterate
         dist.barrier()
         return
     folder.mkdir(exist_ok=True)
@@ -264,6 +265,7 @@ def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, s
         PublishedFiles(PublishedModel(build_on_meta(job, inputs), transformers=True), dtype).write(folder, weights)
     if source.family == "transformers" and are_tokenized(inputs):
         tokenizer_files(job.run.tokenizer, job.run.chat_template)(folder)
+    # written before the weights, whose file gets the permissions of this one
     ModelInfo.of_run(job.run, job.facts.task, inputs, job.steps, torch_name(dtype), frozen).write(folder)
     if source.family != "transformers" and not trainer.saves_adapters:
         full, pointers, file = dict[str, Tensor](), set[int](), folder / "model.safetensors"
@@ -303,6 +305,7 @@ def replicas_apart(trainer: EngineTrainer) -> list[str]:
 
 
 def _apart(parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None) -> list[str]:
+    # one number for each parameter: two all-reduces of a few kB instead of the model's weights
     sums = torch.stack([p.detach().double().sum() for p in parameters.values()])
     least, most = sums.clone(), sums.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)

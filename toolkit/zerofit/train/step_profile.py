@@ -80,6 +80,8 @@ class StepProfile:
             if torch._C._current_graph_task_id() != -1:  # a forward that checkpointing recomputes in backward
                 return
             _mark("forward", names[section])
+            # Backward runs the sections in reverse order. When the gradient of a section's input exists, the backward
+            # of the section before it begins.
             tensor = next((t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.requires_grad), None)
             if tensor is not None:
                 before = names[section - 1] if section else ""

@@ -20,10 +20,8 @@ class SignalNotes:
 
     def __init__(self) -> None:
         self.received = False
-        self._wake, wake = socket.socketpair()
-        self._wake.setblocking(True)
-        wake.setblocking(False)
-        self._write_end = wake
+        self._wake, self._write_end = socket.socketpair()
+        self._write_end.setblocking(False)  # a signal handler must never wait
 
     def listen(self) -> None:
         """Make these signals request a stop instead of killing the process.

@@ -100,6 +100,7 @@ class EngineTrainer(ABC):
         names = StateNames(buffers={id(buffer): published.get(own, own) for own, buffer in own_buffers.items()})
         for own, p in module.named_parameters(remove_duplicate=False):
             name = published.get(own, own)
+            # The first name of a tied weight counts, and later ones are its ties. Empty parameters have no state.
             if 0 not in getattr(p, "ds_shape", p.shape) and names.parameters.setdefault(id(p), name) != name:
                 names.ties[name] = names.parameters[id(p)]
         return names
@@ -143,6 +144,7 @@ class EngineTrainer(ABC):
         """Return copies of the state that DeepSpeed does not save: random states, buffers, averages."""
         numpy_state: Any = np.random.get_state(legacy=True)
         return {
+            # only tensors, numbers and lists: checkpoints are read without executing code
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
             "python": list(random.getstate()[1]),

@@ -26,6 +26,7 @@ class JsonLineSocket:
         """Use a connection, which is lost if the other host does not answer for `timeout_s` seconds."""
         self.socket, self.longest = connection, LONGEST  # limit of the next line
         connection.setblocking(False)
+        # the kernel probes an idle connection, and gives up on unanswered data, so a dead host is noticed in time
         if connection.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -59,6 +60,7 @@ class JsonLineSocket:
 
         Raises ConnectionLost if the other side has closed, or for invalid JSON.
         """
+        # stop reading at the limit, so a peer cannot fill this process's memory
         closed = False
         while len(self._in) <= self.longest:
             try:

@@ -46,12 +46,13 @@ class LaunchSpec:
         return len(self.hosts)
 
     def write(self, path: Path) -> None:
-        """Write the spec; only the owner can read the secret."""
+        """Write the spec. Only the owner can read the secret."""
         write_json(path, asdict(self), mode=0o600)
 
     @classmethod
     def read(cls, path: Path) -> LaunchSpec:
         """Read a written spec."""
+        # not with pydantic, whose import would slow down each guard
         value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         pairs = {"watch": {k: tuple(v) for k, v in value["watch"].items()}, "master": tuple(value["master"])}
         return cls(**{**value, **pairs, "hosts": tuple(value["hosts"])})
