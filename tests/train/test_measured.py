@@ -11,7 +11,7 @@ import pytest
 
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, HOST_PROCESS_BYTES
 from zerofit.spec.run_folder import MemoryForecast
-from zerofit.train.measured import CACHED, OUTSIDE, OWN, SHARED, TENSORS, MeasuredMemory, memory_figures, outgrown
+from zerofit.train.memory import CACHED, OUTSIDE, OWN, SHARED, TENSORS, MeasuredMemory, memory_figures, outgrown
 
 MIB, GIB = 2**20, 2**30
 FORECAST = MemoryForecast(

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 from zerofit.spec.run_folder import MemoryForecast
-from zerofit.train.measured import MeasuredMemory
-from zerofit.train.memory import MemoryWatch
+from zerofit.train.memory import MeasuredMemory, MemoryWatch
 
 MIB = 2**20
 MORE = 300 * MIB

@@ -36,7 +36,7 @@ class StepRecord(TypedDict):
     samples_per_s: float
     tokens_per_s: float | None  # None without text
     mfu: float | None  # model FLOPs per second over the devices' peak; None if unknown
-    memory_bytes: int  # peaks so far, see `train.measured.MeasuredMemory`
+    memory_bytes: int  # peaks so far, see `train.memory.MeasuredMemory`
     reserved_bytes: int | None
     outside_bytes: int | None
     host_bytes: int

@@ -19,8 +19,7 @@ from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job
 from zerofit.train.callbacks import Callback, StepRecord, overridden
-from zerofit.train.measured import MeasuredMemory, memory_figures
-from zerofit.train.memory import RankMemory
+from zerofit.train.memory import MeasuredMemory, RankMemory, memory_figures
 from zerofit.train.stop_signals import StopRequests
 
 # An exchange for each step would cost time, so it covers a block: about half a second of steps. One all-reduce sums

@@ -51,8 +51,8 @@ class _RankReplay:
         self._run, self._trainer = run, run.trainer
         self._bad_weights: list[dict[str, object]] = []
         self._sizes: list[float] = []  # root mean square of all weights, before the first and after each step
-        self._findings: dict[str, object] = {"rank": dist.get_rank(), "done": run.loop.first}
-        self._findings |= {"weights": self._bad_weights, "sizes": self._sizes}
+        self._findings: dict[str, object] = {"rank": dist.get_rank(), "weights": self._bad_weights}
+        self._findings |= {"sizes": self._sizes, "done": run.loop.first}
 
     def findings(self, last: int) -> dict[str, object]:
         """Repeat the steps up to `last`. Return the findings of this rank.

@@ -42,8 +42,7 @@ from zerofit.train.gan import EpochDrawings, GanTrainer
 from zerofit.train.heartbeat import RankProgress
 from zerofit.train.leaks import LeakWatch
 from zerofit.train.loop import Loop, LoopResult
-from zerofit.train.measured import ForecastFigure, memory_figures
-from zerofit.train.memory import MemoryWatch, record_allocations
+from zerofit.train.memory import ForecastFigure, MemoryWatch, memory_figures, record_allocations
 from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.process_group import rank_device
