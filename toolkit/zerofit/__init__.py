@@ -117,6 +117,7 @@ def __getattr__(name: str) -> object:
     try:
         module = import_module(_MODULE_OF[name])
     except ModuleNotFoundError as error:
+        # an optional package may be missing: name the extra that installs it
         from zerofit.spec.extras import missing_extra
 
         if missing := missing_extra(error):

@@ -264,6 +264,7 @@ class MemoryAgainstForecast(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Measure after each step and micro batch, and warn if the forecast is exceeded."""
         if args.device.type == "cuda":
+            # a peak; on a CPU, only the memory between steps is seen
             now = torch.cuda.max_memory_allocated(args.device)
         else:
             now = psutil.Process().memory_info().rss - self._before
@@ -420,7 +421,7 @@ class HangWatch(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Stop watching."""
         self._ended.set()
-        self._progress.set()
+        self._progress.set()  # wakes the thread
         if self._thread:
             self._thread.join()
 
@@ -435,7 +436,7 @@ class HangWatch(TrainerCallback):
             if self._progress.wait(self.seconds):
                 self._progress.clear()
                 reported = False
-            elif not reported:
+            elif not reported:  # one report for each hang: the next needs progress in between
                 reported = True
                 self._report(args)
 

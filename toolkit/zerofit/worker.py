@@ -47,10 +47,10 @@ def main() -> NoReturn:
     # first of all, so that errors of the imports and checks below are in the rank's log
     _log_to(folder.rank_log(rank))
     _limit_memory(folder, rank)
-    place = f"rank {rank} of {os.environ['WORLD_SIZE']} on {os.environ.get(HOST_NAME, socket.gethostname())}"
-    print(f"{datetime.now(UTC).isoformat(timespec='seconds')} {place}, process {os.getpid()}", flush=True)
+    title = f"rank {rank} of {os.environ['WORLD_SIZE']} on {os.environ.get(HOST_NAME, socket.gethostname())}"
+    print(f"{datetime.now(UTC).isoformat(timespec='seconds')} {title}, process {os.getpid()}", flush=True)
     signals = SignalNotes()
-    signals.listen()
+    signals.listen()  # before the slow imports: a stop request during them must not kill the rank
     listen_for_dumps(folder.rank_stacks(rank))
     progress = RankProgress()
     heartbeat = Heartbeat(int(os.environ[HEARTBEAT_FD]), os.environ.get("DS_ACCELERATOR") == "cuda", progress)
@@ -114,10 +114,10 @@ def refuse_small_host(folder: RunFolder, rank: int) -> None:
         _refuse_less(forecast["reserved_bytes"] + forecast["beside_bytes"], free, f"of the memory of GPU {number}")
 
 
-def _refuse_less(needed: int, free: int, what: str) -> None:
+def _refuse_less(needed: int, free: int, kind: str) -> None:
     if needed > free:
         hint = "use fewer ranks on this host, or a smaller layout (`zerofit simulate`); --anyway starts it regardless"
-        message = f"forecast to need {shown_bytes(needed)} {what}, but {shown_bytes(max(0, free))} are free"
+        message = f"forecast to need {shown_bytes(needed)} {kind}, but {shown_bytes(max(0, free))} are free"
         raise RunFailed(Problem(kind=DOES_NOT_FIT, message=message, hint=hint))
 
 

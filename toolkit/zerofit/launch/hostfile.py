@@ -56,7 +56,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def _host(content: str, place: str, before: dict[str, int], problems: Problems) -> Host | None:
+def _host(content: str, line: str, before: dict[str, int], problems: Problems) -> Host | None:
     indent = len(content) - len(content.lstrip())
     match = LINE.fullmatch(content.strip())
     assert match
@@ -65,20 +65,20 @@ def _host(content: str, place: str, before: dict[str, int], problems: Problems) 
     at = indent + len(name) + len(match["gap"] or "") + 1
     if not NAME.fullmatch(name):
         message = f"{name!r} is not a valid host name: letters A to Z, digits, '.', '-' and '_' are allowed"
-        problems.add("hostfile", message, _other_form(name), f"{place}:{column}")
+        problems.add("hostfile", message, _other_form(name), f"{line}:{column}")
         return None
     if name.lower() in before:  # DNS ignores case
         message = f"{name} is listed twice, first on line {before[name.lower()]}"
-        problems.add("hostfile", message, "put all its slots on one line", f"{place}:{column}")
+        problems.add("hostfile", message, "put all its slots on one line", f"{line}:{column}")
         return None
     slots = SLOTS.fullmatch(rest)
     # [:9]: Python refuses to convert very long digits
     if not slots or not 0 < int(slots["count"][:9]) <= MOST_SLOTS:
         message = f"{name} needs `slots=` and its number of ranks, 1 to {MOST_SLOTS}; got {rest[:80]!r}"
-        problems.add("hostfile", message, f"write {name} slots=8", f"{place}:{at}")
+        problems.add("hostfile", message, f"write {name} slots=8", f"{line}:{at}")
         return None
     if slots["more"]:
-        where = f"{place}:{at + slots.start('more')}"
+        where = f"{line}:{at + slots.start('more')}"
         problems.add("hostfile", f"unknown text {slots['more']!r} after the slots of {name}", "remove it", where)
         return None
     return Host(name, int(slots["count"]))
@@ -126,6 +126,7 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
 def _named_devices(text: str, hosts: Mapping[str, Host], flag: str, problems: Problems) -> dict[str, set[int]]:
     """Return the devices that a filter names, by host. Parts for the same host add up."""
     picked, complete = dict[str, set[int]](), set[str]()
+    # parts for the same host add up, as in DeepSpeed
     for part in text.split("@"):
         name, colon, ids = part.partition(":")
         if name not in hosts:

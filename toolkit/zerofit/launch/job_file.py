@@ -44,17 +44,17 @@ def check_counts(counts: Mapping[str, int], problems: Problems) -> None:
 def check_texts(texts: Iterable[tuple[str, str]], problems: Problems) -> None:
     """Add a problem for each of the (flag, text) pairs that a UTF-8 file cannot contain."""
     for knob, text in texts:
-        found = next((ch for ch in text if ch in "\0\r" or "\ud800" <= ch <= "\udfff"), None)
-        if found:
-            message = f"{text!r} has the character {found!r}, which the file cannot contain"
+        bad = next((ch for ch in text if ch in "\0\r" or "\ud800" <= ch <= "\udfff"), None)
+        if bad:
+            message = f"{text!r} has the character {bad!r}, which the file cannot contain"
             problems.add("bad-value", message, "remove it", knob)
 
 
 def check_line(knob: str, text: str, problems: Problems) -> None:
     """Add a problem for a text that is not one line of at most LONGEST characters."""
-    found = next((ch for ch in text if not ch.isprintable()), None)
-    if found:
-        problems.add("bad-value", f"{text!r} has the character {found!r}; one line of text is allowed", "", knob)
+    bad = next((ch for ch in text if not ch.isprintable()), None)
+    if bad:
+        problems.add("bad-value", f"{text!r} has the character {bad!r}; one line of text is allowed", "", knob)
     if len(text) > LONGEST:
         problems.add("bad-value", f"{len(text)} characters; at most {LONGEST} are allowed", "shorten it", knob)
 

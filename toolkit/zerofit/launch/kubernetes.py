@@ -91,14 +91,14 @@ def _pytorch_job(job: KubernetesJob) -> Data:
     container = {**_command(job, "pytorchjob"), "resources": _resources(job)}
     template = {"spec": _pod(job, "pytorch", container)}
     replicas = {"Master": 1} | ({"Worker": job.nodes - 1} if job.nodes > 1 else {})
-    each = {"restartPolicy": "OnFailure", "template": template}
+    replica = {"restartPolicy": "OnFailure", "template": template}
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
         "metadata": {"name": job.name},
         "spec": {
             "runPolicy": {"backoffLimit": job.max_restarts, "cleanPodPolicy": "Running"},
-            "pytorchReplicaSpecs": {kind: {"replicas": count, **each} for kind, count in replicas.items()},
+            "pytorchReplicaSpecs": {kind: {"replicas": count, **replica} for kind, count in replicas.items()},
         },
     }
 
@@ -118,13 +118,13 @@ def _pod(job: KubernetesJob, name: str, container: Data) -> Data:
 def _command(job: KubernetesJob, kind: Kind) -> Data:
     rank, address, port = (f"$({name})" for name in VARIABLES[kind])
     command = ["launch", "--no-ssh", f"--nodes={job.nodes}", f"--slots={job.slots}"]
-    place = [f"--node-rank={rank}", f"--master-addr={address}", f"--master-port={port}"]
+    position = [f"--node-rank={rank}", f"--master-addr={address}", f"--master-port={port}"]
     names = [f"--env={name}" for name in (*job.env, *job.secret_env)]
     literals = [f"--output={job.output}", *names, *job.flags, "--", job.run]
     env: list[Data] = [{"name": name, "value": _literal(value)} for name, value in job.env.items()]
     for name in job.secret_env:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": job.secret, "key": name}}})
-    args = [*command, *place, *(_literal(word) for word in literals)]
+    args = [*command, *position, *(_literal(word) for word in literals)]
     command_and_args: Data = {"command": ["zerofit"], "args": args}
     return command_and_args | ({"env": env} if env else {})
 

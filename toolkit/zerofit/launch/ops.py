@@ -130,6 +130,7 @@ def _build(op: str, env: Mapping[str, str], show: Callable[[str], None]) -> None
         while True:
             show(f"compiling DeepSpeed's {op.removesuffix('Builder')} op ({time.monotonic() - start:.0f} s)")
             try:
+                # reads the output while it waits: a full pipe would block the compiler
                 output, _ = process.communicate(timeout=POLL_S)
                 break
             except subprocess.TimeoutExpired:

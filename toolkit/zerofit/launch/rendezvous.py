@@ -66,7 +66,7 @@ class Rendezvous:
             raise (self._taken(error) if opens else self._unreachable(error)) from None
         self._store = PrefixStore(f"zerofit/{world.job}/{world.attempt}", store)
         # the prefix survives restarts by torchrun, like its store
-        self._kept = PrefixStore(f"zerofit/{world.job}", store) if world.agent_store else None
+        self._lasting = PrefixStore(f"zerofit/{world.job}", store) if world.agent_store else None
 
     def report(self, facts: object) -> None:
         """Send facts about this process to the first process."""
@@ -119,12 +119,12 @@ class Rendezvous:
 
     def keep(self, name: str, text: str) -> None:
         """Store a text for later starts of this job, if torchrun's store is used."""
-        if self._kept:
-            self._kept.set(name, text)
+        if self._lasting:
+            self._lasting.set(name, text)
 
     def kept(self, name: str) -> str | None:
         """Return a text stored by an earlier start; None if there is no such text."""
-        return self._kept.get(name).decode() if self._kept and self._kept.check([name]) else None
+        return self._lasting.get(name).decode() if self._lasting and self._lasting.check([name]) else None
 
     def _all(self, keys: Sequence[str], patience_s: float, show: Callable[[str], None]) -> list[bytes]:
         """Wait until all keys exist, and return their values. `show` gets messages while it waits."""

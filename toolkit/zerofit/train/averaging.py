@@ -141,6 +141,6 @@ class AveragedWeights:
 def _saved_parts(states: list[AverageState], name: str) -> Iterator[tuple[int, Tensor]]:
     """Yield the start and the flat values of each saved part of the parameter `name`."""
     for state in states:
-        for place, values in zip(state["places"], state["averages"], strict=True):
-            if place["name"] == name:
-                yield place["start"], values.view(-1)
+        for part, values in zip(state["places"], state["averages"], strict=True):
+            if part["name"] == name:
+                yield part["start"], values.view(-1)

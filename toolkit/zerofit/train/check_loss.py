@@ -70,6 +70,6 @@ class LossCheck:
                 raise _failure(step, "the loss", value)
 
 
-def _failure(step: int, what: str, value: str) -> RunFailed:
-    message = f"{what} of step {step} is {value}; the optimizer step was not taken"
+def _failure(step: int, quantity: str, value: str) -> RunFailed:
+    message = f"{quantity} of step {step} is {value}; the optimizer step was not taken"
     return RunFailed(Problem(kind=NAN_LOSS, message=message, hint=NAN_HINT, where=f"step {step}"))

@@ -150,8 +150,8 @@ def _forget_dummy_step(engine: Engine) -> None:
         master.data.copy_(low.data)
 
 
-# The functions from here to `_keep_gradient_norm` repair gradient norms of DeepSpeed 0.19.8. Each names the line of
-# DeepSpeed that requires it. tests/train/test_agreement.py compares the results with plain torch.
+# The functions from here to `_keep_gradient_norm` repair gradients and norms of DeepSpeed 0.19.8. Each names the line
+# of DeepSpeed that requires it. tests/train/test_agreement.py compares the results with plain torch.
 @cache
 def _count_slices() -> None:
     """Include all tensor ranks' slices in the gradient norm of 16-bit training without ZeRO."""

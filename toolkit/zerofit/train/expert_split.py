@@ -70,6 +70,7 @@ def build_spread(shape: nn.Module, layout: Layout, stored: Stored, make: Callabl
             name, count = f"{path}.experts.{source}", layer.num_local_experts
             share = ExpertShare(name=name, shape=sizes[name], count=count, half=half)
             setattr(getattr(layer.experts, own), SHARE, share)
+            # w1 and w3 have the same source, and so the same slice
             slices[name] = partial(_take, rank * count, count)
     weights = make(replace(stored, slices=slices))
     renamed: dict[str, nn.Parameter] = {}

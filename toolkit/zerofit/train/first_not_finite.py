@@ -73,7 +73,7 @@ class Origin:
 
 
 @dataclass
-class _Place:
+class _ForwardOp:
     """The module and the line of an op in forward."""
 
     module: str
@@ -92,7 +92,7 @@ class FirstNotFinite(TorchDispatchMode):
         self._model, self._modules = model, list[str]()
         self._origins: dict[int, Origin] = {}  # by storage
         self._depends: dict[int, frozenset[str]] = {}
-        self._places: dict[int, _Place] = {}  # by autograd's number of a forward op
+        self._ops: dict[int, _ForwardOp] = {}  # by autograd's number of a forward op
         self._names = {id(p): name for name, p in model.named_parameters()}
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
@@ -155,7 +155,7 @@ class FirstNotFinite(TorchDispatchMode):
         if node is None and torch.is_grad_enabled():
             # backward's node has the same number, so its module and line are those of the forward op
             number = _get_sequence_nr() - 1
-            self._places[number] = _Place(self._modules[-1] if self._modules else "", model_line())
+            self._ops[number] = _ForwardOp(self._modules[-1] if self._modules else "", model_line())
         outputs = [t for t in tree_leaves(result) if is_dense(t)]
         if any(func._schema.name.partition("::")[2].find(name) >= 0 for name in _FILLED_LATER):
             for output in outputs:
@@ -221,16 +221,16 @@ class FirstNotFinite(TorchDispatchMode):
         depends: frozenset[str],
         node: Node | None,
     ) -> Origin:
-        place = _Place(self._modules[-1] if self._modules else "", model_line())
+        forward = _ForwardOp(self._modules[-1] if self._modules else "", model_line())
         if node is not None and node._sequence_nr() < _LAST:
-            place = self._places.get(node._sequence_nr(), place)
+            forward = self._ops.get(node._sequence_nr(), forward)
         in_place = func._schema.is_mutable  # then the inputs no longer have their values
         facts = [TensorFacts.of(t) for t in inputs if is_dense(t) and t.numel() and not t.is_complex()]
         return Origin(
             op=func._schema.name.removeprefix("aten::"),
             phase=FORWARD if node is None else BACKWARD,
-            module=place.module,
-            line=place.line,
+            module=forward.module,
+            line=forward.line,
             inputs=() if in_place else tuple(facts),
             output=TensorFacts.of(output),
             depends=tuple(sorted(depends)),

@@ -36,6 +36,7 @@ def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:
                 parameters += source.elements * counted
                 dtype = source.dtype
                 continue
+            # all ranks must call this, since it may gather
             stretch = _stretch(indexed)
             if indexed.first:
                 total += part_checksum(indexed.name, stretch, indexed.shard.start)
@@ -55,11 +56,11 @@ def refuse_other_frozen(trainer: EngineTrainer, saved: FrozenWeights | None) -> 
     """Raise UserError if the frozen weights differ from those of the run that was saved."""
     if saved is None:
         return
-    here = frozen_weights(trainer)
-    if here.dtype != saved.dtype or here == saved:  # bits of different precisions cannot be compared
+    own = frozen_weights(trainer)
+    if own.dtype != saved.dtype or own == saved:  # bits of different precisions cannot be compared
         return
     message = f"the frozen weights of {trainer.job.run.model} differ from those of the checkpoint: checksum "
-    message += f"{here.checksum} here, {saved.checksum} in the checkpoint"
+    message += f"{own.checksum} here, {saved.checksum} in the checkpoint"
     hint = "check whether the pretrained model's folder has changed; the checkpoint has only the trained part"
     raise UserError(Problem(kind="other-base", message=message, hint=hint, where="MODEL"))
 

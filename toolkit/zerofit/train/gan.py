@@ -131,6 +131,7 @@ class GanTrainer(EngineTrainer):
     def _eval_sums(self, real: Tensor) -> Tensor:
         of_real, of_fake = self.engine(real), self.engine(self.generator(self._draw(len(real), self._noise)))
         loss = (_entropy(of_real, 1.0) + _entropy(of_fake, 0.0)) * len(real)
+        # each real image counts once, although two images are judged for it
         right = ((of_real > 0).sum() + (of_fake <= 0).sum()) / 2
         return torch.stack([loss.double(), torch.tensor(float(len(real)), device=self.device).double(), right.double()])
 

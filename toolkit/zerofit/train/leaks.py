@@ -23,7 +23,7 @@ from zerofit.train.first_not_finite import is_dense, model_line
 GROWING, LIFETIME = 10, 2  # steps
 LEAST_BYTES = 1 << 20  # growth over GROWING steps; recorded losses need less
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-SHOWN, SHARE = 2, 0.05  # lines in the warning, and the least share of the leak for a line
+MOST_LINES, LEAST_SHARE = 2, 0.05  # lines in the warning, and the least share of the leak for a line
 
 
 class LeakWatch:
@@ -66,10 +66,10 @@ class LeakWatch:
             return
         lines, self._watched = self._watched.alive(), None
         if sum(lines.values()) >= LEAST_BYTES // GROWING:
-            largest = [(line, n) for line, n in lines.most_common(SHOWN) if n > SHARE * sum(lines.values())]
-            places = [f"{line or 'an unknown line'} ({shown_bytes(n)} per step)" for line, n in largest]
+            largest = [(line, n) for line, n in lines.most_common(MOST_LINES) if n > LEAST_SHARE * sum(lines.values())]
+            texts = [f"{line or 'an unknown line'} ({shown_bytes(n)} per step)" for line, n in largest]
             grown = shown_bytes((self._sizes[-1] - self._sizes[0]) // (len(self._sizes) - 1))
-            self._warn(f"memory grows by {grown} in every step; tensors made here are not freed: {', '.join(places)}")
+            self._warn(f"memory grows by {grown} in every step; tensors made here are not freed: {', '.join(texts)}")
             self._done = True
         else:
             self._sizes = []  # not torch's tensors: look again after GROWING steps
@@ -87,22 +87,23 @@ class _Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, str]] = {}
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
+        # views and in-place ops return an input's storage, which is not new
         inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if is_dense(t)}
         for tensor in tree_leaves(result):
             if is_dense(tensor) and (key := tensor.untyped_storage()._cdata) not in inputs:
-                self._made[key] = StorageWeakRef(tensor.untyped_storage()), model_line()
+                self._storages[key] = StorageWeakRef(tensor.untyped_storage()), model_line()
         return result
 
     def alive(self) -> Counter[str]:
         """Return the bytes of storages that still live, by the line that made them."""
         lines = Counter[str]()
-        for reference, line in self._made.values():
+        for reference, line in self._storages.values():
             if not reference.expired():
                 storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
                 lines[line] += storage.nbytes() if storage is not None else 0

@@ -232,6 +232,7 @@ class Loop:
     def _watched(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         """Yield the batches. Report progress, and stop all ranks if a stop was requested on any."""
         start = reported = time.monotonic()
+        # an exchange at each batch would cost time, so the next one comes after as many batches as take two seconds
         exchange_at = 1 if self.job.layout.pp == 1 else count  # a pipeline's stages do not read the same batches
         for done, batch in enumerate(batches):
             if done == exchange_at:

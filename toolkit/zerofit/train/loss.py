@@ -132,7 +132,7 @@ def _with_gradient(logits: Tensor, labels: Tensor, wanted: bool) -> tuple[Tensor
     if not wanted:
         return loss, logits
     real = (labels != IGNORE_INDEX).unsqueeze(1)
-    p = log_p.exp_()
+    p = log_p.exp_()  # in place: the largest tensor of a step
     p.scatter_add_(1, labels.clamp_min(0).unsqueeze(1), p.new_full((len(p), 1), -1.0))
     return loss, p.mul_(real).to(logits.dtype)
 

@@ -113,8 +113,10 @@ class MetricsRecorder:
         dist.all_reduce(shared)
         values = (shared / dist.get_world_size()).tolist()  # waits for the device
         means, seconds, (stop, save) = values[:n], values[n : 2 * n], values[2 * n : 2 * n + 2]
+        # of the memory only one rank fills a slot, so its figure is the sum, not the mean
         memory = self._memory.most([value * dist.get_world_size() for value in values[2 * n + 2 :]])
         self.stop_requested, self.save_requested = stop > 0, save > 0
+        # as many steps as take BLOCK_S, at the seconds of this block
         self._block_steps = max(1, min(BLOCK_STEPS, int(BLOCK_S * len(block) / max(sum(seconds), 1e-6))))
         synced = time.perf_counter()
         # The exchanged times contain the last block's stretch. They are corrected to the stretch of this block.

@@ -49,7 +49,7 @@ def missing_kernels(optimizer: str | None, accelerator: str | None) -> Problem |
     if importlib.util.find_spec(PACKAGE) is None:
         message = f"{option} needs {PACKAGE}, which is not installed"
         return Problem(kind="optimizer", message=message, hint="pip install 'zerofit[quantize]'", where="--optimizer")
-    library()
+    library()  # its import registers the kernels
     if accelerator is None or torch._C._dispatch_has_kernel_for_dispatch_key(
         f"{PACKAGE}::{entry.kernel}", accelerator.upper()
     ):

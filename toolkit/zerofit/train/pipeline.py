@@ -106,7 +106,7 @@ class PipelineTrainer(EngineTrainer):
         elif count:
             self.engine.eval_batch(pairs, num_micro_batches=count)
         # DeepSpeed returns only the mean loss of an evaluation; the last stage's loss function counts exactly instead
-        sums = self._counts.clone()  # only the last stages count
+        sums = self._counts.clone()  # zero on all but the last stages
         dist.all_reduce(sums)
         return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
 
@@ -313,6 +313,7 @@ def _build_stage(
     stages = stage_layers(stack, parts, layout, run.pipeline_schedule)
     bounds = [0, *(last for _, last in parts)]
     indices = chain(*_parts_of(coords.pp_rank, job, bounds))
+    # this rank builds only the weights of its own stage
     keep = {name for index in indices for name in layers[index].names.values()}
     make, stored, groups = partial(build_from_seed, job, inputs, keep=keep), stored_by_engine(job), MeshGroups(layout)
     if layout.tp > 1:

@@ -52,8 +52,9 @@ def measured_shares(job: Job, trainer: ZeroTrainer, data: Data) -> RankShares:
 
 @torch.no_grad()
 def _samples_per_s(job: Job, trainer: ZeroTrainer, data: Data) -> float:
-    order, own = Order.of(data.train, job.run.seed), job.batch.positions(0, trainer.coords.dp_rank)
-    batch = data.train.batch(order.indices(own.start, own.stop), order.keys(own.start, own.stop))
+    order, positions = Order.of(data.train, job.run.seed), job.batch.positions(0, trainer.coords.dp_rank)
+    start, stop = positions.start, positions.stop
+    batch = data.train.batch(order.indices(start, stop), order.keys(start, stop))
     trainer.engine.eval()
     dist.barrier()  # all ranks measure at the same time, since the ranks of a host share its cores
     times: list[float] = []
@@ -62,4 +63,4 @@ def _samples_per_s(job: Job, trainer: ZeroTrainer, data: Data) -> float:
         trainer.eval_counts(batch).tolist()  # waits for the device
         times.append(time.perf_counter() - began)
     trainer.engine.train()
-    return len(own) / statistics.median(times[WARM:] or times)
+    return len(positions) / statistics.median(times[WARM:] or times)

@@ -63,6 +63,7 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
     else:
         for tag, engine in trainer.engines().items():
             _restore_shards(trainer, engine, tag, FullState(checkpoint, {tag: ""}, run=trainer.job.run), progress)
+    # random states belong to ranks, so only the same layout can continue bit for bit
     if start.same_layout:
         trainer.restore_rank_state(safe_load.load(checkpoint / "ranks" / f"rank-{dist.get_rank():05}.pt", mmap=False))
     if trainer.averaged:
@@ -107,6 +108,7 @@ def _restore_shards(
     except Unsupported as reason:
         message = f"the new layout cannot load a checkpoint of another layout: {reason}"
         raise _error("no-restore", message) from None
+    # another program may have saved the names with a wrapper's prefix
     saved.match(dict.fromkeys(shard.name for shard in shards))
     _refuse_other_model(shards, saved)
     if hasattr(engine.optimizer, "checkpoint_event_prologue"):
@@ -124,9 +126,9 @@ def _restore_shards(
 
 
 def _refuse_other_model(shards: list[IndexedShard], saved: FullState) -> None:
-    known = {*saved.names, *saved.ties}
-    missing = sorted({p.name for p in shards} - known)
-    reshaped = sorted({p.name for p in shards if p.name in known and saved.shape(p.name) != p.shape})
+    names = {*saved.names, *saved.ties}
+    missing = sorted({p.name for p in shards} - names)
+    reshaped = sorted({p.name for p in shards if p.name in names and saved.shape(p.name) != p.shape})
     if missing:
         message = f"the checkpoint lacks {counted(len(missing), 'parameter')} of the model, for example {missing[0]}"
         raise _error("other-model", message)

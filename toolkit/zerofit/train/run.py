@@ -173,9 +173,9 @@ class RankRun:
         result["against_forecast"] = {name: figure.to_dict() for name, figure in self._against_forecast().items()}
         if self.rank == 0:
             write_json(folder.result, result)  # before samples and drawings are made, which may fail
-        shown = self.trainer.after_training(self.data, folder, events.phase)
-        if shown and self.rank == 0:
-            write_json(folder.result, result | shown)
+        samples = self.trainer.after_training(self.data, folder, events.phase)
+        if samples and self.rank == 0:
+            write_json(folder.result, result | samples)
         return result
 
     def _against_forecast(self) -> dict[str, ForecastFigure]:
@@ -217,11 +217,11 @@ def _seed_rank(job: Job, coords: RankCoords) -> None:
     # Primes keep the seeds of different ranks and starts apart. Tensor parallel ranks share a seed on purpose: they
     # compute slices of the same activations and must drop the same elements. The step is part of the seed for a resume
     # in another layout, where the random states of the checkpoint belong to other ranks.
-    own = job.run.seed * 1_000_003 + coords.dp_rank * 1009 + coords.pp_rank * 31 + coords.sp_rank
-    own = (own + (job.start.step * 1_000_033 if job.start else 0)) % 2**32
-    random.seed(own)
-    np.random.seed(own)
-    torch.manual_seed(own)
+    seed = job.run.seed * 1_000_003 + coords.dp_rank * 1009 + coords.pp_rank * 31 + coords.sp_rank
+    seed = (seed + (job.start.step * 1_000_033 if job.start else 0)) % 2**32
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _result(job: Job, last: StepRecord, figures: dict[str, float], data: Data) -> dict[str, object]:
@@ -282,10 +282,10 @@ def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, s
 def check_replicas(trainer: EngineTrainer) -> None:
     """Raise RunFailed if a parameter's float64 sum differs between ranks with a replica of it."""
     # replicas get the same gradients, so a difference means that a collective or a device has failed
-    apart = replicas_apart(trainer)
-    if apart:
+    differing = replicas_apart(trainer)
+    if differing:
         count = len(list(trainer.module.parameters()))
-        message = f"{len(apart)} of {count} parameters differ between ranks, for example {apart[0]}"
+        message = f"{len(differing)} of {count} parameters differ between ranks, for example {differing[0]}"
         raise RunFailed(Problem(kind="ranks-apart", message=message, hint="check every rank's log and device"))
 
 
@@ -296,14 +296,14 @@ def replicas_apart(trainer: EngineTrainer) -> list[str]:
     engine, parameters = trainer.engine, dict(trainer.module.named_parameters())
     experts = {name: p for name, p in parameters.items() if share_of(p)}
     others = {name: p for name, p in parameters.items() if name not in experts}
-    apart = _apart(others, engine.seq_data_parallel_group)
+    differing = _differing(others, engine.seq_data_parallel_group)
     if experts:
         (group,) = engine.expert_data_parallel_group.values()
-        apart += _apart(experts, group)
-    return apart
+        differing += _differing(experts, group)
+    return differing
 
 
-def _apart(parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None) -> list[str]:
+def _differing(parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None) -> list[str]:
     # one number for each parameter: two all-reduces of a few kB instead of the model's weights
     sums = torch.stack([p.detach().double().sum() for p in parameters.values()])
     least, most = sums.clone(), sums.clone()

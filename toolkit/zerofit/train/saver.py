@@ -96,16 +96,16 @@ class Saver:
                 save_latest=False,
                 exclude_frozen_parameters=self._job.run.partial is not None,
             )
-        own = save.staging / "ranks" / f"rank-{self._rank:05}"
-        self._files.save(self._trainer.rank_state(), own.with_suffix(".pt"))
-        self._files.write_text(json.dumps(build_index(self._trainer)), own.with_suffix(".json"))
+        stem = save.staging / "ranks" / f"rank-{self._rank:05}"
+        self._files.save(self._trainer.rank_state(), stem.with_suffix(".pt"))
+        self._files.write_text(json.dumps(build_index(self._trainer)), stem.with_suffix(".json"))
         if background:
             snapshot, stalled_s = self._files.take_snapshot(), time.monotonic() - save.start
             self._thread = threading.Thread(target=self._finish, args=(save, snapshot, stalled_s), name="save")
             self._thread.start()
             return None
         self._write_ack(save.staging)
-        dist.barrier()
+        dist.barrier()  # rank 0 then finds all acknowledgements at once
         problem = self._on_rank_0(lambda: self._complete(save))
         if problem:
             return self._failed(save, problem)
@@ -117,7 +117,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            dist.barrier()
+            dist.barrier()  # rank 0 publishes the checkpoint: no rank may go on before
 
     def _write_ack(self, staging: Path) -> None:
         """Acknowledge that this rank's files are on disk, or report why they are not."""
@@ -161,10 +161,10 @@ class Saver:
             shutil.rmtree(save.staging / ACKS)
             (save.staging / "latest").write_text(STATE)  # lets DeepSpeed's own tools read the folder
             # files that DeepSpeed writes itself, past the checkpoint engine
-            others = [name for name in files_of(save.staging) if name not in marks]
-            for name in others:
+            unhashed = [name for name in files_of(save.staging) if name not in marks]
+            for name in unhashed:
                 sync_file(save.staging / name)
-            marks |= marks_of(save.staging, others)
+            marks |= marks_of(save.staging, unhashed)
             Manifest(
                 step=save.step,
                 samples=self._job.samples_after(save.step),

@@ -358,7 +358,9 @@ class _Partition:
     def shards(self, group: list[nn.Parameter], offsets: list[int]) -> Iterator[ParamShard]:
         """Yield the shards of the group's parameters. `offsets`: where each parameter begins."""
         first, last = self.first, self.first + self.master.numel()
+        # parameters that overlap [first, last), with their offsets in the group
         inside = [(p, o) for p, o in zip(group, offsets, strict=True) if o < last and o + p.numel() > first]
+        # Muon's momentum contains these parameters in full, one after another
         *before, total = accumulate((p.numel() for p, _ in inside), initial=0)
         for (p, offset), momentum_offset in zip(inside, before, strict=True):
             start, end = max(offset, first), min(offset + p.numel(), last)

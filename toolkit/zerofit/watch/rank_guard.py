@@ -223,6 +223,7 @@ def main() -> None:
         gpus = gpu_memory(ranks) if spec.accelerator == "cuda" else []
         gpu_bytes = forecast["reserved_bytes"] + forecast["beside_bytes"]
         reserve(Path(spec.folder), sum(needs), {gpu.uuid: gpu_bytes for gpu in gpus})
+    # the rank inherits only the writing end, so the guard sees the end of the pipe when the rank ends
     reading, writing = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "zerofit.worker", spec.folder],

@@ -54,7 +54,7 @@ class Watch:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._unauthenticated: dict[JsonLineSocket, float] = {}
-        self._known: dict[JsonLineSocket, int] = {}
+        self._guards: dict[JsonLineSocket, int] = {}
         self._stacks: set[int] = set()
         self.states: list[RankState] = []
         self._token, self._timeout_s, self._coming_s = "", 0.0, 0.0
@@ -73,7 +73,7 @@ class Watch:
 
     def close(self) -> None:
         """Close all connections."""
-        for connection in [*self._known, *self._unauthenticated]:
+        for connection in [*self._guards, *self._unauthenticated]:
             connection.close()
         self._selector.close()
         self._listener.close()
@@ -88,7 +88,7 @@ class Watch:
             connection = key.fileobj
             if not isinstance(connection, JsonLineSocket):  # the listener
                 self._accept()
-            elif connection in self._known or connection in self._unauthenticated:  # `_accept` may have closed it
+            elif connection in self._guards or connection in self._unauthenticated:  # `_accept` may have closed it
                 self._receive(connection)
         for connection, since in list(self._unauthenticated.items()):
             if time.monotonic() - since > HELLO_S:
@@ -140,11 +140,11 @@ class Watch:
     def _in_reach(self) -> list[RankState]:
         """Return the ranks with a recent report. Nothing waits for the answers of other ranks."""
         now = time.monotonic()
-        return [self.states[rank] for rank in self._known.values() if now - self.states[rank].heard < IN_REACH_S]
+        return [self.states[rank] for rank in self._guards.values() if now - self.states[rank].heard < IN_REACH_S]
 
     def _at_work(self) -> set[int]:
         """Return the ranks whose guard is connected and has not reported their end."""
-        return {rank for rank in self._known.values() if self.states[rank].ended is None}
+        return {rank for rank in self._guards.values() if self.states[rank].ended is None}
 
     def _until(self, done: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -153,7 +153,7 @@ class Watch:
 
     def send_all(self, command: dict[str, object]) -> None:
         """Send a command to all guards."""
-        for connection in list(self._known):
+        for connection in list(self._guards):
             with suppress(ConnectionLost):
                 connection.send(command)
 
@@ -178,22 +178,23 @@ class Watch:
                     self._authenticate(connection, read_hello(message))
                 else:
                     report = read_message(message)
-                    self._note(self.states[self._known[connection]], report)
+                    self._note(self.states[self._guards[connection]], report)
                     if isinstance(report, Beating):
                         connection.send({"heard": True})  # the guard waits for this before its next heartbeat
         except (ConnectionLost, InvalidMessage):
-            if connection in self._known:
-                state = self.states[self._known[connection]]
+            if connection in self._guards:
+                state = self.states[self._guards[connection]]
                 state.lost = state.ended is None
             self._forget(connection)
 
     def _authenticate(self, connection: JsonLineSocket, message: Hello) -> None:
+        # takes equally long for any wrong secret, so a stranger cannot guess it letter by letter
         authentic = hmac.compare_digest(message.hello.encode(), self._token.encode())
         if not authentic or message.rank >= len(self.states) or self.states[message.rank].here:
             raise ConnectionLost("not authenticated")
         del self._unauthenticated[connection]
         connection.longest = LONGEST
-        self._known[connection] = message.rank
+        self._guards[connection] = message.rank
         self.states[message.rank].here, self.states[message.rank].heard = True, time.monotonic()
 
     def _note(self, state: RankState, message: Message) -> None:
@@ -203,6 +204,7 @@ class Watch:
             state.beat = message.beat.model_dump(exclude_none=True)
             state.busy = (message.beat.cpu_s - before) / seconds > BUSY_CPU
         elif isinstance(message, Ended):
+            # a rank may only report its own failure
             if message.failure and message.failure.rank != state.rank:
                 raise InvalidMessage("another rank's failure")
             state.ended = message.ended
@@ -214,7 +216,7 @@ class Watch:
 
     def _forget(self, connection: JsonLineSocket) -> None:
         self._selector.unregister(connection)
-        self._known.pop(connection, None)
+        self._guards.pop(connection, None)
         self._unauthenticated.pop(connection, None)
         connection.close()
 
