@@ -52,7 +52,6 @@ MORE_ARGUMENTS = {
     "zerofit.doctor.host_checks": {"_rate"},
     "zerofit.infer.evaluate": {"evaluate"},
     "zerofit.simulate.costs.traced_model": {"make_subject"},
-    "zerofit.train.zero_layouts": {"_stretches"},
 }
 # modules that import each other for types only
 TYPE_CIRCLES = {
