@@ -48,8 +48,6 @@ MOST_ARGUMENTS = 7
 MORE_ARGUMENTS = {
     "zerofit.models.state_space": {"inner", "selective_scan"},  # mamba_ssm's
     "zerofit.simulate.fakes.kernels": {"_fused_attention"},  # torch's
-    "zerofit.doctor.check": {"check"},
-    "zerofit.doctor.host_checks": {"_rate"},
     "zerofit.infer.evaluate": {"evaluate"},
     "zerofit.simulate.costs.traced_model": {"make_subject"},
 }

@@ -1,1 +1,1 @@
-"""Checks hosts before ranks start on them: gathers facts of all hosts, compares them, and measures speeds."""
+"""Check hosts before ranks start on them: gather facts, compare them, and measure speeds."""

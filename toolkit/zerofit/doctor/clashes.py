@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from zerofit.doctor.check import FAIL, OK, WARN, Check, check
+from zerofit.doctor.facts import HostFacts
 
 # CUDA's major version -> the oldest driver that supports it
 DRIVERS = {13: 580, 12: 525, 11: 450}
@@ -15,7 +15,6 @@ DRIVERS_SOURCE = "https://docs.nvidia.com/deploy/cuda-compatibility/minor-versio
 ANY_MINOR = (11, 12)  # in these CUDA versions, DeepSpeed builds with another minor version than torch's
 STABLE_VISION = 29  # torchvision 0.29 and later also work with newer releases of torch
 BUILDER = "deepspeed/ops/op_builder/builder.py: assert_no_cuda_mismatch"
-Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Clash:
     """One combination of versions to avoid."""
 
     name: str
-    applies: Callable[[Facts], bool]
+    applies: Callable[[HostFacts], bool]
     what: str
     hint: str
     source: str
@@ -35,37 +34,34 @@ def version(text: str | None) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", re.split(r"[+a-z]", text or "")[0])))
 
 
-def _nccl(facts: Facts) -> tuple[int, ...]:
+def _nccl(facts: HostFacts) -> tuple[int, ...]:
     return version(facts["versions"]["nccl"]) if facts["gpus"] else ()
 
 
-def _named(facts: Facts, *words: str) -> bool:
+def _has_gpu(facts: HostFacts, *words: str) -> bool:
     return any(word in gpu["name"] for gpu in facts["gpus"] for word in words)
 
 
-def _torchvision(facts: Facts) -> bool:
-    """Return whether torchvision does not match this torch: torchvision 0.N is built for torch 2.(N-15).
-
-    torchvision 0.29 and later also works with newer releases of torch: 0.29.1 and 0.29.2 require torch 2.14 or newer
-    (their METADATA).
-    """
+def _torchvision_differs(facts: HostFacts) -> bool:
     torch, vision = version(facts["versions"]["torch"]), version(facts["versions"]["torchvision"])
     if not vision or torch[:1] != (2,):
         return False
+    # torchvision 0.N is built for torch 2.(N-15). From 0.29 on it also works with newer releases of torch: 0.29.1 and
+    # 0.29.2 require torch 2.14 or newer (their METADATA).
     built_for = vision[1] - 15
     return torch[1] < built_for if vision[1] >= STABLE_VISION else torch[1] != built_for
 
 
-def _other_cuda(facts: Facts) -> bool:
+def _cuda_differs(facts: HostFacts) -> bool:
     nvcc, torch = version(facts["compilers"]["nvcc"]), version(facts["versions"]["cuda"])
     if not (facts["gpus"] and nvcc and torch) or nvcc == torch[:2]:
         return False
     return nvcc[0] != torch[0] or nvcc[0] not in ANY_MINOR
 
 
-def _new_gcc(facts: Facts) -> bool:
-    limit, here = facts["compilers"]["newest_g++"], version(facts["compilers"]["g++"])
-    return bool(facts["gpus"] and limit and here and here[0] > limit)
+def _gcc_is_too_new(facts: HostFacts) -> bool:
+    limit, gcc = facts["compilers"]["newest_g++"], version(facts["compilers"]["g++"])
+    return bool(facts["gpus"] and limit and gcc and gcc[0] > limit)
 
 
 CLASHES = (
@@ -79,7 +75,7 @@ CLASHES = (
     ),
     Clash(
         "nccl 2.28.3",
-        lambda f: _nccl(f) == (2, 28, 3) and _named(f, "H100", "H200"),
+        lambda f: _nccl(f) == (2, 28, 3) and _has_gpu(f, "H100", "H200"),
         "NCCL 2.28.3 fails on H100: torch returned to 2.27.5 for this reason",
         "use NCCL 2.27.5, or 2.28.7 or newer",
         "https://github.com/pytorch/pytorch/pull/164352",
@@ -95,7 +91,7 @@ CLASHES = (
     ),
     Clash(
         "nccl on RTX PRO Blackwell",
-        lambda f: () < _nccl(f) <= (2, 26, 2) and _named(f, "RTX PRO 6000"),
+        lambda f: () < _nccl(f) <= (2, 26, 2) and _has_gpu(f, "RTX PRO 6000"),
         "NCCL 2.26.2 fails with illegal memory accesses in collectives of 512 KiB and more",
         "use a newer NCCL (2.31.2 works)",
         "https://github.com/NVIDIA/nccl/issues/2418",
@@ -111,21 +107,21 @@ CLASHES = (
     ),
     Clash(
         "torchvision",
-        _torchvision,
+        _torchvision_differs,
         "torchvision is built for another version of torch: its operators (torchvision::nms) are missing",
         "install torch and torchvision together from one index: https://pytorch.org/get-started",
         "https://github.com/pytorch/vision/issues/9174",
     ),
     Clash(
         "nvcc",
-        _other_cuda,
+        _cuda_differs,
         "nvcc and torch have different CUDA versions: DeepSpeed refuses to compile its CUDA ops",
         "install the CUDA toolkit for which torch was built (torch.version.cuda) and set CUDA_HOME to it",
         BUILDER,
     ),
     Clash(
         "g++",
-        _new_gcc,
+        _gcc_is_too_new,
         "g++ is too new for this nvcc, which refuses it",
         "install an older g++; set CXX=/path/to/g++ and NVCC_PREPEND_FLAGS='-ccbin /path/to/g++'",
         "crt/host_config.h of that host's CUDA toolkit",
@@ -133,8 +129,8 @@ CLASHES = (
 )
 
 
-def clashes(host: str, facts: Facts) -> Iterator[Check]:
-    """Yield a check for each known bad combination on this host, or a single OK check if there is none."""
+def clashes(host: str, facts: HostFacts) -> Iterator[Check]:
+    """Yield a check for each known bad combination on this host; one OK check if none."""
     found = [clash for clash in CLASHES if clash.applies(facts)]
     for clash in found:
         yield Check(
@@ -150,7 +146,7 @@ def clashes(host: str, facts: Facts) -> Iterator[Check]:
         yield Check(name="versions-clash", host=host, status=OK, value=f"none of {len(CLASHES)} known clashes")
 
 
-def driver(host: str, facts: Facts) -> Iterator[Check]:
+def driver(host: str, facts: HostFacts) -> Iterator[Check]:
     """Check whether the driver is new enough for the CUDA that torch was built with."""
     if not facts["driver"]:
         return
@@ -158,7 +154,7 @@ def driver(host: str, facts: Facts) -> Iterator[Check]:
     least = DRIVERS.get(cuda[0]) if cuda else None
     short = least is not None and version(facts["driver"])[0] < least
     expected = f"{least} or newer for CUDA {facts['versions']['cuda']}" if least else ""
-    hint, source = "update the driver, or install a torch for an older CUDA", DRIVERS_SOURCE if least else ""
-    found = facts["driver"]
-    driver = check("driver", host, found if short else "", found, expected=expected, hint=hint)
-    yield replace(driver, source=source)
+    hint = "update the driver, or install a torch for an older CUDA"
+    problem = facts["driver"] if short else ""
+    driver = check("driver", host, problem, facts["driver"], expected=expected, hint=hint)
+    yield replace(driver, source=DRIVERS_SOURCE if least else "")

@@ -1,13 +1,14 @@
-"""Checks of hosts from their facts: each host alone, compared with the other hosts, and compared with this machine."""
+"""Check hosts by their facts: alone, against each other, and against this machine."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from zerofit.doctor.check import FAIL, WARN, Check, check
+from zerofit.doctor.facts import HostFacts
+from zerofit.doctor.system import GpuFacts
 from zerofit.launch.hostfile import Host
 from zerofit.spec.units import shown_bytes
 
@@ -15,13 +16,13 @@ SAME = ("zerofit", "torch", "torch_git", "deepspeed", "cuda", "hip", "nccl")  # 
 ALIKE = ("python", "transformers", "torchvision", "numpy")
 HASH = 12  # digits shown
 PIDS = 8
-Facts = dict[str, dict[str, Any]]
+Facts = dict[str, HostFacts]
 FREE_SHARE = 0.2  # share of a GPU's memory; with less free memory no run can start
 USED_BYTES = 2**30  # a display and a driver use less than this
 WARN_S, FAIL_S = 2.0, 60.0  # clock difference; logs, and builds on shared disks, are ordered by time
 
 
-def checks(hosts: Sequence[Host], facts: Facts, own: dict[str, object], accelerator: str | None) -> list[Check]:
+def checks(hosts: Sequence[Host], facts: Facts, own: HostFacts, accelerator: str | None) -> list[Check]:
     """Check versions, code, run file, slots, processes and GPUs of all hosts.
 
     Run folder, clock and network are checked elsewhere.
@@ -40,7 +41,7 @@ def checks(hosts: Sequence[Host], facts: Facts, own: dict[str, object], accelera
     return found
 
 
-def _versions(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Check:
+def _versions(host: str, host_facts: HostFacts, own: HostFacts) -> Check:
     theirs, here = host_facts["versions"], own["versions"]
     hard, soft = (
         [f"{name} {theirs.get(name)} (here {here[name]})" for name in names if theirs.get(name) != here[name]]
@@ -59,47 +60,40 @@ def _versions(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Che
     return check("versions", host, ", ".join(hard + soft), good, status, expected, hint)
 
 
-def _code(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Check:
-    words = {"zerofit": "zerofit's source", "model": "the model's source"}
-    theirs, here = host_facts["code"], own["code"]
-    wrong = [
-        f"{word} is missing" if theirs[name] is None else f"{word} differs ({theirs[name][:HASH]})"
-        for name, word in words.items()
-        if theirs[name] != here[name]
-    ]
-    good = here["zerofit"][:HASH]
+def _code(host: str, host_facts: HostFacts, own: HostFacts) -> Check:
+    wrong = []
+    for name, word in (("zerofit", "zerofit's source"), ("model", "the model's source")):
+        theirs = host_facts["code"][name]
+        if theirs != own["code"][name]:
+            wrong.append(f"{word} is missing" if theirs is None else f"{word} differs ({theirs[:HASH]})")
+    good = own["code"]["zerofit"][:HASH]
     hint = f"copy this folder to {host}, or keep it on a file system that all hosts share"
     return check("code", host, ", ".join(wrong), good, FAIL, f"as here ({good})", hint)
 
 
-def _run_file(host: str, host_facts: dict[str, object], own: dict[str, Any]) -> Iterator[Check]:
-    """Check that a host's run file, if there is one, is the same as here.
-
-    It may be missing, because ranks read the run folder.
-    """
+def _run_file(host: str, host_facts: HostFacts, own: HostFacts) -> Iterator[Check]:
     if own["run_file"] is None:
         return
-    other = host_facts["run_file"] not in (None, own["run_file"])
-    problem, good = (
-        "the host's file of the same name differs",
-        "the same" if host_facts["run_file"] else "only on this machine",
-    )
+    theirs = host_facts["run_file"]
+    # a host without the file is fine, because ranks read the run folder
+    problem = "the host's file of the same name differs" if theirs not in (None, own["run_file"]) else ""
+    good = "the same" if theirs else "only on this machine"
     expected, hint = f"as here ({own['run_file'][:HASH]})", "this machine's file is used; update the file on the host"
-    yield check("run-file", host, problem if other else "", good, WARN, expected, hint)
+    yield check("run-file", host, problem, good, WARN, expected, hint)
 
 
-def _strays(host: str, host_facts: dict[str, Any]) -> Check:
-    count = Counter((stray["user"], stray["run"]) for stray in host_facts["strays"])
+def _strays(host: str, host_facts: HostFacts) -> Check:
+    strays = host_facts["strays"]
+    count = Counter((stray["user"], stray["run"]) for stray in strays)
     shown = [f"{n} of {user}" + (f" (run {run[:HASH]})" if run else "") for (user, run), n in count.items()]
-    pids = " ".join(str(stray["pid"]) for stray in host_facts["strays"][:PIDS])
-    more = " ..." if len(host_facts["strays"]) > PIDS else ""
-    hint = f"wait for that run, or stop it on {host}: kill {pids}{more}"
+    pids = " ".join(str(stray["pid"]) for stray in strays[:PIDS])
+    hint = f"wait for that run, or stop it on {host}: kill {pids}{' ...' if len(strays) > PIDS else ''}"
     expected = "no rank of another run"
     return check("processes", host, ", ".join(shown), "no other run", WARN, expected=expected, hint=hint)
 
 
-def slots(host: Host, host_facts: dict[str, Any], *, cuda: bool) -> Check:
-    """Check whether the host has a GPU for each of its slots. If `cuda` is False, check its cores instead."""
+def slots(host: Host, host_facts: HostFacts, *, cuda: bool) -> Check:
+    """Check that the host has a GPU for each of its slots, or a core if `cuda` is False."""
     count, what = (len(host_facts["gpus"]), "GPUs") if cuda else (host_facts["cores"]["usable"], "cores")
     problem, hint = "", f"write slots={count} in the hostfile"
     if cuda and host_facts["gpu_error"]:
@@ -115,11 +109,14 @@ def slots(host: Host, host_facts: dict[str, Any], *, cuda: bool) -> Check:
     return check("slots", host.name, problem, good, FAIL if cuda else WARN, expected=expected, hint=hint)
 
 
-def gpus(host: Host, host_facts: dict[str, Any], names: list[str]) -> Iterator[Check]:
-    """Check memory and processes of each GPU that ranks will use, and whether all hosts have the same kind."""
+def gpus(host: Host, host_facts: HostFacts, names: list[str]) -> Iterator[Check]:
+    """Check memory and processes of each GPU that ranks will use, and its kind.
+
+    `names`: a GPU's name from each host.
+    """
     for gpu in host_facts["gpus"]:
         if gpu["index"] in host.ids:
-            yield _memory(host.name, gpu)
+            yield _gpu_memory(host.name, gpu)
     if host_facts["gpus"]:
         kind = host_facts["gpus"][0]["name"]
         problem = f"{kind}; other hosts have {names[0]}" if kind != names[0] else ""
@@ -127,7 +124,7 @@ def gpus(host: Host, host_facts: dict[str, Any], names: list[str]) -> Iterator[C
         yield check("gpu-kind", host.name, problem, kind, WARN, expected="one kind of GPU", hint=hint)
 
 
-def _memory(host: str, gpu: dict[str, Any]) -> Check:
+def _gpu_memory(host: str, gpu: GpuFacts) -> Check:
     total, used = gpu["total_bytes"], gpu["used_bytes"] or 0
     by = ", ".join(f"{p['name']} (process {p['pid']})" for p in gpu["processes"])
     problem = ""
@@ -140,29 +137,29 @@ def _memory(host: str, gpu: dict[str, Any]) -> Check:
 
 
 def clock(host: str, difference_s: float, error_s: float) -> Check:
-    """Check a clock that differs from this machine's clock by `difference_s`, measured to within `error_s` seconds."""
-    sure = max(0.0, abs(difference_s) - error_s)
+    """Check a host's clock, which differs from this machine's by `difference_s` ± `error_s`."""
+    least_s = max(0.0, abs(difference_s) - error_s)
     words = f"{abs(difference_s):.3g} s {'ahead' if difference_s > 0 else 'behind'} (±{error_s:.1g} s)"
-    problem = words if sure > WARN_S else ""
-    status, hint = FAIL if sure > FAIL_S else WARN, f"run chrony or systemd-timesyncd on {host}"
+    problem = words if least_s > WARN_S else ""
+    status, hint = FAIL if least_s > FAIL_S else WARN, f"run chrony or systemd-timesyncd on {host}"
     return check("clock", host, problem, words, status, expected=f"within {WARN_S:g} s", hint=hint)
 
 
 def disk(facts: Facts, checkpoint_bytes: int | None) -> list[Check]:
-    """Check the free space for checkpoints on the run folder's file system; no check if `checkpoint_bytes` is None."""
+    """Check the free space for checkpoints in the run folder; return [] if their size is None."""
     if checkpoint_bytes is None:
         return []
-    return [
-        _space(host, host_facts["run_folder"]["free_bytes"], checkpoint_bytes) for host, host_facts in facts.items()
-    ]
-
-
-def _space(host: str, free: int, checkpoint_bytes: int) -> Check:
-    short = f"{shown_bytes(free)} free, a checkpoint needs {shown_bytes(checkpoint_bytes)}"
-    tight = free < 2 * checkpoint_bytes  # a new checkpoint is written before an old checkpoint is removed
-    status, good = FAIL if free < checkpoint_bytes else WARN, f"{shown_bytes(free)} free"
+    found = []
     expected, hint = "space for two checkpoints", "delete files, or choose another folder with --output"
-    return check("disk", host, short if tight else "", good, status, expected=expected, hint=hint)
+    for host, host_facts in facts.items():
+        assert host_facts["run_folder"]
+        free = host_facts["run_folder"]["free_bytes"]
+        good, problem = f"{shown_bytes(free)} free", ""
+        if free < 2 * checkpoint_bytes:  # a new checkpoint is written before an old checkpoint is removed
+            problem = f"{good}, a checkpoint needs {shown_bytes(checkpoint_bytes)}"
+        status = FAIL if free < checkpoint_bytes else WARN
+        found.append(check("disk", host, problem, good, status, expected=expected, hint=hint))
+    return found
 
 
 def folders(facts: Facts, folder: Path, seen: set[str]) -> list[Check]:
@@ -173,6 +170,7 @@ def folders(facts: Facts, folder: Path, seen: set[str]) -> list[Check]:
     found = []
     for host, host_facts in facts.items():
         seen_folder = host_facts["run_folder"]
+        assert seen_folder
         problem, hint = "", "with --output, choose a folder on a file system that all hosts share"
         if not seen_folder["same"]:
             problem = f"not shared: {folder} is {'another folder' if seen_folder['exists'] else 'missing'} on {host}"

@@ -16,10 +16,11 @@ import shutil
 import socket
 import sys
 import uuid
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar, cast
 
 from zerofit.doctor import software, system
 from zerofit.doctor.serve import Say, serve
@@ -28,73 +29,124 @@ from zerofit.spec.local_machine import host_memory, libaio
 from zerofit.spec.reservations import reserved_on_gpus, reserved_on_host
 
 LIFE_S = 120
+T = TypeVar("T")
 
 
-def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
-    """Return all facts of this host. The file that tests the run folder is removed when `stack` closes."""
+class CodeHashes(TypedDict):
+    """The hashes of the source of zerofit, and of the user's own model (None without one)."""
+
+    zerofit: str
+    model: str | None
+
+
+class HostMemoryFacts(TypedDict):
+    """Bytes of a host's memory."""
+
+    total_bytes: int
+    free_bytes: int  # now
+    reserved_bytes: int  # by other zerofit runs, and not allocated yet
+
+
+class RunFolderFacts(TypedDict):
+    """What a host finds at the path of the run folder."""
+
+    exists: bool
+    same: bool  # whether it has the file that the asking command wrote
+    writable: bool
+    error: str | None  # why it is not writable
+    free_bytes: int
+    mark: str | None  # name of a new file, which the asking command looks for
+
+
+class HostFacts(system.GpuSurvey):
+    """All facts of one host, as `collect` returns them and as they travel in JSON."""
+
+    hostname: str
+    python: str
+    versions: dict[str, str | None]
+    code: CodeHashes
+    run_file: str | None  # its hash
+    addresses: list[system.Address]
+    infiniband: list[str]
+    asked_from: dict[str, str | None]
+    memory: HostMemoryFacts
+    shared_memory: dict[str, int] | None
+    limits: dict[str, int | None]
+    tools: dict[str, str | None]
+    libaio: dict[str, bool]
+    strays: list[system.Stray]
+    cores: system.Cores
+    run_folder: RunFolderFacts | None
+    compilers: system.Compilers  # missing if it was not asked for
+
+
+def collect(question: dict[str, Any], stack: ExitStack) -> HostFacts:
+    """Return all facts of this host. Its mark in the run folder is removed when `stack` closes."""
+    total, free = host_memory()
     with ThreadPoolExecutor(2) as pool:
-        graphics = pool.submit(system.gpus)  # nvidia-smi and the compiler are slow, so they run in parallel
+        survey = pool.submit(system.gpus)  # nvidia-smi and the compiler are slow, so they run in parallel
         aio = pool.submit(libaio)
         found = {
             "hostname": socket.gethostname(),
             "python": sys.executable,
             "versions": software.versions(),
-            "code": {"zerofit": software.own_code(), "model": _of(question.get("code"), software.code_hash)},
-            "run_file": _of(question.get("run_file"), software.file_hash),
+            "code": {"zerofit": software.own_code(), "model": _at(question.get("code"), software.code_hash)},
+            "run_file": _at(question.get("run_file"), software.file_hash),
             "addresses": system.addresses(),
             "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),  # also RoCE adapters
             "asked_from": system.asked_from(),
-            "memory": _memory(),
+            "memory": {"total_bytes": total, "free_bytes": free, "reserved_bytes": reserved_on_host()},
             "shared_memory": system.shared_memory(),
             "limits": system.limits(),
             "tools": system.tools(),
             "libaio": aio.result(),
             "strays": system.strays(),
             "cores": system.cores(),
-            "run_folder": _of(question.get("run_folder"), lambda path: _look(path, str(question["token"]), stack)),
+            "run_folder": _at(question.get("run_folder"), lambda path: _folder(path, str(question["token"]), stack)),
         }
         if question.get("compilers"):
             found["compilers"] = system.compilers(found["tools"])
-        seen, claims = graphics.result(), reserved_on_gpus()
-        seen["gpus"] = [{**gpu, "reserved_bytes": claims.get(gpu["uuid"], 0)} for gpu in seen["gpus"]]
-        return found | seen
+        gpus, reserved = survey.result(), reserved_on_gpus()
+        for gpu in gpus["gpus"]:
+            gpu["reserved_bytes"] = reserved.get(gpu["uuid"], 0)
+        return cast(HostFacts, found | gpus)
 
 
-def _memory() -> dict[str, int]:
-    """Return bytes of host memory: total, free now, and reserved by other zerofit runs but not allocated yet."""
-    total, free = host_memory()
-    return {"total_bytes": total, "free_bytes": free, "reserved_bytes": reserved_on_host()}
-
-
-def _of(path: str | None, work: Any) -> object:
+def _at(path: str | None, work: Callable[[Path], T]) -> T | None:
     return None if path is None else work(Path(path))
 
 
-def _look(folder: Path, token: str, stack: ExitStack) -> dict[str, object]:
-    """Return `same` (whether the run folder has the file `token`), `writable` or `error`, `free_bytes`, `mark`.
-
-    `mark` is a new file, which the asking command looks for. It is removed when `stack` closes.
-    """
-    there = os.path.isdir(folder)  # False also for a folder that this user may not enter; Path.is_dir raises
-    same = os.path.isfile(folder / token)
+def _folder(folder: Path, token: str, stack: ExitStack) -> RunFolderFacts:
+    """Return the facts of the run folder, in which the asking command wrote the file `token`."""
+    found: RunFolderFacts = {
+        "exists": os.path.isdir(folder),  # False also for a folder that this user may not enter; Path.is_dir raises
+        "same": os.path.isfile(folder / token),
+        "writable": False,
+        "error": None,
+        "free_bytes": 0,
+        "mark": None,
+    }
     nearest = next(p for p in (folder, *folder.absolute().parents) if os.path.isdir(p))
-    found = {"exists": there, "same": same, "free_bytes": shutil.disk_usage(nearest).free, "error": None}
+    found["free_bytes"] = shutil.disk_usage(nearest).free
     mark = nearest / f".zerofit-seen-by-{uuid.uuid4().hex}"
     try:
         with mark.open("xb") as file:
             file.write(b"zerofit\n")
             os.fsync(file.fileno())
     except OSError as error:
-        return found | {"writable": False, "mark": None, "error": error.strerror}
-    if same:
+        found["error"] = error.strerror
+        return found
+    found["writable"] = True
+    if found["same"]:
+        found["mark"] = mark.name
         stack.callback(mark.unlink, missing_ok=True)
     else:
         mark.unlink(missing_ok=True)
-    return found | {"writable": True, "mark": mark.name if same else None}
+    return found
 
 
 def _listen(port: int, stack: ExitStack) -> dict[str, object]:
-    """Listen on all addresses of this host, as torch's rendezvous store does; return the port or an error."""
+    """Listen on all addresses of this host, as torch's rendezvous store does."""
     try:
         server = stack.enter_context(socket.create_server(("", port), family=socket.AF_INET, backlog=256))
     except OSError as error:
@@ -103,24 +155,20 @@ def _listen(port: int, stack: ExitStack) -> dict[str, object]:
     return {"error": None, "port": server.getsockname()[1]}
 
 
-def _reach(question: dict[str, Any]) -> dict[str, object]:
-    targets = [(str(host), int(port)) for host, port in question["targets"]]
-    with ThreadPoolExecutor(max(1, len(targets))) as pool:
-        return {"reached": list(pool.map(lambda target: system.reach(*target), targets))}
-
-
-def answer(question: dict[str, Any], stack: ExitStack, say: Say) -> dict[str, Any]:
+def answer(question: dict[str, Any], stack: ExitStack, say: Say) -> Mapping[str, object]:
     """Answer one question."""
-    asked = question.get("ask")
-    if asked == "facts":
+    kind = question.get("ask")
+    if kind == "facts":
         return collect(question, stack)
-    if asked == "listen":
+    if kind == "listen":
         return _listen(int(question["port"]), stack)
-    if asked == "reach":
-        return _reach(question)
-    if asked == "sweep":
+    if kind == "reach":
+        targets = [(str(host), int(port)) for host, port in question["targets"]]
+        with ThreadPoolExecutor(max(1, len(targets))) as pool:
+            return {"reached": list(pool.map(lambda target: system.reach(*target), targets))}
+    if kind == "sweep":
         return {"ended": end_all(str(question["mark"]))}
-    return {"error": f"unknown question {asked!r}"}
+    return {"error": f"unknown question {kind!r}"}
 
 
 if __name__ == "__main__":

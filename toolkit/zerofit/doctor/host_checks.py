@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from zerofit.doctor.check import OK, WARN, Check, check
 from zerofit.doctor.clashes import clashes, driver
+from zerofit.doctor.facts import HostFacts
+from zerofit.doctor.measured import Figures
 from zerofit.spec.devices import Device, by_name, cpu_device
 from zerofit.spec.local_machine import LIBAIO_HINT
 from zerofit.spec.units import shown_bytes
 
-Facts = dict[str, Any]
 GIB = 2**30
 NOFILE = 4096  # 8 ranks, each with a socket to every other rank, loader workers and checkpoint files
 NPROC = 4096
@@ -44,23 +44,29 @@ HINTS = {
 }
 
 
-def checks(host: str, facts: Facts, *, many: bool) -> Iterator[Check]:
+def checks(host: str, facts: HostFacts, *, many: bool) -> Iterator[Check]:
     """Yield all checks of a host's facts. `many`: whether the host is one of several."""
     yield from _gpus(host, facts)
     yield from driver(host, facts)
     yield from _nccl(host, facts)
     yield from _compilers(host, facts)
     yield from clashes(host, facts)
-    yield _libaio(host, facts)
-    yield from _remote(host, facts, many=many)
+    lacks = [part for part, is_installed in facts["libaio"].items() if not is_installed]
+    problem = f"no {' and no '.join(lacks)}" if lacks else ""
+    expected, hint = "installed, for offload to NVMe", f"{LIBAIO_HINT}; offload to host memory works without it"
+    yield check("libaio", host, problem, "installed", WARN, expected, hint)
+    for name in ("ssh", "pdsh"):
+        path = facts["tools"][name]
+        if path or many:
+            expected = "installed, to start ranks on other hosts"
+            yield check(name, host, "" if path else "missing", str(path), WARN, expected, f"apt-get install {name}")
     yield from _limits(host, facts)
-    yield _shared(host, facts)
     memory = facts["memory"]
     value = f"{shown_bytes(memory['free_bytes'])} of {shown_bytes(memory['total_bytes'])} free"
     yield Check(name="memory", host=host, status=OK, value=value, figure=float(memory["free_bytes"]))
 
 
-def _gpus(host: str, facts: Facts) -> Iterator[Check]:
+def _gpus(host: str, facts: HostFacts) -> Iterator[Check]:
     if not facts["gpus"]:
         problem = f"nvidia-smi fails: {facts['gpu_error']}" if facts["gpu_error"] else ""
         hint = "repair the driver; after an update: reboot"
@@ -79,70 +85,45 @@ def _gpus(host: str, facts: Facts) -> Iterator[Check]:
         yield check("gpus", host, problem, good, WARN, hint=hint)
 
 
-def _nccl(host: str, facts: Facts) -> Iterator[Check]:
+def _nccl(host: str, facts: HostFacts) -> Iterator[Check]:
     if facts["gpus"] and not facts["versions"]["hip"]:
         found = facts["versions"]["nccl"]
         problem = "" if found else "the nvidia-nccl package is not installed, so NCCL's version is unknown"
-        yield check(
-            "nccl",
-            host,
-            problem,
-            str(found),
-            WARN,
-            hint="torch may contain its own NCCL; torch from pytorch.org installs it as a package",
-        )
+        hint = "torch may contain its own NCCL; torch from pytorch.org installs it as a package"
+        yield check("nccl", host, problem, str(found), WARN, hint=hint)
 
 
-def _compilers(host: str, facts: Facts) -> Iterator[Check]:
+def _compilers(host: str, facts: HostFacts) -> Iterator[Check]:
     needed = {"g++": "apt-get install g++", "ninja": "pip install ninja"}
     if facts["gpus"]:
         needed["nvcc"] = "install the CUDA toolkit for which torch was built (torch.version.cuda), or load that module"
     for name, hint in needed.items():
-        there, found = facts["tools"][name], facts["compilers"].get(name)
-        good = f"{found} ({there})" if found else str(there)
+        path, version = facts["tools"][name], facts["compilers"].get(name)
+        good = f"{version} ({path})" if version else str(path)
         expected = "installed: DeepSpeed's C++ ops (offload, fused optimizers) are compiled with it"
-        yield check(f"compiler {name}", host, "" if there else "missing", good, WARN, expected=expected, hint=hint)
+        yield check(f"compiler {name}", host, "" if path else "missing", good, WARN, expected=expected, hint=hint)
 
 
-def _libaio(host: str, facts: Facts) -> Check:
-    lacks = [part for part, there in facts["libaio"].items() if not there]
-    problem = f"no {' and no '.join(lacks)}" if lacks else ""
-    hint = f"{LIBAIO_HINT}; offload to host memory works without it"
-    return check("libaio", host, problem, "installed", WARN, expected="installed, for offload to NVMe", hint=hint)
-
-
-def _remote(host: str, facts: Facts, *, many: bool) -> Iterator[Check]:
-    for name in ("ssh", "pdsh"):
-        there = facts["tools"][name]
-        if there or many:
-            expected = "installed, to start ranks on other hosts"
-            yield check(name, host, "" if there else "missing", str(there), WARN, expected, f"apt-get install {name}")
-
-
-def _limits(host: str, facts: Facts) -> Iterator[Check]:
+def _limits(host: str, facts: HostFacts) -> Iterator[Check]:
+    """Check the limits of processes, and the size of /dev/shm."""
     locks = facts["gpus"] and facts["infiniband"]
     least = {"nofile": NOFILE, "nproc": NPROC} | ({"memlock": MEMLOCK} if locks else {})
     for name, value in least.items():
-        has = facts["limits"][name]
-        low = has is not None and has < value
-        shown, figure = ("none", None) if has is None else (str(has), float(has))
+        limit = facts["limits"][name]
+        shown, figure = ("none", None) if limit is None else (str(limit), float(limit))
+        problem = shown if limit is not None and limit < value else ""
         hint = f"raise it in /etc/security/limits.conf (* - {name} unlimited), or with `ulimit`"
-        source = NCCL_SOURCE if name == "memlock" else ""
-        found, expected = shown if low else "", f"{value} or more"
-        limit = check(f"limit {name}", host, found, shown, WARN, expected, hint)
-        yield replace(limit, figure=figure, source=source)
-
-
-def _shared(host: str, facts: Facts) -> Check:
-    found = facts["shared_memory"]
-    total = found["total_bytes"] if found else 0
+        found = check(f"limit {name}", host, problem, shown, WARN, f"{value} or more", hint)
+        yield replace(found, figure=figure, source=NCCL_SOURCE if name == "memlock" else "")
+    shared = facts["shared_memory"]
+    total = shared["total_bytes"] if shared else 0
     shown, expected = shown_bytes(total), f"{shown_bytes(SHARED)} or more in /dev/shm"
-    found, hint = shown if total < SHARED else "", "start the container with --shm-size 16g, or --ipc host"
-    memory = check("shared-memory", host, found, shown, WARN, expected, hint)
-    return replace(memory, figure=float(total), source=NCCL_SOURCE)
+    problem, hint = shown if total < SHARED else "", "start the container with --shm-size 16g, or --ipc host"
+    found = check("shared-memory", host, problem, shown, WARN, expected, hint)
+    yield replace(found, figure=float(total), source=NCCL_SOURCE)
 
 
-def _device(facts: Facts, ranks: int) -> Device | None:
+def _device(facts: HostFacts, ranks: int) -> Device | None:
     if facts["gpus"]:
         return by_name(facts["gpus"][0]["name"], facts["gpus"][0]["total_bytes"])
     return cpu_device(facts["cores"]["usable"], facts["memory"]["total_bytes"], ranks)
@@ -150,9 +131,9 @@ def _device(facts: Facts, ranks: int) -> Device | None:
 
 @dataclass(frozen=True)
 class LowestSpeed:
-    """The lowest speed of a healthy machine: FLOP or bytes per second (None if unknown), the reason, and the source."""
+    """The lowest speed of a healthy machine."""
 
-    value: float | None
+    value: float | None  # FLOP or bytes per second; None: unknown
     why: str = ""
     source: str = ""
 
@@ -175,7 +156,7 @@ def _latency(name: str, host: str, figure: float, kind: str) -> Check:
     return replace(latency, figure=figure)
 
 
-def speeds(host: str, facts: Facts, figures: dict[str, Any], ranks: int) -> Iterator[Check]:
+def speeds(host: str, facts: HostFacts, figures: Figures, ranks: int) -> Iterator[Check]:
     """Check the speeds of one host. `figures`: the measurements of its slowest rank."""
     gpu, device = bool(facts["gpus"]), _device(facts, ranks)
     source = device.source if device else ""
@@ -199,7 +180,7 @@ def speeds(host: str, facts: Facts, figures: dict[str, Any], ranks: int) -> Iter
     yield from _disk(host, "disk", figures, 0.0)
 
 
-def _disk(host: str, name: str, figures: dict[str, Any], read: float) -> Iterator[Check]:
+def _disk(host: str, name: str, figures: Figures, read: float) -> Iterator[Check]:
     """Check one disk. `read`: the expected read speed in bytes per second; 0 for the default."""
     why = ": a checkpoint of 10 GB in 50 s"
     for way, least, words in (("write", DISK, why), ("read", read or DISK, "" if read else why)):
@@ -213,12 +194,12 @@ def nvme_speeds(host: str, found: dict[str, dict[str, float]]) -> Iterator[Check
         yield from _disk(host, f"nvme {mount}", figures, NVME_READ)
 
 
-def speeds_across(host: str, facts: Facts, figures: dict[str, Any], interface: str | None) -> Iterator[Check]:
+def speeds_across(host: str, facts: HostFacts, figures: Figures, interface: str | None) -> Iterator[Check]:
     """Check the all-reduce over all hosts, which is as fast as the slowest link.
 
     The check is reported for the first host.
     """
-    rows = [one for one in facts["addresses"] if one["interface"] == interface]
+    rows = [row for row in facts["addresses"] if row["interface"] == interface]
     speed = rows[0]["speed_mbit"] if rows else None
     device = _device(facts, 1) if facts["gpus"] else None
     least, why = (NETWORK * speed * 125e3, f": half of {interface}'s") if speed else (None, "")

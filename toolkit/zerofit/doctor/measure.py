@@ -1,4 +1,4 @@
-"""Measurements of this machine's speed, with as many parallel processes as a run would start.
+"""Measure this machine's speed, with as many parallel processes as a run would start.
 
 Run as `python -m zerofit.doctor.measure JOB`, where JOB is a `MeasurementJob` as JSON. Each process writes its figures
 to the job's folder.
@@ -97,7 +97,8 @@ def _matmul(device: torch.device, budget_s: float) -> dict[str, float]:
 
 
 def _memory(device: torch.device, budget_s: float) -> float:
-    """Return the bytes per second that an in-place addition reads and writes, on a tensor far larger than any cache."""
+    """Return the bytes per second that an in-place addition to a large tensor reads and writes."""
+    # far larger than any cache
     x = torch.zeros(2**29 if device.type == "cuda" else 2**27, dtype=torch.float32, device=device)
     return 2 * x.nbytes / _seconds(lambda: x.add_(1.0), device, budget_s)
 
@@ -114,11 +115,9 @@ def _launch(device: torch.device, budget_s: float) -> float:
 
 
 def _adam(budget_s: float) -> float:
-    """Return the bytes per second of host memory that torch's fused AdamW reads and writes.
-
-    Like DeepSpeed's AdamW, torch's makes one pass over the tensors. The tensors have 1 GiB together, since servers
-    have caches of hundreds of MiB.
-    """
+    """Return the bytes per second of host memory that torch's fused AdamW reads and writes."""
+    # Like DeepSpeed's AdamW, torch's makes one pass over the tensors. The tensors have 1 GiB together, since servers
+    # have caches of hundreds of MiB.
     parameter = torch.nn.Parameter(torch.zeros(2**26))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -126,7 +125,7 @@ def _adam(budget_s: float) -> float:
 
 
 def _host_copy(device: torch.device, budget_s: float) -> float:
-    """Return the bytes per second of copies from pinned host memory to the device; on a CPU, of copies in memory."""
+    """Return the bytes/s of copies from pinned host memory, or on a CPU within memory."""
     host = torch.zeros(2**26, dtype=torch.float32)
     if device.type == "cuda":
         host = host.pin_memory()
@@ -135,45 +134,44 @@ def _host_copy(device: torch.device, budget_s: float) -> float:
 
 
 def _collectives(device: torch.device, ranks: int) -> dict[str, object]:
-    """Return the bus bandwidth (bytes/s) of a large all-reduce, and the seconds of a small one."""
     large = torch.zeros(2**28 if device.type == "cuda" else 2**23, dtype=torch.float32, device=device)
     small = torch.zeros(16, device=device)
     large_s, small_s = (  # all ranks make the same number of calls
         statistics.median(_timed(lambda x=x: dist.all_reduce(x), device) for _ in range(count))
         for x, count in ((large, 10), (small, 100))
     )
+    # bus bandwidth: in a ring, each rank sends (and receives) 2 * (ranks - 1) / ranks of the tensor
     return {"link": 2 * (ranks - 1) / ranks * large.nbytes / large_s, "link_latency_s": small_s}
 
 
 def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
-    """Return the seconds of ZeRO's collectives by message size, and of small collectives that are issued together.
-
-    On a CPU, kernels run before each message, as in a step. After the kernels, ranks start the message at different
-    times. In addition, gloo's threads sleep during the kernels, and need a core before they can send. Without the
-    kernels a message needs a tenth of the time.
-    """
+    """Return the seconds of ZeRO's collectives by message size, and of many small ones together."""
     found, rows, matrix = [], torch.randn(1024, 256), torch.randn(256, 256)
 
     def seconds(work: Callable[[], object], calls: int) -> float:
         work()
         taken = []
         for _ in range(calls):
-            if device.type == "cpu":  # about one layer, some milliseconds of a core
+            # On a CPU, kernels run before each message, as in a step: about one layer, some milliseconds of a core.
+            # After the kernels, ranks start the message at different times. In addition, gloo's threads sleep during
+            # the kernels, and need a core before they can send. Without the kernels a message needs a tenth of the
+            # time.
+            if device.type == "cpu":
                 for _ in range(3):
                     F.silu(rows @ matrix)
             taken.append(_timed(work, device))
         return statistics.mean(taken) if device.type == "cpu" else statistics.median(taken)
 
     for mib, calls in CPU_MESSAGES if device.type == "cpu" else GPU_MESSAGES:
-        whole = torch.zeros(int(mib * 2**18) // ranks * ranks, device=device)
-        part = torch.empty(len(whole) // ranks, device=device)
+        full = torch.zeros(int(mib * 2**18) // ranks * ranks, device=device)
+        shard = torch.empty(len(full) // ranks, device=device)
         works: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda whole=whole: dist.all_reduce(whole),
-            "all_gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part),
-            "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole),
+            "all_reduce": lambda full=full: dist.all_reduce(full),
+            "all_gather": lambda full=full, shard=shard: dist.all_gather_into_tensor(full, shard),
+            "reduce_scatter": lambda full=full, shard=shard: dist.reduce_scatter_tensor(shard, full),
         }
         for op, work in works.items():
-            found.append({"op": op, "ranks": ranks, "size_bytes": whole.nbytes, "seconds": seconds(work, calls)})
+            found.append({"op": op, "ranks": ranks, "size_bytes": full.nbytes, "seconds": seconds(work, calls)})
     pairs = [(torch.zeros(ranks * 256, device=device), torch.zeros(256, device=device)) for _ in range(TOGETHER)]
 
     def together() -> None:

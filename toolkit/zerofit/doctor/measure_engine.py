@@ -1,4 +1,4 @@
-"""The host's time for each parameter in DeepSpeed's engine, without the kernels and collectives of a step."""
+"""Measure the host's time for each parameter in DeepSpeed's engine, without kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,17 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from zerofit.doctor.measure_kernels import Stopwatch
 
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
 UNITS, WIDTH, ROWS = 32, 256, 64
 STEPS = 20  # steps of each engine; equal on all ranks, since ranks wait for each other
 
 
 class _Unit(nn.Module):
-    """A matrix multiplication, which fills the host's caches as a model does, then a norm with one small parameter."""
+    """A matrix multiplication, then a norm with one small parameter."""
 
-    matrix: Tensor
+    matrix: Tensor  # fills the host's caches, as a model does
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,14 +41,8 @@ class _Unit(nn.Module):
 def measure_engine(watch: Stopwatch) -> dict[str, float]:
     """Return the host's seconds per parameter: `hook_s`, and on a CPU `gradient_s`.
 
-    `hook_s` is the time in which ZeRO-3 fetches and releases a parameter. The function times a forward under stage 3
-    and subtracts the time of a forward without an engine. Every parameter stays gathered, so no collective is measured.
-    On a CPU, a collective would add the host's time to send the data. On a GPU, the host would wait for each small
-    collective. In a model, collectives overlap with kernels (benchmarks/gpu/README.md).
-
-    `gradient_s` is the time of a full step under stage 1, less the time of a full step without an engine. The engine
-    adds a hook, the bucket, the norm, and the gathering of the new parameter. On a GPU, `gradient_s` would consist of
-    kernel launches, which are measured elsewhere.
+    - `hook_s`: ZeRO-3 fetches and releases the parameter.
+    - `gradient_s`: the engine's hook, bucket and norm of a gradient, and the gathering of the new parameter.
     """
     alone = not dist.is_initialized()
     if alone:
@@ -53,6 +50,12 @@ def measure_engine(watch: Stopwatch) -> dict[str, float]:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     os.environ.setdefault("LOCAL_RANK", str(watch.device.index or 0))
     x = torch.randn(ROWS, WIDTH, device=watch.device, requires_grad=True)
+    # `hook_s` is the time of a forward under stage 3, less that of a forward without an engine. Every parameter stays
+    # gathered, so no collective is measured. On a CPU, a collective would add the host's time to send the data. On a
+    # GPU, the host would wait for each small collective. In a model, collectives overlap with kernels
+    # (benchmarks/gpu/README.md).
+    # `gradient_s` is the time of a full step under stage 1, less that of a full step without an engine. On a GPU it
+    # would consist of kernel launches, which are measured elsewhere.
     plain, engines = _model(watch.device), {"hook_s": _engine(watch.device, 3)}
     if watch.device.type == "cpu":
         engines["gradient_s"] = _engine(watch.device, 1)
@@ -60,11 +63,11 @@ def measure_engine(watch: Stopwatch) -> dict[str, float]:
     for _ in range(STEPS):  # alternate the engines, so other load on the machine affects all of them alike
         without.append(_timed(watch, lambda: plain(x).sum(), lambda loss: loss.backward()))
         for name, engine in engines.items():
-            taken[name].append(_timed(watch, partial(_forward, engine, x), partial(_step, engine)))
+            taken[name].append(_timed(watch, lambda engine=engine: engine(x).sum(), partial(_step, engine)))
     found = {}
     for name, engine in engines.items():
         parts = slice(1 if name == "hook_s" else 2)  # a forward, or a full step
-        longer = [sum(mine[parts]) - sum(bare[parts]) for mine, bare in zip(taken[name], without, strict=True)]
+        longer = [sum(under[parts]) - sum(bare[parts]) for under, bare in zip(taken[name], without, strict=True)]
         found[name] = max(0.0, statistics.median(longer)) / UNITS
         engine.destroy()
     if alone:
@@ -76,7 +79,7 @@ def _model(device: torch.device) -> nn.Module:
     return nn.Sequential(*(_Unit() for _ in range(UNITS))).to(device)
 
 
-def _engine(device: torch.device, stage: int) -> Any:
+def _engine(device: torch.device, stage: int) -> DeepSpeedEngine:
     import deepspeed  # the import takes seconds, and other measurements do not need it
 
     model = _model(device)
@@ -90,16 +93,13 @@ def _engine(device: torch.device, stage: int) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def _forward(engine: Any, x: Tensor) -> Tensor:
-    return engine(x).sum()
-
-
-def _step(engine: Any, loss: Tensor) -> None:
+def _step(engine: DeepSpeedEngine, loss: Tensor) -> None:
     engine.backward(loss)
     engine.step()
 
 
 def _timed(watch: Stopwatch, forward: Callable[[], Tensor], ending: Callable[[Tensor], object]) -> tuple[float, float]:
+    """Return the seconds of a forward, and of the rest of the step."""
     loss: list[Tensor] = []
     first_s = watch.timed(lambda: loss.append(forward()), 1)
     return first_s, watch.timed(lambda: ending(loss[0]), 1)

@@ -1,4 +1,4 @@
-"""Measures this device's kernels by kind, dtype and shape. `zerofit plan` estimates times from this table."""
+"""Measure this device's kernels by kind, dtype and shape, for the times of `zerofit plan`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofit.features.optimizer import ADAM_BYTES, SGD_BYTES
 from zerofit.spec.measured_kernels import MeasuredKernel
 
-Work = Callable[[], Any]
+Work = Callable[[], object]
 Operands = Iterator[list[Tensor]]
 POOL, MOST_OPERANDS = 2**25, 64  # bytes (more than a core's caches) and number of the operands used in turn
 KEPT = 2**27  # bytes of results that are freed together; malloc keeps less than this for reuse
@@ -85,16 +86,14 @@ class Stopwatch:
             self.call_s = self.seconds(lambda: x.add_(1.0))
 
     def seconds(self, work: Work) -> float:
-        """Return the median seconds of a call.
-
-        With several CPU threads, return the minimum, since other load slows some calls.
-        """
+        """Return the median seconds of a call, with several CPU threads the least."""
         work()
         calls = max(1, min(MOST_CALLS, int(LEAST_S / max(1e-7, self.timed(work, 1)))))
         taken: list[float] = []
         end = time.perf_counter() + self._budget_s
         while len(taken) < 3 or time.perf_counter() < end:
             taken.append(self.timed(work, calls))
+        # with several CPU threads, other load slows some calls
         return statistics.median(taken) if self._alone or self.device.type != "cpu" else min(taken)
 
     def kernel_s(self, work: Work) -> float:
@@ -117,21 +116,19 @@ class Stopwatch:
 
 
 def measure_kernels(device: torch.device, budget_s: float) -> dict[str, object]:
-    """Return the table of kernels, the host's seconds per op, and the bytes per second of optimizer steps."""
+    """Return the table of kernels, the host's seconds per op, and optimizer steps' bytes/s."""
+    if device.type == "cpu":
+        dtypes = (torch.float32, torch.bfloat16)
+    elif torch.cuda.get_device_capability(device)[0] < 8:  # GPUs before Ampere have no bf16
+        dtypes = (torch.float32, torch.float16)
+    else:
+        dtypes = (torch.bfloat16, torch.float16, torch.float32)
     watch = Stopwatch(device, budget_s / 10)
-    found = [one for dtype in _dtypes(device) for one in _kernels(watch, dtype)]
     return {
-        "kernels": [asdict(one) for one in found],
+        "kernels": [asdict(kernel) for dtype in dtypes for kernel in _kernels(watch, dtype)],
         "launch_s": _launch_s(watch),
         **_step_bandwidths(watch),
     }
-
-
-def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    if device.type == "cpu":
-        return torch.float32, torch.bfloat16
-    old = torch.cuda.get_device_capability(device)[0] < 8
-    return (torch.float32, torch.float16) if old else (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _kernels(watch: Stopwatch, dtype: torch.dtype) -> Iterator[MeasuredKernel]:
@@ -146,30 +143,29 @@ def _kernels(watch: Stopwatch, dtype: torch.dtype) -> Iterator[MeasuredKernel]:
 
 
 def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Operands:
-    """Return an iterator of operands for successive calls. Their addresses differ, so caches do not contain them."""
+    """Return an endless iterator of operands. Successive ones have other addresses."""
+    # operands that are used in turn are not in a cache when they are used again
     size = dtype.itemsize * sum(map(math.prod, shapes))
     count = max(1, min(MOST_OPERANDS, POOL // size))
     first = [torch.randn(*shape, device=watch.device).to(dtype) for shape in shapes]
-    return itertools.cycle([[one.clone() for one in first] for _ in range(count)])
+    return itertools.cycle([[tensor.clone() for tensor in first] for _ in range(count)])
 
 
 def _keeping(watch: Stopwatch, work: Work, result_bytes: int) -> Work:
-    """On a CPU, return a function that calls `work` and keeps the results, as a forward does. Otherwise, return `work`.
-
-    The function frees many results together. Freed memory goes back to the system, so new results need new pages. To
-    get new pages takes longer than most kernels.
-    """
+    """Return `work`; on a CPU, a function that also keeps its results, as a forward does."""
     if watch.device.type != "cpu":
         return work
     results: list[object] = []
 
-    def kept() -> None:
+    # Many results are freed together. Freed memory goes back to the system, so new results need new pages. To get new
+    # pages takes longer than most kernels.
+    def keep() -> None:
         if len(results) * result_bytes >= KEPT:
             while results:
                 results.pop()
         results.append(work())
 
-    return kept
+    return keep
 
 
 def _products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
@@ -190,7 +186,7 @@ def _products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> 
 
 def _attention(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
     for heads, tokens, width in sizes.attention:
-        one = MeasuredKernel(kind="attention", dtype=name, shape=(heads, tokens, tokens, width), seconds=0.0)
+        kernel = MeasuredKernel(kind="attention", dtype=name, shape=(heads, tokens, tokens, width), seconds=0.0)
         q, k, v = (
             torch.randn(1, heads, tokens, width, device=watch.device).to(dtype).requires_grad_() for _ in range(3)
         )
@@ -199,50 +195,51 @@ def _attention(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) ->
             def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal) -> Tensor:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-            made = forward()
-            grad = torch.ones_like(made)
+            out = forward()
+            grad = torch.ones_like(out)
 
-            def backward(q: Tensor = q, k: Tensor = k, v: Tensor = v, made: Tensor = made, grad: Tensor = grad) -> Any:
-                return torch.autograd.grad(made, (q, k, v), grad, retain_graph=True)
+            def backward(q: Tensor = q, k: Tensor = k, v: Tensor = v, out: Tensor = out, g: Tensor = grad) -> object:
+                return torch.autograd.grad(out, (q, k, v), g, retain_graph=True)
 
+            # two products in the forward: q @ k and p @ v. The backward has four, and computes q @ k again.
             flops = 4.0 * heads * tokens * tokens * width
             for times, work in ((1.0, forward), (2.5, backward)):
-                yield replace(one, causal=causal, flops=times * flops, seconds=watch.kernel_s(work))
+                yield replace(kernel, causal=causal, flops=times * flops, seconds=watch.kernel_s(work))
 
 
 def _convolutions(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
-    """Yield convolutions, forward and backward; also depthwise convolutions if input and output channels are equal."""
+    """Yield convolutions, forward and backward; with as many outputs as inputs also depthwise."""
     for images, inner, outer, side, width in sizes.convolution:
         for groups in (1, inner) if inner == outer else (1,):
             shape = (images * side * side, outer // groups, inner // groups * width * width)
-            one = MeasuredKernel(kind="convolution", dtype=name, shape=shape, groups=groups, seconds=0.0)
+            kernel = MeasuredKernel(kind="convolution", dtype=name, shape=shape, groups=groups, seconds=0.0)
             x = torch.randn(images, inner, side, side, device=watch.device).to(dtype).requires_grad_()
             weight = torch.randn(outer, inner // groups, width, width, device=watch.device).to(dtype).requires_grad_()
 
             def forward(x: Tensor = x, weight: Tensor = weight, groups: int = groups, width: int = width) -> Tensor:
                 return F.conv2d(x, weight, padding=width // 2, groups=groups)
 
-            made = forward()
-            grad = torch.ones_like(made)
+            out = forward()
+            grad = torch.ones_like(out)
 
-            def backward(x: Tensor = x, weight: Tensor = weight, made: Tensor = made, grad: Tensor = grad) -> Any:
-                return torch.autograd.grad(made, (x, weight), grad, retain_graph=True)
+            def backward(x: Tensor = x, weight: Tensor = weight, out: Tensor = out, grad: Tensor = grad) -> object:
+                return torch.autograd.grad(out, (x, weight), grad, retain_graph=True)
 
             flops = 2.0 * shape[0] * shape[1] * shape[2] * groups
             for times, work in ((1.0, forward), (2.0, backward)):
-                yield replace(one, flops=times * flops, seconds=watch.kernel_s(work))
+                yield replace(kernel, flops=times * flops, seconds=watch.kernel_s(work))
 
 
 def _batch_norms(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
-    """Yield batch norms: forward (three passes over the activations) and backward (five) as one kernel."""
+    """Yield batch norms, forward and backward as one kernel."""
     for images, channels, side in sizes.batch_norm:
         norm = nn.BatchNorm2d(channels).to(watch.device, dtype)
         x = torch.randn(images, channels, side, side, device=watch.device).to(dtype).requires_grad_()
-        made = norm(x)
-        grad = torch.ones_like(made)
+        out = norm(x)
+        grad = torch.ones_like(out)
 
-        def backward(x: Tensor = x, norm: nn.Module = norm, made: Tensor = made, grad: Tensor = grad) -> Any:
-            return torch.autograd.grad(made, (x, *norm.parameters()), grad, retain_graph=True)
+        def backward(x: Tensor = x, norm: nn.Module = norm, out: Tensor = out, grad: Tensor = grad) -> object:
+            return torch.autograd.grad(out, (x, *norm.parameters()), grad, retain_graph=True)
 
         seconds = watch.kernel_s(lambda x=x, norm=norm: norm(x)) + watch.kernel_s(backward)
         yield MeasuredKernel(
@@ -250,7 +247,7 @@ def _batch_norms(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) 
             dtype=name,
             shape=(channels,),
             groups=channels,
-            moved_bytes=8 * x.nbytes,
+            moved_bytes=8 * x.nbytes,  # three passes over the activations in the forward, five in the backward
             seconds=seconds,
         )
 
@@ -285,7 +282,9 @@ class _KernelCount(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         alias = next((r.alias_info for r in func._schema.returns), None)
         if (alias is None or alias.is_write) and "empty" not in func.__name__ and "detach" not in func.__name__:
             self.count += 1
@@ -293,7 +292,8 @@ class _KernelCount(TorchDispatchMode):
 
 
 def _launch_s(watch: Stopwatch) -> float:
-    """Return the host's seconds per op, from modules so small that their kernels need no time."""
+    """Return the host's seconds per op."""
+    # modules so small that their kernels need no time
     units = [nn.Sequential(nn.Linear(SHORT, SHORT), nn.SiLU(), nn.LayerNorm(SHORT)) for _ in range(UNITS)]
     model = nn.Sequential(*units).to(watch.device)
     x = torch.ones(2, SHORT, device=watch.device)
@@ -308,7 +308,7 @@ def _launch_s(watch: Stopwatch) -> float:
 
 
 def _step_bandwidths(watch: Stopwatch) -> dict[str, float]:
-    """Return bytes per second of optimizer steps on the device, with the gradients' norm and scaling."""
+    """Return bytes/s of optimizer steps on the device, with the gradients' norm and scaling."""
     elements = CPU.stepped if watch.device.type == "cpu" else GPU.stepped
     parameter = nn.Parameter(torch.zeros(elements, device=watch.device))
     parameter.grad = torch.ones_like(parameter)
@@ -317,12 +317,12 @@ def _step_bandwidths(watch: Stopwatch) -> dict[str, float]:
         "sgd_bandwidth": (SGD_BYTES, torch.optim.SGD([parameter], momentum=0.9, weight_decay=0.01)),
     }
 
-    def stepped(optimizer: torch.optim.Optimizer) -> None:
+    def step(optimizer: torch.optim.Optimizer) -> None:
         assert parameter.grad is not None
-        parameter.grad.mul_(1.0 / (1.0 + 0.0 * parameter.grad.norm()))
+        parameter.grad.mul_(1.0 / (1.0 + 0.0 * parameter.grad.norm()))  # reads the norm, but leaves the gradient
         optimizer.step()
 
     return {
-        name: size * elements / watch.seconds(lambda optimizer=optimizer: stepped(optimizer))
+        name: size * elements / watch.seconds(lambda optimizer=optimizer: step(optimizer))
         for name, (size, optimizer) in optimizers.items()
     }

@@ -1,4 +1,4 @@
-"""Figures of this host: starts the ranks that measure, joins their figures, and measures disks."""
+"""Start the ranks that measure this host, join their figures, and measure disks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from zerofit.spec.files import cache_root
 
 LIMIT_S = 900
 POLL_S = 0.1
-Figures = dict[str, Any]
+Figures = dict[str, Any]  # by name, as a rank writes them in JSON
 BYTES = 128 * 2**20
 BLOCK = 2**22
 AT_MOST = 4  # file systems
@@ -45,15 +45,22 @@ class MeasurementJob:
 def measured(
     first: MeasurementJob, local: int, say: Callable[[str], None], env: Mapping[str, str] | None = None
 ) -> list[Figures]:
-    """Run `local` ranks that measure this host, and return the figures of each. Raises RunFailed.
+    """Run `local` ranks that measure this host, and return the figures of each.
 
-    `first`: the job of the first rank. The disk with zerofit's cache is measured, too.
+    `first`: the job of the first rank. Raises RunFailed. The disk with zerofit's cache is measured, too.
     """
     cache_root().mkdir(parents=True, exist_ok=True)
+    # Linux kills the ranks when this process ends
+    command = [sys.executable, "-P", "-m", "zerofit.launch.parent_death", str(os.getpid()), "zerofit.doctor.measure"]
+    env = {**os.environ, **(env or {})}
     with tempfile.TemporaryDirectory(dir=cache_root()) as name:
         jobs = [replace(first, rank=first.rank + n, device=n, folder=name) for n in range(local)]
         say(f"starting {local} rank(s)")
-        processes = [_started(job, {**os.environ, **(env or {})}) for job in jobs]
+        processes = []
+        for job in jobs:
+            argv = [*command, json.dumps(asdict(job))]
+            with (Path(name) / f"rank-{job.rank}.log").open("wb") as log:
+                processes.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env))
         try:
             _watch(jobs, processes, Path(name), say)
         finally:
@@ -61,14 +68,6 @@ def measured(
                 process.kill()
                 process.wait()
         return [json.loads((Path(name) / f"rank-{job.rank}.json").read_text()) for job in jobs]
-
-
-def _started(job: MeasurementJob, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start one rank. Linux kills the rank when this process ends."""
-    module, argument = "zerofit.doctor.measure", json.dumps(asdict(job))
-    command = [sys.executable, "-P", "-m", "zerofit.launch.parent_death", str(os.getpid()), module, argument]
-    with (Path(job.folder) / f"rank-{job.rank}.log").open("wb") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
 
 
 def _watch(
@@ -99,30 +98,26 @@ def _watch(
 
 
 def together(ranks: Sequence[Figures]) -> Figures:
-    """Join the ranks' figures. Each figure is that of the slowest rank, since the other ranks wait for it.
+    """Join the ranks' figures: of each figure, the slowest rank's."""
+    first = ranks[0]  # all ranks have the same figures, but only the first one measures the disk
 
-    The speeds of host memory, which the ranks share, are added up.
-    """
-    names = ("memory_bandwidth", "host_copy", "link")
-    found = {name: min(one[name] for one in ranks) for name in names if name in ranks[0]}
-    found["matmul_flops"] = {
-        precision: min(one["matmul_flops"][precision] for one in ranks) for precision in ranks[0]["matmul_flops"]
-    }
-    found["launch_s"] = max(one["launch_s"] for one in ranks)
-    found["host_bandwidth"] = sum(one["host_bandwidth"] for one in ranks)
-    if "kernels" in ranks[0]:
-        found |= {name: min(one[name] for one in ranks) for name in ("adam_bandwidth", "sgd_bandwidth")}
-        found |= {
-            name: max(one[name] for one in ranks) for name in ("hook_s", "gradient_s", "call_s") if name in ranks[0]
-        }
+    def worst(pick: Callable[[Iterable[float]], float], *names: str) -> Figures:
+        return {name: pick(rank[name] for rank in ranks) for name in names if name in first}
+
+    # the other ranks wait for the slowest one
+    found = worst(min, "memory_bandwidth", "host_copy", "link", "adam_bandwidth", "sgd_bandwidth")
+    found |= worst(max, "launch_s", "hook_s", "gradient_s", "call_s")
+    found |= worst(sum, "host_bandwidth")  # ranks share the host's memory
+    flops = [rank["matmul_flops"] for rank in ranks]
+    found["matmul_flops"] = {precision: min(rank[precision] for rank in flops) for precision in flops[0]}
     for name in ("kernels", "collectives"):
-        rows = zip(*(one[name] for one in ranks if name in one), strict=True)
-        found[name] = [max(row, key=lambda one: one["seconds"]) for row in rows]
-    return found | {k: ranks[0][k] for k in ("link_latency_s", "disk_read", "disk_write") if k in ranks[0]}
+        rows = zip(*(rank[name] for rank in ranks if name in rank), strict=True)
+        found[name] = [max(row, key=lambda measurement: measurement["seconds"]) for row in rows]
+    return found | {k: first[k] for k in ("link_latency_s", "disk_read", "disk_write") if k in first}
 
 
 def measure_disk(folder: Path) -> dict[str, float]:
-    """Return the speeds of writing one large file and of reading it without the page cache, in bytes per second."""
+    """Return the speeds of writing a large file and of reading it from the disk, in bytes/s."""
     path, block = folder / "disk", os.urandom(BLOCK)
     start = time.perf_counter()
     with path.open("wb") as file:
@@ -132,7 +127,7 @@ def measure_disk(folder: Path) -> dict[str, float]:
         os.fsync(file.fileno())
     written_s = time.perf_counter() - start
     with path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # empties the page cache of this file
         start = time.perf_counter()
         while file.read(BLOCK):
             pass
@@ -142,7 +137,7 @@ def measure_disk(folder: Path) -> dict[str, float]:
 
 
 def nvme_disks(say: Callable[[str], None]) -> dict[str, dict[str, float]]:
-    """Measure each NVMe file system that this user can write to; return the figures by mount point.
+    """Measure each NVMe file system that this user can write to. Return figures by mount point.
 
     A file system on which writing or reading fails is left out.
     """

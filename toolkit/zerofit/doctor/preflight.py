@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 from zerofit.doctor import compare
 from zerofit.doctor.check import FAIL, OK, WARN, Check, check
 from zerofit.doctor.compare import clock
-from zerofit.doctor.facts import collect
+from zerofit.doctor.facts import HostFacts, collect
 from zerofit.doctor.remote import Conversation, Unreachable, ask_all, conversations
 from zerofit.launch.hostfile import Host
 
@@ -44,7 +44,7 @@ class Preflight:
     """The result of a preflight on all hosts."""
 
     checks: tuple[Check, ...] = ()  # in the order of the hosts, including checks that are OK
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # facts by host, of the reached hosts
+    facts: dict[str, HostFacts] = field(default_factory=dict)  # by host, of the reached hosts
     master_address: str | None = None  # the first host's address that most hosts have reached
     master_port: int | None = None  # the requested port, else a free port
     interfaces: dict[str, str] = field(default_factory=dict)  # by host: the interface on the way to the master
@@ -60,48 +60,57 @@ class Preflight:
         return any(check.status == FAIL for check in self.checks)
 
 
-def preflight(hosts: Sequence[Host], asked: PreflightRequest) -> Preflight:
+class Connection(TypedDict):
+    """A host's attempt to connect to a target. If it fails, it has only the error."""
+
+    error: str | None
+    seconds: float
+    address: str  # this host's address on the route
+    interface: str | None
+
+
+def preflight(hosts: Sequence[Host], request: PreflightRequest) -> Preflight:
     """Ask all hosts at the same time, and compare them with each other and with this machine.
 
     Raises OSError if this machine cannot write to the run folder.
     """
-    return asyncio.run(_preflight(hosts, asked))
+    return asyncio.run(_preflight(hosts, request))
 
 
-async def _preflight(hosts: Sequence[Host], asked: PreflightRequest) -> Preflight:
+async def _preflight(hosts: Sequence[Host], request: PreflightRequest) -> Preflight:
     names = [host.name for host in hosts]
     with ExitStack() as stack:
         question: dict[str, object] = {
             "ask": "facts",
-            "run_file": str(asked.run_file.absolute()) if asked.run_file else None,
-            "code": str(asked.code.absolute()) if asked.code else None,
-            "compilers": asked.compilers,
+            "run_file": str(request.run_file.absolute()) if request.run_file else None,
+            "code": str(request.code.absolute()) if request.code else None,
+            "compilers": request.compilers,
         }
         own = asyncio.create_task(asyncio.to_thread(collect, question, stack))
-        if asked.run_folder is not None:
-            token = asked.run_folder / f".zerofit-asks-{uuid.uuid4().hex}"  # other hosts look for this file
+        if request.run_folder is not None:
+            token = request.run_folder / f".zerofit-asks-{uuid.uuid4().hex}"  # other hosts look for this file
             token.touch(exist_ok=False)
             stack.callback(token.unlink, missing_ok=True)
-            question = question | {"run_folder": str(asked.run_folder.absolute()), "token": token.name}
-        async with conversations(names, asked.ssh_port) as opened:
-            there = {name: one for name, one in opened.items() if isinstance(one, Conversation)}
-            answers = await ask_all(there, question)
-            facts = {name: answer for name, answer in answers.items() if not isinstance(answer, Unreachable)}
-            missing = {n: one for n, one in {**opened, **answers}.items() if isinstance(one, Unreachable)}
-            there = {name: one for name, one in there.items() if name in facts}
-            seen = await _marks_seen(asked.run_folder, facts)
-            found = await find_routes(names, there, facts, asked.master, asked.master_port, asked.callback)
+            question = question | {"run_folder": str(request.run_folder.absolute()), "token": token.name}
+        async with conversations(names, request.ssh_port) as opened:
+            reached = {name: host for name, host in opened.items() if isinstance(host, Conversation)}
+            answers = await ask_all(reached, question)
+            missing = {name: host for name, host in {**opened, **answers}.items() if isinstance(host, Unreachable)}
+            reached = {name: host for name, host in reached.items() if name not in missing}
+            facts = {name: cast(HostFacts, answers[name]) for name in reached}
+            seen = await _marks_seen(request.run_folder, facts)
+            routes = await find_routes(names, reached, facts, request.master, request.master_port, request.callback)
         expected = "ssh without a prompt, and the same zerofit on the host"
         checks = [lost(name, "reachable", missing[name], expected) for name in names if name in missing]
-        checks += compare.checks(hosts, facts, await own, asked.accelerator)
-        if asked.run_folder is not None:
-            checks += compare.folders(facts, asked.run_folder, seen)
-            checks += compare.disk(facts, asked.checkpoint_bytes)
-        checks += [clock(name, one.clock_s, one.clock_error_s) for name, one in there.items()]
-        checks += found.checks
+        checks += compare.checks(hosts, facts, await own, request.accelerator)
+        if request.run_folder is not None:
+            checks += compare.folders(facts, request.run_folder, seen)
+            checks += compare.disk(facts, request.checkpoint_bytes)
+        checks += [clock(name, host.clock_s, host.clock_error_s) for name, host in reached.items()]
+        checks += routes.checks
     order = {name: number for number, name in enumerate(names)}
     checks.sort(key=lambda check: order.get(check.host, -1))
-    return replace(found, checks=tuple(checks), facts=facts)
+    return replace(routes, checks=tuple(checks), facts=facts)
 
 
 def lost(host: str, name: str, error: Unreachable, expected: str = "") -> Check:
@@ -109,11 +118,12 @@ def lost(host: str, name: str, error: Unreachable, expected: str = "") -> Check:
     return check(name, host, error.message, "", expected=expected, hint=error.hint)
 
 
-async def _marks_seen(folder: Path | None, facts: dict[str, dict[str, Any]]) -> set[str]:
-    """Return the hosts whose files in the run folder appear on this machine within `MARK_S` seconds."""
+async def _marks_seen(folder: Path | None, facts: dict[str, HostFacts]) -> set[str]:
+    """Return the hosts whose files in the run folder appear on this machine in `MARK_S` seconds."""
     if folder is None:
         return set()
-    marks = {name: one["run_folder"]["mark"] for name, one in facts.items() if one["run_folder"]["mark"]}
+    folders = {name: host["run_folder"] for name, host in facts.items()}
+    marks = {name: found["mark"] for name, found in folders.items() if found and found["mark"]}
     end = asyncio.get_running_loop().time() + MARK_S
     while True:
         seen = {name for name, mark in marks.items() if (folder / mark).exists()}
@@ -124,87 +134,74 @@ async def _marks_seen(folder: Path | None, facts: dict[str, dict[str, Any]]) -> 
 
 async def find_routes(
     names: list[str],
-    there: dict[str, Conversation],
-    facts: dict[str, dict[str, object]],
+    hosts: dict[str, Conversation],
+    facts: dict[str, HostFacts],
     master: str | None,
     port: int | None,
     callback: tuple[str, int] | None,
 ) -> Preflight:
     """Listen on the first host, and connect to it from all hosts.
 
-    The result is empty if the first host does not answer.
+    `names`: all hosts; `hosts`: those that answer. The result is empty if the first host does not answer.
     """
     first = names[0]
-    if first not in there:
+    if first not in hosts:
         return Preflight()
-    heard = (await ask_all({first: there[first]}, {"ask": "listen", "port": port or 0}))[first]
-    error = heard.message if isinstance(heard, Unreachable) else heard["error"]
-    checks = [_master_port(first, port, error)] if port else []
-    if isinstance(heard, Unreachable) or error:
+    listener = (await ask_all({first: hosts[first]}, {"ask": "listen", "port": port or 0}))[first]
+    error = listener.message if isinstance(listener, Unreachable) else listener["error"]
+    checks = []
+    if port:
+        expected, hint = "a free port on the first host", "choose another one with --master-port, or stop the process"
+        checks += [check("master-port", first, error or "", f"port {port} is free", expected=expected, hint=hint)]
+    if isinstance(listener, Unreachable) or error:
         return Preflight(checks=tuple(checks))
     candidates = [master] if master else candidates_of(facts[first], alone=len(names) == 1)
-    targets = [[address, heard["port"]] for address in candidates] + ([list(callback)] if callback else [])
-    reached = await _reached(there, targets)
+    targets = [[address, listener["port"]] for address in candidates] + ([list(callback)] if callback else [])
+    routes = await _connections(hosts, targets)
     if callback:
-        checks += [_callback(name, callback, rows[-1]["error"]) for name, rows in reached.items()]
-    best = _most_reached(reached, len(candidates))
-    to_master = {name: rows[best] for name, rows in reached.items()}
-    checks += [_to_master(name, candidates[best], heard["port"], row) for name, row in to_master.items()]
-    interfaces = _interfaces(names, facts, to_master, named=bool(master))
+        checks += [_callback(name, callback, rows[-1]["error"]) for name, rows in routes.items()]
+    # the address of the first host that most hosts have reached
+    best = max(range(len(candidates)), key=lambda n: sum(rows[n]["error"] is None for rows in routes.values()))
+    to_master = {name: rows[best] for name, rows in routes.items()}
+    checks += [_to_master(name, candidates[best], listener["port"], row) for name, row in to_master.items()]
+    interfaces = {name: row["interface"] for name, row in to_master.items() if not row["error"] and row["interface"]}
+    if master and len(names) > 1 and first in interfaces:
+        # on the first host itself, the name that the user has given may resolve to loopback
+        here = facts[first]["asked_from"]["here"]
+        by_ssh = (row["interface"] for row in facts[first]["addresses"] if row["address"] == here)
+        interfaces[first] = next(by_ssh, interfaces[first])
     checks += [interface_check(name, interface, facts[name], len(names)) for name, interface in interfaces.items()]
     return Preflight(
-        checks=tuple(checks), master_address=candidates[best], master_port=heard["port"], interfaces=interfaces
+        checks=tuple(checks), master_address=candidates[best], master_port=listener["port"], interfaces=interfaces
     )
 
 
-def _most_reached(reached: dict[str, list[dict[str, object]]], count: int) -> int:
-    return max(range(count), key=lambda n: sum(rows[n]["error"] is None for rows in reached.values()))
-
-
-async def _reached(there: dict[str, Conversation], targets: list[list[object]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the results of connecting to each target, by host: `error` (None if reached), seconds, interface."""
-    answers = await ask_all(there, {"ask": "reach", "targets": targets})
+async def _connections(hosts: dict[str, Conversation], targets: list[list[object]]) -> dict[str, list[Connection]]:
+    """Return each host's attempts to connect to the targets (address, port), by host."""
+    answers = await ask_all(hosts, {"ask": "reach", "targets": targets})
     return {
-        name: [{"error": one.message}] * len(targets) if isinstance(one, Unreachable) else one["reached"]
-        for name, one in answers.items()
+        name: [cast(Connection, {"error": answer.message})] * len(targets)
+        if isinstance(answer, Unreachable)
+        else answer["reached"]
+        for name, answer in answers.items()
     }
 
 
-def candidates_of(facts: dict[str, Any], *, alone: bool) -> list[str]:
-    """Return the addresses at which others may reach a host: the address that ssh has used, then the fastest."""
+def candidates_of(facts: HostFacts, *, alone: bool) -> list[str]:
+    """Return the IPv4 addresses at which others may reach a host: ssh's, then the fastest first."""
     if alone:
         return [LOOPBACK]
-    usable = [one for one in facts["addresses"] if not one["loopback"] and not one["link_local"]]
+    usable = [
+        row
+        for row in facts["addresses"]
+        if not row["loopback"] and not row["link_local"] and ipaddress.ip_address(row["address"]).version == 4
+    ]
     by_ssh = facts["asked_from"]["here"]
-    usable.sort(key=lambda one: (one["address"] != by_ssh, _version(one["address"]), -(one["speed_mbit"] or 0)))
-    return [one["address"] for one in usable if _version(one["address"]) == 4] or [LOOPBACK]
+    usable.sort(key=lambda row: (row["address"] != by_ssh, -(row["speed_mbit"] or 0)))
+    return [row["address"] for row in usable] or [LOOPBACK]
 
 
-def _version(address: str) -> int:
-    return ipaddress.ip_address(address).version
-
-
-def _interfaces(
-    names: list[str], facts: dict[str, dict[str, Any]], to_master: dict[str, dict[str, Any]], *, named: bool
-) -> dict[str, str]:
-    """Return each host's network interface on its route to the master.
-
-    `named`: the user has given the master's name.
-    """
-    found = {name: row["interface"] for name, row in to_master.items() if not row["error"] and row["interface"]}
-    first = names[0]
-    if named and len(names) > 1 and first in found:  # on the host itself, its name may resolve to loopback
-        rows, here = facts[first]["addresses"], facts[first]["asked_from"]["here"]
-        found[first] = next((one["interface"] for one in rows if one["address"] == here), found[first])
-    return found
-
-
-def _master_port(host: str, port: int, error: str | None) -> Check:
-    expected, hint = "a free port on the first host", "choose another one with --master-port, or stop the process"
-    return check("master-port", host, error or "", f"port {port} is free", expected=expected, hint=hint)
-
-
-def _to_master(host: str, address: str, port: int, row: dict[str, Any]) -> Check:
+def _to_master(host: str, address: str, port: int, row: Connection) -> Check:
     problem = f"{address} port {port}: {row['error']}" if row["error"] else ""
     good = "" if problem else f"{address} in {row['seconds'] * 1e3:.1f} ms"
     hint = "open all TCP ports between the hosts (NCCL and gloo use any port), or use --master-addr with an address "
@@ -221,9 +218,9 @@ def _callback(host: str, callback: tuple[str, int], error: str | None) -> Check:
     return check("command-reachable", host, problem, f"{way}: connected", expected=expected, hint=hint)
 
 
-def interface_check(host: str, interface: str, facts: dict[str, Any], hosts: int) -> Check:
+def interface_check(host: str, interface: str, facts: HostFacts, hosts: int) -> Check:
     """Check the interface on a host's route to the other hosts; a slow interface is a warning."""
-    rows = [one for one in facts["addresses"] if one["interface"] == interface]
+    rows = [row for row in facts["addresses"] if row["interface"] == interface]
     speed, mtu = (rows[0]["speed_mbit"], rows[0]["mtu"]) if rows else (None, None)
     slow = hosts > 1 and speed is not None and speed < SLOW_MBIT
     shown = f"{interface} ({f'{speed / 1000:g} Gbit/s' if speed else 'speed unknown'}, MTU {mtu})"

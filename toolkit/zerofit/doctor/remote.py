@@ -23,8 +23,8 @@ from zerofit.doctor.system import addresses
 from zerofit.launch.hostfile import NAME
 
 SSH_FAILED = 255  # man ssh, EXIT STATUS
-# a pattern in the standard error, the kind of failure, a hint
-SAID = (
+# a pattern in the standard error, the kind of failure, a hint. Only the last two come from the remote command.
+FAILURES = (
     (r"REMOTE HOST IDENTIFICATION HAS CHANGED", "host-key", "if you know why its key is new: ssh-keygen -R {host}"),
     (
         r"Host key verification failed",
@@ -67,14 +67,14 @@ class Unreachable(Exception):
         super().__init__(message)
 
 
-def why(host: str, code: int | None, said: str) -> Unreachable:
-    """Return the reason why ssh failed, from its exit code (255: its own failure) and its standard error."""
-    kinds = SAID[:-2] if code == SSH_FAILED else SAID[-2:]
-    for pattern, kind, hint in kinds:
-        line = next((one.strip() for one in said.splitlines() if re.search(pattern, one)), None)
+def why(host: str, code: int | None, stderr: str) -> Unreachable:
+    """Return why ssh failed, from its exit code (255: its own failure) and its standard error."""
+    lines = [line.strip() for line in stderr.splitlines()]
+    for pattern, kind, hint in FAILURES[:-2] if code == SSH_FAILED else FAILURES[-2:]:
+        line = next((line for line in lines if re.search(pattern, line)), None)
         if line is not None:
             return Unreachable(kind, line[:300], hint.format(host=host, python=sys.executable))
-    last = [line.strip() for line in said.splitlines() if line.strip()][-1:]
+    last = [line for line in lines if line][-1:]
     words = f"the process ended with exit code {code}" + (f": {last[0][:300]}" if last else "")
     return Unreachable("ssh", words, f"try: ssh -o BatchMode=yes {host} true")
 
@@ -85,7 +85,7 @@ class Conversation:
 
     host: str
     process: asyncio.subprocess.Process
-    noise: asyncio.Task[bytes]  # its standard error
+    stderr: asyncio.Task[bytes]
     clock_s: float = 0.0  # the host's clock minus this machine's, at the last answer
     clock_error_s: float = 0.0  # at most
     lost: Unreachable | None = None  # after the first failure: a late answer is not that of the next question
@@ -93,7 +93,7 @@ class Conversation:
     async def ask(
         self, question: dict[str, Any], patience_s: float = PATIENCE_S, say: Callable[[str], None] | None = None
     ) -> dict[str, Any]:
-        """Return the answer; lines of progress go to `say`. Raises Unreachable, and again at each later question."""
+        """Return the answer; `say` gets lines of progress. Raises Unreachable, now and ever after."""
         if self.lost:
             raise self.lost
         sent = time.time()
@@ -109,7 +109,9 @@ class Conversation:
             self.lost = await self._failure(error, patience_s)
             raise self.lost from None
         got, (heard, answered) = time.time(), answer["clock"]
-        self.clock_s = ((heard - sent) + (answered - got)) / 2  # as in NTP
+        # As in NTP: with equal delays in both directions, the mean of the two differences is the clocks' difference.
+        # It is wrong by half of the time on the network at most.
+        self.clock_s = ((heard - sent) + (answered - got)) / 2
         self.clock_error_s = max(0.0, (got - sent) - (answered - heard)) / 2
         return answer
 
@@ -121,8 +123,9 @@ class Conversation:
             raise await self._failure(error, PATIENCE_S) from None
 
     async def _line(self) -> dict[str, Any]:
-        """Return the next line with our mark; the host's shell may print other lines. Raises ConnectionResetError."""
+        """Return the next line with our mark. Raises ConnectionResetError."""
         assert self.process.stdout is not None
+        # the host's shell may print other lines
         while line := await self.process.stdout.readline():
             _, mark, answer = line.partition(MARK.encode())
             if mark:
@@ -134,32 +137,31 @@ class Conversation:
             return Unreachable("timeout", f"no answer in {patience_s:.0f} s", "check whether it is overloaded or hangs")
         with suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), END_S)
-        await asyncio.wait([self.noise], timeout=END_S)  # a child process of ssh may keep the pipe open
-        said = self.noise.result().decode(errors="replace") if self.noise.done() else ""
-        return why(self.host, self.process.returncode, said)
+        await asyncio.wait([self.stderr], timeout=END_S)  # a child process of ssh may keep the pipe open
+        words = self.stderr.result().decode(errors="replace") if self.stderr.done() else ""
+        return why(self.host, self.process.returncode, words)
 
     async def close(self) -> None:
-        """End the process and close its pipes.
-
-        A child process may keep the pipes open. asyncio can close them only while its event loop runs.
-        """
+        """End the process and close its pipes."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.close()
             await asyncio.wait_for(self.process.wait(), END_S)
         finally:
-            self.noise.cancel()
-            self.process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]  (kills what still runs)
+            self.stderr.cancel()
+            # kills what still runs; a child process may keep the pipes open, which asyncio can close only while its
+            # event loop runs
+            self.process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_here(host: str) -> bool:
     """Return whether `host` is a name or address of this machine, without asking a name server."""
     names = {*HERE, socket.gethostname(), socket.gethostname().split(".")[0]}
-    return host in names or any(one["address"] == host for one in addresses())
+    return host in names or any(row["address"] == host for row in addresses())
 
 
 def command(host: str, module: str, ssh_port: int | None) -> list[str]:
-    """Return the ssh command that starts a module of zerofit on a host, with this environment's interpreter."""
+    """Return the ssh command that starts a module on a host, with this interpreter."""
     assert NAME.fullmatch(host), host
     options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "ClearAllForwardings=yes"]
     options += ["ServerAliveInterval=5", "ServerAliveCountMax=3"]
@@ -172,18 +174,17 @@ def command(host: str, module: str, ssh_port: int | None) -> list[str]:
 async def conversations(
     hosts: Sequence[str], ssh_port: int | None = None, module: str = FACTS
 ) -> AsyncIterator[dict[str, Conversation | Unreachable]]:
-    """Start a conversation with each host. Yield the conversation, or the reason of a failure, by host.
+    """Start a conversation with each host. Yield it, or the reason of its failure, by host.
 
-    The conversations are closed at the end of the block. If the only host is this machine, ssh is not used, because
-    a run does not use it either.
+    The conversations are closed at the end of the block.
     """
-    local = len(hosts) == 1 and is_here(hosts[0])
+    local = len(hosts) == 1 and is_here(hosts[0])  # a run on this machine alone does not use ssh either
     started = await asyncio.gather(*(_started(host, module, ssh_port, local) for host in hosts))
     try:
         yield dict(zip(hosts, started, strict=True))
     finally:
-        open_ones = [one for one in started if isinstance(one, Conversation)]
-        await asyncio.gather(*(one.close() for one in open_ones), return_exceptions=True)
+        opened = [conversation for conversation in started if isinstance(conversation, Conversation)]
+        await asyncio.gather(*(conversation.close() for conversation in opened), return_exceptions=True)
 
 
 async def _started(host: str, module: str, ssh_port: int | None, local: bool) -> Conversation | Unreachable:
@@ -213,18 +214,18 @@ async def _started(host: str, module: str, ssh_port: int | None, local: bool) ->
 
 
 async def ask_all(
-    open_ones: dict[str, Conversation],
+    hosts: dict[str, Conversation],
     question: dict[str, Any] | dict[str, dict[str, Any]],
     patience_s: float = PATIENCE_S,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any] | Unreachable]:
-    """Ask all hosts at the same time: the same question, or a question by host. Return the answers by host."""
+    """Ask all hosts one question, or a question by host. Return the answers by host."""
 
-    async def ask(one: Conversation) -> dict[str, Any] | Unreachable:
+    async def ask(host: Conversation) -> dict[str, Any] | Unreachable:
         try:
-            return await one.ask(question if "ask" in question else question[one.host], patience_s, say)
+            return await host.ask(question if "ask" in question else question[host.host], patience_s, say)
         except Unreachable as error:
             return error
 
-    answers = await asyncio.gather(*(ask(one) for one in open_ones.values()))
-    return dict(zip(open_ones, answers, strict=True))
+    answers = await asyncio.gather(*(ask(host) for host in hosts.values()))
+    return dict(zip(hosts, answers, strict=True))

@@ -10,35 +10,36 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 MARK = "zerofit-answers "  # before each answer, since a remote shell may print other lines
 GRACE_S = 5.0  # seconds to remove its files
 Say = Callable[[str], None]
 
 
-def serve(answer: Callable[[dict[str, object], ExitStack, Say], dict[str, object]], life_s: int) -> None:
-    """Print a greeting, then answer until the asking command closes standard input, for `life_s` seconds at most.
+def serve(answer: Callable[[dict[str, Any], ExitStack, Say], Mapping[str, object]], life_s: int) -> None:
+    """Answer questions until standard input closes, for `life_s` seconds at most.
 
     The stack closes at the end. Each answer has this host's clock at the time of reading and of answering the question
     (Unix time, s).
     """
     signal.alarm(life_s)
-    _say(greeting=True)
+    _write(greeting=True)
     with ExitStack() as stack:
         for line in sys.stdin:
             heard = time.time()
-            found = answer(json.loads(line), stack, lambda words: _say(progress=words))
-            _say(**found, clock=[heard, time.time()])
+            found = answer(json.loads(line), stack, lambda words: _write(progress=words))
+            _write(**found, clock=[heard, time.time()])
 
 
-def _say(**what: object) -> None:
-    print(MARK + json.dumps(what), flush=True)
+def _write(**message: object) -> None:
+    print(MARK + json.dumps(message), flush=True)
 
 
 def end_with_asker() -> None:
-    """Interrupt this process, like Ctrl-C, when the asking command has ended, even during a question."""
+    """Interrupt this process, like Ctrl-C, when the asking command ends, even during a question."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     hung_up = select.poll()
     hung_up.register(sys.stdin.fileno(), select.POLLRDHUP)  # poll always reports POLLHUP, too

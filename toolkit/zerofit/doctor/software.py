@@ -10,7 +10,6 @@ import platform
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from zerofit.spec.extras import installed_version
 
@@ -20,7 +19,7 @@ AT_MOST = 10_000  # maximum number of files to hash; a folder with more files is
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of packages (None if missing), of Python, and of torch's CUDA or ROCm, commit and NCCL."""
+    """Return the versions of Python, packages, CUDA, ROCm and NCCL; None if missing."""
     installed = {name: installed_version(name) for name in PACKAGES}
     found = {"python": platform.python_version(), **installed, **_torch()}
     cuda = found.get("cuda")
@@ -29,18 +28,18 @@ def versions() -> dict[str, str | None]:
 
 
 def _torch() -> dict[str, str | None]:
-    """Return the values in torch/version.py, read as text, since importing torch needs seconds."""
     names = {"torch": "__version__", "cuda": "cuda", "hip": "hip", "torch_git": "git_version"}
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return dict.fromkeys(names)
-    said: dict[str, Any] = {}
+    constants: dict[str, str | None] = {}
+    # the assignments in torch/version.py, read as text, since importing torch needs seconds
     for node in ast.parse((Path(spec.origin).parent / "version.py").read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         value = getattr(node, "value", None)
         if isinstance(targets[0], ast.Name) and isinstance(value, ast.Constant):
-            said[targets[0].id] = value.value
-    return {name: said.get(key) for name, key in names.items()}
+            constants[targets[0].id] = value.value if isinstance(value.value, str) else None
+    return {name: constants.get(key) for name, key in names.items()}
 
 
 def own_code() -> str:
@@ -50,23 +49,20 @@ def own_code() -> str:
 
 
 def model_code(model: str) -> Path | None:
-    """Return the file or top folder of a model `package.module:callable`, without importing it.
-
-    None for other models, or if no file is found.
-    """
+    """Return the file or top folder of a model `package.module:callable`, if there is one."""
     module, colon, _ = model.partition(":")
     if not colon or not all(part.isidentifier() for part in module.split(".")):
         return None
     top = module.split(".")[0]
-    places = [Path(place or ".") / name for place in ("", *sys.path) for name in (top, f"{top}.py")]
-    found = [place for place in places if place.exists()]
+    candidates = [Path(folder or ".") / name for folder in ("", *sys.path) for name in (top, f"{top}.py")]
+    found = [path for path in candidates if path.exists()]
     # like Python's import: a folder without __init__.py counts only if there is no module of this name
-    modules = (place for place in found if place.suffix or (place / "__init__.py").exists())
+    modules = (path for path in found if path.suffix or (path / "__init__.py").exists())
     return next(modules, found[0] if found else None)
 
 
 def code_hash(path: Path) -> str | None:
-    """Return the hash of a module's file, or of a package's Python files; None if it does not exist."""
+    """Return the hash of a module's file or a package's Python files; None if it does not exist."""
     if path.is_file():
         return _hashed([(path.name, path)])
     return _hashed((str(p.relative_to(path)), p) for p in _files(path, {".py"})) if path.is_dir() else None
@@ -81,10 +77,10 @@ def file_hash(path: Path) -> str | None:
 
 
 def _files(top: Path, kinds: set[str]) -> list[Path]:
-    """Return files with these suffixes in a fixed order, without hidden folders, caches and virtual environments."""
     found: list[Path] = []
     for folder, inner, names in os.walk(top, followlinks=True):
         venvs = {name for name in inner if Path(folder, name, "pyvenv.cfg").exists()}
+        # os.walk enters the folders that are left, in this order; a hash needs a fixed order
         inner[:] = sorted(name for name in inner if name[0] != "." and name not in {"__pycache__", *venvs})
         found += [Path(folder, name) for name in sorted(names) if Path(name).suffix in kinds]
         if len(found) >= AT_MOST:

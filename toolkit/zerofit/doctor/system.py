@@ -1,4 +1,4 @@
-"""Gets a host's memory, limits, tools, processes, GPUs (from nvidia-smi), compilers and addresses, without torch."""
+"""Read a host's limits, tools, processes, GPUs, compilers and addresses, without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import psutil
 
@@ -35,15 +35,78 @@ COMPILER_S = 10.0  # seconds for a compiler to print its version
 CONNECT_S = 4.0
 
 
+class GpuProcess(TypedDict):
+    """A process that uses a GPU."""
+
+    pid: int
+    name: str
+    used_bytes: int | None
+
+
+class GpuFacts(TypedDict):
+    """One GPU, from nvidia-smi. Bytes are None if it prints none."""
+
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int | None
+    used_bytes: int | None
+    reserved_bytes: int  # by zerofit runs
+    compute_capability: str
+    processes: list[GpuProcess]
+
+
+class GpuSurvey(TypedDict):
+    """The GPUs, the driver's version, and the error if nvidia-smi exists but fails."""
+
+    gpus: list[GpuFacts]
+    driver: str | None
+    gpu_error: str | None
+
+
+class Address(TypedDict):
+    """An address of a network interface that is up."""
+
+    interface: str
+    address: str
+    prefix: int | None
+    mtu: int
+    speed_mbit: int | None
+    loopback: bool
+    link_local: bool
+
+
+class Stray(TypedDict):
+    """A process of a zerofit run, or of a launcher of ranks."""
+
+    pid: int
+    run: str | None
+    rank: bool
+    name: str
+    user: str
+    seconds: int
+
+
+class Cores(TypedDict):
+    """The number of processor cores that this process may use, and the machine's architecture."""
+
+    usable: int
+    machine: str
+
+
+# the versions of g++ and nvcc, and the newest g++ that nvcc accepts
+Compilers = TypedDict("Compilers", {"g++": str | None, "nvcc": str | None, "newest_g++": int | None})
+
+
 def limits() -> dict[str, int | None]:
-    """Return the soft limits of this process, which its children inherit; None means no limit."""
+    """Return the soft limits of this process, which its children inherit; None: no limit."""
     found = {name: resource.getrlimit(which)[0] for name, which in LIMITS.items()}
     return {name: None if value == resource.RLIM_INFINITY else value for name, value in found.items()}
 
 
 def shared_memory() -> dict[str, int] | None:
-    """Return the bytes of /dev/shm, through which NCCL, gloo and loaders pass tensors; None without /dev/shm."""
-    try:
+    """Return the total and free bytes of /dev/shm, or None without it."""
+    try:  # NCCL, gloo and loaders pass tensors through it
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
         return None
@@ -56,45 +119,50 @@ def tools() -> dict[str, str | None]:
     return {name: shutil.which(name, path=path) for name in TOOLS}
 
 
-def strays() -> list[dict[str, object]]:
-    """Return the processes of zerofit runs and of the launchers of ranks on this host, if this user may see them."""
-    found = []
+def strays() -> list[Stray]:
+    """Return the processes of runs and of rank launchers on this host that this user may see."""
+    found: list[Stray] = []
     for process in unrelated_processes():
-        try:
+        with suppress(psutil.Error):  # it has ended, or it is another user's
             run, argv = run_id_of(process.pid), process.cmdline()
             if run is None and not any(word in RANKS for word in argv):
                 continue
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            seconds = time.time() - process.create_time()
-            said = {"name": process.name(), "user": process.username(), "seconds": round(seconds)}
-        except psutil.Error:
-            continue
-        found.append({"pid": process.pid, "run": run, "rank": "zerofit.worker" in argv, **said})
+            found.append(
+                {
+                    "pid": process.pid,
+                    "run": run,
+                    "rank": "zerofit.worker" in argv,
+                    "name": process.name(),
+                    "user": process.username(),
+                    "seconds": round(time.time() - process.create_time()),
+                }
+            )
     return found
 
 
-def cores() -> dict[str, Any]:
-    """Return the number of processor cores that this process may use, and the machine's architecture."""
+def cores() -> Cores:
+    """Return the usable processor cores and the machine's architecture."""
     return {"usable": usable_cores(), "machine": platform.machine()}
 
 
-def gpus() -> dict[str, Any]:
-    """Return the facts `gpus` (each with its processes), `driver`, and `gpu_error` if nvidia-smi exists but fails."""
+def gpus() -> GpuSurvey:
+    """Return the GPUs with their processes, the driver, and the error if nvidia-smi fails."""
     if shutil.which("nvidia-smi") is None:
         return {"gpus": [], "driver": None, "gpu_error": None}
     try:
         with ThreadPoolExecutor(2) as pool:
-            asked = [pool.submit(_asked, "gpu", FIELDS), pool.submit(_asked, "compute-apps", USERS)]
-        rows, users = (one.result() for one in asked)
+            devices, apps = pool.submit(_nvidia_smi, "gpu", FIELDS), pool.submit(_nvidia_smi, "compute-apps", USERS)
+        rows, users = devices.result(), apps.result()
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stdout", None) or str(error)
-        return {"gpus": [], "driver": None, "gpu_error": " ".join(str(said).split())[:300]}
+        message = getattr(error, "stdout", None) or str(error)
+        return {"gpus": [], "driver": None, "gpu_error": " ".join(str(message).split())[:300]}
     found = [_gpu(row, users) for row in rows]
     return {"gpus": found, "driver": rows[0]["driver_version"] if rows else None, "gpu_error": None}
 
 
-def _asked(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
+def _nvidia_smi(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
     """Return the rows of one query of nvidia-smi. Raises OSError and SubprocessError."""
     argv = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=SMI_S, check=True)
@@ -102,11 +170,11 @@ def _asked(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
-def _gpu(row: dict[str, str], users: list[dict[str, str]]) -> dict[str, object]:
-    processes = [
-        {"pid": int(one["pid"]), "name": one["process_name"], "used_bytes": _bytes(one["used_memory"])}
-        for one in users
-        if one["gpu_uuid"] == row["uuid"] and one["pid"].isdigit()
+def _gpu(row: dict[str, str], users: list[dict[str, str]]) -> GpuFacts:
+    processes: list[GpuProcess] = [
+        {"pid": int(user["pid"]), "name": user["process_name"], "used_bytes": _bytes(user["used_memory"])}
+        for user in users
+        if user["gpu_uuid"] == row["uuid"] and user["pid"].isdigit()
     ]
     return {
         "index": int(row["index"]),
@@ -114,27 +182,29 @@ def _gpu(row: dict[str, str], users: list[dict[str, str]]) -> dict[str, object]:
         "name": row["name"],
         "total_bytes": _bytes(row["memory.total"]),
         "used_bytes": _bytes(row["memory.used"]),
+        "reserved_bytes": 0,
         "compute_capability": row["compute_cap"],
         "processes": processes,
     }
 
 
 def _bytes(mib: str) -> int | None:
-    """Convert MiB to bytes; None for "[N/A]", which nvidia-smi prints for a part of a GPU and in containers."""
+    # nvidia-smi prints "[N/A]" for a part of a GPU and in containers
     return int(mib) * MIB if mib.isdigit() else None
 
 
-def compilers(tools: Mapping[str, str | None]) -> dict[str, object]:
-    """Return the versions of g++ and nvcc, and the newest g++ that nvcc accepts (from its crt/host_config.h)."""
+def compilers(tools: Mapping[str, str | None]) -> Compilers:
+    """Return the versions of g++ and nvcc, and the newest g++ that nvcc accepts."""
     nvcc = tools["nvcc"]
     return {
-        "g++": _said(tools["g++"] or tools["c++"], ["-dumpfullversion", "-dumpversion"], r"^(\d+(?:\.\d+)*)"),
-        "nvcc": _said(nvcc, ["--version"], r"release (\d+\.\d+)"),
-        "newest_g++": _limit(Path(nvcc).resolve().parents[1]) if nvcc else None,
+        "g++": _printed(tools["g++"] or tools["c++"], ["-dumpfullversion", "-dumpversion"], r"^(\d+(?:\.\d+)*)"),
+        "nvcc": _printed(nvcc, ["--version"], r"release (\d+\.\d+)"),
+        "newest_g++": _newest_gcc(Path(nvcc).resolve().parents[1]) if nvcc else None,
     }
 
 
-def _said(program: str | None, arguments: list[str], pattern: str) -> str | None:
+def _printed(program: str | None, arguments: list[str], pattern: str) -> str | None:
+    """Run a program and return the first group of `pattern` in its output."""
     if program is None:
         return None
     try:
@@ -145,18 +215,20 @@ def _said(program: str | None, arguments: list[str], pattern: str) -> str | None
     return found[1] if found else None
 
 
-def _limit(home: Path) -> int | None:
-    for path in (*home.glob("include/crt/host_config.h"), *home.glob("targets/*/include/crt/host_config.h")):
+def _newest_gcc(cuda_home: Path) -> int | None:
+    # this header refuses newer compilers with a line like `#if __GNUC__ > 13`
+    headers = ("include/crt/host_config.h", "targets/*/include/crt/host_config.h")
+    for path in (path for header in headers for path in cuda_home.glob(header)):
         found = re.search(r"__GNUC__ > (\d+)", path.read_text(errors="replace"))
         if found:
             return int(found[1])
     return None
 
 
-def addresses() -> list[dict[str, object]]:
-    """Return each address of an interface that is up: interface, address, prefix, MTU, speed (Mbit/s)."""
+def addresses() -> list[Address]:
+    """Return the addresses of all interfaces that are up."""
     states = psutil.net_if_stats()
-    found = []
+    found: list[Address] = []
     for name, rows in psutil.net_if_addrs().items():
         state = states.get(name)
         for row in rows:
@@ -186,16 +258,13 @@ def _prefix(netmask: str | None) -> int | None:
 
 
 def asked_from() -> dict[str, str | None]:
-    """Return {"here": address}: this host's address in the ssh connection that started this process, or None.
-
-    The address is read from SSH_CONNECTION.
-    """
-    words = os.environ.get("SSH_CONNECTION", "").split()
+    """Return "here": this host's address in the ssh connection of this process, or None."""
+    words = os.environ.get("SSH_CONNECTION", "").split()  # the client's address and port, then the server's
     return {"here": words[2] if len(words) == 4 else None}
 
 
 def port_taken(port: int) -> str:
-    """Return the message that a port is in use. It names the processes that this user may see."""
+    """Return the message that a port is in use, with the processes that this user may see."""
     names, connections = [], []
     with suppress(psutil.Error):
         connections = psutil.net_connections("tcp")
@@ -207,10 +276,7 @@ def port_taken(port: int) -> str:
 
 
 def reach(host: str, port: int) -> dict[str, object]:
-    """Connect to a port and close the connection.
-
-    Return the seconds, and this host's address and interface on the route, or the error in words.
-    """
+    """Connect to a port. Return seconds, this host's address and interface, or the error."""
     start = time.monotonic()
     try:
         with socket.create_connection((host, port), timeout=CONNECT_S) as connection:

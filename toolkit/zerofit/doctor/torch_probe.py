@@ -1,4 +1,4 @@
-"""Gets the facts of a host that need torch and DeepSpeed: DeepSpeed's ops, and the speed of the devices.
+"""Read the facts of a host that need torch: DeepSpeed's ops, and the speed of the devices.
 
 `python -P -m zerofit.doctor.torch_probe` answers questions (see `serve`) and reports its progress:
 
@@ -10,9 +10,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.doctor.measured import MeasurementJob, measured, nvme_disks
 from zerofit.doctor.serve import Say, end_with_asker, serve
@@ -23,6 +24,9 @@ from zerofit.spec.errors import RunFailed
 from zerofit.spec.local_machine import usable_cores
 from zerofit.spec.process import run_and_exit
 
+if TYPE_CHECKING:
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
 LIFE_S = 3600  # a CUDA op compiles for minutes
 IMPORTS = ("torch", "torchvision", "deepspeed", "transformers")
 
@@ -31,8 +35,8 @@ def _environment() -> dict[str, str]:
     return environment("cuda" if gpus()["gpus"] else "cpu", usable_cores(), 1)
 
 
-def _ops(say: Say) -> dict[str, Any]:
-    """Return every op that DeepSpeed has for this accelerator, and the errors of imports that fail."""
+def _ops(say: Say) -> dict[str, object]:
+    """Return all ops of DeepSpeed for this accelerator, and the imports that fail."""
     failed = {}
     for name in IMPORTS:
         say(f"importing {name}")
@@ -48,9 +52,9 @@ def _ops(say: Say) -> dict[str, Any]:
     return {"imports": failed, "ops": [_op(name, builder) for name, builder in sorted(ALL_OPS.items())]}
 
 
-def _op(name: str, builder: Any) -> dict[str, object]:
+def _op(name: str, builder: OpBuilder) -> dict[str, object]:
     reasons: list[str] = []
-    builder.warning = reasons.append  # otherwise it prints messages
+    builder.warning = lambda msg: reasons.append(msg)  # otherwise it prints messages
     try:
         compatible = bool(builder.is_compatible(verbose=True))
     except Exception as error:  # some builders raise an error instead of returning False
@@ -82,16 +86,16 @@ def _measure(question: dict[str, Any], say: Say) -> dict[str, object]:
         return {"error": error.problem.message}
 
 
-def answer(question: dict[str, Any], _: ExitStack, say: Say) -> dict[str, Any]:
+def answer(question: dict[str, Any], _: ExitStack, say: Say) -> Mapping[str, object]:
     """Answer one question."""
-    asked = question.get("ask")
-    if asked == "ops":
+    kind = question.get("ask")
+    if kind == "ops":
         return _ops(say)
-    if asked == "build":
+    if kind == "build":
         return _build([str(op) for op in question["ops"]], say)
-    if asked == "measure":
+    if kind == "measure":
         return _measure(question, say)
-    return {"error": f"unknown question {asked!r}"}
+    return {"error": f"unknown question {kind!r}"}
 
 
 def _serve() -> None:
