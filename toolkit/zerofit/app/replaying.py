@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from zerofit.app.training.prepare_folder import find_start
 from zerofit.app.training.run_ranks import run_ranks
 from zerofit.checkpoint.store import Store
 from zerofit.config.batch import regroup
-from zerofit.explain.not_finite import Replay, cause_of, has_risen
+from zerofit.explain.not_finite import RankFindings, Replay, cause_of, has_risen
 from zerofit.launch.host import this_machine
 from zerofit.launch.local import local_site
 from zerofit.launch.ops import build_ops, needed_ops
@@ -153,7 +153,7 @@ def _job(job: Job, start: Start | None, last: int, precision: WidePrecision | No
     )
 
 
-def _run(job: Job, folder: RunFolder, report: Reporter, on_cpu: bool) -> Sequence[dict[str, Any]]:
+def _run(job: Job, folder: RunFolder, report: Reporter, on_cpu: bool) -> Sequence[RankFindings]:
     shutil.rmtree(folder.path, ignore_errors=True)  # of an earlier replay of this step
     folder.logs.mkdir(parents=True)
     job.write(folder, job.ds_config)

@@ -1,4 +1,4 @@
-"""The changes that help against each cause, ordered by slowdown, and what to run if the cause is unknown."""
+"""The changes that help against each cause, ordered by slowdown, and commands to find one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DEVICES = {"HIP": r"\bHIP|ROCBLAS|rocblas", "XPU": r"\bXPU|level_zero|_RESULT_E
 
 
 def for_device(text: str, message: str) -> str:
-    """Return the advice `text`. If `message` names another device than CUDA, replace CUDA's tools by that device's."""
+    """Return the advice `text` with the tools of the device that `message` names, if not CUDA."""
     device = next((name for name in _TOOLS if re.search(_DEVICES.get(name, rf"\b{name}"), message)), "")
     if not device:
         return text
@@ -55,8 +55,8 @@ def for_device(text: str, message: str) -> str:
 
 
 def changes_for(cause: str, message: str) -> tuple[str, ...]:
-    """Return the changes that help against a cause, except those that are useless on a Mac or a CPU rank."""
-    useless = ()
+    """Return the changes that help against a cause on the device of `message`."""
+    useless = ()  # on a Mac or a CPU rank
     if "MPS backend" in message:  # CUDA has a service of that name
         useless = (_SHARD, _OFFLOAD)
     elif "you tried to allocate" in message:  # torch's CPU allocator

@@ -1,4 +1,4 @@
-"""Decide why memory ran out, from a message's figures, its traceback and the progress of the run."""
+"""Decide why memory ran out, from a message's figures, traceback and the run's progress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from zerofit.explain.advice import NVIDIA_SMI, RECORD, RSS
 from zerofit.explain.evidence import LATER, Cause, LogEvidence, Rule
 from zerofit.explain.messages import Shortage
-from zerofit.explain.other_causes import OTHER_RULES, host
+from zerofit.explain.other_causes import CERTAIN, OTHER_RULES, host
 from zerofit.explain.result import UNKNOWN
 from zerofit.explain.tracebacks import (
     BACKWARD,
@@ -32,11 +32,13 @@ USUAL_FRAGMENTS = 0.05  # share of reserved memory that is unused in most health
 
 
 def cause_of(evidence: LogEvidence) -> Cause:
-    """Return the cause that the evidence shows. If it shows none, return UNKNOWN with what to run next."""
-    for rule in _RULES[evidence.shortage.kind]:
+    """Return the cause that the evidence shows, or UNKNOWN with what to run next."""
+    kind = evidence.shortage.kind
+    for rule in _RULES.get(kind, ()):
         if cause := rule(evidence):
             return cause
-    return Cause(name=UNKNOWN, summary="The log does not show what filled the memory.", run_next=RECORD)
+    unknown = Cause(name=UNKNOWN, summary="The log does not show what filled the memory.", run_next=RECORD)
+    return CERTAIN.get(kind, unknown)
 
 
 # --- figures of torch's message -----------------------------------------------------------------------------------
@@ -79,30 +81,31 @@ def _other_processes(evidence: LogEvidence) -> Cause | None:
 
 
 def _outside_torch(evidence: LogEvidence) -> Cause | None:
-    """Find memory that torch's allocator did not allocate, used by this process or by unknown processes."""
+    """Find memory of this process, or of unknown ones, that torch's allocator did not allocate."""
     figures = evidence.shortage.figures
-    beside, asked = figures.beside_bytes, figures.asked_bytes
-    if beside is None or asked is None or figures.total_bytes is None:
+    outside, asked = figures.beside_bytes, figures.asked_bytes
+    if outside is None or asked is None or figures.total_bytes is None:
         return None
     usual = CONTEXT_BYTES + int(CONTEXT_SHARE * figures.total_bytes)
-    known = figures.process_bytes is not None and figures.reserved_bytes is not None
-    if known:
-        beside = figures.process_bytes - figures.reserved_bytes  # pyright: ignore[reportOperatorIssue] known is both
-    if beside <= usual or asked > (figures.free_bytes or 0) + beside - usual:
+    of_this_process = figures.process_bytes is not None and figures.reserved_bytes is not None
+    if figures.process_bytes is not None and figures.reserved_bytes is not None:
+        outside = figures.process_bytes - figures.reserved_bytes
+    # without this memory, the allocation would have fitted
+    if outside <= usual or asked > (figures.free_bytes or 0) + outside - usual:
         return None
-    shown = f"{shown_bytes(beside)} of the device are used outside of torch's allocator"
+    shown = f"{shown_bytes(outside)} of the device are used outside of torch's allocator"
     if "MPS backend" in evidence.shortage.message:
-        summary = f"Metal uses {shown_bytes(beside)} for this process outside of torch: graphs, workspaces and others."
+        summary = f"Metal uses {shown_bytes(outside)} for this process outside of torch: graphs, workspaces and others."
         return Cause(name="metal-memory", summary=summary, evidence=(shown,), run_next=RECORD)
-    if known:
+    if of_this_process:
         return Cause(
             name="outside-torch",
-            summary=f"Libraries of this process use {shown_bytes(beside)} outside of torch (NCCL, CUDA, others).",
+            summary=f"Libraries of this process use {shown_bytes(outside)} outside of torch (NCCL, CUDA, others).",
             evidence=(f"{shown}; a context and communicators usually need less than {shown_bytes(usual)}",),
         )
     return Cause(
         name="not-from-torch",
-        summary=f"{shown_bytes(beside)} of the GPU are not from torch: another process, or other libraries.",
+        summary=f"{shown_bytes(outside)} of the GPU are not from torch: another process, or other libraries.",
         evidence=(f"{shown}, and this version of torch does not list processes",),
         run_next=NVIDIA_SMI,
     )
@@ -121,9 +124,8 @@ def _limited(evidence: LogEvidence) -> Cause | None:
 
 def _graphs(evidence: LogEvidence) -> Cause | None:
     figures = evidence.shortage.figures
-    private = figures.private_bytes or 0
-    asked, least = figures.asked_bytes, (figures.total_bytes or 0) // 5
-    if not private or asked is None or private < max(asked, least):
+    private, asked = figures.private_bytes or 0, figures.asked_bytes
+    if not private or asked is None or private < max(asked, (figures.total_bytes or 0) // 5):
         return None
     return Cause(
         name="cuda-graphs",
@@ -152,14 +154,13 @@ def _fragmented(evidence: LogEvidence) -> Cause | None:
 def _refused_though_free(evidence: LogEvidence) -> Cause | None:
     figures = evidence.shortage.figures
     asked, free = figures.asked_bytes, figures.free_bytes
-    seen = "were free when torch looked afterwards"
-    usual = 0
+    when, usual = "were free when torch looked afterwards", 0
     if free is None and figures.total_bytes and figures.reserved_bytes is not None:  # XPU up to torch 2.8
         free, usual = figures.total_bytes - figures.reserved_bytes, CONTEXT_BYTES
-        seen = "were not used by torch"
+        when = "were not used by torch"
     if asked is None or free is None or free < asked + usual:
         return None
-    summary = f"The driver refused {shown_bytes(asked)} although {shown_bytes(free)} of the GPU {seen}."
+    summary = f"The driver refused {shown_bytes(asked)} although {shown_bytes(free)} of the GPU {when}."
     note = "another process used memory at that moment, or the driver has its own limit (Windows, WSL, MIG, vGPU; "
     note += "4 GiB for one allocation on Intel's Arc)"
     return Cause(name=UNKNOWN, summary=summary, evidence=(note,), run_next=f"{NVIDIA_SMI} -l 1, while it runs")
@@ -213,7 +214,11 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
             run_next=RECORD,
         )
     if phase == LOADING:
-        return _loading(evidence, shown)
+        files = ("torch/serialization.py", "load_checkpoint")
+        if any(mark in f"{frame.file}{frame.name}" for frame in evidence.frames for mark in files):
+            summary = "A checkpoint was loaded onto the GPU, next to the model that is already there."
+            return Cause(name="checkpoint-on-device", summary=summary, evidence=shown)
+        return Cause(name="weights", summary="The model's weights did not fit on the GPU.", evidence=shown)
     if phase == STEP and any("_multi_tensor" in frame.name or "_foreach" in frame.code for frame in evidence.frames):
         summary = "The optimizer's step computes temporary values for all parameters at once (foreach)."
         return Cause(name="optimizer-temporaries", summary=summary, evidence=shown)
@@ -229,14 +234,6 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
     name, summary = _IN_PHASE[phase]
     after = (f"{progress.steps} steps fit into memory before this one",) if progress.steps >= LATER else ()
     return Cause(name=name, summary=summary, evidence=(*shown, *after))
-
-
-def _loading(evidence: LogEvidence, shown: tuple[str, ...]) -> Cause:
-    files = ("torch/serialization.py", "load_checkpoint")
-    if any(mark in f"{frame.file}{frame.name}" for frame in evidence.frames for mark in files):
-        summary = "A checkpoint was loaded onto the GPU, next to the model that is already there."
-        return Cause(name="checkpoint-on-device", summary=summary, evidence=shown)
-    return Cause(name="weights", summary="The model's weights did not fit on the GPU.", evidence=shown)
 
 
 def _filled(shortage: Shortage) -> tuple[str, ...]:
@@ -263,6 +260,7 @@ def _count(number: int, singular: str, plural: str) -> str:
     return f"{number} {singular if number == 1 else plural}"
 
 
+# The first rule that finds a cause is the answer. Those whose figures leave no doubt come first.
 _TORCH: tuple[Rule, ...] = (_single_tensor, _limited, _refused_though_free, _other_processes, _outside_torch)
 _TORCH = (*_TORCH, _graphs, _fragmented, _in_phase)
 # On CPU ranks the host is the device: torch's CPU allocator names no figures, but its traceback has the phase.

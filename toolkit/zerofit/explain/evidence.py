@@ -1,4 +1,4 @@
-"""The evidence that a log contains about an error, and the cause that follows from this evidence."""
+"""The evidence that a log contains about an error, and the cause that follows from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from zerofit.explain.messages import Shortage
 from zerofit.explain.progress import Progress
 from zerofit.explain.tracebacks import CodeFrame
 
-LATER = 2  # steps after which the optimizer's states exist, so a step needs no more memory than the previous step
+# steps after which the optimizer's states exist, so a step needs no more memory than the previous step
+LATER = 2
 
 
 @dataclass(frozen=True, kw_only=True)

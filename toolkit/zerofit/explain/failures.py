@@ -1,8 +1,4 @@
-"""Find a failure other than a shortage of memory: an entry of failures.yaml, else the exception that ended the run.
-
-A log often has several failures, since the other ranks fail after the first. So entries that are causes come before
-exceptions, and exceptions before entries that are consequences of another rank's failure.
-"""
+"""Find a failure other than a shortage of memory, by failures.yaml or by its exception."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import accumulate, takewhile
-from typing import Any
 
 from zerofit.explain.log import LONGEST_TRACEBACK, TRACEBACK, LogLine
 from zerofit.explain.messages import ended_by, joined_message, shortened
@@ -75,29 +70,31 @@ def _entries(kind: str) -> tuple[FailureEntry, ...]:
     import yaml  # most logs need no entry
 
     text = (files("zerofit.explain") / "failures.yaml").read_text(encoding="utf-8")
-    return tuple(_entry(entry, kind == "consequences") for entry in yaml.safe_load(text)[kind])
+    found = []
+    for entry in yaml.safe_load(text)[kind]:
+        pattern, changes = entry.pop("pattern"), tuple(entry.pop("changes", ()))
+        if "signal" in entry:
+            pattern += f"|{ended_by(entry.pop('signal'))}"
+        fields = {"may_be_memory": kind == "consequences", "is_consequence": kind == "consequences", **entry}
+        found.append(FailureEntry(pattern=re.compile(pattern), changes=changes, **fields))
+    return tuple(found)
 
 
-def _entry(entry: dict[str, Any], is_consequence: bool) -> FailureEntry:
-    patterns, changes = [entry.pop("pattern")], tuple(entry.pop("changes", ()))
-    if "signal" in entry:
-        patterns.append(ended_by(entry.pop("signal")))
-    entry.setdefault("may_be_memory", is_consequence)
-    return FailureEntry(pattern=re.compile("|".join(patterns)), changes=changes, is_consequence=is_consequence, **entry)
-
-
-def find_failure(lines: Sequence[LogLine], whole: Progress) -> Failure | None:
-    """Return the failure that explains a log's end best; None if the log has none. `whole` is the log's progress."""
+def find_failure(lines: Sequence[LogLine], progress: Progress) -> Failure | None:
+    """Return the failure that explains a log's end best; None if the log has none."""
     last = lines[-LAST_LINES:]
-    return _listed(last, whole, "causes") or _exception(last, whole) or _listed(last, whole, "consequences")
+    # A log often has several failures, since the other ranks fail after the first. So entries that are causes come
+    # before exceptions, and exceptions before entries that are consequences of another rank's failure.
+    return _listed(last, progress, "causes") or _exception(last, progress) or _listed(last, progress, "consequences")
 
 
-def _listed(lines: Sequence[LogLine], whole: Progress, kind: str) -> Failure | None:
+def _listed(lines: Sequence[LogLine], progress: Progress, kind: str) -> Failure | None:
+    """Return the first entry of failures.yaml that the log matches after its last step."""
     text = "\n".join(line.text for line in lines)
     starts = [0, *accumulate(len(line.text) + 1 for line in lines)]
     for entry in _entries(kind):
         found = [bisect_right(starts, match.start()) - 1 for match in entry.pattern.finditer(text)]
-        last = [at for at in found if not went_on_after(lines, lines[at].number, whole)]
+        last = [at for at in found if not went_on_after(lines, lines[at].number, progress)]
         if any(_WARNING.search(lines[at].text) for at in last):  # an error that follows explains the end better
             final = max(_exceptions(lines), default=-1)
             last = [at for at in last if not _WARNING.search(lines[at].text) or at >= final]
@@ -122,15 +119,15 @@ def _failure(entry: FailureEntry, lines: Sequence[LogLine], found: Sequence[int]
     )
 
 
-def _exception(lines: Sequence[LogLine], whole: Progress) -> Failure | None:
-    """Return the first exception that ended the script; None if the run continued after every exception."""
+def _exception(lines: Sequence[LogLine], progress: Progress) -> Failure | None:
+    """Return the first exception that ended the script; None if the run continued after all."""
     reports = _FIRST_FAILURE.findall("\n".join(line.text for line in lines))
     first = min(reports)[1] if reports else ""
     for at in sorted(_exceptions(lines), key=lambda at: (bool(first) and lines[at].rank != first, at)):
         line = lines[at]
         if any(entry.pattern.search(line.text) for entry in _entries("consequences")):
             continue
-        if went_on_after(lines, line.number, whole):
+        if went_on_after(lines, line.number, progress):
             continue
         name, _, text = line.text.strip().partition(": ")
         shown = f": {textwrap.shorten(text, 200, placeholder=' ...')}" if text else ""
@@ -143,19 +140,22 @@ def _exception(lines: Sequence[LogLine], whole: Progress) -> Failure | None:
 
 
 def _exceptions(lines: Sequence[LogLine]) -> list[int]:
-    """Return the index of the last line of each traceback, also of a traceback whose first lines are missing.
+    """Return the index of the last line of each traceback.
 
     Leave out launchers' tracebacks, and exceptions that were handled or ignored.
     """
-    found, opened, closed, own = list[int](), dict[str, int](), dict[str, int](), dict[str, deque[str]]()
+    found = list[int]()
+    # by rank: the first line of the current traceback, the last line of the traceback before, and earlier lines
+    opened, closed, earlier = dict[str, int](), dict[str, int](), dict[str, deque[str]]()
     for at, line in enumerate(lines):
-        before = own.setdefault(line.rank, deque(maxlen=FRAME_LINES))
+        before = earlier.setdefault(line.rank, deque(maxlen=FRAME_LINES))
         if TRACEBACK in line.text:
             is_ignored = bool(before and _IGNORED.match(before[-1]))
             opened[line.rank] = -LONGEST_TRACEBACK if is_ignored else at
         elif _HANDLED in line.text:
             found = [other for other in found if other != closed.get(line.rank)]
         elif _EXCEPTION.match(line.text):
+            # a traceback whose first lines are missing: the log begins with its last line, or with a frame
             is_cut = ERROR_LINE.match(line.text) and (not before or _ends_frame(before))
             start = opened.pop(line.rank, at if is_cut else -LONGEST_TRACEBACK)
             if at - start < LONGEST_TRACEBACK:

@@ -1,4 +1,4 @@
-"""Explain a log from its most informative message, the traceback before it, and the run's progress."""
+"""Explain a log from its best message, the traceback before it, and the run's progress."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ WORKER = "in DataLoader worker process"
 
 
 def explain_log(lines: Sequence[LogLine], source: str = "log") -> Explanation | None:
-    """Return why memory ran out, or which other failure ended the run; None if the log shows neither."""
-    whole = progress_before(lines, lines[-1].number + 1) if lines else Progress()
-    found = ranked([one for one in shortages(lines) if one.ends_process or not went_on_after(lines, one.line, whole)])
+    """Return why memory ran out, or which other failure ended the run; None for neither."""
+    progress = progress_before(lines, lines[-1].number + 1) if lines else Progress()
+    fatal = (
+        shortage
+        for shortage in shortages(lines)
+        if shortage.ends_process or not went_on_after(lines, shortage.line, progress)
+    )
+    found = ranked(list(fatal))
     if found and found[0].is_certain:
         return _of_shortage(lines, found, source)
-    failure = find_failure(lines, whole)
-    if failure and not (found and _is_earlier(found[0], failure)):
-        return _of_failure(lines, failure, source)
-    return _of_shortage(lines, found, source) if found else None
-
-
-def _is_earlier(shortage: Shortage, failure: Failure) -> bool:
-    """Return whether the shortage of memory, not the failure, explains the log.
-
-    The shortage explains the log in two cases. Either the failure is of a kind that often follows from another rank's
-    failure (`is_consequence`), or the failure is an exception that was logged after the shortage.
-    """
-    return failure.is_consequence or (failure.cause == EXCEPTION and shortage.line <= failure.line.number)
+    failure = find_failure(lines, progress)
+    if failure is None:
+        return _of_shortage(lines, found, source) if found else None
+    # The shortage of memory explains the log in two cases. Either the failure is of a kind that often follows from
+    # another rank's failure, or it is an exception that was logged after the shortage.
+    if found and (failure.is_consequence or (failure.cause == EXCEPTION and found[0].line <= failure.line.number)):
+        return _of_shortage(lines, found, source)
+    return _of_failure(lines, failure, source)
 
 
 def _of_failure(lines: Sequence[LogLine], failure: Failure, source: str) -> Explanation:
@@ -63,6 +63,8 @@ def _of_failure(lines: Sequence[LogLine], failure: Failure, source: str) -> Expl
 def _of_shortage(lines: Sequence[LogLine], found: Sequence[Shortage], source: str) -> Explanation:
     shortage = found[0]
     same = [other for other in found if other.kind == shortage.kind]
+    # ranks share a device if they name the same device number, and each of them saw other processes on the device
+    sharers = (other.rank for other in same if other.gpu == shortage.gpu and other.figures.other_bytes and other.rank)
     frames = frames_before(lines, shortage.line)
     progress = progress_before(lines, shortage.line)
     phase = phase_of(frames)
@@ -72,7 +74,7 @@ def _of_shortage(lines: Sequence[LogLine], found: Sequence[Shortage], source: st
             frames=frames,
             phase=phase,
             progress=progress,
-            sharers=_sharers(same, shortage),
+            sharers=tuple(dict.fromkeys(sharers)),
             in_worker=any(WORKER in line.text for line in lines if abs(line.number - shortage.line) < 60),
         )
     )
@@ -95,12 +97,3 @@ def _of_shortage(lines: Sequence[LogLine], found: Sequence[Shortage], source: st
         changes=tuple(Change(change=text) for text in changes_for(cause.name, shortage.message)),
         run_next=for_device(cause.run_next, shortage.message),
     )
-
-
-def _sharers(found: Sequence[Shortage], shortage: Shortage) -> tuple[str, ...]:
-    """Return the ranks that ran out of memory on the same device.
-
-    They name the same device number, and each of them saw other processes on the device.
-    """
-    ranks = (other.rank for other in found if other.gpu == shortage.gpu and other.figures.other_bytes and other.rank)
-    return tuple(dict.fromkeys(ranks))

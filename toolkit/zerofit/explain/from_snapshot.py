@@ -1,4 +1,4 @@
-"""Explain a memory snapshot: memory in use by kind and by line, fragments, and growth from step to step."""
+"""Explain a memory snapshot: memory in use by kind and line, fragments, growth by step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _IN_PHASE = {
 
 
 def explain_snapshot(path: Path) -> Explanation:
-    """Return why memory ran out, or what fills the memory at its peak. Raises OSError or Unreadable."""
+    """Return why memory ran out, or what fills it at its peak. Raises OSError or Unreadable."""
     snapshot = read_snapshot(path)
     alive = snapshot.alive()
     kinds, lines = _by_kind_and_line(alive)
@@ -100,6 +100,7 @@ def explain_snapshot(path: Path) -> Explanation:
 def _cause(
     snapshot: MemorySnapshot, alive: Sequence[AliveBlock], kinds: Counter[str], frames: Sequence[CodeFrame]
 ) -> tuple[str, str, tuple[str, ...]]:
+    """Return the cause, a sentence and the evidence. `frames`: the call that failed."""
     allocated = sum(kinds.values())
     reserved, failed = snapshot.reserved_at_moment, snapshot.ran_out
     if failed and reserved - allocated >= max(failed.bytes - failed.free_bytes, USUAL_FRAGMENTS * reserved):
@@ -142,22 +143,26 @@ def _shares(kinds: Counter[str]) -> tuple[str, ...]:
 def _leak(
     snapshot: MemorySnapshot, alive: Sequence[AliveBlock], allocated: int
 ) -> tuple[str, list[AliveBlock], int] | None:
-    """Find a line of code whose blocks from many steps are all alive. Return it, its blocks and the number of steps."""
+    """Find a line of code whose blocks from many steps are all alive.
+
+    Return the line, its blocks and the number of steps.
+    """
     steps = snapshot.steps
-    groups: defaultdict[tuple[str, int], list[AliveBlock]] = defaultdict(list)
+    groups: defaultdict[tuple[str, int], list[AliveBlock]] = defaultdict(list)  # by line of code and size
     for block in alive:
         if block.event >= 0 and block.frames:
-            groups[_place(block.frames), block.bytes].append(block)
+            caller = caller_of_torch(_calls(block.frames))
+            groups[caller.place if caller else "", block.bytes].append(block)
     found = []
-    for (place, _), blocks in groups.items():
-        during = {sum(block.event > step for step in steps) for block in blocks}
+    for (line, _), blocks in groups.items():
+        numbers = {sum(block.event > step for step in steps) for block in blocks}  # of the steps that allocated them
         size = sum(block.bytes for block in blocks)
-        if len(during - {0}) >= LEAKED_STEPS and size > LEAK_SHARE * allocated:
-            found.append((size, place, blocks, len(during)))
+        if len(numbers - {0}) >= LEAKED_STEPS and size > LEAK_SHARE * allocated:
+            found.append((size, line, blocks, len(numbers)))
     if not found:
         return None
-    _, place, blocks, count = max(found, key=lambda entry: entry[0])
-    return place, blocks, count
+    _, line, blocks, count = max(found, key=lambda entry: entry[0])
+    return line, blocks, count
 
 
 def _by_kind_and_line(alive: Sequence[AliveBlock]) -> tuple[Counter[str], tuple[Line, ...]]:
@@ -181,7 +186,10 @@ def _by_kind_and_line(alive: Sequence[AliveBlock]) -> tuple[Counter[str], tuple[
 # The stack shows who allocated a block. On a GPU, backward runs in a separate thread without Python frames; the blocks
 # that it leaves are gradients. DeepSpeed's functions are those of `zerofit simulate`.
 def kind_of(frames: Frames, recorded: bool) -> str:
-    """Return a block's kind by its stack (innermost call first). `recorded` says whether other blocks have stacks."""
+    """Return a block's kind by its stack, innermost call first.
+
+    `recorded`: whether other blocks have stacks.
+    """
     calls = [(call.file.replace("\\", "/"), call.name) for call in _stack(frames)]
     python = [(file, name) for file, name in calls if file.endswith(".py") or file.startswith("<")]
     names = {name for _, name in calls}
@@ -209,13 +217,8 @@ def kind_of(frames: Frames, recorded: bool) -> str:
     return ACTIVATIONS if names & {"forward", "_call_impl"} else OTHER
 
 
-def _place(frames: Frames) -> str:
-    asking = caller_of_torch(_calls(frames))
-    return asking.place if asking else ""
-
-
 def _calls(frames: Frames) -> list[CodeFrame]:
-    """Return a stack in the order of a traceback (outermost call first), with only Python frames if it has any."""
+    """Return the Python calls of a stack, or else all its calls, outermost call first."""
     calls = [call for call in _stack(frames)[::-1] if call.file != KIND_FILE]
     return [call for call in calls if call.file.endswith(".py") or call.file.startswith("<ipython")] or calls
 

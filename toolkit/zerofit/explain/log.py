@@ -1,4 +1,4 @@
-"""Read the log of any program: its lines without launchers' prefixes, and the rank that wrote each line."""
+"""Read the log of any program: its lines without launchers' prefixes, and their ranks."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class LogLine:
 
 
 def read_log(path: Path) -> list[LogLine]:
-    """Return the lines of a log, which may be compressed: .gz, .bz2, .xz. A very long log lacks its middle.
+    """Return the lines of a log, which may be compressed (.gz, .bz2, .xz).
 
-    Raises OSError, or Unreadable for another archive and for a damaged file.
+    A very long log lacks its middle. Raises OSError, or Unreadable for another archive and for a damaged file.
     """
     with path.open("rb") as plain:
         start = plain.read(6)
@@ -67,14 +67,14 @@ def read_log(path: Path) -> list[LogLine]:
 
 
 def read_ends(file: BufferedIOBase) -> bytes:
-    """Return the content of a log without the middle of a very long one; of an incomplete archive, its beginning.
+    """Return the content of a log, without the middle if it is very long.
 
-    Raises OSError, or Unreadable for an archive from which nothing can be read.
+    Of an incomplete archive, return the beginning. Raises OSError, or Unreadable if nothing can be read.
     """
     content = bytearray()
     try:
-        while more := file.read1(CHUNK_BYTES):
-            content += more
+        while chunk := file.read1(CHUNK_BYTES):
+            content += chunk
             if len(content) > 2 * MOST_BYTES:
                 _remove_middle(content)
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile):
@@ -90,25 +90,27 @@ def _remove_middle(content: bytearray) -> None:
 
 
 def decoded_log(content: bytes) -> str:
-    """Decode a log in UTF-8, or in UTF-16, which PowerShell writes. Invalid bytes become replacement characters."""
+    """Decode a log in UTF-8, or in UTF-16, which PowerShell writes. Replace invalid bytes."""
     encoding = "utf-16" if content.startswith(_UTF_16) else "utf-8-sig"
     return content.decode(encoding, errors="replace")
 
 
 def lines_of(text: str) -> list[LogLine]:
-    """Split a log's text into lines, also at carriage returns, with which progress bars overwrite themselves."""
+    """Split a log's text into lines, without prefixes of launchers and loggers."""
     found = []
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
-        for part in line.split("\r"):
-            found.append(_line(number, _CONTROL.sub("", part)))
+        for part in line.split("\r"):  # progress bars overwrite themselves
+            rank, part = "", _CONTROL.sub("", part)
+            while match := _PREFIX.match(part):
+                names = match.groupdict().values()
+                rank, part = next(filter(None, names), rank), part[match.end() :]
+            found.append(LogLine(number, part, rank))
     return _without_loggers(found)
 
 
 def _without_loggers(lines: list[LogLine]) -> list[LogLine]:
-    """Remove what a logger writes before each line of a traceback, such as a time and a level.
-
-    The text before the traceback's title is this prefix if the next line has it too. Numbers in it may differ.
-    """
+    """Remove what a logger writes before each line of a traceback, such as time and level."""
+    # The text before the traceback's title is this prefix if the next line has it too. Numbers in it may differ.
     found = list[LogLine]()
     prefix, last = None, 0
     for line, following in zip_longest(lines, lines[1:]):
@@ -122,11 +124,3 @@ def _without_loggers(lines: list[LogLine]) -> list[LogLine]:
             line = LogLine(line.number, line.text[match.end() :], rank)
         found.append(line)
     return found
-
-
-def _line(number: int, text: str) -> LogLine:
-    rank = ""
-    while match := _PREFIX.match(text):
-        found = next((value for value in match.groupdict().values() if value), "")
-        rank, text = found or rank, text[match.end() :]
-    return LogLine(number, text, rank)

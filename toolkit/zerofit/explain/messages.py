@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from zerofit.explain.log import LogLine
@@ -65,7 +65,7 @@ class MemoryFigures:
 
     @property
     def beside_bytes(self) -> int | None:
-        """The bytes used on the device outside of torch's allocator: contexts, libraries, other processes."""
+        """The bytes on the device outside of torch's allocator: contexts, libraries, processes."""
         if self.total_bytes is None or self.free_bytes is None or self.reserved_bytes is None:
             return None
         return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
@@ -95,8 +95,8 @@ class Shortage:
 
 
 def ended_by(signal: int) -> str:
-    """Return the pattern of a line by which a launcher, shell or scheduler reports that `signal` ended a process."""
-    codes = rf"(?:{128 + signal}|{256 - signal})\b"
+    """Return the pattern of a line that reports that `signal` ended a process."""
+    codes = rf"(?:{128 + signal}|{256 - signal})\b"  # a shell's exit code, and a negative one as a byte
     return (
         rf"return code = -{signal}\b|\bcode -{signal}\b|exitcode *: -{signal}\b"
         rf"|Signal {signal} \(|[Ss]ignals?\.\w+: {signal}\b"
@@ -174,23 +174,20 @@ _MAYBE = re.compile(
 
 def shortages(lines: Sequence[LogLine]) -> list[Shortage]:
     """Return all messages about missing memory, in the log's order."""
-    return list(_shortages(lines))
+    found = list[Shortage]()
+    for at, line in enumerate(lines):
+        if not _MAYBE.search(line.text) or line.text.lstrip().startswith(("File ", "#")):
+            continue
+        kinds = ((kind, place) for kind, (place, pattern) in _SIGN_PATTERNS.items() if pattern.search(line.text))
+        if sign := next(kinds, None):
+            found.append(_shortage(*sign, lines, at))
+    return found
 
 
 def ranked(found: Sequence[Shortage]) -> list[Shortage]:
     """Return the messages that explain a failure, the most informative first."""
     order = list(_SIGNS)
     return sorted(found, key=lambda shortage: (order.index(shortage.kind), -shortage.figures.known, shortage.line))
-
-
-def _shortages(lines: Sequence[LogLine]) -> Iterator[Shortage]:
-    for at, line in enumerate(lines):
-        if not _MAYBE.search(line.text) or line.text.lstrip().startswith(("File ", "#")):
-            continue
-        for kind, (place, pattern) in _SIGN_PATTERNS.items():
-            if pattern.search(line.text):
-                yield _shortage(kind, place, lines, at)
-                break
 
 
 def _shortage(kind: str, place: str, lines: Sequence[LogLine], at: int) -> Shortage:
@@ -215,7 +212,7 @@ def shortened(text: str) -> str:
 
 
 def joined_message(lines: Sequence[LogLine], at: int) -> str:
-    """Return a message on one line. In the log it may be wrapped, with lines of other ranks in between."""
+    """Return a message on one line. It may be wrapped, with lines of other ranks in between."""
     rank = lines[at].rank
     parts = [lines[at].text.strip()]
     for line in lines[at + 1 : at + MESSAGE_LINES]:
@@ -231,7 +228,7 @@ def device_figures(text: str) -> MemoryFigures:
     """Return the memory figures in the first of torch's messages in `text`."""
     starts = [match.start() for match in _TORCH.finditer(text)]
     text = text[: starts[1] if len(starts) > 1 else None]
-    found: dict[str, int] = {}
+    found: dict[str, int] = {}  # by field of `MemoryFigures`
     for name, pattern in _PATTERNS.items():
         if match := pattern.search(text):
             number, unit = [group for group in match.groups() if group]
@@ -260,13 +257,14 @@ def _host_figures(text: str, before: str) -> MemoryFigures:
 
     `before`: the text before the message.
     """
-    if asked := re.search(r"you tried to allocate (\d+) bytes", text):
+    if asked := re.search(r"you tried to allocate (\d+) bytes", text):  # torch's CPU allocator
         return MemoryFigures(asked_bytes=int(asked[1]))
-    if asked := re.search(rf"Unable to allocate {_SIZE} for an array", text):
+    if asked := re.search(rf"Unable to allocate {_SIZE} for an array", text):  # numpy
         return MemoryFigures(asked_bytes=_bytes(asked[1], asked[2]))
     if ray := re.search(rf"memory used={_SIZE}\) was running was {_SIZE} / {_SIZE}", text):
         own, host, total = (_bytes(ray[at], ray[at + 1]) for at in (1, 3, 5))
         return MemoryFigures(process_bytes=own, total_bytes=total, free_bytes=total - host)
+    # the kernel
     resident = [int(size) << 10 for size in re.findall(r"\b(?:anon|file|shmem)-rss:(\d+)kB", text)]
     limit = re.search(r"memory: usage \d+kB, limit (\d+)kB", before)
     return MemoryFigures(

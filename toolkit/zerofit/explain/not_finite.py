@@ -1,11 +1,11 @@
-"""Find the cause of a loss that is not finite, from what the ranks of a replay found."""
+"""Find the cause of a loss that is not finite, from the findings of a replay's ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from zerofit.explain.result import UNKNOWN
 from zerofit.spec.files import field_data
@@ -37,6 +37,67 @@ _ADVICE = {
 }
 
 
+class TensorRange(TypedDict):
+    """Shape and range of a tensor."""
+
+    shape: list[int]
+    dtype: str
+    low: float  # of the finite elements
+    high: float
+    bad: int  # elements that are not finite
+    zeros: int
+
+
+class FirstOp(TypedDict):
+    """The op whose result is the first that is not finite, or a tensor that no op has made."""
+
+    phase: str
+    op: str  # "" for a tensor
+    module: str
+    line: str
+    tensor: str
+    inputs: list[TensorRange]
+    output: TensorRange
+    depends: list[str]  # of "inputs", "labels" and "weights"
+    wide: float | None  # largest result in float32, if the result is finite there
+    samples: list[int]  # samples with such results
+    of_samples: int  # samples of the micro batch
+
+
+class BadNumbers(TypedDict):
+    """A weight or optimizer state with numbers that are not finite."""
+
+    name: str
+    kind: str
+    bad: int
+    of: int
+
+
+class BadSample(TypedDict):
+    """A sample with inputs or labels that cannot be right."""
+
+    sample: int
+    tensor: str
+    why: str
+    values: TensorRange
+
+
+class RankFindings(TypedDict):
+    """What one rank of a replay has found; see `train.replay`."""
+
+    rank: int
+    done: int  # steps that were repeated
+    sizes: list[float]  # root mean square of the weights after each step
+    weights: list[BadNumbers]
+    step: NotRequired[int]
+    lr: NotRequired[float]
+    loss_scale: NotRequired[float]
+    stopped: NotRequired[str]  # why the step was stopped
+    apart: NotRequired[list[str]]  # parameters that differ between ranks
+    batch: NotRequired[list[BadSample]]
+    origin: NotRequired[FirstOp]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Replay:
     """What a replay found: the cause, and the first tensor that is not finite."""
@@ -66,13 +127,13 @@ class Replay:
         """Whether the replay names a cause."""
         return self.cause != UNKNOWN
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the JSON of `zerofit replay --json`."""
         return field_data(self)
 
 
-def cause_of(ranks: Sequence[Mapping[str, object]], losses: Sequence[float]) -> Replay:
-    """Return the cause from the findings of each rank (`ranks`, see `train.replay`) and the losses of the steps."""
+def cause_of(ranks: Sequence[RankFindings], losses: Sequence[float]) -> Replay:
+    """Return the cause from the findings of each rank and the losses of the steps."""
     found = _of_weights(ranks) or _of_replicas(ranks)
     if not found and not any(rank.get("stopped") for rank in ranks):
         summary = f"All steps up to step {ranks[0]['done']} are finite in this replay"
@@ -84,40 +145,38 @@ def cause_of(ranks: Sequence[Mapping[str, object]], losses: Sequence[float]) -> 
     return replace(found, advice=_ADVICE[found.cause])
 
 
-def _of_weights(ranks: Sequence[Mapping[str, Any]]) -> Replay | None:
-    """Return the cause if weights or optimizer states are not finite at the start, or after a finite step."""
+def _of_weights(ranks: Sequence[RankFindings]) -> Replay | None:
+    """Return the cause if weights or optimizer states are not finite."""
     bad = [rank for rank in ranks if rank["weights"]]
     if not bad:
         return None
-    first, step = bad[0]["weights"][0], bad[0].get("step")
+    rank = bad[0]
+    first, step = rank["weights"][0], rank.get("step")
     what = "weight" if first["kind"] in ("weight", "fp32") else f"optimizer state ({first['kind']}) of"
     shown = f"{first['bad']} of {first['of']} numbers of the {what} {first['name']} are not finite"
-    more = tuple(f"{row['name']} ({row['kind']}): {row['bad']} of {row['of']}" for row in bad[0]["weights"][1:4])
     if step is None:
-        return Replay(
-            cause=BAD_WEIGHTS,
-            summary=f"{shown} before the first step.",
-            step=bad[0]["done"] + 1,
-            phase="start",
-            tensor=first["name"],
-            rank=bad[0]["rank"],
-            evidence=more,
-        )
-    if len(bad) < len(ranks):
-        summary = f"After step {step}, {shown} only on rank {bad[0]['rank']}: this rank received a damaged copy."
+        cause, summary = BAD_WEIGHTS, f"{shown} before the first step."
+    elif len(bad) < len(ranks):
+        summary = f"After step {step}, {shown} only on rank {rank['rank']}: this rank received a damaged copy."
         cause = COLLECTIVE
     else:
         summary = f"The update of step {step} was too large: gradients were finite, but {shown} after the update."
         cause = LEARNING_RATE
-    rank = bad[0]["rank"]
-    return Replay(cause=cause, summary=summary, step=step, phase="step", tensor=first["name"], rank=rank, evidence=more)
+    return Replay(
+        cause=cause,
+        summary=summary,
+        step=rank["done"] + 1 if step is None else step,
+        phase="start" if step is None else "step",
+        tensor=first["name"],
+        rank=rank["rank"],
+        evidence=tuple(f"{row['name']} ({row['kind']}): {row['bad']} of {row['of']}" for row in rank["weights"][1:4]),
+    )
 
 
-def _of_replicas(ranks: Sequence[Mapping[str, Any]]) -> Replay | None:
-    apart = ranks[0].get("apart")
+def _of_replicas(ranks: Sequence[RankFindings]) -> Replay | None:
+    apart, step = ranks[0].get("apart"), ranks[0].get("step")
     if not apart:
         return None
-    step = ranks[0]["step"]
     return Replay(
         cause=COLLECTIVE,
         summary=f"Ranks differ after step {step}: {len(apart)} parameters are not the same, the first is {apart[0]}. "
@@ -129,74 +188,75 @@ def _of_replicas(ranks: Sequence[Mapping[str, Any]]) -> Replay | None:
     )
 
 
-def _of_samples(ranks: Sequence[Mapping[str, Any]]) -> Replay | None:
-    """Return the cause if a sample of the stopped step has inputs or labels that cannot be right."""
+def _of_samples(ranks: Sequence[RankFindings]) -> Replay | None:
+    """Return the cause if a sample of the stopped step has wrong inputs or labels."""
     bad = [(rank, row) for rank in ranks for row in rank.get("batch", ())]
     if not bad:
         return None
     rank, first = bad[0]
-    values = first["values"]
-    where = _origin_facts(rank.get("origin") or {})
+    values, origin = first["values"], rank.get("origin")
     numbers = f"{values['bad']} numbers" if values["bad"] else f"{values['low']:.3g} to {values['high']:.3g}"
-    return Replay(
+    found = Replay(
         cause=SAMPLE,
         summary=f"Sample {first['sample']} of the training data: its {first['tensor']} are {first['why']} ({numbers}).",
-        step=rank["step"],
+        step=rank.get("step"),
+        phase="forward",
         rank=rank["rank"],
         samples=tuple(dict.fromkeys(row["sample"] for _, row in bad)),
-        **{"phase": "forward", **where, "tensor": first["tensor"]},
     )
+    return replace(_with_op(found, origin) if origin else found, tensor=first["tensor"])
 
 
-def _of_origin(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> Replay | None:
-    """Return the cause from the first op whose result is not finite, if a rank has found such an op."""
-    found = [rank for rank in ranks if rank.get("origin")]
+def _of_origin(ranks: Sequence[RankFindings], losses: Sequence[float]) -> Replay | None:
+    """Return the cause from the first op whose result is not finite, if a rank has found one."""
+    found = [(rank, origin) for rank in ranks if (origin := rank.get("origin"))]
     if not found:
         return None
     # a rank that only received the number from another rank has no op
-    rank = min(found, key=lambda rank: (not rank["origin"]["op"], rank["origin"]["phase"] != "forward", rank["rank"]))
-    origin, step = rank["origin"], rank["step"]
-    cause, summary, evidence = _judged(origin, rank, _growth(rank, losses))
-    return Replay(
-        cause=cause,
-        summary=summary,
-        step=step,
-        rank=rank["rank"],
-        samples=tuple(origin["samples"]) if len(origin["samples"]) < origin["of_samples"] or cause == SAMPLE else (),
-        evidence=tuple(evidence),
-        **_origin_facts(origin),
-    )
-
-
-def _judged(origin: Mapping[str, Any], rank: Mapping[str, Any], grown: str) -> tuple[str, str, list[str]]:
-    place = f"{origin['op'] or origin['tensor']} in {origin['module'] or 'the loss'}"
-    made = f"{place} ({origin['phase']}) has the first result that is not finite"
-    evidence = [grown] if grown else []
+    rank, origin = min(found, key=lambda pair: (not pair[1]["op"], pair[1]["phase"] != "forward", pair[0]["rank"]))
+    grown = _growth(rank, losses)
     if grown:
-        return LEARNING_RATE, f"Training had already diverged: {grown}. {made}.", []
+        cause, summary = LEARNING_RATE, f"Training had already diverged: {grown}. {_first_result(origin)}."
+    else:
+        cause, summary = _judged(origin, rank.get("loss_scale", 1.0))
+    samples = origin["samples"] if len(origin["samples"]) < origin["of_samples"] or cause == SAMPLE else ()
+    replay = Replay(cause=cause, summary=summary, step=rank.get("step"), rank=rank["rank"], samples=tuple(samples))
+    return _with_op(replay, origin)
+
+
+def _first_result(origin: FirstOp) -> str:
+    return f"{_op_of(origin)} ({origin['phase']}) has the first result that is not finite"
+
+
+def _op_of(origin: FirstOp) -> str:
+    return f"{origin['op'] or origin['tensor']} in {origin['module'] or 'the loss'}"
+
+
+def _judged(origin: FirstOp, scale: float) -> tuple[str, str]:
+    """Return cause and summary of a first op. `scale`: the loss scale."""
+    place, made, samples = _op_of(origin), _first_result(origin), ", ".join(map(str, origin["samples"]))
     if origin["depends"] == ["labels"]:
-        samples = ", ".join(map(str, origin["samples"])) or "the micro batch"
         values = _range(origin["inputs"][0]) if origin["inputs"] else ""
-        return SAMPLE, f"The label of sample {samples} is outside the range that {place} supports: {values}.", evidence
-    if len(origin["samples"]) < origin["of_samples"] and origin["samples"] and "weights" not in origin["depends"]:
-        samples, values = ", ".join(map(str, origin["samples"])), "; ".join(map(_range, origin["inputs"]))
-        return SAMPLE, f"Sample {samples} of the training data: {made}, before any weight is used ({values}).", evidence
+        label = f"The label of sample {samples or 'the micro batch'}"
+        return SAMPLE, f"{label} is outside the range that {place} supports: {values}."
+    if len(origin["samples"]) < origin["of_samples"] and samples and "weights" not in origin["depends"]:
+        values = "; ".join(map(_range, origin["inputs"]))
+        return SAMPLE, f"Sample {samples} of the training data: {made}, before any weight is used ({values})."
     wide, limit = origin["wide"], LARGEST.get(origin["output"]["dtype"], math.inf)
     if wide is not None:
-        scale = rank.get("loss_scale", 1.0)
         shown = f"{wide:.3g} in float32, above {limit:.5g}"
         if origin["phase"] == "backward" and scale > 1 and wide / scale <= limit:
             reason = f"the gradient {wide / scale:.3g}, multiplied by the loss scale {scale:.6g}, is {shown}"
-            return LOSS_SCALE, f"The loss scale is too high: {reason}. {made}.", evidence
+            return LOSS_SCALE, f"The loss scale is too high: {reason}. {made}."
         kind = "fp16" if origin["output"]["dtype"] == "float16" else origin["output"]["dtype"]
-        return FP16_OVERFLOW, f"{kind} overflows in {place} ({origin['phase']}): its result is {shown}.", evidence
-    name = origin["op"].rpartition("::")[2]
-    domain = _DOMAINS.get(name)
+        return FP16_OVERFLOW, f"{kind} overflows in {place} ({origin['phase']}): its result is {shown}."
+    domain = _DOMAINS.get(origin["op"].rpartition("::")[2])
     if domain:
-        divisor = origin["inputs"][-1 if domain == "division" else 0] if origin["inputs"] else {}
-        what = f"{domain} by zero" if domain == "division" else f"{domain} of {_value(divisor)}"
-        return OPERATION, f"A {what} in {origin['module'] or 'the loss'} ({origin['phase']}).", evidence
-    return OPERATION, f"{made}, from finite inputs.", evidence
+        low = origin["inputs"][0]["low"] if origin["inputs"] else None
+        value = "a number outside of the operation's range" if low is None else f"{low:.4g}" if low else "zero"
+        what = "division by zero" if domain == "division" else f"{domain} of {value}"
+        return OPERATION, f"A {what} in {origin['module'] or 'the loss'} ({origin['phase']})."
+    return OPERATION, f"{made}, from finite inputs."
 
 
 def has_risen(loss: float, lowest: float) -> bool:
@@ -204,8 +264,8 @@ def has_risen(loss: float, lowest: float) -> bool:
     return not loss <= GREW * max(lowest, LEAST_LOSS)
 
 
-def _growth(rank: Mapping[str, Any], losses: Sequence[float]) -> str:
-    """Return a sentence if the loss or the weights grew before the step; "" if they did not."""
+def _growth(rank: RankFindings, losses: Sequence[float]) -> str:
+    """Return a phrase if the loss or the weights grew before the step; "" if they did not."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if len(finite) > 1 and has_risen(finite[-1], min(finite)):
         return f"the loss rose from {min(finite):.4g} to {finite[-1]:.4g}"
@@ -218,36 +278,33 @@ def _growth(rank: Mapping[str, Any], losses: Sequence[float]) -> str:
     return ""
 
 
-def _of_reduction(ranks: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> Replay:
-    """Return the cause if the results of all ranks are finite, but the norm of the gradients is not."""
+def _of_reduction(ranks: Sequence[RankFindings], losses: Sequence[float]) -> Replay:
+    """Return the cause if the results of all ranks are finite, but the gradients' norm is not."""
     stopped = next(rank for rank in ranks if rank.get("stopped"))
+    message, scale = stopped.get("stopped", ""), stopped.get("loss_scale", 1.0)
+    finite = "Every rank's own gradients are finite"
     if grown := _growth(stopped, losses):
-        summary = f"Training had already diverged: {grown}. {stopped['stopped']}."
-        return Replay(cause=LEARNING_RATE, summary=summary, step=stopped["step"], phase="step")
-    scale = stopped.get("loss_scale", 1.0)
-    if scale > 1:
-        summary = (
-            f"{stopped['stopped']}. Every rank's own gradients are finite, but their sum overflows at scale {scale:g}."
-        )
-        return Replay(cause=LOSS_SCALE, summary=summary, step=stopped["step"], phase="step")
-    summary = f"{stopped['stopped']}. Every rank's own gradients are finite, so the exchange between ranks failed."
-    return Replay(cause=COLLECTIVE, summary=summary, step=stopped["step"], phase="step")
+        cause, summary = LEARNING_RATE, f"Training had already diverged: {grown}. {message}."
+    elif scale > 1:
+        cause, summary = LOSS_SCALE, f"{message}. {finite}, but their sum overflows at scale {scale:g}."
+    else:
+        cause, summary = COLLECTIVE, f"{message}. {finite}, so the exchange between ranks failed."
+    return Replay(cause=cause, summary=summary, step=stopped.get("step"), phase="step")
 
 
-def _origin_facts(origin: Mapping[str, Any]) -> dict[str, Any]:
-    if not origin:
-        return {}
-    inputs = tuple(_range(facts) for facts in origin["inputs"])
-    return {key: origin[key] for key in ("phase", "module", "op", "tensor", "line")} | {"inputs": inputs}
+def _with_op(replay: Replay, origin: FirstOp) -> Replay:
+    return replace(
+        replay,
+        phase=origin["phase"],
+        module=origin["module"],
+        op=origin["op"],
+        tensor=origin["tensor"],
+        line=origin["line"],
+        inputs=tuple(map(_range, origin["inputs"])),
+    )
 
 
-def _range(facts: Mapping[str, Any]) -> str:
+def _range(facts: TensorRange) -> str:
     shape = " x ".join(map(str, facts["shape"])) or "one number"
     zeros = f", {facts['zeros']} zeros" if facts["zeros"] else ""
     return f"{facts['dtype']} ({shape}) {facts['low']:.4g} to {facts['high']:.4g}{zeros}"
-
-
-def _value(facts: Mapping[str, object]) -> str:
-    if not facts:
-        return "a number outside of the operation's range"
-    return "zero" if facts["low"] == 0 else f"{facts['low']:.4g}"

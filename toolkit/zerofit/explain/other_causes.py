@@ -1,14 +1,13 @@
-"""Find causes for errors without torch's figures, e.g. of the host, driver, NCCL, BLAS, shared memory or kernels."""
+"""Find causes for errors without torch's figures, e.g. of the host, driver, NCCL or vLLM."""
 
 from __future__ import annotations
 
 import re
 
-from zerofit.explain.advice import KERNEL_LOG, NVIDIA_SMI
+from zerofit.explain.advice import KERNEL_LOG, NVIDIA_SMI, PLAN_SERVE
 from zerofit.explain.evidence import LATER, Cause, LogEvidence, Rule
 from zerofit.explain.result import UNKNOWN
 from zerofit.explain.tracebacks import INIT, LOADING, SAVING, STEP
-from zerofit.explain.vllm_causes import vllm
 from zerofit.spec.units import shown_bytes
 
 _JOB_LIMIT = re.compile(
@@ -124,8 +123,9 @@ def host(evidence: LogEvidence) -> Cause | None:
 
 
 def _killed(evidence: LogEvidence) -> Cause | None:
-    """Explain a SIGKILL without a kernel message. If the run had just used much host memory, the cause is memory."""
+    """Explain a SIGKILL without a kernel message, which memory can have caused."""
     progress = evidence.progress
+    # if the run had just used much host memory, the cause is memory
     full = bool(progress.readings) and progress.readings[-1].host_share >= FULL_HOST
     if full or progress.activity in _HOST_WORK:
         found = host(evidence)
@@ -147,11 +147,6 @@ def _workers(evidence: LogEvidence) -> Cause | None:
     return Cause(name="dataloader-workers", summary=summary, run_next=KERNEL_LOG)
 
 
-def _shared(evidence: LogEvidence) -> Cause | None:
-    summary = "Shared memory (/dev/shm) is full: DataLoader workers and NCCL use it. Containers have 64 MiB by default."
-    return Cause(name="shared-memory", summary=summary)
-
-
 def _kernel(evidence: LogEvidence) -> Cause | None:
     found = re.search(r"Required: (\d+), Hardware limit: (\d+)", evidence.shortage.message)
     shown = (f"the kernel needs {found[1]} bytes, but the GPU has {found[2]}",) if found else ()
@@ -159,31 +154,93 @@ def _kernel(evidence: LogEvidence) -> Cause | None:
     return Cause(name="kernel-resources", summary=summary, evidence=shown)
 
 
-def _notebook(evidence: LogEvidence) -> Cause | None:
-    summary = "The notebook's process ended without a Python error: the host killed it, or a library crashed."
+# --- engines of inference, which allocate their cache before the first token ----------------------------------------
+
+# vLLM's errors are in vllm/v1/worker/utils.py (request_memory) and vllm/v1/core/kv_cache_utils.py
+# (_check_enough_kv_cache_memory), and before 0.8 in vllm/worker/worker.py (raise_if_cache_size_invalid).
+_FREE = re.compile(r"\(([\d.]+)/([\d.]+) ?GiB\) on startup .*?utilization \(([\d.]+), ([\d.]+) ?GiB\)")
+_NEEDED = re.compile(r"max seq len \((\d+)\).*?([\d.]+) ?GiB KV cache is needed.*?KV cache memory \(([\d.]+) ?GiB\)")
+_LONGEST = re.compile(r"estimated maximum model length is (\d+)")
+_TOKENS = re.compile(r"max seq len \((\d+)\) is larger than .*? KV cache \((\d+)\)")
+
+
+def _inference_engine(evidence: LogEvidence) -> Cause | None:
+    """Find why vLLM's or SGLang's engine did not start."""
+    text = evidence.shortage.message
+    if "on startup" in text:
+        return _not_free(text)
+    if "mem-fraction-static" in text:
+        summary = "SGLang's weights fill its share of the GPU. Nothing is left for the KV cache."
+        return Cause(name="sglang-no-cache", summary=summary)
+    if "max seq len" in text:
+        return _too_long(text)
+    name, summary = "vllm-no-cache", "vLLM's weights and activations fill its share of the GPU. "
+    summary += "Nothing is left for the KV cache."
+    if "warming up" in text:
+        name, summary = "vllm-warm-up", "After vLLM had allocated its cache, too little memory was left to warm up "
+        summary += "the sampler."
+    return Cause(name=name, summary=summary, run_next=PLAN_SERVE)
+
+
+def _not_free(text: str) -> Cause:
+    shown = []
+    if found := _FREE.search(text):
+        free, total, share, needed = found.groups()
+        shown.append(f"{free} GiB of {total} GiB were free, and gpu_memory_utilization={share} needs {needed} GiB")
+        try:
+            fitting = int(100 * float(free) / float(total)) / 100  # needs the free memory, rounded down to hundredths
+        except (ValueError, ZeroDivisionError):
+            fitting = 0.0
+        shown.append(f"to run vLLM without freeing memory, set gpu_memory_utilization={fitting:.2f}")
+    summary = "vLLM needs a share of the whole GPU, and other tensors or processes use a part of that share."
+    return Cause(name="vllm-gpu-not-free", summary=summary, evidence=tuple(shown), run_next=NVIDIA_SMI)
+
+
+def _too_long(text: str) -> Cause:
+    shown, longest = [], ""
+    if found := _NEEDED.search(text):
+        shown.append(f"one sequence of {found[1]} tokens needs {found[2]} GiB, and the cache has {found[3]} GiB")
+    elif found := _TOKENS.search(text):
+        shown.append(f"one sequence has up to {found[1]} tokens, and the cache holds {found[2]}")
+        longest = found[2]
+    if found := _LONGEST.search(text):
+        longest = found[1]
+    if longest:
+        shown.append(f"vLLM starts with max_model_len={longest} or less")
     return Cause(
-        name=UNKNOWN,
-        summary=summary,
-        run_next=f"{KERNEL_LOG}; or run the same code as a script, which prints the error",
+        name="vllm-sequence-too-long",
+        summary="vLLM's KV cache is too small for one sequence of the maximum length.",
+        evidence=tuple(shown),
+        run_next=PLAN_SERVE,
     )
 
 
-def _xla(evidence: LogEvidence) -> Cause | None:
-    summary = "JAX or TensorFlow ran out of device memory. zerofit explains the messages and the memory of torch."
-    return Cause(name=UNKNOWN, summary=summary, run_next='jax.profiler.save_device_memory_profile("memory.prof")')
-
-
 OTHER_RULES: dict[str, tuple[Rule, ...]] = {
-    "vllm": (vllm,),
+    "vllm": (_inference_engine,),
     "kernel-oom": (host,),
     "scheduler": (host,),
-    "shared-memory": (_shared,),
     "kernel-resources": (_kernel,),
-    "notebook": (_notebook,),
-    "xla": (_xla,),
     "nccl": (_nccl,),
     "blas": (_blas,),
     "driver": (_driver,),
     "dataloader-killed": (_workers,),
     "killed": (_killed,),
+}
+# causes that the kind of a message shows without other evidence
+CERTAIN = {
+    "shared-memory": Cause(
+        name="shared-memory",
+        summary="Shared memory (/dev/shm) is full: DataLoader workers and NCCL use it. "
+        "Containers have 64 MiB by default.",
+    ),
+    "notebook": Cause(
+        name=UNKNOWN,
+        summary="The notebook's process ended without a Python error: the host killed it, or a library crashed.",
+        run_next=f"{KERNEL_LOG}; or run the same code as a script, which prints the error",
+    ),
+    "xla": Cause(
+        name=UNKNOWN,
+        summary="JAX or TensorFlow ran out of device memory. zerofit explains the messages and the memory of torch.",
+        run_next='jax.profiler.save_device_memory_profile("memory.prof")',
+    ),
 }

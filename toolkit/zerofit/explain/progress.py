@@ -53,7 +53,7 @@ class Progress:
 
     @property
     def leak(self) -> tuple[str, int, int] | None:
-        """A label whose readings grow every time, with its first and last reading in bytes; None if there is none."""
+        """A label whose readings grow every time, with its first and last reading in bytes."""
         for label in {reading.label for reading in self.readings}:
             sizes = [r.allocated_bytes for r in self.readings if r.label == label][-10:]
             later = sizes[1:]  # the first step allocates the optimizer's state
@@ -63,15 +63,17 @@ class Progress:
         return None
 
 
-def went_on_after(lines: Sequence[LogLine], error: int, whole: Progress) -> bool:
-    """Return whether the run continued after the message on line `error`. `whole` is the progress of all `lines`.
+def went_on_after(lines: Sequence[LogLine], error: int, progress: Progress) -> bool:
+    """Return whether the run continued after the message on line number `error`.
 
-    One step proves nothing: another rank may end its step after the error. An uncaught exception ends the process.
-    Steps may come after it, from the buffer of standard output (`python -m`) or from the log of another rank. Progress
-    bars have no buffer.
+    `progress`: the progress of all `lines`.
     """
-    if whole.last_bar > error or whole.last_step <= error:
-        return whole.last_bar > error
+    # One step proves nothing: another rank may end its step after the error. So `last_step` is the last step but one.
+    # Progress bars have no buffer, so they prove that the run continued.
+    if progress.last_bar > error or progress.last_step <= error:
+        return progress.last_bar > error
+    # An uncaught exception ends the process. Steps may come after it, from the buffer of standard output (`python -m`)
+    # or from the log of another rank.
     line = lines[bisect_left(lines, error, key=lambda line: line.number)].text
     if _LOSS.search(line) and not ERROR_LINE.match(line):
         return True  # a step of the program, not the message of a traceback before it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from zerofit.explain.messages import MemoryFigures
 from zerofit.spec.files import field_data
@@ -77,6 +76,6 @@ class Explanation:
         """Whether memory ran out and the cause is known."""
         return self.is_known and bool(self.place)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the JSON of `zerofit explain --json`."""
         return field_data(self)

@@ -1,8 +1,8 @@
-"""A memory snapshot of torch: its blocks and its trace, in the formats of torch 1.13 and later."""
+"""Read the blocks and the trace of a memory snapshot, as torch 1.13 and later write them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 from zerofit.spec.foreign import Unreadable
 from zerofit.spec.foreign_pickle import read_pickle
 
-Frames = Sequence[dict[str, Any]]  # innermost first: "filename", "name", "line"
+Frames = Sequence[Mapping[str, object]]  # innermost first: "filename", "name", "line"
 ALIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
 SWING = 0.3  # share of the range of allocated bytes between a step's highest and lowest moment
 
@@ -68,20 +68,18 @@ class MemorySnapshot:
         for event in self.trace:
             live += event.bytes * _SIGN.get(event.action, 0)
             found.append(live)
+        # allocated before the trace began
         before = sum(block.bytes for block in self.blocks.values()) - live
         return [before + size for size in found]
 
     @property
     def reserved_at_moment(self) -> int:
-        """Reserved bytes at `moment`.
-
-        They follow from the reserved bytes at the end, and from the segments added or freed in between.
-        """
-        later = self.trace[self.moment + 1 :]
+        """Reserved bytes at `moment`."""
+        later = self.trace[self.moment + 1 :]  # of these segments, the bytes at the end have too many or lack some
         return self.reserved_bytes - sum(event.bytes * _SEGMENT_SIGN.get(event.action, 0) for event in later)
 
     def alive(self) -> list[AliveBlock]:
-        """Return the blocks that were alive at `moment`, even if they were freed before the snapshot was written."""
+        """Return the blocks that were alive at `moment`, also those that were freed later."""
         if not self.trace:
             return list(self.blocks.values())
         live: dict[int, AliveBlock] = {}
@@ -105,7 +103,8 @@ class MemorySnapshot:
 
     @cached_property
     def steps(self) -> list[int]:
-        """The events at which allocated memory reached a low point between two steps, up to `moment`."""
+        """The events up to `moment` at which allocated memory was at a low point between two steps."""
+        # a low point counts if memory falls to it and rises from it by `SWING` of the curve's range
         curve = self.allocated[: self.moment + 1]
         if not curve:
             return []
@@ -130,7 +129,10 @@ _SEGMENT_SIGN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segm
 
 
 def read_snapshot(path: Path) -> MemorySnapshot:
-    """Read a snapshot: the device that ran out of memory, or else the fullest device. Raises OSError or Unreadable."""
+    """Read a snapshot: the device that ran out of memory, or else the fullest device.
+
+    Raises OSError or Unreadable.
+    """
     content = read_pickle(path)
     try:
         devices = _devices(content)
@@ -153,13 +155,12 @@ def _devices(content: object) -> list[MemorySnapshot]:
     found = []
     for number in sorted(numbers):
         segments = [segment for segment in content["segments"] if int(segment.get("device", 0)) == number]
-        trace = tuple(_event(event) for event in (traces[number] if 0 <= number < len(traces) else ()))
+        trace = tuple(map(_event, traces[number] if 0 <= number < len(traces) else ()))
+        allocated = {event.address: n for n, event in enumerate(trace) if event.action == "alloc"}
         private = (segment for segment in segments if any(segment.get("segment_pool_id", ())))
         found.append(
             MemorySnapshot(
-                blocks=_placed(
-                    {event.address: n for n, event in enumerate(trace) if event.action == "alloc"}, segments
-                ),
+                blocks=_blocks_in_use(allocated, segments),
                 trace=trace,
                 reserved_bytes=sum(int(segment["total_size"]) for segment in segments),
                 private_bytes=sum(int(segment["total_size"]) for segment in private),
@@ -175,12 +176,13 @@ def _event(event: dict[str, Any]) -> AllocatorCall:
     return AllocatorCall(str(event["action"]), int(address), int(event.get("size", 0)), _frames(event), int(free))
 
 
-def _placed(allocated: dict[int, int], segments: Sequence[dict[str, Any]]) -> dict[int, AliveBlock]:
-    """Map addresses to the blocks in use. In older formats, addresses follow from the sizes of earlier blocks."""
+def _blocks_in_use(allocated: dict[int, int], segments: Sequence[dict[str, Any]]) -> dict[int, AliveBlock]:
+    """Return the blocks in use by address. `allocated`: the event that allocated an address."""
     found: dict[int, AliveBlock] = {}
     for segment in segments:
         address = int(segment.get("address") or 0)
         for block in segment["blocks"]:
+            # in older formats, addresses follow from the sizes of earlier blocks
             address = int(block.get("address", address))
             if block["state"] in ALIVE:
                 history = block.get("history") or [{}]  # torch 2.0 and before

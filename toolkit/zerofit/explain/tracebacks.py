@@ -1,4 +1,4 @@
-"""Read the Python traceback before an error message: the user's line, and the phase of training."""
+"""Read the traceback before an error message: the user's line, and the training phase."""
 
 from __future__ import annotations
 
@@ -52,13 +52,14 @@ class CodeFrame:
 
 
 def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
-    """Return the calls of the traceback that ends at line number `error`, outermost first; [] if there is none.
+    """Return the calls of the traceback that ends at line number `error`, outermost first.
 
-    Skip the traceback of a launcher.
+    [] if there is none, or only a launcher's.
     """
     at = bisect_left(lines, error, key=lambda line: line.number)
     rank = lines[at].rank if at < len(lines) else ""
     found: list[CodeFrame] = []
+    # read backwards, the code of a call comes before its place; notebooks and rich mark one of several lines
     code = arrow = ""
     number = 0
     for line in reversed(lines[max(0, at - LOOKED_BACK) : at]):
@@ -85,7 +86,7 @@ def own_frame(frames: Sequence[CodeFrame]) -> CodeFrame | None:
 
 
 def caller_of_torch(frames: Sequence[CodeFrame]) -> CodeFrame | None:
-    """Return the innermost call outside of torch and DeepSpeed (such as a model's), or else the innermost call."""
+    """Return the innermost call outside of torch and DeepSpeed, or else the innermost call."""
     outside = [frame for frame in frames if not frame.place.startswith(("torch/", "deepspeed/"))]
     return (outside or list(frames) or [None])[-1]
 
