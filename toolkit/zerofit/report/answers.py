@@ -1,7 +1,4 @@
-"""Define the parts of `--json` output that a page shows.
-
-The output comes from a command or from an untrusted file.
-"""
+"""Define the parts of `--json` output that a page shows. It may be from an untrusted file."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from zerofit.spec.foreign import MAX_BYTES, Unreadable, bounded, of_kind, parse_
 
 Settings = dict[str, object]
 Sizes = dict[str, NonNegativeInt]
-Some = Field(min_length=1)
+NotEmpty = Field(min_length=1)
 NO_RESULT = "it contains no result of zerofit --json (plan, tune, simulate, explain, replay, check or train)"
 
 
@@ -269,7 +266,7 @@ class RolloutAnswer:
     ranks: int
     seq_len: int
     fits: bool
-    arrangements: Annotated[list[ShownArrangement], Some]  # the best first
+    arrangements: Annotated[list[ShownArrangement], NotEmpty]  # the best first
     findings: list[dict[str, str]] = field(default_factory=list)
 
     @property
@@ -305,7 +302,7 @@ class ShownRegret:
 class TuneAnswer:
     """`zerofit tune --json`."""
 
-    trials: Annotated[list[ShownTrial], Some]
+    trials: Annotated[list[ShownTrial], NotEmpty]
     regret: ShownRegret
     considered: int
     written: list[str] = field(default_factory=list)
@@ -444,8 +441,8 @@ FORMS: tuple[tuple[set[str], type[Result]], ...] = (
 
 
 def results_of(value: Mapping[str, object]) -> list[Result]:
-    """Return the results in a command's JSON. The JSON of `check` has one result per file. Raises Unreadable."""
-    files = value.get("files")
+    """Return the results in a command's JSON. Raises Unreadable."""
+    files = value.get("files")  # `check` has one result for each file
     if isinstance(files, list):
         return [found for file in files for found in results_of(of_kind(file, dict))]
     if isinstance(error := value.get("error"), dict):
@@ -460,14 +457,11 @@ def results_of(value: Mapping[str, object]) -> list[Result]:
 
 
 def read_saved(path: Path) -> dict[str, object]:
-    """Return the JSON in a file.
-
-    If the full text is not JSON (as in a log), the last line is read. Raises OSError and Unreadable.
-    """
+    """Return the JSON in a file, or in its last line. Raises OSError and Unreadable."""
     text = bounded(path, MAX_BYTES)
     try:
         return of_kind(parse_json(text), dict)
-    except Unreadable:
+    except Unreadable:  # a log, which ends with the result
         with suppress(Unreadable):
             return of_kind(parse_json(text.strip().rpartition(b"\n")[2]), dict)
         raise

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from zerofit.report.page import Answer, Page, Picture, Section, Table, Tone
 from zerofit.spec.files import write_json
@@ -23,18 +23,26 @@ if TYPE_CHECKING:
 BLUE, GREEN, RED, SAND, GRAY = "#332288", "#117733", "#CC6677", "#DDCC77", "#999999"  # Paul Tol's "muted" scheme
 MIB = 2**20
 MISSING = {"epochs_to_target": "not reached", "seconds_to_target": "not reached"}
-Rows = Sequence[dict[str, Any]]
-FORMATS: dict[str, Callable[[Any], str]] = {
+Rows = Sequence[dict[str, Any]]  # by column
+FORMATS: dict[str, Callable[[float], str]] = {
     "rate": shown_rate,
     "bytes": lambda value: shown_bytes(round(value)),
 }
 
 
+class ComparisonTable(TypedDict):
+    """The table of a kind of comparison."""
+
+    first: str  # key of the row's name
+    columns: list[tuple[str, str, str]]  # name, key of the row, format
+    meanings: dict[str, str]
+
+
 @cache
-def description(kind: str) -> dict[str, Any]:
-    """Return the entry of a kind of comparison in comparison.yaml. Its keys are `first`, `columns` and `meanings`."""
-    kinds: dict[Any, Any] = read_yaml(Path(__file__).with_name("comparison.yaml"))[0]
-    return kinds[kind]
+def description(kind: str) -> ComparisonTable:
+    """Return the entry of a kind of comparison in comparison.yaml."""
+    kinds = read_yaml(Path(__file__).with_name("comparison.yaml"))[0]
+    return cast(ComparisonTable, kinds[kind])
 
 
 def labels(kind: str) -> list[str]:
@@ -47,22 +55,18 @@ def write_comparison(folder: Path, result: dict[str, Any]) -> list[str]:
     paths = {name: folder / name for name in ("results.json", "results.csv", "comparison.png", "comparison.html")}
     kind, about, rows = result["kind"], result["about"], result["rows"]
     write_json(paths["results.json"], {name: value for name, value in result.items() if name != "written"})
-    _write_csv(paths["results.csv"], rows)
+    with paths["results.csv"].open("w", newline="", encoding="utf-8") as file:
+        # lists and dictionaries (such as curves) are only in results.json
+        flat = [name for row in rows for name, value in row.items() if not isinstance(value, list | dict)]
+        writer = csv.DictWriter(file, dict.fromkeys(flat), extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
     draw(kind, about, rows, paths["comparison.png"])
     paths["comparison.html"].write_text(page(kind, about, rows, paths["comparison.png"]), encoding="utf-8")
     return [str(path) for path in paths.values()]
 
 
-def _write_csv(path: Path, rows: Rows) -> None:
-    """Write one line per row. Lists and dictionaries (such as curves) are only in results.json."""
-    flat = [name for row in rows for name, value in row.items() if not isinstance(value, list | dict)]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, dict.fromkeys(flat), extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def cells(kind: str, row: dict[str, object]) -> list[str]:
+def cells(kind: str, row: dict[str, Any]) -> list[str]:
     """Return the figures of `row` as text, one for each column of this kind of comparison."""
 
     def cell(key: str, form: str) -> str:
@@ -99,14 +103,13 @@ def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
             else [],
         ),
     ]
-    facts = [(name.replace("_", " "), _shown(value)) for name, value in named.items()]
+    facts = []
+    for name, value in named.items():
+        items = ", ".join(f"{key}: {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
+        facts.append((name.replace("_", " "), items))
     answer = Answer(name="", verdict=f"{len(good)} of {len(rows)} measured", facts=facts)
     meanings = {str(row[first]): row["title"] for row in rows if row.get("title")} | description(kind)["meanings"]
     return Page(title=title, answers=[answer], sections=tables, meanings=meanings).to_html()
-
-
-def _shown(value: object) -> str:
-    return ", ".join(f"{key}: {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
 
 
 def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
@@ -135,7 +138,7 @@ def _strategies(figure: Figure, about: dict[str, object], rows: Rows) -> None:
     heights = [max(3.0, 0.34 * len(rows)), 1.6]
     grid = figure.add_gridspec(1 + bool(stale), 2 + counted, height_ratios=heights[: 1 + bool(stale)])
     names = [row["strategy"] for row in rows]
-    places = list(range(len(rows)))[::-1]
+    bar_heights = list(range(len(rows)))[::-1]  # the first row at the top
     columns = [
         ("samples per second", [row["samples_per_s"] for row in rows], BLUE),
         ("peak memory per rank (MiB)", [row["peak_bytes_per_rank"] / MIB for row in rows], GREEN),
@@ -144,9 +147,9 @@ def _strategies(figure: Figure, about: dict[str, object], rows: Rows) -> None:
         columns.append(("sent per step, all ranks (MiB)", [row["comm_bytes_per_step"] / MIB for row in rows], RED))
     for column, (label, values, color) in enumerate(columns):
         axes = figure.add_subplot(grid[0, column])
-        bars = axes.barh(places, values, color=color)
+        bars = axes.barh(bar_heights, values, color=color)
         axes.bar_label(bars, labels=[FORMATS["rate"](value) for value in values], padding=2, fontsize=7)
-        axes.set_yticks(places, names if column == 0 else [""] * len(names), fontsize=8)
+        axes.set_yticks(bar_heights, names if column == 0 else [""] * len(names), fontsize=8)
         axes.set_xlabel(label)
         axes.margins(x=0.18, y=0.02)
         _plain(axes)
@@ -161,7 +164,9 @@ def _strategies(figure: Figure, about: dict[str, object], rows: Rows) -> None:
         _plain(axes)
 
 
-def _sizes(figure: Figure, about: dict[str, object], rows: Rows) -> None:
+def _sizes(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
+    from matplotlib import colormaps
+
     sizes = sorted({row["batch_size"] for row in rows})
     rows = [{**row, "samples_to_target": (row["steps_to_target"] or 0) * row["batch_size"] or None} for row in rows]
     first, second, third = figure.subplots(3, 2)
@@ -170,25 +175,19 @@ def _sizes(figure: Figure, about: dict[str, object], rows: Rows) -> None:
     missed = [n for n in sizes if not any(r["seconds_to_target"] for r in rows if r["batch_size"] == n)]
     if missed:
         first[0].set_title("not reached: " + ", ".join(map(str, missed)), fontsize=8, loc="right")
-    _epoch_curves(second[0], sizes, rows)
+    for number, size in enumerate(sizes):
+        curve = next(row["curve"] for row in rows if row["batch_size"] == size)
+        color = colormaps["viridis"](0.9 * number / max(1, len(sizes) - 1))
+        second[0].plot([p["epoch"] for p in curve], [p["accuracy"] for p in curve], "-", color=color, label=str(size))
+    second[0].set(xlabel="epoch", ylabel="accuracy")
+    second[0].legend(fontsize=8, title="batch size", title_fontsize=8)
+    _plain(second[0])
     _spread(second[1], sizes, rows, "test_accuracy", "accuracy on the test samples, best epoch", GREEN, "linear")
     _spread(third[0], sizes, rows, "seconds_per_epoch", "seconds per epoch", RED)
     if len({row["batch_size"] for row in rows if row["noise_scale"]}) > 1:
         _spread(third[1], sizes, rows, "noise_scale", "gradient noise scale (samples)", SAND)
     else:  # noise is measured only with one rank
         third[1].set_axis_off()
-
-
-def _epoch_curves(axes: Axes, sizes: Sequence[int], rows: Rows) -> None:
-    from matplotlib import colormaps
-
-    for place, size in enumerate(sizes):
-        curve = next(row["curve"] for row in rows if row["batch_size"] == size)
-        color = colormaps["viridis"](0.9 * place / max(1, len(sizes) - 1))
-        axes.plot([p["epoch"] for p in curve], [p["accuracy"] for p in curve], "-", color=color, label=str(size))
-    axes.set(xlabel="epoch", ylabel="accuracy")
-    axes.legend(fontsize=8, title="batch size", title_fontsize=8)
-    _plain(axes)
 
 
 def _spread(axes: Axes, sizes: Sequence[int], rows: Rows, key: str, label: str, color: str, scale: str = "log") -> None:
@@ -204,8 +203,8 @@ def _spread(axes: Axes, sizes: Sequence[int], rows: Rows, key: str, label: str, 
     axes.set_xticks(sizes, [str(size) for size in sizes], rotation=45)  # the last two may be close together
     axes.xaxis.minorticks_off()
     if scale == "log":
-        for part in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            part(LogFormatter(labelOnlyBase=False))  # plain numbers, also between powers of ten
+        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            set_formatter(LogFormatter(labelOnlyBase=False))  # plain numbers, also between powers of ten
     axes.set(xlabel="batch size", ylabel=label)
     _plain(axes)
 

@@ -26,8 +26,9 @@ class Evidence:
     figures: Mapping[str, Any] = field(default_factory=dict)  # the numbers, as plain data
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
+def _table_row(cells: Sequence[str]) -> str:
+    escaped = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
 
 
 def write_laboratory(folder: Path, title: str, sections: Sequence[Evidence]) -> Path:
@@ -40,4 +41,4 @@ def write_laboratory(folder: Path, title: str, sections: Sequence[Evidence]) -> 
 def evidence_values(page: Path) -> dict[str, object]:
     """Return the values that the template evidence.md.jinja needs on every page."""
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
-    return {"versions": used, "home": page.parent.absolute(), "line": _line}
+    return {"versions": used, "home": page.parent.absolute(), "line": _table_row}

@@ -1,7 +1,4 @@
-"""Build the page sections about simulations and plans.
-
-Results of one kind share tables and scales.
-"""
+"""Build the page sections about simulations and plans, in which results share tables."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ Plans = Mapping[str, PlanAnswer]
 
 
 def verdict_tone(verdict: str, fits: bool) -> Tone:
-    """Return the tone of a verdict. "close to the limit" gets a tone between good and bad."""
+    """Return the tone of a verdict: "warn" for "close to the limit"."""
     return "warn" if verdict.startswith("close") else "good" if fits else "bad"
 
 
@@ -59,13 +56,15 @@ def layout_words(layout: Mapping[str, object]) -> str:
 
 def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
     """Return the verdict of a simulation and the figures behind it."""
-    place = " ".join(filter(None, (found.peak_at.get("module"), found.peak_at.get("line"))))
     needed = found.smi_bytes or found.reserved_bytes
-    left = found.device_total_bytes - needed
-    room = f"{shown_bytes(abs(left))} {'free' if left >= 0 else 'too much'}"
+    summary = ""
+    if needed and found.device_total_bytes:
+        free = found.device_total_bytes - needed
+        summary = f"needs {_part(needed, found.device_total_bytes)}, "
+        summary += f"{shown_bytes(abs(free))} {'free' if free >= 0 else 'too much'}"
     facts = [
         ("peak", f"{shown_bytes(found.peak_bytes)} in {found.peak_phase}"),
-        ("allocated by", place),
+        ("allocated by", " ".join(filter(None, (found.peak_at.get("module"), found.peak_at.get("line"))))),
         ("your line", found.peak_at.get("own", "")),
         ("reserved", shown_bytes(found.reserved_bytes)),
         ("outside torch", ", ".join(f"{o.name}: {_span(o.low_bytes, o.high_bytes)}" for o in found.overheads)),
@@ -77,9 +76,7 @@ def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
         name=name and named(name, found.title),
         verdict=found.verdict.capitalize(),
         tone=verdict_tone(found.verdict, found.fits),
-        summary=f"needs {_part(needed, found.device_total_bytes)}, {room}"
-        if needed and found.device_total_bytes
-        else "",
+        summary=summary,
         facts=facts,
     )
 
@@ -162,14 +159,12 @@ def _hint(moment: ShownMoment) -> str:
 
 
 def _thinned(moments: Sequence[ShownMoment], most: int) -> list[ShownMoment]:
-    """Return at most `most` moments in order of time.
-
-    The time is divided into intervals, and each interval's moment with the most memory is chosen.
-    """
+    """Return at most `most` moments in order of time, with all peaks."""
+    # the time is divided into intervals, and each interval's moment with the most memory is chosen
     ordered = sorted(moments, key=lambda moment: moment.t)
-    stretch = -(-len(ordered) // most) or 1
-    parts = (ordered[start : start + stretch] for start in range(0, len(ordered), stretch))
-    highest = [max(part, key=lambda moment: sum(moment.bytes.values())) for part in parts]
+    length = -(-len(ordered) // most) or 1
+    intervals = (ordered[start : start + length] for start in range(0, len(ordered), length))
+    highest = [max(interval, key=lambda moment: sum(moment.bytes.values())) for interval in intervals]
     return [next(group) for _, group in groupby(highest, key=lambda moment: moment.t)]  # each t only once on the axis
 
 
@@ -179,28 +174,16 @@ def kind_blocks(found: Mapping[str, Mapping[str, int]], limit: tuple[str, float]
         return []
     totals = {name: sum(kinds.values()) for name, kinds in found.items()}
     bars = [Bar(label=name or "peak", parts=kinds, text=shown_bytes(totals[name])) for name, kinds in found.items()]
-    names = [
-        kind
-        for kind in dict.fromkeys(k for kinds in found.values() for k in kinds)
-        if any(k.get(kind) for k in found.values())
-    ]
     columns = [column for name in found for column in (name or "bytes", "share")]
-    rows = [
-        [
-            kind,
-            *(
-                cell
-                for name, k in found.items()
-                for cell in (shown_bytes(k.get(kind, 0)), _share(k.get(kind, 0), totals[name]))
-            ),
-        ]
-        for kind in names
-    ]
+    rows = []
+    for kind in dict.fromkeys(kind for kinds in found.values() for kind in kinds):
+        sizes = {name: kinds.get(kind, 0) for name, kinds in found.items()}
+        if any(sizes.values()):
+            row = [kind]
+            for name, size in sizes.items():
+                row += [shown_bytes(size), f"{size / totals[name]:.1%}" if totals[name] else ""]
+            rows.append(row)
     return [Bars(bars=bars, limit=limit), Table(columns=["kind", *columns], rows=rows)]
-
-
-def _share(size: float, total: float) -> str:
-    return f"{size / total:.1%}" if total else ""
 
 
 def _phases(found: Simulations) -> Bars:
@@ -217,11 +200,12 @@ def _changes(found: Simulations) -> list[Block]:
     rows, tones = [], list[Tone]()
     for name, simulation in found.items():
         for knob in simulation.knobs:
+            growth = f"{knob.peak_bytes / simulation.peak_bytes - 1:+.0%}" if simulation.peak_bytes else ""
             rows.append(
                 {
                     "change": named(name, knob.change),
                     "peak": shown_bytes(knob.peak_bytes),
-                    "against now": f"{_relative(knob.peak_bytes, simulation.peak_bytes)}",
+                    "against now": growth,
                     "reserved": shown_bytes(knob.reserved_bytes),
                     "step time": cost(knob.slowdown) or "unknown",
                     "verdict": "fits" if knob.fits else "does not fit",
@@ -231,11 +215,8 @@ def _changes(found: Simulations) -> list[Block]:
     return table_of(rows, tones=tones)
 
 
-def _relative(size: float, base: float) -> str:
-    return f"{size / base - 1:+.0%}" if base else ""
-
-
 def _script(run: Mapping[str, object]) -> Iterator[Block]:
+    """Yield the faults of a script, and how its simulation approximates it."""
     listed = {key: run.get(key) for key in ("faults", "notes")}
     rows = {
         key: [row for row in value if isinstance(row, dict)] for key, value in listed.items() if isinstance(value, list)
@@ -252,34 +233,26 @@ def _script(run: Mapping[str, object]) -> Iterator[Block]:
 
 def plan_answer(name: str, found: PlanAnswer) -> Answer:
     """Return how many layouts fit, and the best layout."""
-    facts = [
-        (
-            "model",
-            f"{shown_count(found.parameters)} parameters" + (f", {found.seq_len:,} tokens" if found.seq_len else ""),
-        )
-    ]
+    tokens = f", {found.seq_len:,} tokens" if found.seq_len else ""
+    facts = [("model", f"{shown_count(found.parameters)} parameters{tokens}")]
     if found.layouts:
-        facts += list(_first(found))
+        best, simplest = found.layouts[0], found.plainest
+        memory = f"{shown_bytes(best.peak_bytes)} of {shown_bytes(best.device_total_bytes)} per device"
+        mfu = f", MFU {best.mfu:.0%}" if best.mfu is not None else ""
+        facts += [("fastest", best.layout), ("step time", _step(best))]
+        facts += [("speed", f"{_speed(best)}{mfu}"), ("memory", memory)]
+        if simplest and 0 < simplest < len(found.layouts):
+            row = found.layouts[simplest]
+            facts += [("simplest, about as fast", f"{row.layout}: {_step(row)}")]
     else:
         facts += [("instead", remedy) for remedy in found.remedies]
     facts += [("assumed", note) for note in found.cluster.assumed]
     facts += [("note", found.padding)]
-    number = f"{found.fitting:,} of {counted(found.considered, 'layout')}"
-    verdict, tone = (
-        (f"Fits: {number}", "good") if found.layouts else (f"None of {found.considered:,} layouts fits", "bad")
-    )
+    verdict = f"None of {found.considered:,} layouts fits"
+    if found.layouts:
+        verdict = f"Fits: {found.fitting:,} of {counted(found.considered, 'layout')}"
+    tone: Tone = "good" if found.layouts else "bad"
     return Answer(name=name and named(name, found.title), verdict=verdict, tone=tone, facts=facts)
-
-
-def _first(found: PlanAnswer) -> Iterator[tuple[str, str]]:
-    best = found.layouts[0]
-    yield "fastest", best.layout
-    yield "step time", _step(best)
-    yield "speed", _speed(best) + (f", MFU {best.mfu:.0%}" if best.mfu is not None else "")
-    yield "memory", f"{shown_bytes(best.peak_bytes)} of {shown_bytes(best.device_total_bytes)} per device"
-    number = found.plainest
-    if number and 0 < number < len(found.layouts):
-        yield "simplest, about as fast", f"{found.layouts[number].layout}: {_step(found.layouts[number])}"
 
 
 def _step(row: ShownLayout) -> str:
@@ -310,7 +283,7 @@ def plan_sections(found: Plans) -> Iterator[Section]:
     note = "Memory grows to the right, speed upwards. No layout beats the dashed line in both memory and speed."
     yield Section(title="Map of layouts", blocks=[_map(*item) for item in drawn.items()], note=note)
     note = "The line with end marks is the interval around the forecast that contains 8 of 10 published figures."
-    yield Section(title="Step time by part", blocks=[_times(plan) for plan in drawn.values()], note=note)
+    yield Section(title="Step time by part", blocks=[_step_times(plan) for plan in drawn.values()], note=note)
     memory = [
         Bars(
             bars=[
@@ -342,36 +315,32 @@ def _rows(plan: PlanAnswer) -> list[ShownLayout]:
 
 def _map(name: str, plan: PlanAnswer) -> Chart:
     groups = {"fits": plan.layouts, "close to the limit": plan.close, "does not fit": plan.misfits}
-    places = [(row.peak_bytes, row.samples_per_s, group, row.layout) for group, rows in groups.items() for row in rows]
-    places += [(point.peak_bytes, point.samples_per_s, "frontier", point.layout) for point in plan.frontier]
-    places.sort()
+    points = [(row.peak_bytes, row.samples_per_s, group, row.layout) for group, rows in groups.items() for row in rows]
+    points += [(point.peak_bytes, point.samples_per_s, "frontier", point.layout) for point in plan.frontier]
+    points.sort()
+    colors = {"frontier": "soft", "fits": "good", "close to the limit": "warn", "does not fit": "bad"}
     lines = [
         ChartLine(
             label=group,
-            values=[speed if group == of else None for _, speed, of, _ in places],
+            values=[speed if group == of else None for _, speed, of, _ in points],
             style="dashed" if group == "frontier" else "dots",
             color=f"var(--{color})",
         )
-        for group, color in (
-            ("frontier", "soft"),
-            ("fits", "good"),
-            ("close to the limit", "warn"),
-            ("does not fit", "bad"),
-        )
-        if any(group == of for _, _, of, _ in places)
+        for group, color in colors.items()
+        if any(group == of for _, _, of, _ in points)
     ]
     return Chart(
         title=named(name, f"samples per second against memory of a device, {plan.title}"),
-        x=[size for size, *_ in places],
+        x=[size for size, *_ in points],
         x_unit="bytes",
         x_label="peak memory of a device",
         lines=lines,
-        hints=[f"{layout}: {shown_bytes(size)}, {speed:,.3g} samples/s" for size, speed, _, layout in places],
+        hints=[f"{layout}: {shown_bytes(size)}, {speed:,.3g} samples/s" for size, speed, _, layout in points],
         zero=False,
     )
 
 
-def _times(plan: PlanAnswer) -> Bars:
+def _step_times(plan: PlanAnswer) -> Bars:
     bars = [
         Bar(
             label=row.layout,

@@ -35,7 +35,7 @@ class PlotPhase(TypedDict):
 
 
 class MeasuredPhase(TypedDict):
-    """The peak of a real run in a phase, drawn as a line over the forecast. `start` and `end` are values of `t`."""
+    """The peak of a real run from `start` to `end` (values of `t`), drawn over the forecast."""
 
     start: int
     end: int
@@ -55,10 +55,7 @@ class MemoryTimeline(TypedDict):
 
 
 def draw(timeline: MemoryTimeline, path: Path) -> None:
-    """Draw a timeline into a file. The file's suffix sets the format.
-
-    Raises UserError if the file cannot be written.
-    """
+    """Draw a timeline into a file, in the format of its suffix. Raises UserError."""
     problems = Problems()
     check_picture(path, "--plot", problems)
     problems.raise_if_any()
@@ -122,13 +119,11 @@ def _stack(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> Non
 
 
 def _capacity(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> float:
-    """Draw the device's capacity as a line, if this does not flatten the plot.
-
-    Return the axis's upper end. The top fifth of the plot stays free for the text at the peak.
-    """
+    """Draw the device's capacity as a line, and return the axis's upper end."""
     highest = max(1, sum(peak["bytes"].values())) / unit
     total = timeline.get("device_total_bytes", 0) / unit
-    if not 0 < total <= 3 * highest:
+    # the top fifth of the plot stays free for the text at the peak
+    if not 0 < total <= 3 * highest:  # the line would flatten the plot
         return highest * 1.25
     start, end = _span(timeline)
     right = peak["t"] < (start + end) / 2  # the side opposite to the peak's text
@@ -153,7 +148,7 @@ def _device(timeline: MemoryTimeline) -> str:
 
 def _peak(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
     start, end = _span(timeline)
-    share = (peak["t"] - start) / (end - start)
+    share = (peak["t"] - start) / (end - start)  # of the axis, left of the peak
     total = sum(peak["bytes"].values())
     side = "left" if share < 0.33 else "right" if share > 0.67 else "center"
     words = f"peak {shown_bytes(total)} in {peak['phase']}"
@@ -189,10 +184,10 @@ def _phases(figure: Figure, strip: Axes, timeline: MemoryTimeline) -> None:
         shade = ("#E8E8E8", "#D2D2D2")[number % 2]
         strip.axvspan(phase["start"], phase["end"], color=shade, linewidth=0)
         middle = (phase["start"] + phase["end"]) / 2
-        room = (phase["end"] - phase["start"]) / (end - start) * width
+        band = (phase["end"] - phase["start"]) / (end - start) * width
         text = strip.text(middle, 0.5, phase["name"], ha="center", va="center", fontsize=7)
         extent = text.get_window_extent()
-        if extent.width > room and extent.height < room:
+        if extent.width > band and extent.height < band:
             text.set(rotation=90)
-        elif extent.width > room:
+        elif extent.width > band:
             text.remove()

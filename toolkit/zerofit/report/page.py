@@ -46,10 +46,7 @@ def shades(color: str) -> str:
 
 
 def color_of(name: str, number: int) -> str:
-    """Return the CSS color of a kind of memory.
-
-    A name that is not a kind of memory gets the color of series `number`.
-    """
+    """Return the CSS color of a kind of memory, or for another name that of series `number`."""
     return shades(COLORS.get(name) or SERIES[number % len(SERIES)])
 
 
@@ -67,16 +64,13 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table, whose first column names the row.
-
-    The columns in `words` contain text. All other columns contain figures.
-    """
+    """A table, whose first column names the row."""
 
     block: ClassVar = "table"
     most: ClassVar = 300  # rows on a page
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: Sequence[str] = ()
+    words: Sequence[str] = ()  # columns that contain text; all others contain figures
     tones: Sequence[Tone] = ()  # of each row
 
 
@@ -159,16 +153,13 @@ class Chart:
     zero: bool = True  # whether the axis begins at 0
 
     def to_json(self) -> str:
-        """Return the chart as JSON for page.js.
-
-        It is escaped, so that no text can close the surrounding HTML element.
-        """
+        """Return the chart as JSON for page.js, escaped for HTML."""
         lines = [
             {**asdict(line), "color": line.color or color_of(line.label, number)}
             for number, line in enumerate(self.lines)
         ]
         text = json.dumps(asdict(self) | {"lines": lines}, allow_nan=False, separators=(",", ":"))
-        return text.replace("<", "\\u003c")
+        return text.replace("<", "\\u003c")  # so that no text can close the surrounding HTML element
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +224,7 @@ class Page:
 
 
 def render(template: str, *folders: Path, **content: object) -> str:
-    """Return a page from the template `template` in `folders` or `templates/`. In HTML, values are escaped."""
+    """Return a page from a template in `folders` or `templates/`. In HTML, values are escaped."""
     from jinja2 import Environment, FileSystemLoader
 
     loader = FileSystemLoader([*folders, Path(__file__).with_name("templates")])
@@ -242,12 +233,12 @@ def render(template: str, *folders: Path, **content: object) -> str:
 
 
 def named(name: str, text: str) -> str:
-    """Return `text` with `name` in front. If `name` is "" (a page with one source), return `text`."""
+    """Return `text` with `name` in front, if the page has several sources (`name` is not "")."""
     return f"{name}: {text}" if name else text
 
 
 def table_of(rows: Iterable[Mapping[str, str]], words: Sequence[str] = (), tones: Sequence[Tone] = ()) -> list[Block]:
-    """Return a table of rows that have the same keys; [] without rows. Empty columns are left out."""
+    """Return a table of rows that have the same keys, without empty columns; [] without rows."""
     listed = list(rows)
     columns = [key for key in (listed[0] if listed else ()) if any(row[key] for row in listed)]
     cells = [[row[key] for key in columns] for row in listed]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.files import number_in, read_jsonl
@@ -17,15 +17,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Pictures are drawn with matplotlib's Figure class instead of pyplot: no global state, no window, any thread.
-Record = dict[str, Any]  # a line of metrics.jsonl or events.jsonl, or a trial of `zerofit tune --json`
+Record = dict[str, object]  # a line of metrics.jsonl or events.jsonl
 PICTURES = (".png", ".pdf", ".svg")
 
 
-def draw(runs: list[Path], out: Path) -> dict[str, object]:
-    """Draw the runs into one picture.
+class MeasuredTrial(TypedDict):
+    """The part of a trial in `zerofit tune --json` that a picture shows."""
 
-    Return its path and each run's number of steps, for `--json`. Raises UserError if the file cannot be written, or if
-    folders have no metrics. The error names all these folders.
+    status: str  # "ok" if it was measured
+    zero_stage: int
+    global_batch: int
+    forecast_step_s: float
+    measured_step_s: float
+
+
+def draw(runs: list[Path], out: Path) -> dict[str, object]:
+    """Draw the runs into one picture. Return its path and each run's number of steps.
+
+    Raises UserError if the file cannot be written, or if folders have no metrics. The error names all these folders.
     """
     problems, named = Problems(), dict(zip(names_of(runs), runs, strict=True))
     histories = {name: steps_of(run, problems) for name, run in named.items()}
@@ -36,7 +45,7 @@ def draw(runs: list[Path], out: Path) -> dict[str, object]:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Name each path by its last n parts. n is the smallest number below 5 that makes all names differ."""
+    """Return a name for each path: its last parts, as few as make all names differ."""
     for length in range(1, 5):
         names = ["/".join(Path(os.path.abspath(path)).parts[-length:]) for path in paths]
         if len(set(names)) == len(names):
@@ -45,7 +54,7 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 
 def check_picture(path: Path, option: str, problems: Problems) -> None:
-    """Add a problem if no picture can be written to `path`. `option` is the command's option for the path."""
+    """Add a problem if no picture can be written to `path`, the value of `option`."""
     if path.suffix.lower() not in PICTURES:
         problems.add("bad-value", f"{path} is not a picture", f"use a name that ends in {', '.join(PICTURES)}", option)
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -53,7 +62,7 @@ def check_picture(path: Path, option: str, problems: Problems) -> None:
 
 
 def save(figure: Figure, path: Path, option: str, dpi: int) -> None:
-    """Write a figure into a file. The file's suffix sets the format. Raises UserError if the file cannot be written."""
+    """Write a figure into a file, in the format of its suffix. Raises UserError."""
     try:
         figure.savefig(path, dpi=dpi)
     except OSError as error:
@@ -61,7 +70,7 @@ def save(figure: Figure, path: Path, option: str, dpi: int) -> None:
 
 
 def steps_of(run: Path, problems: Problems) -> list[Record]:
-    """Return the records of all steps of a run folder. If there are none, add a problem and return []."""
+    """Return the records of all steps of a run folder. If there are none, add a problem."""
     path = RunFolder(run).metrics
     try:
         steps = [record for record in read_jsonl(path) if number_in(record, "step") is not None]
@@ -74,18 +83,22 @@ def steps_of(run: Path, problems: Problems) -> list[Record]:
 
 
 def evaluations(run: Path) -> list[Record]:
-    """Return the records of a run folder's evaluations, without those of steps that a resumed run repeated."""
+    """Return the records of a run folder's evaluations."""
     path, found = RunFolder(run).events, list[Record]()
     for event in read_jsonl(path) if path.is_file() else ():
         if event.get("event") == "eval":
             found.append(event)
-        elif event.get("event") == "training" and (done := number_in(event, "done")) is not None:  # a start
-            found = [kept for kept in found if (number_in(kept, "step") or 0) <= done]
+        elif event.get("event") == "training" and (done := number_in(event, "done")) is not None:
+            # a start; a resumed run repeats the steps after its checkpoint
+            found = [record for record in found if (number_in(record, "step") or 0) <= done]
     return found
 
 
 def points(records: Sequence[Record], value: str | Callable[[Record], float | None]) -> tuple[list[float], list[float]]:
-    """Return the steps and the values of all records that have both. `value` is a key, or a function of the record."""
+    """Return the steps and the values of all records that have both.
+
+    `value`: a key, or a function of the record.
+    """
     read = value if callable(value) else lambda record: number_in(record, value)
     both = [(number_in(record, "step"), read(record)) for record in records]
     # JSON from Python may have NaN, which no axis shows
@@ -143,7 +156,7 @@ def _draw_loads(axes: Axes, steps: list[Record], label: str) -> None:
     axes.set_ylabel("tokens of the busiest and the least\nbusy expert, relative to an even share")
 
 
-def draw_trials(trials: list[Record], out: Path) -> None:
+def draw_trials(trials: Sequence[Mapping[str, object]], out: Path) -> None:
     """Draw tune's trials into a PNG: forecast and measured step times, and the best speed.
 
     `trials` has the form of `zerofit tune --json`.
@@ -152,7 +165,7 @@ def draw_trials(trials: list[Record], out: Path) -> None:
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     times, best = figure.subplots(1, 2)
-    good = [(n, t) for n, t in enumerate(trials, start=1) if t["status"] == "ok"]
+    good = [(n, cast(MeasuredTrial, t)) for n, t in enumerate(trials, start=1) if t["status"] == "ok"]
     for number, trial in good:
         times.plot(trial["forecast_step_s"], trial["measured_step_s"], "o", color=f"C{trial['zero_stage']}")
         times.annotate(str(number), (trial["forecast_step_s"], trial["measured_step_s"]), fontsize=8)
@@ -166,6 +179,6 @@ def draw_trials(trials: list[Record], out: Path) -> None:
     for number, trial in enumerate(trials, start=1):
         if trial["status"] != "ok":
             best.axvline(number, color="gray", linestyle=":")
-            best.annotate(trial["status"], (number, min(rates.values())), fontsize=8, rotation=90)
+            best.annotate(str(trial["status"]), (number, min(rates.values())), fontsize=8, rotation=90)
     best.set(xlabel="trial", ylabel="samples per second; line: best so far")
     figure.savefig(out, dpi=120)

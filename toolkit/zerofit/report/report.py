@@ -1,7 +1,4 @@
-"""Build one page about runs, simulations, plans, explanations and checks.
-
-`zerofit report` and the option `--html` of other commands write it.
-"""
+"""Build one page about runs and results, for `zerofit report` and the option `--html`."""
 
 from __future__ import annotations
 
@@ -50,8 +47,6 @@ from zerofit.spec.foreign import refused
 HINT = "give run folders, or files with the output of --json"
 
 S = TypeVar("S")
-
-
 Reported = RunHistory | Result
 Sources = Mapping[str, Reported]  # name on the page, "" if there is no other -> run or result
 KINDS: dict[type, str] = {  # in `zerofit report --json`
@@ -87,7 +82,7 @@ ALONE: dict[type, Callable[..., Iterable[Section]]] = {
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
-    """Read run folders and saved results. Raises UserError that names every path that is neither."""
+    """Read run folders and saved results. Raises UserError with all paths that are neither."""
     problems, found = Problems(), list[tuple[str, Reported]]()
     for path, name in zip(paths, names_of(paths), strict=True):
         if path.is_dir():
@@ -110,15 +105,12 @@ def with_names(found: Sequence[tuple[str, Reported]]) -> Sources:
     return named
 
 
-def _read_file(path: Path, problems: Problems) -> Sequence[RunHistory | Result]:
-    """Return the results in a saved file. For a training's result, return the history of its run folder.
-
-    Raises UserError.
-    """
+def _read_file(path: Path, problems: Problems) -> Sequence[Reported]:
+    """Return the results in a saved file. Raises UserError."""
     with refused(path, kind="no-result", hint=HINT, where=str(path)):
         value = read_saved(path)
         folder = value.get("run_dir")
-        if isinstance(folder, str) and "train_loss" in value:
+        if isinstance(folder, str) and "train_loss" in value:  # of a training; its run folder has more
             return [read_run(Path(folder), problems)]
         return results_of(value)
 

@@ -62,8 +62,8 @@ class RunHistory:
     @property
     def settings(self) -> Record:
         """The run's settings, and the JSON that DeepSpeed read."""
-        given = {key: value for key, value in self.files["run"].items() if value is not None and key != "ds_config"}
-        return {**given, "deepspeed": self.files["ds_config"]}
+        own = {key: value for key, value in self.files["run"].items() if value is not None and key != "ds_config"}
+        return {**own, "deepspeed": self.files["ds_config"]}
 
 
 def read_run(path: Path, problems: Problems) -> RunHistory:
@@ -90,15 +90,13 @@ def _content(path: Path) -> Record:
 
 
 def _errors(folder: RunFolder) -> Iterator[tuple[str, str]]:
-    """Yield rank and message of each error.
-
-    Errors about a lost peer come last, because they are consequences of other errors.
-    """
+    """Yield rank and message of each error."""
     found = []
     for rank, failure in folder.errors():
-        listed = failure.get("problems")
-        first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
+        problems = failure.get("problems")
+        first = problems[0] if isinstance(problems, list) and problems and isinstance(problems[0], dict) else {}
         found.append((first.get("kind") == "peer-lost", rank, str(first.get("message", "no reason given"))))
+    # errors about a lost peer come last, because they are consequences of other errors
     yield from ((rank, message) for _, rank, message in sorted(found))
 
 
@@ -158,7 +156,7 @@ def run_sections(runs: Mapping[str, RunHistory]) -> Iterator[Section]:
         _chart(title, {name: found[title] for name, found in curves.items() if title in found}) for title in titles
     )
     yield Section(title="Training", blocks=[chart for chart in charts if len(chart.x) > 1])
-    yield Section(title="Forecast against measured", blocks=_against(runs))
+    yield Section(title="Forecast against measured", blocks=_forecasts(runs))
     yield Section(title="Pipeline stages", blocks=_stages(runs))
     yield Section(title="Faults and restarts", blocks=_faults(runs))
 
@@ -217,7 +215,7 @@ def _inner(record: Record, *path: str) -> Record:
     return record
 
 
-def _against(runs: Mapping[str, RunHistory]) -> list[Block]:
+def _forecasts(runs: Mapping[str, RunHistory]) -> list[Block]:
     rows, tones = [], list[Tone]()
     for name, run in runs.items():
         pairs = _inner(run.files["result"], "against_forecast") or _measured(run)
@@ -243,7 +241,7 @@ def _figure(key: str, value: float) -> str:
 
 
 def _measured(run: RunHistory) -> Record:
-    """For a run without a result, return measured and forecast figures from the run's steps."""
+    """Return measured and forecast figures from a run's steps, for a run without a result."""
     found, curves = Record(), _curves(run, len(run.steps) or 1)
     for key, title, middle in (("memory_bytes", MEMORY, max), ("step_s", TIME, median)):
         if measured := curves[title][""]:

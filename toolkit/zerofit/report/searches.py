@@ -49,7 +49,7 @@ def serving_sections(found: ServingAnswer) -> Iterator[Section]:
 
 
 def rollout_answer(name: str, found: RolloutAnswer) -> Answer:
-    """Return the best arrangement of trainer and vLLM, its step time, and its phase with the most memory."""
+    """Return the best arrangement of trainer and vLLM, its step time and its highest phase."""
     best = found.arrangements[0]
     facts = [
         ("arrangement", best.name),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zerofit.report.plot import check_picture, save
 from zerofit.report.traces import HOST, Part, read_trace
@@ -20,7 +20,7 @@ MOST = 16  # rows in the picture
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRow:
-    """The busy seconds of one kind of work in one module during a step. They are for the first rank of each trace."""
+    """The busy seconds of one kind of work in one module in a step, of each trace's first rank."""
 
     module: str  # "block" for all blocks; "" outside of the model
     kind: str
@@ -47,14 +47,17 @@ class TraceComparison:
     rows: tuple[TraceRow, ...]  # largest difference first
     picture: Path
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the JSON of `zerofit plot --trace --json`."""
         rows = [{**field_data(row), "off_s": row.off_s} for row in self.rows]
         return {**field_data(self, "rows", "picture"), "rows": rows, "picture": str(self.picture)}
 
 
 def compare_traces(paths: Sequence[Path], out: Path) -> TraceComparison:
-    """Read a forecast and a measured trace (in any order), and draw them. Raises UserError with all problems."""
+    """Read a forecast and a measured trace (in any order), and draw them.
+
+    Raises UserError with all problems.
+    """
     problems = Problems()
     traces = [problems.attempt(lambda path=path: read_trace(path)) for path in paths]
     check_picture(out, "--out", problems)
@@ -65,7 +68,7 @@ def compare_traces(paths: Sequence[Path], out: Path) -> TraceComparison:
         hint = "give one from --trace of `zerofit plan` or `simulate`, and one of `zerofit train --profile`"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--trace"))
     forecast, measured = read
-    left_out = {HOST} if forecast.on_device or measured.on_device else set()
+    left_out = {HOST} if forecast.on_device or measured.on_device else set()  # the host runs ahead of the device
     parts: dict[Part, None] = dict.fromkeys([*forecast.parts, *measured.parts])
     rows = [
         TraceRow(**part._asdict(), forecast_s=forecast.parts.get(part, 0.0), measured_s=measured.parts.get(part, 0.0))
@@ -86,14 +89,14 @@ def _figure(comparison: TraceComparison) -> Figure:
     rows = comparison.rows[:MOST][::-1]  # the first row at the top
     figure = Figure(figsize=(9, 1.5 + 0.35 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    places = range(len(rows))
+    heights = range(len(rows))
     for shift, name, step_s in (
         (0.2, "forecast", comparison.forecast_step_s),
         (-0.2, "measured", comparison.measured_step_s),
     ):
         widths = [1e3 * getattr(row, f"{name}_s") for row in rows]
-        axes.barh([place + shift for place in places], widths, height=0.38, label=f"{name}: {step_s:.3g} s per step")
-    axes.set_yticks(list(places), [row.what for row in rows])
+        axes.barh([height + shift for height in heights], widths, height=0.38, label=f"{name}: {step_s:.3g} s per step")
+    axes.set_yticks(list(heights), [row.what for row in rows])
     axes.set_xlabel("busy milliseconds per step, largest difference first")
     axes.legend(fontsize=8, loc="lower right")
     axes.grid(axis="x", alpha=0.3)

@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
-from zerofit.report.traces import Event, read_events
+from zerofit.report.traces import TraceEvent, read_events
 from zerofit.spec.measured_kernels import MeasuredKernel
 
 # FLOPs from recorded shapes. A matrix multiplication (m, k) x (k, n) has 2 m k n. Attention has 4 b h q k w: two matrix
@@ -23,10 +23,7 @@ BACKWARD = 2.5  # FLOPs relative to forward
 
 
 def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
-    """Return the matrix multiplications and attention kernels of a measured trace.
-
-    Equal kernels become one entry, with their median time.
-    """
+    """Return the kinds of kernels in a measured trace, each with its median time."""
     events, _ = read_events(path)
     # On a GPU an op's duration is only the time to launch it; its kernels carry the op's external id.
     on_device: defaultdict[object, float] = defaultdict(float)
@@ -36,17 +33,16 @@ def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
     times: defaultdict[MeasuredKernel, list[float]] = defaultdict(list)
     for event in events:
         kernel = _kernel(event) if event.get("cat") == "cpu_op" else None
-        micros = on_device.get(str(event["args"].get("External id")), 0.0) if kernel and on_device else event["dur"]
-        if kernel and micros > 0:
+        if kernel is None:
+            continue
+        micros = on_device.get(str(event.get("args", {}).get("External id")), 0.0) if on_device else event["dur"]
+        if micros > 0:
             times[kernel].append(micros)
     return tuple(replace(kernel, seconds=statistics.median(of) / 1e6) for kernel, of in times.items())
 
 
-def _kernel(event: Event) -> MeasuredKernel | None:
-    """Return the kernel of an op, without seconds.
-
-    Return None if the op is not such a kernel, or if its shapes were not recorded.
-    """
+def _kernel(event: TraceEvent) -> MeasuredKernel | None:
+    """Return the kernel of an op without seconds; None for other ops, or without shapes."""
     name, arguments = event["name"], event.get("args", {})
     shapes = [tuple(shape) for shape in _listed(arguments, "Input Dims") if _is_shape(shape)]
     types = map(str, _listed(arguments, "Input type"))
@@ -78,6 +74,7 @@ def _attention(
     backward = name.endswith("_backward")
     if len(shapes) < 3 + backward:
         return None
+    # the backward's first argument is the gradient of the result; query and key follow
     (batch, heads, queries, width), (*_, keys, _) = shapes[backward], shapes[backward + 1]
     values = _listed(arguments, "Concrete Inputs")
     if name.endswith(LOG_SUMS):
@@ -92,10 +89,10 @@ def _attention(
     )
 
 
-def _listed(arguments: Mapping[str, object], name: str) -> list[Any]:
+def _listed(arguments: Mapping[str, object], name: str) -> list[object]:
     value = arguments.get(name)
     return value if isinstance(value, list) else []
 
 
-def _is_shape(value: object) -> bool:
+def _is_shape(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and bool(value) and all(isinstance(size, int) and size >= 0 for size in value)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict, cast
 
 from zerofit.spec.foreign import Unreadable, read_json, refused
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK
@@ -20,7 +20,6 @@ from zerofit.spec.profiling import SECTION_MARK, STEP_MARK
 #                      its launch on the host, which the shared correlation id identifies
 #     without (CPU)    ops nest, so an op counts with its own time: its duration less that of the ops inside it;
 #                      the rest is Python, unless the thread waits for a collective of gloo's threads
-Event = dict[str, Any]
 HINT = "give a file from --trace of `zerofit plan` or `simulate`, or traces/rank-0-step-3.json of a run folder"
 MAX_BYTES = 2 << 30  # torch.profiler writes hundreds of MB per step
 MAX_TIME = 1e18  # microseconds since 1970 are 1.8e15
@@ -54,10 +53,22 @@ FORECAST_KINDS = {  # kind in the timeline -> kind in a profiler's trace
 }
 
 
-class Part(NamedTuple):
-    """A part of a step's time: one kind of work in one module. All equal layers count as one module."""
+class TraceEvent(TypedDict):
+    """An event of a trace that has a duration. Times are in microseconds."""
 
-    module: str  # "block", "" outside of the model
+    name: str
+    ts: float
+    dur: float
+    cat: NotRequired[str]
+    pid: NotRequired[object]
+    tid: NotRequired[object]
+    args: NotRequired[dict[str, object]]
+
+
+class Part(NamedTuple):
+    """A part of a step's time: one kind of work in one module."""
+
+    module: str  # "block" for all equal layers, "" outside of the model
     kind: str
 
 
@@ -72,7 +83,7 @@ class ReadTrace:
 
 
 def read_trace(path: Path, flag: str = "--trace") -> ReadTrace:
-    """Read a forecast or a measured trace. Raises UserError that names `flag`, the option for the file."""
+    """Read a forecast or a measured trace. Raises UserError that names the option `flag`."""
     with refused(path, kind="bad-trace", hint=HINT, where=flag):
         events, about = read_events(path)
         if about.get("made_by") == "zerofit":
@@ -83,7 +94,7 @@ def read_trace(path: Path, flag: str = "--trace") -> ReadTrace:
         return _read_measured(events, steps)
 
 
-def read_events(path: Path) -> tuple[list[Event], dict[str, object]]:
+def read_events(path: Path) -> tuple[list[TraceEvent], dict[str, object]]:
     """Return a trace's complete events and its metadata. Raises OSError and Unreadable."""
     trace = read_json(path, most=MAX_BYTES)
     listed, about = trace.get("traceEvents"), trace.get("otherData", {})
@@ -94,12 +105,13 @@ def read_events(path: Path) -> tuple[list[Event], dict[str, object]]:
         timed = all(isinstance(event.get(key), int | float) and abs(event[key]) < MAX_TIME for key in ("ts", "dur"))
         if not timed or not isinstance(event.get("name"), str) or not isinstance(event.get("args", {}), dict):
             raise Unreadable(f'event {number} of phase "X" lacks a name, times (ts and dur) or arguments')
-    return events, about
+    return cast(list[TraceEvent], events), about
 
 
-def _read_forecast(events: list[Event], about: Mapping[str, object]) -> ReadTrace:
-    """Sum the spans of a forecast. In a pipeline, only the spans of the first rank count. Raises Unreadable."""
+def _read_forecast(events: list[TraceEvent], about: Mapping[str, object]) -> ReadTrace:
+    """Sum the spans of a forecast's first rank. Raises Unreadable."""
     parts: defaultdict[Part, float] = defaultdict(float)
+    # ranks of a pipeline are processes with numbers; a shorter number is smaller
     first = min((str(event.get("pid")) for event in events), key=lambda pid: (len(pid), pid), default="")
     for event in events:
         if str(event.get("pid")) == first:
@@ -111,13 +123,13 @@ def _read_forecast(events: list[Event], about: Mapping[str, object]) -> ReadTrac
     return ReadTrace(forecast=True, on_device=about.get("gpu") != "cpu", step_s=float(step_s), parts=parts)
 
 
-def _read_measured(events: list[Event], steps: list[Event]) -> ReadTrace:
-    """Sum torch.profiler's kernels. Without kernels, sum the ops' own times, and the times between ops."""
+def _read_measured(events: list[TraceEvent], steps: list[TraceEvent]) -> ReadTrace:
+    """Sum torch.profiler's kernels; without kernels, the ops' own times and the times between."""
     start, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     marks = _Marks(events)
     calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
-    launched = {str(e["args"]["correlation"]): e for e in calls if "correlation" in e.get("args", {})}
+    launched = {str(args["correlation"]): e for e in calls if "correlation" in (args := e.get("args", {}))}
     parts: defaultdict[Part, float] = defaultdict(float)
     for event in kernels:
         issued = launched.get(str(event.get("args", {}).get("correlation")), event)
@@ -132,27 +144,27 @@ def _read_measured(events: list[Event], steps: list[Event]) -> ReadTrace:
 
 
 class _Marks:
-    def __init__(self, events: Iterable[Event]):
+    """The marks `SECTION_MARK|phase|module` that a profiled step has written."""
+
+    def __init__(self, events: Iterable[TraceEvent]):
         marks = sorted((e["ts"], e["name"]) for e in events if e["name"].startswith(SECTION_MARK))
-        self._moments = [at for at, _ in marks]
-        self._places = [(*name.split("|"), "", "")[1:3] for _, name in marks]
+        self._times = [at for at, _ in marks]
+        self._sections = [(*name.split("|"), "", "")[1:3] for _, name in marks]
 
     def part(self, kind: str, at: float) -> Part:
-        before = bisect_right(self._moments, at)
-        phase, module = self._places[before - 1] if before else ("", "")
+        before = bisect_right(self._times, at)
+        phase, module = self._sections[before - 1] if before else ("", "")
         return _part(module, OPTIMIZER if phase == "step" and kind not in COLLECTIVES else kind)
 
 
 def _part(module: str, kind: str) -> Part:
-    """Return the part of `kind` in `module`. Equal blocks share a part.
-
-    Collectives are issued early, so they belong to no module.
-    """
+    """Return the part of `kind` in `module`. Equal blocks share a part."""
+    # collectives are issued early, so they belong to no module
     return Part("" if kind in COLLECTIVES else re.sub(r"^block\.\d+$", "block", module), kind)
 
 
-def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
-    """Yield (kind, start, microseconds) for each collective, then for each piece of the training thread's time.
+def _own_times(events: list[TraceEvent], steps: list[TraceEvent]) -> Iterator[tuple[str, float, float]]:
+    """Yield kind, start and microseconds of each collective, and of the training thread's work.
 
     An op counts without the time of the ops inside it. The time between ops counts as Python's time, except while
     Python waits for a collective.
@@ -166,7 +178,7 @@ def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, f
         yield kind, at, own_us - (waits.within(at, at + own_us) if kind in (HOST, *COLLECTIVES) else 0.0)
 
 
-def _thread_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
+def _thread_times(events: list[TraceEvent], steps: list[TraceEvent]) -> Iterator[tuple[str, float, float]]:
     """Yield kind, start and microseconds on the training thread."""
     ops = [e for e in events if e.get("cat") == "cpu_op" and e.get("tid") == steps[0].get("tid")]
     within: list[tuple[str, float]] = []  # kind and end of open ops, innermost last
@@ -178,39 +190,35 @@ def _thread_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str
             at = max(at, end)
         if within:
             yield within[-1][0], at, event["ts"] - at
-        at = event["ts"]
-        within.append((_kind_of_op(event["name"]), event["ts"] + event["dur"]))
+        at, name = event["ts"], event["name"]
+        # ops of other libraries count as host time, and so do ops that compute nothing
+        computes = name.startswith("aten::") and not re.fullmatch(NOTHING_COMPUTED, name.removeprefix("aten::"))
+        within.append((kind_of(name) if computes else HOST, at + event["dur"]))
     for kind, end in reversed(within):
         yield kind, at, max(0.0, end - at)
         at = max(at, end)
 
 
 class _Busy:
-    def __init__(self, stretches: Iterable[tuple[float, float]]):
-        self._ends: list[tuple[float, float]] = []
-        for start, end in sorted(stretches):
-            if self._ends and start <= self._ends[-1][1]:
-                self._ends[-1] = (self._ends[-1][0], max(end, self._ends[-1][1]))
+    """The union of intervals, sorted and without overlaps."""
+
+    def __init__(self, intervals: Iterable[tuple[float, float]]):
+        self._union: list[tuple[float, float]] = []
+        for start, end in sorted(intervals):
+            if self._union and start <= self._union[-1][1]:
+                self._union[-1] = (self._union[-1][0], max(end, self._union[-1][1]))
             else:
-                self._ends.append((start, end))
+                self._union.append((start, end))
 
     def within(self, start: float, end: float) -> float:
-        """Return for how long something was running between `start` and `end`."""
-        first = max(0, bisect_right(self._ends, (start, math.inf)) - 1)
+        """Return the length of the part of the union between `start` and `end`."""
+        first = max(0, bisect_right(self._union, (start, math.inf)) - 1)
         total = 0.0
-        for begun, ended in self._ends[first:]:
-            if begun >= end:
+        for left, right in self._union[first:]:
+            if left >= end:
                 break
-            total += max(0.0, min(end, ended) - max(start, begun))
+            total += max(0.0, min(end, right) - max(start, left))
         return total
-
-
-def _kind_of_op(name: str) -> str:
-    """Return the kind of a CPU op.
-
-    Ops that compute nothing count as host time, and so do the ops of other libraries.
-    """
-    return HOST if not name.startswith("aten::") or re.fullmatch(NOTHING_COMPUTED, name[6:]) else kind_of(name)
 
 
 def kind_of(name: str) -> str:
