@@ -16,7 +16,7 @@ from zerofit.app.comparing.rows import StrategyRow
 from zerofit.app.training.train import train
 from zerofit.report.experiment_pages import Evidence
 from zerofit.spec.errors import DoesNotFit, RunFailed
-from zerofit.spec.files import read_jsonl
+from zerofit.spec.files import number_in, read_jsonl
 from zerofit.spec.foreign import read_json
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import RunFolder
@@ -65,7 +65,7 @@ def trained(document: DocumentRun, name: str) -> dict[str, Any]:
         "loss_before": steps[0]["loss"],
         "loss_after": steps[-1]["loss"],
         "eval": dict(result.eval),
-        "seconds": sum(step["step_s"] for step in steps),
+        "seconds": sum(number_in(step, "step_s") or 0.0 for step in steps),
     }
     if (output / "drawings.png").exists():
         shutil.copy(output / "drawings.png", drawing(document))

@@ -19,7 +19,7 @@ from zerofit.app.tuning.job import TuneJob
 from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import JsonlTail
+from zerofit.spec.files import JsonlTail, number_in
 from zerofit.spec.run import load_run
 from zerofit.spec.run_folder import RunFolder
 from zerofit.tune.trial import Candidate, Timing, timing
@@ -66,7 +66,7 @@ class Sweep:
     def _watch(self, folder: RunFolder) -> Timing | None:
         metrics, times, began, first = JsonlTail(folder.metrics), list[float](), time.monotonic(), None
         while not any(folder.rank_error(rank).exists() for rank in (0, 1)):
-            times += [record["step_s"] for record in metrics.read()]
+            times += filter(None, (number_in(record, "step_s") for record in metrics.read()))
             now, found = time.monotonic(), timing(times)
             first = first or (now if times else None)
             late = now - (first or began) > (MOST_S if first else START_S)

@@ -19,7 +19,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import host_state_bytes, states_of, whole_states
 from zerofit.plan.timeline import Parameter, StageTimeline
 from zerofit.spec.overhead import pinned_bytes
-from zerofit.spec.partitions import reaching
+from zerofit.spec.partitions import partition_overlaps
 
 MASTER_BYTES = 4  # per element of the master weights, for any precision
 SUB_GROUP_ELEMENTS = 1_000_000_000  # default of zero_optimization.sub_group_size (zero/config.py)
@@ -195,7 +195,7 @@ def _overlapping(line: StageTimeline, ranks: int) -> tuple[tuple[int, Parameter,
     return tuple(
         (rank, group[index], piece)
         for group, size, sharing in groups
-        for rank, index, piece in reaching([p.numel for p in group], size, ranks // sharing)
+        for rank, index, piece in partition_overlaps([p.numel for p in group], size, ranks // sharing)
     )
 
 

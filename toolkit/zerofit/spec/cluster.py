@@ -75,34 +75,34 @@ class Cluster:
             raise UserError(Problem(kind="bad-value", message=message, hint="use fewer", where="--gpus, --nodes"))
         values = {"kind": kind, "gpus": gpus or usual, "nodes": nodes or 1, **parsed, "origin": origin}
         for name, value in values.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, value)  # the dataclass is frozen
         object.__setattr__(self, "notes", self._notes(gpus_given=gpus is not None))
 
     @classmethod
     def here(cls) -> Cluster:
-        """Return this machine's GPUs, or its CPU if it has none. Does not import torch for NVIDIA's GPUs.
+        """Return this machine's GPUs, or its CPU if it has none.
 
-        Raises UserError for a GPU that is not in the catalog.
+        Raises UserError for a GPU that is not in the catalog. Does not import torch for NVIDIA's GPUs.
 
         >>> Cluster.here().nodes
         1
         """
-        names = nvidia_gpus() or amd_gpus()
-        if not names:
+        gpus = nvidia_gpus() or amd_gpus()
+        if not gpus:
             return cls("cpu")
-        name, total_bytes = names[0]
+        name, total_bytes = gpus[0]
         device = by_name(name, total_bytes)
         if device is None:
             hint = "give the nearest kind with --gpu KIND and the memory with --device-memory"
             raise UserError(Problem(kind="unknown-gpu", message=f"GPU {name!r} is not in the catalog", hint=hint))
-        origin = f"this machine: {len(names)} x {name}"
-        return cls(device.kind, gpus=len(names), host_memory=memory_bytes(), origin=origin)
+        origin = f"this machine: {len(gpus)} x {name}"
+        return cls(device.kind, gpus=len(gpus), host_memory=memory_bytes(), origin=origin)
 
     @property
     def label(self) -> str:
         """The device's kind, with the instance type if one was given: "h100-80gb (p5.48xlarge)"."""
-        asked = self.kind if isinstance(self.kind, str) else self.device.kind
-        return self.device.kind if asked == self.device.kind else f"{self.device.kind} ({asked})"
+        name = self.kind if isinstance(self.kind, str) else self.device.kind
+        return self.device.kind if name == self.device.kind else f"{self.device.kind} ({name})"
 
     @property
     def ranks(self) -> int:

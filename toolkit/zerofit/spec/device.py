@@ -34,7 +34,10 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device, used by one rank. Bandwidths are bytes per second; bandwidths of links count one direction."""
+    """One device, used by one rank.
+
+    Bandwidths are bytes per second; bandwidths of links count one direction.
+    """
 
     kind: str  # the name for `--gpu`
     name: str  # words of the name that torch reports
@@ -53,6 +56,6 @@ class Device:
     multiprocessors: int = 108
 
     def peak(self, precision: str) -> float | None:
-        """Return the peak FLOP/s at "bf16", "fp16" or "fp32", or None if the device does not support it."""
+        """Return the peak FLOP/s at "bf16", "fp16" or "fp32"; None if unsupported."""
         tflops = self.tflops.get(precision)
         return None if tflops is None else tflops * 1e12

@@ -1,4 +1,4 @@
-"""Read hardware from YAML: the catalog's GPUs, nodes and instance types, and a user's own `--gpu FILE`.
+"""Read hardware from YAML: the catalog's GPUs, nodes and instance types, and `--gpu FILE`.
 
 Each entry is a file, and all files have the same keys:
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.spec.device import Device, ListPrice, Node
-from zerofit.spec.errors import Problem, Problems, UserError, nearest
+from zerofit.spec.errors import Problems, UserError, nearest
 from zerofit.spec.units import parse_bytes
 
 CATALOG = Path(__file__).parents[1] / "catalog"
@@ -87,12 +87,15 @@ ARCHITECTURES = ("volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdn
 
 
 def entry_names(folder: str) -> tuple[str, ...]:
-    """Return the names of the entries in a folder of the catalog: "gpus", "nodes" or "instances"."""
+    """Return the names of the entries in "gpus", "nodes" or "instances" of the catalog."""
     return tuple(sorted(path.stem for path in (CATALOG / folder).glob("*.yaml")))
 
 
 def read_device(path: Path, where: str = "--gpu") -> Device:
-    """Return the device that a user's file describes, of kind `own:NAME`. Raises UserError with all problems."""
+    """Return the device that a user's file describes, of kind `own:NAME`.
+
+    Raises UserError with all problems.
+    """
     entry = _read(path, where)
     return _device(path, entry, kind=f"own:{path.stem}", node=_node(path, entry))
 
@@ -127,13 +130,17 @@ def _read(path: Path, where: str = "", required: tuple[str, ...] = ()) -> dict[s
 
     hint = "write it as lines of `key: value`; keys: " + ", ".join(KEYS)
     entry, problems = read_own_values(path, hint=hint, where=where), Problems()
-    if not required:
+    if not required:  # a user's file: a name in the catalog replaces figures
         required = () if "gpu" in entry else tuple(GPU_FIGURES)
         required += () if "node" in entry else ("network",)
     _check_keys(path, entry, required, problems, where)
-    sizes = {
-        key: problems.attempt(lambda key=key: _size(path, key, entry[key], where)) for key in SIZES if key in entry
-    }
+    sizes = {}
+    for key in (key for key in SIZES if key in entry):
+        try:
+            sizes[key] = parse_bytes(str(entry[key]), where)
+        except UserError as error:
+            message = f"{path}: {key}: {error.problems[0].message}"
+            problems.add("bad-size", message, f"{key}: {KEYS[key]}", where)
     tflops = _tflops(path, entry["tflops"], problems, where) if entry.get("tflops") is not None else {}
     gpus, price = entry.get("gpus", 1), entry.get("price")
     if not isinstance(gpus, int) or isinstance(gpus, bool) or not 1 <= gpus <= MOST_GPUS:
@@ -174,14 +181,6 @@ def _check_model(path: Path, entry: dict[object, object], problems: Problems, wh
         problems.add("bad-value", f"{path}: {key}: got {entry[key]!r}", hint, where)
 
 
-def _size(path: Path, key: str, value: object, where: str) -> int:
-    try:
-        return parse_bytes(str(value), where)
-    except UserError as error:
-        message, hint = f"{path}: {key}: {error.problems[0].message}", f"{key}: {KEYS[key]}"
-        raise UserError(Problem(kind="bad-size", message=message, hint=hint, where=where)) from None
-
-
 def _tflops(path: Path, value: object, problems: Problems, where: str) -> dict[str, float]:
     peaks = value if isinstance(value, Mapping) else {}
     if "fp32" not in peaks or peaks.keys() - set(PRECISIONS) or not all(map(_positive, peaks.values())):
@@ -214,7 +213,7 @@ def _device(path: Path, entry: dict[str, Any], *, kind: str, node: Node) -> Devi
 def _node(path: Path, entry: dict[str, Any]) -> Node:
     figures = {field: entry[key] for key, field in NODE_FIELDS.items() if key in entry}
     price, source = None, _source(path, entry)
-    if len(figures) < len(NODE_FIELDS):
+    if len(figures) < len(NODE_FIELDS):  # another node has the missing figures
         base = read_node(entry.get("node", DEFAULT_NODE))
         if not figures and "price" not in entry:
             return base

@@ -13,10 +13,10 @@ from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 
 
 class HardwareCatalog(Mapping[str, Device]):
-    """The devices of one catalog folder, by name. A device's file is read when the device is used."""
+    """The devices of one catalog folder, by name."""
 
     def __init__(self, folder: str, read: Callable[[str], Device]):
-        self._folder, self._read = folder, read
+        self._folder, self._read = folder, read  # a device's file is read when the device is used
 
     def __getitem__(self, name: str) -> Device:
         """Return a device. Raises KeyError."""
@@ -101,19 +101,19 @@ def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
 def by_name(device_name: str, total_bytes: int | None = None) -> Device | None:
     """Return the catalog's device for a name that torch reports; None if there is none.
 
-    If the device has several memory sizes, return the largest within `total_bytes` (the GPU driver's figure). If
-    none is within it, return the smallest.
+    `total_bytes`: memory by the GPU's driver, for devices with several sizes.
     """
     # "H100" is also in "H100 PCIe": try longer names first
     for device in sorted(DEVICES.values(), key=lambda d: -len(d.name)):
         if re.search(rf"\b{re.escape(device.name)}\b", device_name):
-            # the driver's figure is never below the catalog's
+            # The driver's figure is never below the catalog's, so the largest size within it is meant. The smallest
+            # size is for an unknown figure.
             sizes = sorted((d for d in DEVICES.values() if d.name == device.name), key=lambda d: d.memory_bytes)
             return next((d for d in reversed(sizes) if d.memory_bytes <= (total_bytes or 0)), sizes[0])
     return None
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of a device at a precision, or None for a CPU or an unknown device."""
+    """Return the peak FLOP/s of a device at a precision; None for a CPU or an unknown device."""
     device = by_name(device_name) if device_name != "cpu" else None  # reads all of the catalog
     return device.peak(precision) if device else None

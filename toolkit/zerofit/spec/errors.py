@@ -50,7 +50,7 @@ class UserError(Exception):
 
 
 class ModelError(ValueError):
-    """Raised if a model cannot be built as requested. Contains a stable slug, what is wrong, and what to do."""
+    """A model that cannot be built as requested: a stable slug, the error, and what to do."""
 
     exit_code = 2
 
@@ -117,7 +117,7 @@ class Problems:
         self._found.extend(problems)
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """Return the result of `work`. If it raises a UserError, add the error's problems and return None."""
+        """Return the result of `work`, or None if it raises a UserError, whose problems are added."""
         try:
             return work()
         except UserError as error:

@@ -1,4 +1,4 @@
-"""Progress events of running work, shown by the command line and passed to `on_event` in Python."""
+"""Progress events of running work, which the command line shows and `on_event` receives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kind = Literal[
     "evaluated",  # figures of an evaluation: step, loss, accuracy or perplexity
     "checks",  # checks of hosts before a start: `data` has checks (doctor's rows) and the number of hosts
 ]
-TELL_EVERY_S = 0.1
+REPORT_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,35 +64,32 @@ class Task:
 
     def __init__(self, on_event: OnEvent, text: str, total: int | None, unit: str):
         self._on_event, self._text, self._total, self._unit = on_event, text, total, unit
-        self._done, self._told = 0, time.monotonic()
-        self._tell()
+        self._done, self._reported_s = 0, time.monotonic()
+        self._report()
 
     def advance(self, n: int = 1) -> None:
         """Count `n` more units as done."""
         self._done += n
-        now = time.monotonic()
-        if now - self._told >= TELL_EVERY_S:
-            self._told = now
-            self._tell()
+        now_s = time.monotonic()
+        if now_s - self._reported_s >= REPORT_EVERY_S:
+            self._reported_s = now_s
+            self._report()
 
     def end(self) -> None:
         """Report that the work is done."""
-        self._tell(ended=True)
+        self._report(ended=True)
 
-    def _tell(self, ended: bool = False) -> None:
+    def _report(self, ended: bool = False) -> None:
         self._on_event(
             Event(kind="task", text=self._text, done=self._done, total=self._total, unit=self._unit, ended=ended)
         )
 
 
 def shielded(on_event: OnEvent) -> OnEvent:
-    """Return a callback that logs the first exception of `on_event` instead of raising it.
-
-    Later exceptions are ignored, so the run continues.
-    """
+    """Return a callback that logs the first exception of `on_event` and ignores later ones."""
     failed = False
 
-    def tell(event: Event) -> None:
+    def report(event: Event) -> None:  # the run continues
         nonlocal failed
         try:
             on_event(event)
@@ -101,7 +98,7 @@ def shielded(on_event: OnEvent) -> OnEvent:
                 logging.getLogger(__name__).exception("cannot show an event (logged once); the run continues")
             failed = True
 
-    return tell
+    return report
 
 
 class Reporter:
@@ -152,7 +149,7 @@ class Reporter:
 
     @contextmanager
     def task(self, text: str, total: int | None, unit: str) -> Iterator[Task]:
-        """Report progress within the context. `total`: the number of units in the task; None if unknown."""
+        """Report progress within the context. `total`: units in the task; None if unknown."""
         task = Task(self.on_event, text, total, unit)
         yield task
         task.end()

@@ -11,7 +11,7 @@ _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "huggingface_hub":
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution; None if it is not installed. Imports nothing."""
+    """Return the version of a distribution, without an import; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -19,7 +19,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def missing_extra(error: BaseException) -> Problem | None:
-    """If a missing package of an extra caused `error`, return a problem that names the extra; else None.
+    """Return a problem that names an extra, if a missing package of it caused `error`.
 
     The extras are those of zerofit's own metadata (pyproject.toml).
     """

@@ -29,7 +29,7 @@ def stays_inside(name: str) -> bool:
 
 @contextmanager
 def atomic_write(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces `path` when the block ends, or is removed if the block fails.
+    """Open a temporary file that replaces `path` when the block ends without an error.
 
     The permissions are `mode`, else the permissions of the replaced file, else the default of the umask. File and
     folder are flushed to disk. Raises OSError that names `path`.
@@ -84,7 +84,7 @@ def sync_folder(folder: Path) -> None:
     try:
         sync_file(folder)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno != errno.EINVAL:  # it does not
             raise
 
 
@@ -94,8 +94,9 @@ def cache_root() -> Path:
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "zerofit"
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file; skip other lines, such as a line cut by a kill. Raises OSError."""
+def read_jsonl(path: Path) -> list[dict[str, object]]:
+    """Return the objects of a JSON lines file without other lines. Raises OSError."""
+    # a kill may have cut a line
     return [value for line in path.read_bytes().split(b"\n") if (value := parse_line(line)) is not None]
 
 
@@ -115,31 +116,25 @@ def number_in(record: Mapping[str, object], key: str) -> float | None:
 
 
 def open_jsonl(path: Path) -> TextIO:
-    """Open a JSON lines file for appending, flushed after each line.
-
-    If a kill cut the file's last line, that line is ended first.
-    """
-    file = path.open("a+b")
-    if file.tell():
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\n" * (file.read(1) != b"\n"))
-    file.close()
+    """Open a JSON lines file for appending, flushed after each line."""
+    with path.open("a+b") as file:
+        if file.tell():  # a kill may have cut the last line
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\n" * (file.read(1) != b"\n"))
     return path.open("a", buffering=1, encoding="utf-8")
 
 
 class JsonlTail:
     """Reader of a growing JSON lines file that yields each added object once.
 
-    A line that cannot be parsed is skipped, and `on_bad_line` is called for the first such line. Known causes: network
-    file systems can show NULs while another host writes, and a full disk can cut a character. A line without an end is
-    read later.
+    A line that cannot be parsed is skipped, and `on_bad_line` is called for the first such line.
     """
 
     def __init__(self, path: Path, *, on_bad_line: Callable[[str], None] = lambda text: None) -> None:
-        self._path, self._on_bad_line, self._told = path, on_bad_line, False
+        self._path, self._on_bad_line, self._reported = path, on_bad_line, False
         self._offset = path.stat().st_size if path.exists() else 0
 
-    def read(self) -> Iterator[dict[str, Any]]:
+    def read(self) -> Iterator[dict[str, object]]:
         """Yield the objects added since the last call, or since the tail was created."""
         try:
             with self._path.open("rb") as file:
@@ -148,19 +143,20 @@ class JsonlTail:
         except OSError:
             return  # not created yet, or the file system is temporarily unavailable
         for line in lines:
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n"):  # it is still being written
                 return
             self._offset += len(line)
             value = parse_line(line)
             if value is not None:
                 yield value
-            elif line.strip() and not self._told:
-                self._told, start = True, self._offset - len(line)
+            elif line.strip() and not self._reported:
+                # network file systems can show NULs while another host writes, and a full disk can cut a character
+                self._reported, start = True, self._offset - len(line)
                 self._on_bad_line(f"{self._path} has a line that is not a JSON object (at byte {start}); it is skipped")
 
 
 def plain_data(value: Any) -> Any:
-    """Convert dataclasses (by `to_dict` if they have it), tuples and paths in `value` to JSON types."""
+    """Convert dataclasses (by `to_dict` if they have it), tuples and paths to JSON types."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if is_dataclass(value):

@@ -1,8 +1,6 @@
-"""The only reader of users' JSON files: it returns a value or raises `Unreadable` with the fault and its place.
+"""The only reader of users' JSON files. It returns a value, or raises `Unreadable`.
 
-The standard library's parser can fail in other ways, too. It raises RecursionError for deep nesting and ValueError for
-an integer of 4,301 digits. A string with half a surrogate pair fails only when it is printed. `spec.foreign_yaml` reads
-YAML.
+`spec.foreign_yaml` reads YAML.
 """
 
 from __future__ import annotations
@@ -45,7 +43,10 @@ class Unreadable(ValueError):
 def refused(
     path: Path, *, kind: str = "unreadable", hint: str = "", where: str = "", doing: str = "read"
 ) -> Iterator[None]:
-    """Turn OSError and Unreadable into a UserError with the file, the line and the reason. `doing`: read or write."""
+    """Turn OSError and Unreadable into a UserError with the file, the line and the reason.
+
+    `doing`: "read" or "write", for the message.
+    """
     try:
         yield
     except Unreadable as error:
@@ -70,7 +71,7 @@ def shaped(value: object, form: TypeAdapter[T]) -> T:
 
 
 def read_json(path: Path, kind: type[T] = dict, *, most: int = MAX_BYTES) -> T:
-    """Return the JSON value of a file of at most `most` bytes; `kind` is dict, list or object (any).
+    """Return the JSON value of a file of at most `most` bytes. `kind`: dict, list or object.
 
     Raises OSError, or Unreadable, whose reason does not name the file.
     """
@@ -88,7 +89,9 @@ def parse_json(text: str | bytes) -> Any:
         raise Unreadable(TOO_DEEP) from None
     except ValueError:  # an integer beyond Python's limit of digits
         raise Unreadable(TOO_LONG) from None
-    # Millions of data rows pass here: each check is skipped unless the text may fail it.
+    # The standard library's parser accepts values that fail later: recursive code fails for deep nesting, arithmetic
+    # for long integers, and printing for a string with half of a surrogate pair. Millions of data rows pass here, so
+    # each check is skipped unless the text may fail it.
     if text.count("[") + text.count("{") > MAX_DEPTH and _too_deep(value):
         raise Unreadable(TOO_DEEP)
     if LONG_NUMBER.search(text) and _has_long_number(value):

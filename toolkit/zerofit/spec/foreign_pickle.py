@@ -1,4 +1,4 @@
-"""Read pickles of other programs without running code: only classes that the reader names are looked up."""
+"""Read pickles of other programs without running code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPARE_BYTES = 2 << 30
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Refuses every class, function and persistent object. Without these, a pickle cannot call anything.
+    """Refuses every class, function and persistent object, so a pickle cannot call anything.
 
     A subclass may return harmless classes from `find_class`.
     """
@@ -45,7 +45,7 @@ def is_pickle(path: Path) -> bool:
 
 
 def read_pickle(path: Path, unpickler: type[PlainUnpickler] = PlainUnpickler) -> Any:
-    """Return the content of a pickle, compressed by gzip or not. Raises OSError, or Unreadable for other content."""
+    """Return the content of a pickle, compressed by gzip or not. Raises OSError or Unreadable."""
     with _opened(path) as file, _limited_memory(path.stat().st_size):
         try:
             return unpickler(file).load()
@@ -73,20 +73,18 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _limited_memory(size: int) -> Iterator[None]:
-    """Limit this process's address space during a read, since a few bytes can request a table of many GiB.
-
-    Cyclic garbage collection is off: it would scan millions of new objects again and again.
-    """
+    """Limit this process's address space while it reads a file of `size` bytes."""
+    # a few bytes of a pickle can request a table of many GiB
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = (
         int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0
     )
-    wanted = used + SPARE_BYTES + GROWTH * size
-    limits = [limit for limit in (wanted, soft, hard) if limit != resource.RLIM_INFINITY]
+    most = used + SPARE_BYTES + GROWTH * size
+    limits = [limit for limit in (most, soft, hard) if limit != resource.RLIM_INFINITY]
     if used:
         resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
-        with collector_off():
+        with collector_off():  # garbage collection would scan millions of new objects again and again
             yield
     finally:
         if used:

@@ -1,4 +1,4 @@
-"""The only reader of users' YAML files: like `spec.foreign`, it returns a value or raises `Unreadable`.
+"""The only reader of users' YAML files. Like `spec.foreign`, it may raise `Unreadable`.
 
 It is a separate module because importing PyYAML takes 0.1 s, and most commands do not need it.
 """
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def read_yaml(path: Path, kind: type[T] = dict) -> tuple[T, dict[Hashable, int]]:
-    """Return the value of a YAML file, which must be of `kind`, and the line of each top-level key.
+    """Return the value of a YAML file, which must be of `kind`, and each top-level key's line.
 
     Raises OSError, or Unreadable, whose reason does not name the file. Duplicate keys are an error.
     """
@@ -45,7 +45,7 @@ def read_yaml(path: Path, kind: type[T] = dict) -> tuple[T, dict[Hashable, int]]
 
 
 def read_own_yaml(path: Path) -> tuple[dict[Hashable, object], dict[Hashable, int], list[Unreadable]]:
-    """Return the mapping in a YAML or JSON file of zerofit, the line of each key, and all faults.
+    """Return the mapping in a YAML or JSON file of zerofit, each key's line, and all faults.
 
     Numbers follow YAML 1.2 and JSON: 1e-4 is a number, 1:30 and 2026-11-27 are text. Faults are duplicate keys and
     ambiguous numbers (010 is 8 for some readers and 10 for others). Raises OSError, or Unreadable like `read_yaml`.
@@ -61,7 +61,7 @@ def read_own_yaml(path: Path) -> tuple[dict[Hashable, object], dict[Hashable, in
 
 
 def read_own_values(path: Path, *, kind: str = "unreadable", hint: str = "", where: str = "") -> dict[Any, Any]:
-    """Read a file with `read_own_yaml`, and return its mapping. Raises UserError with all faults and their lines."""
+    """Return the mapping in a file of zerofit. Raises UserError with all faults and their lines."""
     with refused(path, kind=kind, hint=hint, where=where):
         found, _, faults = read_own_yaml(path)
     if faults:
@@ -70,7 +70,7 @@ def read_own_values(path: Path, *, kind: str = "unreadable", hint: str = "", whe
 
 
 class _OwnLoader(yaml.SafeLoader):
-    """PyYAML's YAML 1.1 loader, but numbers follow YAML 1.2 and may contain underscores (1_000). Dates are text."""
+    """PyYAML's loader, but numbers follow YAML 1.2 and may have underscores, and dates are text."""
 
 
 _NUMBERS = {
@@ -90,17 +90,15 @@ for _name, _pattern in _NUMBERS.items():
 
 
 def parse_yaml(text: str | bytes) -> tuple[object, dict[Hashable, int]]:
-    """Parse one YAML document with PyYAML's safe loader; also return the line of each top-level key.
-
-    Raises Unreadable.
-    """
+    """Return the value of one YAML document, and each top-level key's line. Raises Unreadable."""
     return YamlTree(text).contents()
 
 
 class YamlTree:
-    """The nodes of one YAML document with their marks. For an empty text, `root` is None. Raises Unreadable.
+    """The nodes of one YAML document with their marks. Raises Unreadable.
 
-    If `faults` is given, faults of single values are added to `faults` by line and column instead of raised.
+    If `faults` is given, faults of single values are added to `faults` by line and column instead of raised. For an
+    empty text, `root` is None.
     """
 
     def __init__(
@@ -115,24 +113,24 @@ class YamlTree:
             self.root: yaml.Node | None = self._loader.get_single_node()
         if self.root is not None:
             _check_nodes(self.root, faults)
-        self._at: yaml.Node | None = None
+        self._current: yaml.Node | None = None
         construct = self._loader.construct_object
 
-        def noting(node: yaml.Node, deep: bool = False) -> object:
-            self._at = node  # for the place of an error in `!!int abc` or `2026-99-99`
+        def construct_object(node: yaml.Node, deep: bool = False) -> object:
+            self._current = node  # for the place of an error in `!!int abc` or `2026-99-99`
             return construct(node, deep)
 
-        self._loader.construct_object = noting
+        self._loader.construct_object = construct_object
 
     def value(self, node: yaml.Node) -> Any:
-        """Return the value of a node. Raises Unreadable, with the place, if a scalar does not match its tag."""
+        """Return the value of a node. Raises Unreadable if a scalar does not match its tag."""
         try:
             with _refusals():
                 return self._loader.construct_document(node)
         except (ValueError, OverflowError, KeyError, IndexError, AttributeError, TypeError) as error:
             if isinstance(error, Unreadable):
                 raise
-            at = self._at or node
+            at = self._current or node
             shown = f"{at.value[:40]!r}" if isinstance(at, yaml.ScalarNode) else "this"
             kind = at.tag.rpartition(":")[2]
             article = "an" if kind[:1] in "aeiou" else "a"
@@ -171,11 +169,11 @@ def _refusals() -> Iterator[None]:
 
 
 def _check_nodes(document: yaml.Node, faults: dict[tuple[int, int], Unreadable] | None) -> None:
-    """Refuse deep nesting, aliases that multiply or contain themselves, duplicate keys, and long numbers.
+    """Refuse deep nesting, too many values, duplicate keys and long numbers.
 
     If `faults` is given, duplicate keys and ambiguous numbers are added to it by their place, and not raised.
     """
-    counted = 0
+    counted = 0  # with the values that aliases repeat: aliases of aliases multiply, and may contain themselves
     stack = [(document, 1)]
     while stack:
         node, depth = stack.pop()
@@ -194,18 +192,15 @@ def _check_nodes(document: yaml.Node, faults: dict[tuple[int, int], Unreadable] 
                 reason = f"{node.value} is ambiguous: YAML readers disagree on its value"
                 faults[place] = Unreadable(f"{reason}; write decimal digits without leading zeros, or quote it", *place)
             continue
+        children = node.value
         if isinstance(node, yaml.MappingNode):
+            children = [child for pair in node.value for child in pair]
             repeated = {(fault.line, fault.column): fault for fault in _repeated(node)}
             if repeated and faults is None:
                 raise next(iter(repeated.values()))
             if faults is not None:
                 faults.update(repeated)
-        stack += [(child, depth + 1) for child in _children(node)]
-
-
-def _children(node: yaml.Node) -> Iterator[yaml.Node]:
-    for child in node.value:
-        yield from child if isinstance(child, tuple) else (child,)
+        stack += [(child, depth + 1) for child in children]
 
 
 def _repeated(mapping: yaml.MappingNode) -> Iterator[Unreadable]:

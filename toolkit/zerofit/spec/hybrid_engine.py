@@ -1,4 +1,4 @@
-"""Models that DeepSpeed's hybrid engine does not work with. (DeepSpeed 0.19.8 and transformers 5)"""
+"""Models that DeepSpeed's hybrid engine fails with, for DeepSpeed 0.19.8 and transformers 5."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ WITHOUT_HYBRID_ENGINE = "remove hybrid_engine from the JSON: engine.module.gener
 
 
 def hybrid_engine_error(model_type: str, fault: str) -> str:
-    """Return the message for a model that the hybrid engine does not work with. `fault`: what happens to it."""
+    """Return the message about the `fault` of a model under the hybrid engine."""
     return f"DeepSpeed's hybrid engine with {model_type}: {fault}"

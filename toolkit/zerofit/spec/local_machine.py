@@ -27,17 +27,17 @@ LIBAIO_HINT = "install libaio-dev (Debian, Ubuntu) or libaio-devel (RHEL, Fedora
 
 
 def usable_cores() -> int:
-    """Return the number of physical cores that this process may use; of all cores if none is known to be physical.
+    """Return the number of physical cores that this process may use.
 
-    A control group's quota of CPU time counts, rounded up: a container with `--cpus 4` has 4 cores.
+    If no core is known to be physical, all cores count.
     """
     allowed = len(os.sched_getaffinity(0))
     return min(psutil.cpu_count(logical=False) or allowed, allowed, *map(_quota, control_groups("cpu")))
 
 
 def _quota(group: Path) -> int:
-    """Return the cores of CPU time that a control group grants; a large number if it has no limit."""
-    with suppress(OSError, ValueError):
+    """Return the cores of CPU time that a control group grants; without a limit a large number."""
+    with suppress(OSError, ValueError):  # a container with `--cpus 4` has 4 cores
         v2 = (group / "cpu.max").read_text().split() if (group / "cpu.max").exists() else []
         quota, period = v2 or [(group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
         if quota != "max" and int(quota) > 0:
@@ -46,7 +46,7 @@ def _quota(group: Path) -> int:
 
 
 def cpu_ranks(cores: int) -> int:
-    """Return the default number of ranks on the CPU: two, or one per NUMA node if there are more than two nodes."""
+    """Return the default number of ranks on the CPU: one per NUMA node, and two at least."""
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     return max(1, min(cores, max(2, nodes)))
 
@@ -57,7 +57,7 @@ def cpu_ranks(cores: int) -> int:
 
 
 def host_memory() -> tuple[int, int]:
-    """Return total and free host memory in bytes, within the limits of this process's control groups."""
+    """Return total and free host memory in bytes, within this process's control groups."""
     host = psutil.virtual_memory()
     total, free = host.total, host.available
     for group in control_groups("memory"):
@@ -76,7 +76,10 @@ def memory_bytes() -> int:
 
 
 def control_groups(controller: str) -> list[Path]:
-    """Return the folders of this process's control group for "memory" or "cpu" and its parents, the outermost first."""
+    """Return the folders of this process's control groups, outermost first.
+
+    `controller`: "memory" or "cpu".
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -84,7 +87,7 @@ def control_groups(controller: str) -> list[Path]:
     found = []
     for line in lines:
         _, controllers, inner = line.split(":", 2)
-        if controllers == "" or controller in controllers.split(","):
+        if controllers == "" or controller in controllers.split(","):  # version 2 names no controllers
             top = Path("/sys/fs/cgroup") / controllers
             here = top / inner.lstrip("/")
             found += [top, *reversed([p for p in (here, *here.parents) if top in p.parents])]
@@ -92,7 +95,10 @@ def control_groups(controller: str) -> list[Path]:
 
 
 def oom_kills() -> int:
-    """Return the number of processes killed for lack of memory, as counted by this process's control groups."""
+    """Return the number of processes that the kernel has killed for lack of memory.
+
+    It counts them by control group.
+    """
     files = [group / name for group in control_groups("memory") for name in ("memory.events", "memory.oom_control")]
     return sum(_statistic(file, "oom_kill") for file in (*files, Path("/proc/vmstat")))
 
@@ -113,8 +119,9 @@ def _statistic(path: Path, name: str) -> int:
 
 
 def nvidia_gpus() -> list[tuple[str, int]]:
-    """Return name and memory in bytes of each visible GPU, from nvidia-smi. A part of a GPU (MIG) counts as a GPU."""
+    """Return name and memory in bytes of each visible GPU, from nvidia-smi."""
     rows = _ask_nvidia("name", "index", "uuid", "memory.total")
+    # a part of a GPU (MIG) counts as a GPU; nvidia-smi lists the whole GPUs
     parts = rows if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "") else []
     return [(row[0], int(row[3]) * MIB) for row in _visible(rows) or parts if row[3].isdigit()]
 
@@ -129,26 +136,29 @@ class GpuMemory:
 
 
 def gpu_memory(count: int) -> list[GpuMemory]:
-    """Return the memory of the first `count` visible GPUs, or an empty list if nvidia-smi is missing or hangs."""
-    answer = list[list[str]]()
+    """Return the memory of the first `count` visible GPUs; [] if nvidia-smi is missing or hangs."""
+    listed = list[list[str]]()
     with suppress(UserError):
-        answer = _ask_nvidia("name", "index", "uuid", "memory.total", "memory.free")
-    rows = _visible([row for row in answer if row[3].isdigit() and row[4].isdigit()])
+        listed = _ask_nvidia("name", "index", "uuid", "memory.total", "memory.free")
+    rows = _visible([row for row in listed if row[3].isdigit() and row[4].isdigit()])
     sizes = [(uuid, int(total) * MIB, int(free) * MIB) for _, _, uuid, total, free in rows[:count]]
     return [GpuMemory(uuid=uuid, total_bytes=total, free_bytes=free) for uuid, total, free in sizes]
 
 
 def _visible(rows: list[list[str]]) -> list[list[str]]:
-    """Return the rows of the GPUs that CUDA_VISIBLE_DEVICES names, in its order. A row: name, index, UUID, ..."""
+    """Return the rows of the GPUs that CUDA_VISIBLE_DEVICES names, in its order.
+
+    `rows`: name, index, UUID and other fields of each GPU.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return rows
-    wanted = [word.strip() for word in visible.split(",")]
-    return [row for word in wanted for row in rows if word and (word == row[1] or row[2].startswith(word))]
+    names = [word.strip() for word in visible.split(",")]  # indices, or UUIDs and their beginnings
+    return [row for name in names for row in rows if name and (name == row[1] or row[2].startswith(name))]
 
 
 def _ask_nvidia(*fields: str) -> list[list[str]]:
-    """Return the given fields of each GPU from nvidia-smi, or an empty list if nvidia-smi is not installed.
+    """Return these fields of each GPU from nvidia-smi; [] if nvidia-smi is not installed.
 
     Raises UserError if nvidia-smi hangs, as it does when the driver does.
     """
@@ -167,7 +177,7 @@ def _ask_nvidia(*fields: str) -> list[list[str]]:
 
 
 def amd_gpus() -> list[tuple[str, int]]:
-    """Return name and memory in bytes of each AMD GPU, from torch; empty without AMD's kernel driver."""
+    """Return name and memory in bytes of each AMD GPU, from torch; [] without AMD's driver."""
     if not Path("/dev/kfd").exists():
         return []
     import torch  # no command-line program for this is always installed
@@ -177,7 +187,7 @@ def amd_gpus() -> list[tuple[str, int]]:
 
 
 def libaio() -> dict[str, bool]:
-    """Return whether the C++ compiler finds libaio's header and library, which NVMe offload needs."""
+    """Return whether the C++ compiler finds libaio's header and library, for NVMe offload."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     if not compiler or shutil.which(compiler[0]) is None:
         return {"compiler": False}
@@ -203,14 +213,14 @@ def versions() -> dict[str, str]:
 
 
 def is_older(distribution: str, version: tuple[int, int]) -> bool:
-    """Return whether an installed distribution is older than (major, minor), without importing it."""
+    """Return whether an installed distribution is older than (major, minor), without an import."""
     found = installed_version(distribution)
     return found is not None and tuple(map(int, found.split(".")[:2])) < version
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Measured rates of one rank, in bytes or FLOP per second. A rate is None if it could not be measured."""
+    """Measured rates of one rank, in bytes or FLOP per second; None if not measured."""
 
     kind: str  # the value of `--gpu`
     device_name: str  # as torch reports it
@@ -259,7 +269,7 @@ def write_calibration(calibration: Calibration) -> Path:
 
 
 def read_calibration(kind: str) -> Calibration | None:
-    """Return the calibration for this kind of device, or None if it does not exist or cannot be read."""
+    """Return the calibration for this kind of device; None if there is none that can be read."""
     try:
         found = Calibration.from_dict(read_json(calibration_file()))
     except (OSError, Unreadable):

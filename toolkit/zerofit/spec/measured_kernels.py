@@ -21,9 +21,9 @@ class MeasuredKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCollective:
-    """The measured time of one collective between ranks of a node; `size_bytes` is the size of the full tensor."""
+    """The measured time of one collective between ranks of a node."""
 
     op: str  # "all_reduce", "all_gather", "reduce_scatter"
     ranks: int
-    size_bytes: float
+    size_bytes: float  # of the full tensor
     seconds: float

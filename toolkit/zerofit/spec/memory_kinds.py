@@ -1,4 +1,4 @@
-"""Kinds of memory, and the code that allocates each kind. Simulations and snapshots of real runs use them."""
+"""Kinds of memory, and the code that allocates each kind, in simulations and real runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory limit of a CPU rank: on its data segment and, where allowed, on its own control group."""
+"""The memory limit of a CPU rank: on its data segment and, if allowed, its control group."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def limit_memory(own_bytes: int, group: str | None = None) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (own_bytes + RESERVED_BYTES, soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
-    for made in [place / group for place in _places()] if group else []:
+    for folder in [parent / group for parent in _parents()] if group else []:
         try:
-            made.mkdir()
-            (made / LIMIT).write_text(str(own_bytes + CPU_LIBRARY_BYTES))
-            (made / PROCESSES).write_text(str(os.getpid()))
+            folder.mkdir()
+            (folder / LIMIT).write_text(str(own_bytes + CPU_LIBRARY_BYTES))
+            (folder / PROCESSES).write_text(str(os.getpid()))
             return
-        except OSError:  # try the next place
+        except OSError:  # try the next parent
             with suppress(OSError):
-                made.rmdir()
+                folder.rmdir()
 
 
 def out_of_memory(message: str, where: Path) -> Problem:
@@ -61,26 +61,23 @@ def out_of_memory(message: str, where: Path) -> Problem:
 
 
 def leave_group(group: str) -> bool:
-    """Remove an ended process's control group. Return whether that process was killed for its memory."""
+    """Remove an ended process's control group. Return whether memory was why it was killed."""
     killed = False
-    for place in _places():
+    for parent in _parents():
         with suppress(OSError):
-            events = dict(line.split() for line in (place / group / EVENTS).read_text().splitlines())
+            events = dict(line.split() for line in (parent / group / EVENTS).read_text().splitlines())
             killed |= int(events.get("oom_kill", 0)) > 0
-            (place / group).rmdir()
+            (parent / group).rmdir()
     return killed
 
 
-def _places() -> list[Path]:
-    """Of this process's control group and its parent (cgroup v2), return those whose child groups can limit memory.
-
-    If a group contains processes, its child groups cannot limit memory. The outermost group is an exception.
-    """
-    return [group for group in reversed(control_groups("memory")[-2:]) if "memory" in _words(group / HANDED_DOWN)]
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        return []
+def _parents() -> list[Path]:
+    """Return the control groups (version 2) in which a new group can limit memory."""
+    # If a group contains processes, its child groups cannot limit memory. The outermost group is an exception. So this
+    # process's own group and its parent are tried.
+    found = []
+    for group in reversed(control_groups("memory")[-2:]):
+        with suppress(OSError):
+            if "memory" in (group / HANDED_DOWN).read_text().split():
+                found.append(group)
+    return found

@@ -1,7 +1,8 @@
-"""The mesh of ranks: each rank's coordinates, and the groups along an axis. Computed only here."""
+"""The mesh of ranks: each rank's coordinates, and the groups of ranks along an axis."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -44,22 +45,20 @@ def coords_of(rank: int, layout: Layout) -> RankCoords:
 
 
 def ranks_along(layout: Layout, *axes: str) -> list[list[int]]:
-    """Return groups of ranks that differ only along `axes`. Groups are sorted, and each rank is in one."""
+    """Return groups of ranks that differ only along `axes`. Each rank is in one group."""
     others = [axis for axis in AXES if axis not in axes]
-    inside = [_rank(layout, dict(zip(axes, at, strict=True))) for at in _places(layout, axes)]
-    starts = [_rank(layout, dict(zip(others, at, strict=True))) for at in _places(layout, others)]
-    return [sorted(start + step for step in inside) for start in starts]
+    offsets = [_rank(layout, dict(zip(axes, at, strict=True))) for at in _coordinates(layout, axes)]
+    starts = [_rank(layout, dict(zip(others, at, strict=True))) for at in _coordinates(layout, others)]
+    return [sorted(start + offset for offset in offsets) for start in starts]
 
 
 def expert_ranks(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the groups of ranks that split the experts, and the groups that have the same experts.
-
-    Neighboring ranks of the data and sequence axes split the experts, as in DeepSpeed (utils/groups.py,
-    `_create_expert_and_data_parallel`).
-    """
+    """Return the groups of ranks that split the experts, and the groups with the same experts."""
+    # neighboring ranks of the data and sequence axes split the experts, as in DeepSpeed (utils/groups.py,
+    # `_create_expert_and_data_parallel`)
     data = ranks_along(layout, "dp", "sp")
-    together = [ranks[first : first + layout.ep] for ranks in data for first in range(0, len(ranks), layout.ep)]
-    return together, [ranks[first :: layout.ep] for ranks in data for first in range(layout.ep)]
+    splitting = [ranks[first : first + layout.ep] for ranks in data for first in range(0, len(ranks), layout.ep)]
+    return splitting, [ranks[first :: layout.ep] for ranks in data for first in range(layout.ep)]
 
 
 def expert_rank(rank: int, layout: Layout) -> int:
@@ -73,28 +72,26 @@ def first_of_stages(layout: Layout) -> list[int]:
 
 
 def pipeline_parts(stages: int, schedule: PipelineSchedule) -> int:
-    """Return the number of parts of a pipeline, which is also the number of micro batches that fill it."""
+    """Return the number of parts of a pipeline. As many micro batches fill it."""
     return 2 * stages if schedule == "dualpipev" else stages
 
 
 def parts_of_stage(stage: int, stages: int, schedule: PipelineSchedule) -> tuple[int, ...]:
-    """Return the indices of a pipeline stage's parts.
-
-    In DualPipeV each stage has two parts. Activations go through the stages in order, and then back in reverse order.
-    So the first stage has the first part and the last part (runtime/pipe/dualpipev.py).
-    """
+    """Return the indices of a pipeline stage's parts."""
+    # In DualPipeV each stage has two parts. Activations go through the stages in order, and then back in reverse order.
+    # So the first stage has the first part and the last part (runtime/pipe/dualpipev.py).
     return (stage, 2 * stages - 1 - stage) if schedule == "dualpipev" else (stage,)
 
 
 def heaviest_of_stages(layout: Layout, batch: Batch) -> list[int]:
-    """Return one rank of each pipeline stage: the first rank with the stage's largest micro batch."""
+    """Return the first rank of each pipeline stage with the stage's largest micro batch."""
     if not batch.by_rank or layout.dp < layout.world_size:
         return first_of_stages(layout)
     return [batch.by_rank.index(max(batch.by_rank))]
 
 
 def describe_rank(rank: int, layout: Layout) -> str:
-    """Return a rank's coordinates, like "stage 1, data 0, tensor 3", along axes with several ranks.
+    """Return a rank's coordinates along axes with several ranks: "stage 1, data 0, tensor 3".
 
     "experts 2" is the third share of the experts.
     """
@@ -108,11 +105,11 @@ def mesh_table(layout: Layout, most: int = 9) -> list[list[str]]:
     A cell contains tensor ranks. The first row and column are titles. If there are more than `most` rows or columns,
     the table shows the first ones, "..." and the last one.
     """
-    groups, wide = ranks_along(layout, "tp"), layout.dp * layout.sp
-    titles = [_described(group[0], layout, ("dp", "sp")) or "ranks" for group in groups[:wide]]
+    groups, columns = ranks_along(layout, "tp"), layout.dp * layout.sp
+    titles = [_described(group[0], layout, ("dp", "sp")) or "ranks" for group in groups[:columns]]
     rows = [["", *titles]]
-    for first in range(0, len(groups), wide):
-        cells = [str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}" for ranks in groups[first:][:wide]]
+    for first in range(0, len(groups), columns):
+        cells = [str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}" for ranks in groups[first:][:columns]]
         rows.append([_described(groups[first][0], layout, ("pp",)), *cells])
     return _shortened([_shortened(row, most, "...") for row in rows], most, ["..."])
 
@@ -127,7 +124,7 @@ def _shortened(items: list[T], most: int, gap: T) -> list[T]:
     return items if len(items) <= most + 1 else [*items[:most], gap, items[-1]]
 
 
-def _places(layout: Layout, axes: tuple[str, ...] | list[str]) -> product:
+def _coordinates(layout: Layout, axes: Sequence[str]) -> product[tuple[int, ...]]:
     return product(*(range(getattr(layout, axis)) for axis in axes))
 
 

@@ -24,17 +24,17 @@ def is_text(task: str) -> bool:
 
 
 def has_head(task: str) -> bool:
-    """Return whether a task uses a transformers head that classifies a text or each of its words."""
+    """Return whether a task uses a transformers head that classifies texts or their words."""
     return task in ("classify", "tag")
 
 
 def has_pairs(task: str) -> bool:
-    """Return whether a sample is a text with a target (a class, tags of the words, or another text)."""
+    """Return whether a sample is a text with a class, tags of its words, or a target text."""
     return has_head(task) or task == "seq2seq-lm"
 
 
 def is_image(task: str) -> bool:
-    """Return whether a task's models map an image to class logits, for the image or for each pixel."""
+    """Return whether a task's models map an image to class logits of it or of its pixels."""
     return task in ("image", "segmentation")
 
 
@@ -132,7 +132,8 @@ class ModelFacts:
         return (self.parameters - self.quantized) * ELEMENT_BYTES[precision] + self.quantized_bytes
 
     def checkpoint_bytes(self, precision: str) -> int:
-        """Estimate the bytes of a checkpoint: trained weights, their fp32 master weights, and Adam's two moments."""
+        """Estimate the bytes of a checkpoint, for Adam."""
+        # the trained weights, and in fp32 their master weights and two moments
         return self.trained_parameters * (12 + ELEMENT_BYTES[precision])
 
 
@@ -159,11 +160,9 @@ BUCKET_LIMIT = 50_000_000  # elements: enough for a link's full bandwidth, 100 M
 
 
 def bucket_elements(parameters: int) -> int:
-    """Return a bucket's size in elements: `parameters`, but at most BUCKET_LIMIT, rounded up to an even number.
-
-    DeepSpeed allocates the bucket in full, reduces larger parameters separately, and needs an even size
-    (runtime/zero/stage_1_and_2.py:3266, :1409, :390).
-    """
+    """Return a bucket's size in elements, for a model with so many parameters."""
+    # DeepSpeed allocates the bucket in full, reduces larger parameters separately, and needs an even size
+    # (runtime/zero/stage_1_and_2.py:3266, :1409, :390)
     size = min(parameters, BUCKET_LIMIT)
     return size + size % 2
 
@@ -174,12 +173,15 @@ def prefetch_elements(hidden_size: int) -> int:
 
 
 def persistence_elements(hidden_size: int) -> int:
-    """Return the threshold that keeps norms and biases, but not matrices, on every rank (as in transformers)."""
+    """Return the elements up to which parameters stay gathered: norms and biases.
+
+    This is the threshold of transformers.
+    """
     return 10 * hidden_size
 
 
 def width(hidden_size: object, largest_parameter: int) -> int:
-    """Return the residual stream's width; for a model without one, the square root of the largest parameter.
+    """Return the residual stream's width, or else the square root of the largest parameter.
 
     `hidden_size` comes from a config. It may have any value if the model's class does not use it.
     """

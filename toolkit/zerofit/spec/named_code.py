@@ -1,4 +1,4 @@
-"""Decides whether Python code that a file names (package.module:callable) may be imported and called.
+"""Decide whether code that a file names (package.module:callable) may be called.
 
 No other module decides this. Trust depends on the file that a name comes from. Names in flags, Python arguments and
 the user's run.yaml are trusted. Files that zerofit writes (run folders, checkpoints, exported models, profiles) may
@@ -25,16 +25,14 @@ def names_callable(name: str) -> bool:
 
 
 def in_run_folder(file: Path) -> bool:
-    """Return whether a run file is named run.json, or is inside a run folder.
-
-    The name run.json is enough, since an attacker could leave out the folder's other files. Links are followed.
-    """
-    places = (Path(os.path.abspath(file)), file.resolve())
-    return any(
-        place.name == RUN_FILE
-        or any((folder / RUN_FILE).is_file() and (folder / "plan.json").is_file() for folder in place.parents)
-        for place in places
-    )
+    """Return whether a run file is named run.json, or is inside a run folder."""
+    for path in (Path(os.path.abspath(file)), file.resolve()):
+        # the name is enough, since an attacker could leave out the folder's other files
+        if path.name == RUN_FILE:
+            return True
+        if any((folder / RUN_FILE).is_file() and (folder / "plan.json").is_file() for folder in path.parents):
+            return True
+    return False
 
 
 def refuse_foreign_code(

@@ -132,13 +132,11 @@ def context_figure(device: Device) -> ByteRange:
 
 
 def blas_workspace_bytes(device: Device) -> int:
-    """Return the bytes of the workspace for each cuBLAS handle and stream on a device; 0 on a CPU."""
+    """Return the bytes of the workspace for each cuBLAS handle and stream; 0 on a CPU."""
     return 0 if device.kind == "cpu" else BLAS_WORKSPACES.get(device.architecture, CUBLAS_BYTES)
 
 
 def pinned_bytes(size_bytes: int) -> int:
-    """Return the bytes allocated for page-locked host memory: the next power of two.
-
-    ATen/core/CachingHostAllocator.h, `allocate`: PowerOf2Ceil, below pinned_max_round_threshold (default: no limit).
-    """
+    """Return the bytes allocated for page-locked host memory: the next power of two."""
+    # ATen/core/CachingHostAllocator.h, `allocate`: PowerOf2Ceil, below pinned_max_round_threshold (default: no limit)
     return 1 << (size_bytes - 1).bit_length() if size_bytes else 0

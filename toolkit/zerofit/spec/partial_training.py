@@ -1,4 +1,4 @@
-"""Describes the part of a model that is trained: adapters on frozen weights, or parameters chosen by patterns."""
+"""The trained part of a model: adapters on frozen weights, or parameters chosen by patterns."""
 
 from __future__ import annotations
 

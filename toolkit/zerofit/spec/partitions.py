@@ -7,34 +7,33 @@ from collections.abc import Iterable, Iterator, Sequence
 ALLREDUCE_ELEMENTS = 500_000_000  # per bucket without ZeRO (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
 
 
-def reaching(numels: Sequence[int], partition: int, beside: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, index of a parameter, its elements in the rank's partition) for all overlaps.
+def partition_overlaps(numels: Sequence[int], partition: int, neighbors: int) -> Iterator[tuple[int, int, int]]:
+    """Yield rank, index of a parameter, and its elements in the rank's partition, if any.
 
     Args:
         numels: the elements of consecutive parameters in a flat buffer.
         partition: elements of a partition, with padding.
-        beside: number of consecutive ranks whose partitions cover the same elements of their buffers. For
+        neighbors: number of consecutive ranks whose partitions cover the same elements of their buffers. For
             experts, it is the expert parallel degree, since each of these ranks has different experts of the same
             sizes. For other parameters, it is 1.
 
-    >>> list(reaching([6, 2], 4, 1))
+    >>> list(partition_overlaps([6, 2], 4, 1))
     [(0, 0, 4), (1, 0, 2), (1, 1, 2)]
     """
     start = 0
-    for place, numel in enumerate(numels):
+    for index, numel in enumerate(numels):
         end = start + numel
         for part in range(start // partition, (end - 1) // partition + 1):
-            piece = min(end, (part + 1) * partition) - max(start, part * partition)
-            for rank in range(part * beside, (part + 1) * beside):
-                yield rank, place, piece
+            overlap = min(end, (part + 1) * partition) - max(start, part * partition)
+            for rank in range(part * neighbors, (part + 1) * neighbors):
+                yield rank, index, overlap
         start = end
 
 
 def buckets(numels: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield (elements, number of gradients) of each bucket without ZeRO (runtime/engine.py:3834).
+    """Yield elements and number of gradients of each bucket without ZeRO.
 
-    A bucket ends with the gradient that exceeds the limit. A single gradient is reduced in place; several gradients are
-    copied into one buffer first.
+    A single gradient is reduced in place; several gradients are copied into one buffer first.
 
     >>> list(buckets([600_000_000, 300_000_000, 300_000_000, 100_000_000]))
     [(600000000, 1), (600000000, 2), (100000000, 1)]
@@ -42,7 +41,7 @@ def buckets(numels: Iterable[int]) -> Iterator[tuple[int, int]]:
     filled = count = 0
     for numel in numels:
         filled, count = filled + numel, count + 1
-        if filled > ALLREDUCE_ELEMENTS:
+        if filled > ALLREDUCE_ELEMENTS:  # ends with the gradient that exceeds the limit (runtime/engine.py:3834)
             yield filled, count
             filled = count = 0
     if count:

@@ -1,4 +1,4 @@
-"""Functions about this process: signals, exit, resident memory, and the bytes that its connections transfer."""
+"""This process: its signals, exit, resident memory, and its connections' traffic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _PAGES = Path("/proc/self/pagemap")
 
 
 class ResidentMemory(NamedTuple):
-    """Resident host memory of this process in bytes, from the kernel; `file` and `shared` are 0 except on Linux."""
+    """Resident host memory of this process in bytes, from the kernel.
+
+    `file` and `shared` are 0 except on Linux.
+    """
 
     now: int
     peak: int  # since `forget_resident_peak`; includes interpreter, libraries and mapped files
@@ -38,7 +41,7 @@ class ResidentMemory(NamedTuple):
 
 
 def resident_memory() -> ResidentMemory:
-    """Return the resident memory of this process. The call takes about 30 microseconds."""
+    """Return the resident memory of this process, in about 30 microseconds."""
     if not _STATUS.exists():
         unit = 1 if sys.platform == "darwin" else 1024
         peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -55,7 +58,7 @@ def forget_resident_peak() -> None:
 
 
 def mapped_pages() -> list[tuple[int, int]]:
-    """Return (address, bytes) of all file-backed pages in this process's memory; empty except on Linux."""
+    """Return address and bytes of all file-backed pages in memory; [] except on Linux."""
     found: list[tuple[int, int]] = []
     if not _PAGES.exists():
         return found
@@ -65,10 +68,11 @@ def mapped_pages() -> list[tuple[int, int]]:
             first, end = (int(address, 16) for address in span.split("-"))
             if inode == "0" or mode[0] != "r":
                 continue
+            # an entry of 8 bytes for each page; its highest bit: the page is in memory (admin-guide/mm/pagemap)
             pages.seek(first // PAGESIZE * 8)
             entries = array("Q", pages.read((end - first) // PAGESIZE * 8))
-            here = (first + n * PAGESIZE for n, entry in enumerate(entries) if entry >> 63)  # admin-guide/mm/pagemap
-            for address in here:
+            present = (first + n * PAGESIZE for n, entry in enumerate(entries) if entry >> 63)
+            for address in present:
                 if found and sum(found[-1]) == address:
                     found[-1] = (found[-1][0], found[-1][1] + PAGESIZE)
                 else:
@@ -77,18 +81,17 @@ def mapped_pages() -> list[tuple[int, int]]:
 
 
 def touch(pages: Iterable[tuple[int, int]]) -> None:
-    """Read one byte of each of the parent's `mapped_pages`, since a fork on Linux begins without these pages."""
+    """Read one byte of each of the parent's `mapped_pages`."""
+    # a fork on Linux begins without these pages
     for address, size in pages:
         (ctypes.c_char * size).from_address(address)[::PAGESIZE]
 
 
 def stop_requests() -> list[signal.Signals]:
-    """Return the signals that stop a command: SIGTERM, SIGUSR1, and SIGHUP (sent when the terminal closes).
-
-    Ignored signals are left out: nohup ignores SIGHUP so that the terminal can be closed.
-    """
-    asking = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
+    """Return the signals that stop a command, without ignored ones."""
+    # nohup ignores SIGHUP, which is sent when the terminal closes
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextmanager
@@ -96,13 +99,13 @@ def deepspeed_quiet() -> Iterator[None]:
     """Keep DeepSpeed from printing on import that there is no GPU."""
     import torch
 
-    told = "DS_ACCELERATOR" in os.environ or torch.cuda.is_available()
-    if not told:
+    is_quiet = "DS_ACCELERATOR" in os.environ or torch.cuda.is_available()
+    if not is_quiet:
         os.environ["DS_ACCELERATOR"] = "cpu"
     try:
         yield
     finally:
-        if not told:
+        if not is_quiet:
             del os.environ["DS_ACCELERATOR"]
 
 
@@ -145,15 +148,16 @@ def flows() -> dict[str, Flow]:
             sent, received = _COUNTS.unpack_from(info, _COUNTS_AT)
             written = sent
             if len(info) >= _QUEUED_AT + _QUEUED.size:
-                waiting, out, again = _QUEUED.unpack_from(info, _QUEUED_AT)
-                written = waiting + out - again
+                waiting, out, repeated = _QUEUED.unpack_from(info, _QUEUED_AT)
+                written = waiting + out - repeated
             found[link] = Flow(written, sent, received, info[_RETRANSMITS_AT] > 0)
     return found
 
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Disable garbage collection within the block. It takes a fifth of the time of imports, and finds little."""
+    """Disable garbage collection within the block."""
+    # it takes a fifth of the time of imports, and finds little
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -166,9 +170,10 @@ def collector_off() -> Iterator[None]:
 def run_and_exit(work: Callable[[], object]) -> None:
     """Run `work`, then exit with the status that Python would return.
 
-    Exit handlers run and threads are joined as usual. The last garbage collection is skipped, since it takes 2 to 8 s
-    with torch and transformers. `gc.freeze` is not used, because nanobind (in Triton) would report leaks.
+    Exit handlers run and threads are joined as usual.
     """
+    # Python's last garbage collection is skipped, since it takes 2 to 8 s with torch and transformers. `gc.freeze` is
+    # not used, because nanobind (in Triton) would report leaks.
     status = 1
     gc.set_threshold(SELDOM)
 

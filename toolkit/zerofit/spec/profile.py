@@ -1,10 +1,10 @@
-"""Costs of a model, layer by layer, stored as plain JSON. Plans are computed from these costs."""
+"""Costs of a model, layer by layer, from which plans are computed. They are stored as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -19,7 +19,7 @@ Scored = Literal["never", "first", "within", "reentrant"]
 
 
 class Savings(NamedTuple):
-    """Fields of a run that reduce activation memory without changing results, in addition to checkpointing."""
+    """Fields of a run that reduce activation memory and change no result."""
 
     loss_chunk: int | None = None  # targets per chunk of logits
     mlp_chunk: int | None = None  # tokens per chunk of an MLP
@@ -37,7 +37,7 @@ class Savings(NamedTuple):
         return " ".join(words).replace(" True", "")
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         """The fields that are set."""
         return {name: value for name, value in self._asdict().items() if value}
 
@@ -70,7 +70,7 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardMoment:
-    """A part of a backward, with its live memory. It ends when the gradient of a parameter is complete."""
+    """A part of a backward that ends when the gradient of a parameter is complete."""
 
     live: tuple[Linear, ...]  # live bytes minus the bytes before the layer's forward; the largest line counts
     end: Linear = Linear()  # live bytes at its end, with the new gradient
@@ -82,7 +82,7 @@ KernelKind = Literal["product", "convolution", "attention", "normalisation", "el
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """Kernels of one kind in a layer's forward or backward. Matrix products in one entry have equal shapes."""
+    """Kernels of one kind in a layer's forward or backward; matrix products of equal shapes."""
 
     kind: KernelKind
     dtype: str  # torch's name of the first tensor's type: "bfloat16"
@@ -112,7 +112,7 @@ class ModuleCall(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """Costs of one layer on one rank, in one setting (precision, checkpointing, tensor parallel degree).
+    """Costs of one layer on one rank, in one setting (see `setting`).
 
     Bytes are on the device. Live bytes do not include parameters and their gradients.
     """
@@ -208,13 +208,11 @@ class Profile:
         return sum(layer.count * (sum(layer.matrices) + sum(layer.vectors)) for layer in self.layers)
 
     def key_of(self, key: str, zero_stage: int, samples: int = 0) -> str:
-        """Return the key of the costs at a ZeRO stage and with a micro batch of `samples`.
-
-        Costs at stage 3 can differ, since it builds buffers in 16 bits, and linear layers with frozen weights keep
-        their input. Costs of a single sample can differ, too.
-        """
+        """Return the key of the costs at a ZeRO stage and with a micro batch of `samples`."""
         if samples == 1 and f"{key}{SINGLE}" in self.costs:
             return f"{key}{SINGLE}"
+        # costs at stage 3 can differ, since it builds buffers in 16 bits, and linear layers with frozen weights keep
+        # their input
         return f"{key}{ZERO3}" if zero_stage == 3 and f"{key}{ZERO3}" in self.zero3 else key
 
     def costs_of(self, key: str) -> tuple[LayerCost, ...]:

@@ -1,4 +1,4 @@
-"""Memory reservations of runs on this machine, so a new run does not count on memory that another run will use."""
+"""Memory reservations of runs on this machine, against which a new run is checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BOOT, _PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """The memory that one run reserves on this machine, in bytes, and the process that reserved it."""
+    """The memory that one run reserves on this machine, and the process that reserved it."""
 
     run: str  # the run folder
     host_bytes: int  # of all its ranks on this machine, without pages of libraries
@@ -43,8 +43,8 @@ class Reservation:
 
 
 def read_forecast(run: Path) -> dict[str, Any] | None:
-    """Return the forecast in a run folder's plan.json as plain data; None if it has none. Does not import pydantic."""
-    try:
+    """Return the forecast in a run folder's plan.json as plain data; None if it has none."""
+    try:  # plain data, since pydantic takes 0.1 s to import
         return read_json(run / "plan.json").get("forecast")
     except (OSError, Unreadable):
         return None
@@ -80,28 +80,25 @@ def is_reserved(run: Path) -> bool:
 
 
 def reserved_on_host(except_run: Path | None = None) -> int:
-    """Return the bytes of host memory that are reserved by all runs except `except_run` and are not used yet."""
+    """Return the bytes of host memory that other runs have reserved and do not use yet."""
     reservations = [reservation for reservation in _living() if reservation.run != str(except_run)]
     used = _used_by_ranks() if reservations else Counter[str]()
     return sum(max(0, reservation.host_bytes - used[reservation.run]) for reservation in reservations)
 
 
 def reserved_note(size: int) -> str:
-    """Return a phrase for messages about free memory: how much other runs have reserved; "" if nothing."""
+    """Return a phrase about the bytes that other runs have reserved; "" if none."""
     return f" ({shown_bytes(size)} reserved by other runs)" if size else ""
 
 
 def free_for(run: Path | None = None) -> int:
-    """Return the bytes of host memory that a run may use: free memory plus the memory that its ranks already use.
-
-    Memory that other runs have reserved is not free.
-    """
+    """Return the bytes of host memory that a run may use, with those that its ranks already use."""
     used = _used_by_ranks()[str(run)] if run else 0
     return max(0, host_memory()[1] + used - reserved_on_host(except_run=run))
 
 
 def reserved_on_gpus(except_run: Path | None = None) -> Counter[str]:
-    """Return the reserved bytes on each GPU (by UUID), used or not. Reservations of `except_run` do not count."""
+    """Return the bytes that other runs have reserved on each GPU (by UUID), used or not."""
     found = Counter[str]()
     for reservation in _living():
         if reservation.run != str(except_run):
@@ -110,14 +107,14 @@ def reserved_on_gpus(except_run: Path | None = None) -> Counter[str]:
 
 
 def gpus_free_for(run: Path, count: int) -> list[int]:
-    """Return the bytes that a run may use on each of the first `count` GPUs; empty without nvidia-smi."""
+    """Return the bytes that a run may use on each of the first `count` GPUs; [] if unknown."""
     reserved = reserved_on_gpus(except_run=run)
     return [max(0, min(gpu.free_bytes, gpu.total_bytes - reserved[gpu.uuid])) for gpu in gpu_memory(count)]
 
 
 @contextmanager
 def reservations_locked() -> Iterator[None]:
-    """Inside this context, other runs wait before they read the free memory and reserve their part."""
+    """Make other runs wait within the context before they read the free memory and reserve it."""
     with ExitStack() as stack:
         with suppress(OSError):  # no writable cache, or a file system without locks
             _folder().mkdir(parents=True, exist_ok=True)

@@ -61,12 +61,15 @@ def _checked_by(parse: Callable[[str], object]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _option(default: Any, description: str, **limits: Any) -> Any:
+def _option(default: object, description: str, **limits: Any) -> Any:
     return Field(default=default, description=description, **limits)
 
 
 def micro_batches_of(text: str) -> tuple[int, ...]:
-    """Parse `--micro-batch-by-rank` to the micro batch of each rank; () for "auto". Raises ValueError."""
+    """Return the micro batch of each rank in `--micro-batch-by-rank`; () for "auto".
+
+    Raises ValueError.
+    """
     if text == "auto":
         return ()
     words = text.split(",")
@@ -79,11 +82,11 @@ def _listed(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _stages(value: Any) -> object:
-    number: Any = float(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
+def _stages(value: object) -> object:
+    number = float(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
     if number == AUTO:
         return number
-    if type(number) in (int, float) and 0 < number <= LARGEST and number == int(number):
+    if (type(number) is int or type(number) is float) and 0 < number <= LARGEST and number == int(number):
         return int(number)
     raise ValueError("neither auto nor a positive integer")
 
@@ -115,7 +118,7 @@ def switch(field: str, value: bool | str) -> str:
 
 
 def is_switch(field: str) -> bool:
-    """Return whether a field's flags are given without a value. Such a field is on, off, or one of a few words."""
+    """Return whether a field's flags have no value: it is on, off, or one of a few words."""
     kind = plain_type(Run.model_fields[field].annotation)
     return kind is bool or bool in get_args(kind)
 
@@ -413,7 +416,7 @@ class RunRequest:
         return cls(run=run, places={name: name for name in run.model_fields_set})
 
     def place(self, field: str) -> str:
-        """Return the place where the user set this field. If the user did not set it, return its flag."""
+        """Return the place where the user set this field, or else its flag."""
         return self.places.get(field, flag(field))
 
     def updated(self, **fields: object) -> RunRequest:
@@ -442,7 +445,7 @@ def load_run(file: Path | None, flags: Mapping[str, object], trust_model_code: b
 
 
 def _refuse_foreign_code(file: Path, run: Run, typed: Collection[str], trusted: bool) -> None:
-    """Refuse code that a run folder's run file names, except in fields that the user gave (`typed`)."""
+    """Refuse code that a run folder's run file names. `typed`: the fields that the user gave."""
     if in_run_folder(file):
         own = {"model": run.model, "model_args": run.model_args, "callbacks": run.callbacks}
         refuse_foreign_code(file, trusted, **{name: value for name, value in own.items() if name not in typed})
@@ -451,7 +454,7 @@ def _refuse_foreign_code(file: Path, run: Run, typed: Collection[str], trusted: 
 def _made(
     values: Mapping[Any, Any], places: Mapping[Any, str], faults: Sequence[Problem], *, name_flags: bool = False
 ) -> Run:
-    """Return the run with these `values`. Keys may be of any YAML type (the key of `1: 2` is a number).
+    """Return the run with these `values`, whose keys may be of any YAML type.
 
     Raises UserError with all problems at their `places`, and the file's `faults`. `name_flags`: hints name the flag
     of the field.
@@ -466,11 +469,11 @@ def _made(
     problems = Problems()
     problems.extend(faults)
     problems.extend(replace(_unknown_key(key), where=places[key]) for key in values if not isinstance(key, str))
-    said = {fault.where.rpartition(":")[0] for fault in faults}
+    faulty = {fault.where.rpartition(":")[0] for fault in faults}  # places without the column
     try:
         run = Run(**{key: value for key, value in values.items() if isinstance(key, str)})
     except UserError as error:
-        problems.extend(problem for problem in map(placed, error.problems) if problem.where not in said)
+        problems.extend(problem for problem in map(placed, error.problems) if problem.where not in faulty)
         raise UserError(*problems) from None
     problems.raise_if_any()
     return run

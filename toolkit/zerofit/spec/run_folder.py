@@ -1,4 +1,4 @@
-"""The job of a run, and its run folder. The processes of a run communicate through files in the folder."""
+"""The job of a run, and its run folder, through whose files its processes communicate."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RunFolder:
     traces = property(lambda self: self.path / "traces")  # of profiled steps
 
     def refuse_other(self, given: str | Path, hint: str, where: str) -> None:
-        """Raise UserError if this is not the folder of a run. `given`: the folder as the user wrote it."""
+        """Raise UserError if this is not a run's folder. `given`: the folder as the user wrote it."""
         if not self.plan.is_file():
             message = f"{given} is not a zerofit run folder: plan.json is missing"
             raise UserError(Problem(kind="run-folder", message=message, hint=hint, where=where))
@@ -56,7 +56,7 @@ class RunFolder:
         return self.logs / f"rank-{rank}.log"
 
     def rank_memory(self, rank: int) -> Path:
-        """Return the file of one rank's last allocations before it ran out of memory (torch's memory snapshot)."""
+        """Return the memory snapshot (of torch) that a rank writes when it runs out of memory."""
         return self.logs / f"rank-{rank}.memory.pickle"
 
     def rank_trace(self, rank: int, step: int) -> Path:
@@ -72,11 +72,11 @@ class RunFolder:
         return self.logs / f"rank-{rank}.error.json"
 
     def errors(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each failed rank and the content of its error file; {} if the file is damaged, as on a full disk."""
+        """Yield each failed rank and the content of its error file; {} if the file is damaged."""
         for path in sorted(self.logs.glob("rank-*.error.json")):
             try:
                 content = read_json(path)
-            except (OSError, Unreadable):
+            except (OSError, Unreadable):  # for example on a full disk
                 content = {}
             yield path.name.removeprefix("rank-").removesuffix(".error.json"), content
 
@@ -99,10 +99,7 @@ class Layout:
 
     @property
     def combined(self) -> bool:
-        """Whether zerofit, instead of DeepSpeed, creates the process groups and slices the weights.
-
-        This is the case with expert parallelism, or if two of tp, pp and sp exceed 1.
-        """
+        """Whether zerofit, not DeepSpeed, creates the process groups and slices the weights."""
         return self.ep > 1 or sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
 
     def as_dict(self) -> dict[str, int]:
@@ -143,7 +140,7 @@ class Batch:
         return self.limit or self.shares[dp_rank]
 
     def positions(self, number: int, dp_rank: int) -> range:
-        """Return the positions in the global batch (from 0) of a rank's samples in micro batch `number`."""
+        """Return the positions of a rank's samples of micro batch `number` in the global batch."""
         shares = self.shares
         start = number * sum(shares) + sum(shares[:dp_rank])
         return range(start, start + shares[dp_rank])
@@ -179,7 +176,7 @@ class MemoryForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class FittedLayout:
-    """The choice of `--fit`. Later starts in the run folder use it, until a rank runs out of memory."""
+    """The choice of `--fit`, for all starts in the run folder until a rank runs out of memory."""
 
     given: dict[str, Any]  # fields of the run that the user gave, with the DeepSpeed JSON as written
     chosen: dict[str, Any]  # fields of the run, with the full DeepSpeed JSON
@@ -222,7 +219,7 @@ class Job:
         done, samples = (self.start.step, self.start.samples) if self.start else (0, 0)
         return samples + (step - done) * self.batch.total
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the job as JSON data, without `start`, `fit` and the forecasts."""
         return {
             "run": self.run.model_dump(mode="json"),
@@ -234,22 +231,20 @@ class Job:
         }
 
     @classmethod
-    def from_dict(cls, value: Any) -> Job:
-        """Return the job from a dictionary that `to_dict` made. Raises ValueError otherwise.
-
-        Unknown fields of the run are ignored, so checkpoints of other versions can be read.
-        """
-        run = value.get("run") if isinstance(value, dict) else None
-        if isinstance(run, dict):
+    def from_dict(cls, value: object) -> Job:
+        """Return the job from a dictionary that `to_dict` made. Raises ValueError otherwise."""
+        if isinstance(value, dict) and isinstance(run := value.get("run"), dict):
+            # unknown fields are ignored, so checkpoints of other versions can be read
             value = value | {"run": {name: run[name] for name in run if name in Run.model_fields}}
         return shaped(value, _schema())
 
     def write(self, folder: RunFolder, ds_source: str | dict[str, object]) -> None:
         """Write run.json, profile.json, plan.json and ds_config.json.
 
-        `zerofit train run.json` starts the same run in a new folder: run.json has the DeepSpeed JSON as the user wrote
-        it, and no output folder. (`zerofit train FOLDER` resumes.)
+        `ds_source`: the DeepSpeed JSON as the user wrote it.
         """
+        # `zerofit train run.json` starts the same run in a new folder (`zerofit train FOLDER` resumes). So run.json has
+        # the user's own DeepSpeed JSON, and no output folder.
         resolved = self.run.model_copy(
             update={"ds_config": ds_source, "output": None, "steps": self.steps, "epochs": None, "resume": "auto"}
         )

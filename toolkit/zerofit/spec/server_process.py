@@ -1,8 +1,6 @@
-"""A server process that imports libraries once, then forks processes that start without these imports.
+"""A server process that imports libraries once, then forks processes without these imports.
 
-The server has its own command line. multiprocessing would run the user's script again in each process. So
-multiprocessing would not work in a script without `if __name__ == "__main__"`, in a notebook or in a thread. The
-server reads requests as lines of JSON from standard input, and ends when standard input is closed.
+The server reads requests as lines of JSON from standard input, and ends when standard input is closed.
 """
 
 from __future__ import annotations
@@ -19,12 +17,18 @@ from typing import IO, Any
 from zerofit.spec.memory_limit import end_first
 from zerofit.spec.process import collector_off
 
+# The server has its own command line. multiprocessing would run the user's script again in each process. So
+# multiprocessing would not work in a script without `if __name__ == "__main__"`, in a notebook or in a thread.
+
 
 class ServerProcess:
     """A running server, which ends when this process ends."""
 
     def __init__(self, module: str, answers: bool = False):
-        """Start a process that runs `serve` of `module`. `answers`: it writes a JSON line for each request."""
+        """Start a process that runs `serve` of `module`.
+
+        `answers`: it writes a JSON line for each request.
+        """
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # open while the server runs
         # the same import path as here; a new session, so only this process gets Ctrl-C
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)

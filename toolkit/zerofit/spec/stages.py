@@ -27,7 +27,7 @@ class PipelineStage:
 
 
 def stages_of(job: Job) -> tuple[PipelineStage, ...]:
-    """Return the stages of a job; empty without a pipeline, or if stages are balanced by measured time."""
+    """Return the stages of a job; () without a pipeline, or if measured time balances it."""
     run, layout, stack = job.run, job.layout, job.facts.stack
     if layout.pp == 1 or run.pipeline_balance == "time":
         return ()
@@ -44,21 +44,18 @@ def stage_layers(
     found = []
     for stage in range(layout.pp):
         parts = [stack[slice(*bounds[part])] for part in parts_of_stage(stage, layout.pp, schedule)]
-        held = {layer.tied or layer.name: layer.parameters for layer in chain(*parts)}
+        counts = {layer.tied or layer.name: layer.parameters for layer in chain(*parts)}  # tied layers count once
         names = tuple(tuple(layer.name for layer in part) for part in parts)
-        found.append(PipelineStage(stage=stage, ranks=ranks[stage], parts=names, parameters=sum(held.values())))
+        found.append(PipelineStage(stage=stage, ranks=ranks[stage], parts=names, parameters=sum(counts.values())))
     return tuple(found)
 
 
 def cut_layers(weights: Sequence[float], trained: Sequence[int], parts: int) -> Bounds:
-    """Return the bounds of parts of similar weight.
-
-    If a part would have no trained parameters, return parts with similar numbers of trained parameters instead, since
-    DeepSpeed fails in such a stage (runtime/engine.py:2493).
-    """
+    """Return the bounds of parts of similar weight, each with trained parameters."""
     bounds = balanced(tuple(weights), parts)
     if all(sum(trained[first:last]) for first, last in bounds):
         return bounds
+    # DeepSpeed fails in a stage without trained parameters (runtime/engine.py:2493), so their number is balanced
     return balanced(tuple(trained), parts)
 
 
@@ -73,7 +70,7 @@ def cut_layers(weights: Sequence[float], trained: Sequence[int], parts: int) -> 
 
 @lru_cache(maxsize=256)
 def balanced(weights: tuple[float, ...], parts: int) -> Bounds:
-    """Return the bounds of `parts` parts, with the least difference between heaviest and lightest part."""
+    """Return the bounds of parts with the least difference between heaviest and lightest."""
     sums = list(accumulate(weights, initial=0))
     best: list[tuple[float, float]] = [(0, math.inf), *[(math.inf, math.inf)] * len(weights)]
     cuts: list[list[int]] = []
@@ -89,9 +86,9 @@ def balanced(weights: tuple[float, ...], parts: int) -> Bounds:
 
 
 def _best_cut(best: Sequence[tuple[float, float]], sums: Sequence[float], end: int) -> tuple[int, tuple[float, float]]:
-    """Find the best split of the first `end` layers. Return the first layer of the last part, and two weights.
+    """Return the first layer of the last part in the best split of the first `end` layers.
 
-    These are the weights of the split's heaviest and lightest parts. `best[n]`: the two weights for the first n layers.
+    Also return the weights of the split's heaviest and lightest parts. `best[n]`: these weights for the first n layers.
     """
     cost, found = math.inf, (0, (math.inf, math.inf))
     for cut in range(end):

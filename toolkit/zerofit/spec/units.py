@@ -61,7 +61,10 @@ def shown_score(value: float) -> str:
 
 
 def shown_bytes(value: float, unit_of: float | None = None) -> str:
-    """Format bytes with three digits and a binary unit: "79.1 GiB". `unit_of`: use the unit of this number of bytes."""
+    """Format bytes with three digits and a binary unit: "79.1 GiB".
+
+    `unit_of`: use the unit of this number of bytes.
+    """
     scale = value if unit_of is None else unit_of
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(scale) < 999.5 or unit == "TiB":

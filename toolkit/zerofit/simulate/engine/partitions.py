@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from zerofit.simulate.memory.ledger import DEVICE
 from zerofit.simulate.ops.tracker import AllocationTracker
-from zerofit.spec.partitions import reaching
+from zerofit.spec.partitions import partition_overlaps
 
 Array = npt.NDArray[np.int64]
 NORM_BYTES = 8  # per element while its norm is computed (zero/utils.py, get_norm_dtype)
@@ -107,7 +107,7 @@ class _Group:
         self.size = int(optimizer.partition_size[number])  # a float up to DeepSpeed 0.19.6
         self.whole, inside, self.pieces, self.largest = np.zeros((4, ranks), dtype=np.int64)
         self.reached: dict[int, list[tuple[int, int]]] = {}  # parameter's number -> (rank, elements in its partition)
-        for rank, place, piece in reaching([p.numel() for p in members], self.size, ranks // sharing):
+        for rank, place, piece in partition_overlaps([p.numel() for p in members], self.size, ranks // sharing):
             self.reached.setdefault(optimizer.get_param_id(members[place]), []).append((rank, piece))
             self.whole[rank] += members[place].numel()
             inside[rank] += piece
