@@ -64,7 +64,7 @@ def test_only_a_group_that_hands_the_controller_down_is_asked(tmp_path, monkeypa
     assert leave_group("zerofit-test")
 
 
-@pytest.mark.skipif(not memory_limit._places(), reason="no control group (version 2) here hands memory down")
+@pytest.mark.skipif(not memory_limit._parents(), reason="no control group (version 2) here hands memory down")
 def test_a_group_ends_what_takes_more_and_says_so():
     code = (
         "import sys, mmap\nfrom zerofit.spec.memory_limit import limit_memory\nlimit_memory(64 << 20, 'zerofit-test')\n"
