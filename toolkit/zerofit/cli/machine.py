@@ -138,14 +138,14 @@ def _calibrate(budget_s: float) -> dict[str, object]:
 
 def _measure(ranks: int, threads: int, budget_s: float) -> dict[str, object]:
     """Return the measurements of the ranks. Raises RunFailed."""
-    from zerofit.doctor.measured import MeasurementJob, measured, together
+    from zerofit.doctor.measured import MeasurementJob, joined_figures, measured
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=err(), transient=True) as bar:
         task = bar.add_task("", total=None)
         job = MeasurementJob(ranks=ranks, threads=threads, seconds=budget_s, by_shape=True)
         by_rank = measured(job, ranks, lambda phase: bar.update(task, description=phase))
-    return {**together(by_rank), "device_name": by_rank[0]["device_name"]}
+    return {**joined_figures(by_rank), "device_name": by_rank[0]["device_name"]}
 
 
 def _ranges(kernels: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, float, str]]:

@@ -10,8 +10,8 @@ from typing import Any
 from zerofit.doctor import host_checks
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.doctor.facts import HostFacts
-from zerofit.doctor.measured import MeasurementJob, together
-from zerofit.doctor.preflight import Preflight, PreflightRequest, lost, preflight
+from zerofit.doctor.measured import MeasurementJob, joined_figures
+from zerofit.doctor.preflight import Preflight, PreflightRequest, no_answer, preflight
 from zerofit.doctor.remote import INSIDE, Conversation, Unreachable, ask_all, conversations
 from zerofit.launch.hostfile import Host
 from zerofit.launch.ops import TRAINING
@@ -48,7 +48,7 @@ async def _with_torch(hosts: list[Host], first: Preflight, options: ExamineOptio
     """Return the checks that need torch on the hosts: DeepSpeed's ops, and measured speeds."""
     async with conversations([host.name for host in hosts], options.ssh_port, INSIDE) as opened:
         reached = {name: host for name, host in opened.items() if isinstance(host, Conversation)}
-        checks = [lost(name, "torch", host) for name, host in opened.items() if isinstance(host, Unreachable)]
+        checks = [no_answer(name, "torch", host) for name, host in opened.items() if isinstance(host, Unreachable)]
         checks += await examine_ops(reached, say, build=options.build_ops)
         if options.measure:
             checks += await _measured([host for host in hosts if host.name in reached], reached, first, say)
@@ -65,12 +65,12 @@ async def _measured(hosts: list[Host], reached: dict[str, Conversation], first: 
     for host in hosts:
         answer, facts = answers[host.name], first.facts[host.name]
         if isinstance(answer, Unreachable):
-            checks.append(lost(host.name, "measurement", answer))
+            checks.append(no_answer(host.name, "measurement", answer))
         elif answer["error"]:
             checks.append(Check(name="measurement", host=host.name, status=FAIL, value=answer["error"]))
         else:
             ranks = len(answer["ranks"])
-            checks += host_checks.speeds(host.name, facts, together(answer["ranks"]), ranks)
+            checks += host_checks.speeds(host.name, facts, joined_figures(answer["ranks"]), ranks)
             checks += host_checks.nvme_speeds(host.name, answer["nvme"])
     failed = any(check.status == FAIL for check in checks)
     if len(hosts) > 1 and first.master_address and not failed:
@@ -123,7 +123,7 @@ async def examine_ops(hosts: dict[str, Conversation], say: Say, *, build: bool) 
             questions[name] = {"ask": "build", "ops": ops}
         for host, answer in (await ask_all(hosts, questions, BUILD_S, say)).items():
             if isinstance(answer, Unreachable):
-                checks.append(lost(host, "ops", answer))
+                checks.append(no_answer(host, "ops", answer))
                 continue
             for op, problem in answer["failed"].items():
                 message, hint = problem["message"], problem["hint"]
@@ -135,7 +135,7 @@ async def examine_ops(hosts: dict[str, Conversation], say: Say, *, build: bool) 
 def _ops(host: str, answer: dict[str, Any] | Unreachable) -> Iterator[Check]:
     """Yield a failed check for each import that fails, and a check of each op."""
     if isinstance(answer, Unreachable):
-        yield lost(host, "ops", answer)
+        yield no_answer(host, "ops", answer)
         return
     reinstall = "reinstall it; install torch and torchvision together from one index"
     for name, error in answer["imports"].items():

@@ -48,7 +48,11 @@ def checks(host: str, facts: HostFacts, *, many: bool) -> Iterator[Check]:
     """Yield all checks of a host's facts. `many`: whether the host is one of several."""
     yield from _gpus(host, facts)
     yield from driver(host, facts)
-    yield from _nccl(host, facts)
+    if facts["gpus"] and not facts["versions"]["hip"]:
+        nccl = facts["versions"]["nccl"]
+        problem = "" if nccl else "the nvidia-nccl package is not installed, so NCCL's version is unknown"
+        hint = "torch may contain its own NCCL; torch from pytorch.org installs it as a package"
+        yield check("nccl", host, problem, str(nccl), WARN, hint=hint)
     yield from _compilers(host, facts)
     yield from clashes(host, facts)
     lacks = [part for part, is_installed in facts["libaio"].items() if not is_installed]
@@ -74,7 +78,7 @@ def _gpus(host: str, facts: HostFacts) -> Iterator[Check]:
         return
     for name in dict.fromkeys(gpu["name"] for gpu in facts["gpus"]):
         same = [gpu for gpu in facts["gpus"] if gpu["name"] == name]
-        total = min(gpu["total_bytes"] or 0 for gpu in same)
+        total = min(gpu["total_bytes"] or 0 for gpu in same)  # a forecast must fit the smallest
         device = by_name(name, total)
         good, problem = f"{len(same)} x {name}, {shown_bytes(total)}", ""
         if device is None:
@@ -83,14 +87,6 @@ def _gpus(host: str, facts: HostFacts) -> Iterator[Check]:
             problem = f"{good}: less memory than the catalog's {shown_bytes(device.memory_bytes)}"
         hint = "plan with a similar GPU and this one's memory: --gpu KIND --device-memory SIZE"
         yield check("gpus", host, problem, good, WARN, hint=hint)
-
-
-def _nccl(host: str, facts: HostFacts) -> Iterator[Check]:
-    if facts["gpus"] and not facts["versions"]["hip"]:
-        found = facts["versions"]["nccl"]
-        problem = "" if found else "the nvidia-nccl package is not installed, so NCCL's version is unknown"
-        hint = "torch may contain its own NCCL; torch from pytorch.org installs it as a package"
-        yield check("nccl", host, problem, str(found), WARN, hint=hint)
 
 
 def _compilers(host: str, facts: HostFacts) -> Iterator[Check]:

@@ -34,7 +34,7 @@ GPU_MESSAGES = ((0.25, 50), (4, 50), (64, 20), (1024, 5))
 
 
 def measure(job: MeasurementJob) -> dict[str, object]:
-    """Return all figures of one rank; all ranks measure the same thing at the same time."""
+    """Return all figures of one rank."""
     rank, ranks, budget_s, folder = job.rank, job.ranks, job.seconds, Path(job.folder)
     device = torch.device("cuda", job.device) if torch.cuda.is_available() else torch.device("cpu")
     if job.collectives_only:
@@ -54,16 +54,16 @@ def measure(job: MeasurementJob) -> dict[str, object]:
     }
     for phase, step in steps.items():
         if ranks > 1:
-            dist.barrier()
+            dist.barrier()  # ranks share memory and cores, so all of them must measure the same thing at a time
         if rank == 0:
-            (folder / "phase").write_text(phase)
+            (folder / "phase").write_text(phase)  # for the command, which shows it
         found |= step()
     return found
 
 
 def _seconds(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
     """Return the median seconds of one call, over about `budget_s`."""
-    for _ in range(2):
+    for _ in range(2):  # the first calls allocate memory and choose kernels
         work()
     taken: list[float] = []
     end = time.perf_counter() + budget_s

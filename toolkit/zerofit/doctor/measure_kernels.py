@@ -88,6 +88,7 @@ class Stopwatch:
     def seconds(self, work: Work) -> float:
         """Return the median seconds of a call, with several CPU threads the least."""
         work()
+        # as many calls in a row as take about LEAST_S, so that reading the clock does not count
         calls = max(1, min(MOST_CALLS, int(LEAST_S / max(1e-7, self.timed(work, 1)))))
         taken: list[float] = []
         end = time.perf_counter() + self._budget_s
@@ -99,7 +100,7 @@ class Stopwatch:
     def kernel_s(self, work: Work) -> float:
         """Return the seconds of a call minus `call_s`, but at least a fifth of the call."""
         seconds = self.seconds(work)
-        return max(seconds - self.call_s, 0.2 * seconds)
+        return max(seconds - self.call_s, 0.2 * seconds)  # noise must not make a short kernel free
 
     def timed(self, work: Work, calls: int) -> float:
         """Return the mean seconds of `calls` calls in a row."""

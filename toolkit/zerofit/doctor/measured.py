@@ -78,6 +78,7 @@ def _watch(
 ) -> None:
     """Wait for all ranks. Raises RunFailed when one fails, or after `LIMIT_S`."""
     end = time.monotonic() + LIMIT_S
+    # a rank that fails leaves the others waiting in a collective, so its exit ends the loop
     while any(process.poll() is None for process in processes):
         phase = folder / "phase"
         if phase.exists():
@@ -86,7 +87,7 @@ def _watch(
             break
         time.sleep(POLL_S)
     codes = {job.rank: process.poll() for job, process in zip(jobs, processes, strict=True)}
-    failed = [rank for rank, code in codes.items() if code]  # the others wait for these
+    failed = [rank for rank, code in codes.items() if code]
     late = [rank for rank, code in codes.items() if code is None]
     if failed:
         last = (folder / f"rank-{failed[0]}.log").read_text(errors="replace").strip().splitlines()[-1:]
@@ -97,7 +98,7 @@ def _watch(
         raise RunFailed(Problem(kind="measurement", message=message, hint="try again on an idle machine"))
 
 
-def together(ranks: Sequence[Figures]) -> Figures:
+def joined_figures(ranks: Sequence[Figures]) -> Figures:
     """Join the ranks' figures: of each figure, the slowest rank's."""
     first = ranks[0]  # all ranks have the same figures, but only the first one measures the disk
 

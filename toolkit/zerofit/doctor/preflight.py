@@ -101,19 +101,20 @@ async def _preflight(hosts: Sequence[Host], request: PreflightRequest) -> Prefli
             seen = await _marks_seen(request.run_folder, facts)
             routes = await find_routes(names, reached, facts, request.master, request.master_port, request.callback)
         expected = "ssh without a prompt, and the same zerofit on the host"
-        checks = [lost(name, "reachable", missing[name], expected) for name in names if name in missing]
+        checks = [no_answer(name, "reachable", missing[name], expected) for name in names if name in missing]
         checks += compare.checks(hosts, facts, await own, request.accelerator)
         if request.run_folder is not None:
             checks += compare.folders(facts, request.run_folder, seen)
             checks += compare.disk(facts, request.checkpoint_bytes)
         checks += [clock(name, host.clock_s, host.clock_error_s) for name, host in reached.items()]
         checks += routes.checks
+    # by host; the sort keeps the order of a host's checks
     order = {name: number for number, name in enumerate(names)}
     checks.sort(key=lambda check: order.get(check.host, -1))
     return replace(routes, checks=tuple(checks), facts=facts)
 
 
-def lost(host: str, name: str, error: Unreachable, expected: str = "") -> Check:
+def no_answer(host: str, name: str, error: Unreachable, expected: str = "") -> Check:
     """Return a failed check of a host that did not answer."""
     return check(name, host, error.message, "", expected=expected, hint=error.hint)
 
@@ -125,7 +126,7 @@ async def _marks_seen(folder: Path | None, facts: dict[str, HostFacts]) -> set[s
     folders = {name: host["run_folder"] for name, host in facts.items()}
     marks = {name: found["mark"] for name, found in folders.items() if found and found["mark"]}
     end = asyncio.get_running_loop().time() + MARK_S
-    while True:
+    while True:  # a network file system shows another host's file after some time
         seen = {name for name, mark in marks.items() if (folder / mark).exists()}
         if len(seen) == len(marks) or asyncio.get_running_loop().time() > end:
             return seen

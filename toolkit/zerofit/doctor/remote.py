@@ -13,7 +13,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +91,7 @@ class Conversation:
     lost: Unreachable | None = None  # after the first failure: a late answer is not that of the next question
 
     async def ask(
-        self, question: dict[str, Any], patience_s: float = PATIENCE_S, say: Callable[[str], None] | None = None
+        self, question: object, patience_s: float = PATIENCE_S, say: Callable[[str], None] | None = None
     ) -> dict[str, Any]:
         """Return the answer; `say` gets lines of progress. Raises Unreachable, now and ever after."""
         if self.lost:
@@ -215,7 +215,7 @@ async def _started(host: str, module: str, ssh_port: int | None, local: bool) ->
 
 async def ask_all(
     hosts: dict[str, Conversation],
-    question: dict[str, Any] | dict[str, dict[str, Any]],
+    question: Mapping[str, object],
     patience_s: float = PATIENCE_S,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any] | Unreachable]:

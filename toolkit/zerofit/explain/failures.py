@@ -90,6 +90,7 @@ def find_failure(lines: Sequence[LogLine], progress: Progress) -> Failure | None
 
 def _listed(lines: Sequence[LogLine], progress: Progress, kind: str) -> Failure | None:
     """Return the first entry of failures.yaml that the log matches after its last step."""
+    # a pattern may span lines, so the log is searched as one text; `starts` finds the line of a match
     text = "\n".join(line.text for line in lines)
     starts = [0, *accumulate(len(line.text) + 1 for line in lines)]
     for entry in _entries(kind):
@@ -121,6 +122,7 @@ def _failure(entry: FailureEntry, lines: Sequence[LogLine], found: Sequence[int]
 
 def _exception(lines: Sequence[LogLine], progress: Progress) -> Failure | None:
     """Return the first exception that ended the script; None if the run continued after all."""
+    # torchrun's reports name the rank that failed first; without one, the first exception in the log counts
     reports = _FIRST_FAILURE.findall("\n".join(line.text for line in lines))
     first = min(reports)[1] if reports else ""
     for at in sorted(_exceptions(lines), key=lambda at: (bool(first) and lines[at].rank != first, at)):

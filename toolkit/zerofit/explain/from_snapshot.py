@@ -101,6 +101,8 @@ def _cause(
     snapshot: MemorySnapshot, alive: Sequence[AliveBlock], kinds: Counter[str], frames: Sequence[CodeFrame]
 ) -> tuple[str, str, tuple[str, ...]]:
     """Return the cause, a sentence and the evidence. `frames`: the call that failed."""
+    # The first that applies is the answer. Fragments and leaks come before the phase, and the phase before the kind of
+    # memory that fills the GPU: a leak of activations is a leak.
     allocated = sum(kinds.values())
     reserved, failed = snapshot.reserved_at_moment, snapshot.ran_out
     if failed and reserved - allocated >= max(failed.bytes - failed.free_bytes, USUAL_FRAGMENTS * reserved):

@@ -242,6 +242,7 @@ def _judged(origin: FirstOp, scale: float) -> tuple[str, str]:
     if len(origin["samples"]) < origin["of_samples"] and samples and "weights" not in origin["depends"]:
         values = "; ".join(map(_range, origin["inputs"]))
         return SAMPLE, f"Sample {samples} of the training data: {made}, before any weight is used ({values})."
+    # finite in float32, so 16 bits are the cause; in backward, the loss scale may be, if the gradient itself would fit
     wide, limit = origin["wide"], LARGEST.get(origin["output"]["dtype"], math.inf)
     if wide is not None:
         shown = f"{wide:.3g} in float32, above {limit:.5g}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from zerofit.report.page import render
 from zerofit.spec.files import write_text
@@ -23,7 +22,7 @@ class Evidence:
     command: str = ""  # makes only this table
     notes: Sequence[str] = ()  # a list below it
     picture: Path | None = None  # a file below the page's folder
-    figures: Mapping[str, Any] = field(default_factory=dict)  # the numbers, as plain data
+    figures: Mapping[str, object] = field(default_factory=dict)  # the numbers, as plain data
 
 
 def _table_row(cells: Sequence[str]) -> str:

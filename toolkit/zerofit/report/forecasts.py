@@ -91,6 +91,7 @@ def _span(low: int, high: int) -> str:
 
 def simulation_sections(found: Simulations) -> Iterator[Section]:
     """Yield sections: memory, ranks, changes, faults of the script, and collectives."""
+    # a page with many timelines shows fewer moments of each, so that its file stays small
     timed = {name: simulation for name, simulation in found.items() if simulation.timeline}
     note = "Device memory by kind. Hover over a moment to see the module and the line that allocates."
     most = min(MOMENTS, 3 * MOMENTS // max(1, len(timed)))

@@ -109,6 +109,7 @@ class Bars:
     @cached_property
     def colors(self) -> dict[str, str]:
         """The color of each part."""
+        # names that are no kinds of memory get colors that no kind on this page has
         taken = {COLORS.get(name) for name in self.names}
         free = [color for color in SERIES if color not in taken] or SERIES
         others = [name for name in self.names if name not in COLORS]

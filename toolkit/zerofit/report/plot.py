@@ -112,6 +112,7 @@ def _figure(histories: dict[str, list[Record]], validated: dict[str, list[Record
     spread = any("expert_load_most" in record for steps in histories.values() for record in steps)
     figure = Figure(figsize=(9, 12 if spread else 9), layout="constrained")
     loss, rate, memory, *loads = figure.subplots(4 if spread else 3, 1, sharex=True)
+    # runs on images have no tokens, and one axis needs one unit
     text = all(any(number_in(record, "tokens_per_s") for record in steps) for steps in histories.values())
     key = "tokens_per_s" if text else "samples_per_s"
     for label, steps in histories.items():

@@ -96,7 +96,7 @@ def read_sources(paths: Sequence[Path]) -> Sources:
 
 def with_names(found: Sequence[tuple[str, Reported]]) -> Sources:
     """Return each run and result by its name. Equal names are numbered."""
-    if len(found) == 1:
+    if len(found) == 1:  # its name is the page's title
         return {"": found[0][1]}
     counts, named = Counter[str](), dict[str, Reported]()
     for name, content in found:

@@ -71,10 +71,11 @@ def read_run(path: Path, problems: Problems) -> RunHistory:
     folder = RunFolder(path)
     names = ("result", "plan", "run", "ds_config", "env", "stopped")
     files = {name: _content(getattr(folder, name)) for name in names}
-    without = Problems() if files["run"] else problems  # a run that failed before its first step has no metrics
+    # a run that failed before its first step has no metrics, so missing metrics are then no problem
+    missing_steps = Problems() if files["run"] else problems
     return RunHistory(
         folder=path.name or str(path.resolve()),
-        steps=steps_of(path, without),
+        steps=steps_of(path, missing_steps),
         evaluations=evaluations(path),
         faults=read_jsonl(folder.faults) if folder.faults.is_file() else [],
         files=files,
@@ -165,7 +166,7 @@ Curves = dict[str, dict[float, float]]  # label, "" for the run itself -> value 
 
 
 def _curves(run: RunHistory, most: int) -> dict[str, Curves]:
-    steps = run.steps[:: -(-len(run.steps) // most) or 1] + run.steps[-1:]
+    steps = run.steps[:: -(-len(run.steps) // most) or 1] + run.steps[-1:]  # every nth step, and the last one
     times = _at_steps(steps, "step_s")
     planned = number_in(run.files["plan"], "step_s") or 0.0
     unit = "tokens" if any(number_in(step, "tokens_per_s") for step in steps) else "samples"

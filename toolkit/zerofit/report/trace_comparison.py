@@ -62,7 +62,7 @@ def compare_traces(paths: Sequence[Path], out: Path) -> TraceComparison:
     traces = [problems.attempt(lambda path=path: read_trace(path)) for path in paths]
     check_picture(out, "--out", problems)
     problems.raise_if_any()
-    read = sorted((trace for trace in traces if trace), key=lambda trace: not trace.forecast)
+    read = sorted((trace for trace in traces if trace), key=lambda trace: not trace.forecast)  # the forecast first
     if [trace.forecast for trace in read] != [True, False]:
         message = f"--trace names {len(read)} traces, {sum(trace.forecast for trace in read)} of them forecasts"
         hint = "give one from --trace of `zerofit plan` or `simulate`, and one of `zerofit train --profile`"

@@ -180,6 +180,8 @@ def _own_times(events: list[TraceEvent], steps: list[TraceEvent]) -> Iterator[tu
 
 def _thread_times(events: list[TraceEvent], steps: list[TraceEvent]) -> Iterator[tuple[str, float, float]]:
     """Yield kind, start and microseconds on the training thread."""
+    # Ops nest, so the events in order of their start form a stack. The time from one event to the next counts for the
+    # innermost open op. A step is the outermost event: its own time is Python's.
     ops = [e for e in events if e.get("cat") == "cpu_op" and e.get("tid") == steps[0].get("tid")]
     within: list[tuple[str, float]] = []  # kind and end of open ops, innermost last
     at = 0.0

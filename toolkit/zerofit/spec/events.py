@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Kind = Literal[
     "status",  # what is being done now; replaces the previous status
@@ -139,7 +142,7 @@ class Reporter:
         """Report a warning for the user. `where`: the file, line or flag that caused it."""
         self.on_event(Event(kind="warning", text=text, data={"where": where} if where else {}))
 
-    def stages(self, stages: Sequence[Any]) -> None:
+    def stages(self, stages: Sequence[DataclassInstance]) -> None:
         """Report which ranks have which layers of a pipeline (`PipelineStage`)."""
         self.on_event(stages_event([asdict(stage) for stage in stages]))
 

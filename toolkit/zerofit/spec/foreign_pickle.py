@@ -61,6 +61,7 @@ def read_pickle(path: Path, unpickler: type[PlainUnpickler] = PlainUnpickler) ->
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, and decompress it if it is compressed by gzip."""
     with path.open("rb") as file:
         compressed = file.read(2) == GZIP
         file.seek(0)
