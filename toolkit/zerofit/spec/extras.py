@@ -19,7 +19,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def missing_extra(error: BaseException) -> Problem | None:
-    """Return a problem that names an extra, if a missing package of it caused `error`.
+    """Return a problem that names the extra whose missing package caused `error`, or None.
 
     The extras are those of zerofit's own metadata (pyproject.toml).
     """

@@ -97,7 +97,7 @@ def control_groups(controller: str) -> list[Path]:
 def oom_kills() -> int:
     """Return the number of processes that the kernel has killed for lack of memory.
 
-    It counts them by control group.
+    It counts them for this process's control groups and for the host.
     """
     files = [group / name for group in control_groups("memory") for name in ("memory.events", "memory.oom_control")]
     return sum(_statistic(file, "oom_kill") for file in (*files, Path("/proc/vmstat")))

@@ -61,7 +61,7 @@ def out_of_memory(message: str, where: Path) -> Problem:
 
 
 def leave_group(group: str) -> bool:
-    """Remove an ended process's control group. Return whether memory was why it was killed."""
+    """Remove an ended process's control group. Return whether it was killed for its memory."""
     killed = False
     for parent in _parents():
         with suppress(OSError):

@@ -84,7 +84,7 @@ def parts_of_stage(stage: int, stages: int, schedule: PipelineSchedule) -> tuple
 
 
 def heaviest_of_stages(layout: Layout, batch: Batch) -> list[int]:
-    """Return the first rank of each pipeline stage with the stage's largest micro batch."""
+    """Return for each pipeline stage the first rank with the stage's largest micro batch."""
     if not batch.by_rank or layout.dp < layout.world_size:
         return first_of_stages(layout)
     return [batch.by_rank.index(max(batch.by_rank))]

@@ -34,7 +34,7 @@ def has_pairs(task: str) -> bool:
 
 
 def is_image(task: str) -> bool:
-    """Return whether a task's models map an image to class logits of it or of its pixels."""
+    """Return whether a task's models classify images, or the pixels of images."""
     return task in ("image", "segmentation")
 
 
@@ -173,9 +173,9 @@ def prefetch_elements(hidden_size: int) -> int:
 
 
 def persistence_elements(hidden_size: int) -> int:
-    """Return the elements up to which parameters stay gathered: norms and biases.
+    """Return the largest number of elements of a parameter that stays on every rank.
 
-    This is the threshold of transformers.
+    As in transformers, norms and biases are below it, and matrices above.
     """
     return 10 * hidden_size
 

@@ -1,4 +1,4 @@
-"""The job of a run, and its run folder, through whose files its processes communicate."""
+"""The job of a run, and its run folder. The run's processes communicate through its files."""
 
 from __future__ import annotations
 

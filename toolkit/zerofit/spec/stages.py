@@ -27,7 +27,7 @@ class PipelineStage:
 
 
 def stages_of(job: Job) -> tuple[PipelineStage, ...]:
-    """Return the stages of a job; () without a pipeline, or if measured time balances it."""
+    """Return the stages of a job; () without a pipeline, or if time balances it."""
     run, layout, stack = job.run, job.layout, job.facts.stack
     if layout.pp == 1 or run.pipeline_balance == "time":
         return ()
