@@ -108,11 +108,11 @@ class Conversation:
         except (TimeoutError, OSError) as error:
             self.lost = await self._failure(error, patience_s)
             raise self.lost from None
-        got, (heard, answered) = time.time(), answer["clock"]
+        got, (received, answered) = time.time(), answer["clock"]
         # As in NTP: with equal delays in both directions, the mean of the two differences is the clocks' difference.
         # It is wrong by half of the time on the network at most.
-        self.clock_s = ((heard - sent) + (answered - got)) / 2
-        self.clock_error_s = max(0.0, (got - sent) - (answered - heard)) / 2
+        self.clock_s = ((received - sent) + (answered - got)) / 2
+        self.clock_error_s = max(0.0, (got - sent) - (answered - received)) / 2
         return answer
 
     async def greeting(self) -> None:

@@ -29,9 +29,9 @@ def serve(answer: Callable[[dict[str, Any], ExitStack, Say], Mapping[str, object
     _write(greeting=True)
     with ExitStack() as stack:
         for line in sys.stdin:
-            heard = time.time()
+            received = time.time()
             found = answer(json.loads(line), stack, lambda words: _write(progress=words))
-            _write(**found, clock=[heard, time.time()])
+            _write(**found, clock=[received, time.time()])
 
 
 def _write(**message: object) -> None:

@@ -78,7 +78,7 @@ def _of_shortage(lines: Sequence[LogLine], found: Sequence[Shortage], source: st
             in_worker=any(WORKER in line.text for line in lines if abs(line.number - shortage.line) < 60),
         )
     )
-    own, asking = own_frame(frames), caller_of_torch(frames)
+    own, caller = own_frame(frames), caller_of_torch(frames)
     return Explanation(
         source=source,
         cause=cause.name,
@@ -89,7 +89,7 @@ def _of_shortage(lines: Sequence[LogLine], found: Sequence[Shortage], source: st
         at=own.place if own else "",
         function=own.name if own else "",
         code=own.code if own else "",
-        asked_by=asking.place if asking and asking is not own else "",
+        asked_by=caller.place if caller and caller is not own else "",
         phase=phase or progress.activity,
         steps=progress.steps,
         ranks=tuple(dict.fromkeys(other.rank for other in same if other.rank)),

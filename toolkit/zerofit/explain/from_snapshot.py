@@ -65,7 +65,7 @@ def explain_snapshot(path: Path) -> Explanation:
     fragments = max(0, snapshot.reserved_at_moment - allocated)
     failed = snapshot.ran_out
     frames = _calls(failed.frames) if failed else []
-    own, asking, phase = own_frame(frames), caller_of_torch(frames), phase_of(frames)
+    own, caller, phase = own_frame(frames), caller_of_torch(frames), phase_of(frames)
     cause, summary, evidence = _cause(snapshot, alive, kinds, frames)
     moment = "when memory ran out" if failed else "at the peak"
     unknown = cause == UNKNOWN
@@ -80,7 +80,7 @@ def explain_snapshot(path: Path) -> Explanation:
         ),
         at=own.place if own else "",
         function=own.name if own else "",
-        asked_by=asking.place if asking and asking is not own else "",
+        asked_by=caller.place if caller and caller is not own else "",
         phase=phase,
         steps=len(snapshot.steps) if failed else 0,
         figures=MemoryFigures(
@@ -174,8 +174,8 @@ def _by_kind_and_line(alive: Sequence[AliveBlock]) -> tuple[Counter[str], tuple[
     for block in alive:
         kind = kind_of(block.frames, recorded and block.event >= 0)
         kinds[kind] += block.bytes
-        if asking := caller_of_torch(_calls(block.frames)):
-            entry = lines.setdefault((asking.place, asking.name, kind), [0, 0])
+        if caller := caller_of_torch(_calls(block.frames)):
+            entry = lines.setdefault((caller.place, caller.name, kind), [0, 0])
             entry[0] += block.bytes
             entry[1] += 1
     largest = sorted(lines.items(), key=lambda item: -item[1][0])[:LINES]

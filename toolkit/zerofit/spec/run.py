@@ -392,7 +392,7 @@ class Run(BaseModel):
         """
         values, places, faults = _read_run_file(Path(path))
         places = {key: place for key, place in places.items() if key not in overrides}
-        run = _made(values | overrides, places, faults)
+        run = _checked_run(values | overrides, places, faults)
         _refuse_foreign_code(Path(path), run, overrides, trust_model_code)
         return run
 
@@ -438,7 +438,7 @@ def load_run(file: Path | None, flags: Mapping[str, object], trust_model_code: b
     values, places, faults = _read_run_file(file) if file else ({}, {}, [])
     values |= flags
     places |= {field: flag(field) for field in flags}
-    run = _made(values, places, faults, name_flags=True)
+    run = _checked_run(values, places, faults, name_flags=True)
     if file:
         _refuse_foreign_code(file, run, flags, trust_model_code)
     return RunRequest(run=run, places={k: p for k, p in places.items() if k in flags or values[k] is not None})
@@ -451,7 +451,7 @@ def _refuse_foreign_code(file: Path, run: Run, typed: Collection[str], trusted: 
         refuse_foreign_code(file, trusted, **{name: value for name, value in own.items() if name not in typed})
 
 
-def _made(
+def _checked_run(
     values: Mapping[Any, Any], places: Mapping[Any, str], faults: Sequence[Problem], *, name_flags: bool = False
 ) -> Run:
     """Return the run with these `values`, whose keys may be of any YAML type.

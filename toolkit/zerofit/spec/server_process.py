@@ -61,10 +61,10 @@ class ServerProcess:
     def refuse_if_ended(self) -> None:
         """Raise RuntimeError if the server has ended."""
         if self.process.poll() is not None:
-            code, last = self.process.returncode, self.said()
+            code, last = self.process.returncode, self.last_output()
             raise RuntimeError(f"the server process has ended (status {code}): {last}")
 
-    def said(self) -> str:
+    def last_output(self) -> str:
         """Return the last output on the server's standard error."""
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")[-2000:]

@@ -104,12 +104,12 @@ def simulate_all(targets: Sequence[Target], show: Callable[[str], None]) -> list
             while not all((folder / f"{n}.ended").exists() for n in range(count)) and not _is_over(server, folder):
                 show(_progress(folder, count, time.monotonic() - start))
                 time.sleep(POLL_S)
-            short = oom_kills() > kills or is_about_memory(server.said())
+            short = oom_kills() > kills or is_about_memory(server.last_output())
             status = server.process.poll()
             if status is not None:
                 _kill(folder)
                 if status >= 0 and not short:
-                    broken = broken_environment(server.said())
+                    broken = broken_environment(server.last_output())
                     if broken:
                         raise UserError(broken)
                     server.refuse_if_ended()
