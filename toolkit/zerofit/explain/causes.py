@@ -60,6 +60,7 @@ def _single_tensor(evidence: LogEvidence) -> Cause | None:
 def _other_processes(evidence: LogEvidence) -> Cause | None:
     figures = evidence.shortage.figures
     others = sum(figures.other_bytes)
+    # without the other processes, the allocation would have fitted
     if not others or figures.asked_bytes is None or figures.asked_bytes > (figures.free_bytes or 0) + others:
         return None
     if max(figures.other_bytes) < CONTEXT_BYTES:
@@ -137,6 +138,7 @@ def _graphs(evidence: LogEvidence) -> Cause | None:
 def _fragmented(evidence: LogEvidence) -> Cause | None:
     figures = evidence.shortage.figures
     unused, asked, free = figures.unallocated_bytes, figures.asked_bytes, figures.free_bytes or 0
+    # the unused memory would have been enough, had it been in one piece
     if unused is None or asked is None or free >= asked or unused + free < asked:
         return None
     if unused < USUAL_FRAGMENTS * (figures.reserved_bytes or 0):
@@ -240,6 +242,7 @@ def _filled(shortage: Shortage) -> tuple[str, ...]:
     figures = shortage.figures
     if figures.allocated_bytes is None or not figures.total_bytes:
         return ()
+    # evidence for every cause in a phase: how full the GPU was, and with what besides tensors
     share, reserved = figures.allocated_bytes / figures.total_bytes, figures.reserved_bytes or 0
     shown = [f"tensors use {shown_bytes(figures.allocated_bytes)} of {shown_bytes(figures.total_bytes)} ({share:.0%})"]
     if reserved > figures.total_bytes:

@@ -105,6 +105,7 @@ def _cause(
     # memory that fills the GPU: a leak of activations is a leak.
     allocated = sum(kinds.values())
     reserved, failed = snapshot.reserved_at_moment, snapshot.ran_out
+    # with the unused memory in one piece, the allocation would have fitted
     if failed and reserved - allocated >= max(failed.bytes - failed.free_bytes, USUAL_FRAGMENTS * reserved):
         pieces = f"{shown_bytes(reserved - allocated)} are unused, in pieces below {shown_bytes(failed.bytes)}"
         return "fragmentation", f"Of {shown_bytes(reserved)} reserved by torch, {pieces}.", ()

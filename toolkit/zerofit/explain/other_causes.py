@@ -174,12 +174,11 @@ def _inference_engine(evidence: LogEvidence) -> Cause | None:
         return Cause(name="sglang-no-cache", summary=summary)
     if "max seq len" in text:
         return _too_long(text)
-    name, summary = "vllm-no-cache", "vLLM's weights and activations fill its share of the GPU. "
-    summary += "Nothing is left for the KV cache."
     if "warming up" in text:
-        name, summary = "vllm-warm-up", "After vLLM had allocated its cache, too little memory was left to warm up "
-        summary += "the sampler."
-    return Cause(name=name, summary=summary, run_next=PLAN_SERVE)
+        summary = "After vLLM had allocated its cache, too little memory was left to warm up the sampler."
+        return Cause(name="vllm-warm-up", summary=summary, run_next=PLAN_SERVE)
+    summary = "vLLM's weights and activations fill its share of the GPU. Nothing is left for the KV cache."
+    return Cause(name="vllm-no-cache", summary=summary, run_next=PLAN_SERVE)
 
 
 def _not_free(text: str) -> Cause:
