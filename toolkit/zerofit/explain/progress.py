@@ -98,8 +98,7 @@ _ACTIVITY_PATTERNS = tuple((re.compile(pattern), name) for pattern, name in _ACT
 
 def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
     """Return the progress of the run at a line of its log."""
-    # Programs show steps in three ways: progress bars, losses with a step's number, and losses alone. Several ranks may
-    # print the same step, and a resumed run repeats numbers.
+    # programs show steps in three ways: progress bars, losses with a step's number, and losses alone
     steps, losses, activity, label, started = 0, 0, "", "", False
     numbers: set[int] = set()
     latest: int | None = None  # number of the last step
