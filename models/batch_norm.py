@@ -8,13 +8,15 @@ normalizes with the shared mean and variance.
 from __future__ import annotations
 
 import types
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+from zerofit.models.autograd import Context
 
 __all__ = ["BatchNorm", "batch_norms", "synchronize_batch_norms"]
 
@@ -24,10 +26,11 @@ def batch_norms(model: nn.Module) -> list[BatchNorm]:
     return [module for module in model.modules() if isinstance(module, BatchNorm)]
 
 
-def synchronize_batch_norms(model: nn.Module, group: Any = None) -> None:
-    """Make all batch norms of a model use the statistics of all ranks of a group during training.
+def synchronize_batch_norms(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Make all batch norms of a model use the statistics of all ranks during training.
 
-    Statistics are float32 for any input dtype. The model is changed in place, and its names stay the same.
+    The ranks are those of `group`. Statistics are float32 for any input dtype. The model is changed in place, and its
+    names stay the same.
     """
 
     def forward(self: BatchNorm, x: Tensor) -> Tensor:
@@ -37,7 +40,7 @@ def synchronize_batch_norms(model: nn.Module, group: Any = None) -> None:
             return functional.batch_norm(x, self.running_mean, self.running_var, weight, bias, False, 0.0, self.eps)
         out, mean, var, count = _Synchronized.apply(x, weight, bias, self.eps, group)
         if self.training and self.running_mean is not None:
-            _note(self, mean, var, count)
+            _update_running(self, mean, var, count)
         return out
 
     for norm in batch_norms(model):
@@ -45,7 +48,7 @@ def synchronize_batch_norms(model: nn.Module, group: Any = None) -> None:
 
 
 @torch.no_grad()
-def _note(norm: BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
+def _update_running(norm: BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
     """Update the running statistics with a batch. Like torch, use the unbiased variance."""
     momentum = norm.momentum
     if norm.num_batches_tracked is not None:
@@ -57,6 +60,11 @@ def _note(norm: BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
     norm.running_var.lerp_(var * (count / (count - 1).clamp_min(1)), momentum)
 
 
+class _SharedContext(Context, Protocol):
+    group: dist.ProcessGroup | None
+    biased: bool
+
+
 # Statistics of all ranks, from n_r values with mean_r and var_r on rank r (Chan et al., 1979):
 #
 #     mean = sum(n_r * mean_r) / n
@@ -66,11 +74,19 @@ def _note(norm: BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
 #
 #     dx = weight / std * (dy - mean(dy) - x' * mean(dy * x'))
 class _Synchronized(torch.autograd.Function):
-    """Batch norm with the statistics of all ranks. Saves the input and three numbers per channel for backward."""
+    """Batch norm with the statistics of all ranks.
+
+    Saves the input and three numbers per channel for backward.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any
+        ctx: _SharedContext,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mean, var, count = _shared_statistics(x, group)
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt(), count)
@@ -80,39 +96,42 @@ class _Synchronized(torch.autograd.Function):
         return out, mean, var, count
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: _SharedContext, gradient: Tensor, *_: object
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight, mean, inverse, count = ctx.saved_tensors
         over, shape = [d for d in range(x.dim()) if d != 1], [1, -1, *[1] * (x.dim() - 2)]
-        flat, centered = gradient.float(), x.float() - mean.view(shape)
-        sums = torch.stack([flat.sum(over), (flat * centered).sum(over)])
+        slopes, centered = gradient.float(), x.float() - mean.view(shape)
+        sums = torch.stack([slopes.sum(over), (slopes * centered).sum(over)])
+        # the gradients of weight and bias are this rank's, since the engine adds up those of all ranks
         of_weight = None if weight is None else sums[1] * inverse
         of_bias = sums[0].clone() if ctx.biased else None
         if _ranks(ctx.group) > 1:
             dist.all_reduce(sums, group=ctx.group)
         sums /= count
         scale = inverse if weight is None else inverse * weight
-        slope = (sums[1] * inverse.square()).view(shape)
-        of_x = (flat - sums[0].view(shape) - centered * slope) * scale.view(shape)
+        correlation = (sums[1] * inverse.square()).view(shape)
+        of_x = (slopes - sums[0].view(shape) - centered * correlation) * scale.view(shape)
         return of_x.to(x.dtype), of_weight, of_bias, None, None
 
 
-def _shared_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean, the biased variance and the number of values of each channel over all ranks, float32."""
+def _shared_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, biased variance and number of values per channel over all ranks, float32."""
     over = [d for d in range(x.dim()) if d != 1]
     var, mean = torch.var_mean(x.float(), over, correction=0)
     count = mean.new_full((1,), x.numel() // x.shape[1])
-    ranks = _ranks(group)
-    if ranks == 1:
+    if (ranks := _ranks(group)) == 1:
         return mean, var, count
+    # one collective for all three, since each costs a round of latency
     local = torch.cat([mean, var, count])
-    every = local.new_empty(ranks * len(local))
-    dist.all_gather_into_tensor(every, local, group=group)
-    means, variances, counts = every.view(ranks, -1).split([len(mean), len(var), 1], dim=1)
+    gathered = local.new_empty(ranks * len(local))
+    dist.all_gather_into_tensor(gathered, local, group=group)
+    means, variances, counts = gathered.view(ranks, -1).split([len(mean), len(var), 1], dim=1)
     count = counts.sum(0)
     mean = (means * counts).sum(0) / count
     var = ((variances + (means - mean).square()) * counts).sum(0) / count
     return mean, var, count
 
 
-def _ranks(group: Any) -> int:
+def _ranks(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1

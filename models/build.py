@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, cast
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributions import Distribution
@@ -35,7 +36,6 @@ from zerofit.models.inputs import (
     ImageInputs,
     Inputs,
     LabelledTextInputs,
-    NamedInput,
     NamedInputs,
     SegmentationInputs,
     TableInputs,
@@ -55,9 +55,10 @@ from zerofit.spec.errors import reason_of
 from zerofit.spec.model_facts import gives_loss, has_head, is_text
 
 if TYPE_CHECKING:
+    from diffusers.models.modeling_utils import ModelMixin
     from transformers import PreTrainedModel
 
-TRIED = 2  # samples in a trial, since one sample may take another code path
+TRIAL_SAMPLES = 2  # since one sample may take another code path
 # transformers compares the number of images with their placeholders in the text, which needs values
 UNCHECKED = {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}
 # arguments of a forward that returns a loss, if the forward has such arguments
@@ -83,10 +84,8 @@ def build(
     only. If a user's model cannot be built parameter by parameter (see `why_whole`), it is built in full first.
     `keep`: names of the parameters to store (None: all). Other parameters stay on meta.
     """
-    _refuse_inputs(source, inputs)
-    if inputs is not None and source.task != "custom" and gives_loss(source.task) != isinstance(inputs, NamedInputs):
-        message = f"{source.name} ({source.task}) needs inputs that the data does not have"
-        raise ModelError("model-task", message, "use --data synthetic")
+    if inputs is not None:
+        _refuse_inputs(source, inputs)
     make = partial(BUILD[source.family], source, inputs, dict(args))
     keep = keep if keep is None else {name_without_adapters(name) for name in keep}
     quantization, quantizer = source.partial and source.partial.quantization, None
@@ -111,34 +110,40 @@ def build(
     return model if source.partial is None else train_part(model, source.partial)
 
 
-def _refuse_inputs(source: ModelSource, inputs: Inputs | None) -> None:
-    held = {
+def _refuse_inputs(source: ModelSource, inputs: Inputs) -> None:
+    kinds = {
         ImageInputs: "images",
         SegmentationInputs: "images with masks",
         TableInputs: "a table",
         TextInputs: "text",
         LabelledTextInputs: "text with labels",
     }
-    got = held.get(type(inputs))
-    for taken, does, fits in (
+    got = kinds.get(type(inputs))
+    for needed, does, is_task in (
         (ImageInputs, "classifies images", source.task in ("image", "gan")),
         (SegmentationInputs, "classifies pixels", source.task == "segmentation"),
         (TableInputs, "classifies rows of a table", source.task == "table"),
         (LabelledTextInputs, "labels text", has_head(source.task)),
         (TextInputs, "reads text", is_text(source.task) and not has_head(source.task)),
     ):
-        if fits and got and type(inputs) is not taken:
+        if is_task and got and type(inputs) is not needed:
             raise ModelError("model-task", f"{source.name} {does}, but the data is {got}", "use other --data")
+    if source.task != "custom" and gives_loss(source.task) != isinstance(inputs, NamedInputs):
+        message = f"{source.name} ({source.task}) needs inputs that the data does not have"
+        raise ModelError("model-task", message, "use --data synthetic")
 
 
 def why_whole(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> str | None:
-    """Return why a model cannot be built parameter by parameter; None if it can be. Needs no memory."""
+    """Return why a model cannot be built parameter by parameter; None if it can be.
+
+    Needs no memory.
+    """
     if source.family == "transformers":
         return None
     return why_not_deferrable(partial(BUILD[source.family], source, inputs, dict(args)))
 
 
-def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, Tensor | None]:
+def forward_logits(model: nn.Module, x: Tensor, **extra: object) -> tuple[Tensor, Tensor | None]:
     """Return the logits of a batch, and the loss of a mixture-of-experts model's routers.
 
     `x`: token ids (batch, seq_len) or images (batch, channels, size, size). `extra`: other arguments of the model, such
@@ -147,8 +152,7 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
 
     If the model is in a wrapper with an attribute `module`, such as a DeepSpeed engine, the wrapper is called.
     """
-    inner = getattr(model, "module", model)
-    inner = getattr(inner, "_orig_mod", inner)  # torch.compile's wrapper has another signature
+    inner = _unwrapped(model)
     if not hasattr(inner, "main_input_name"):
         out = model(x, **extra)
         out = out["out"] if isinstance(out, dict) and "out" in out else out  # torchvision's segmentation models
@@ -164,10 +168,23 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
     return _logits_of(out), cast("PreTrainedModel", inner).config.router_aux_loss_coef * aux
 
 
-def _logits_of(out: Any) -> Tensor:
-    if getattr(out, "logits", None) is None:
+def _unwrapped(model: nn.Module) -> nn.Module:
+    inner = getattr(model, "module", model)
+    return getattr(inner, "_orig_mod", inner)  # torch.compile's wrapper has another signature
+
+
+def _logits_of(out: object) -> Tensor:
+    logits = getattr(out, "logits", None)
+    if logits is None:
         raise ModelError("model-shape", f"transformers returns {type(out).__name__} without logits for this model")
-    return out.logits
+    return logits
+
+
+class LossOutput(Protocol):
+    """What a model that returns its own loss returns."""
+
+    loss: Tensor
+    logits: Tensor  # a denoiser has none
 
 
 def forward_loss(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tensor]) -> Tensor:
@@ -178,18 +195,18 @@ def forward_loss(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tens
     return forward_named(model, inputs, batch).loss
 
 
-def forward_named(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tensor]) -> Any:
+def forward_named(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tensor]) -> LossOutput:
     """Return an object with `loss` and `logits` for a batch of named inputs."""
-    inner = getattr(model, "module", model)
-    inner = getattr(inner, "_orig_mod", inner)
+    inner = _unwrapped(model)
     named = {tensor.name: batch[key] for key, tensor in zip(batch_keys(inputs), inputs.tensors, strict=True)}
     if is_denoiser(inner):
-        return SimpleNamespace(loss=denoising_loss(model, named), logits=None)
+        return cast(LossOutput, SimpleNamespace(loss=denoising_loss(model, named), logits=None))
+    arguments: dict[str, object] = dict(named)
     for tensor in inputs.tensors:
         if tensor.name == "pixel_values" and tensor.image:
-            named |= grid_arguments(inner, inputs, named)
+            arguments |= grid_arguments(inner, inputs, named)
     extra = {name: value for name, value in _LOSS_OPTIONS.items() if name in _arguments(type(inner))}
-    return model(**named, **extra)
+    return model(**arguments, **extra)
 
 
 def batch_keys(inputs: Inputs) -> list[str]:
@@ -198,7 +215,7 @@ def batch_keys(inputs: Inputs) -> list[str]:
 
 
 def extra_inputs(inputs: Inputs | None, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch's tensors except inputs and labels, by their names as arguments of the forward."""
+    """Return a batch's tensors except inputs and labels, by the forward's argument names."""
     return {key: batch[key] for key in batch_keys(inputs)[1:-1]} if inputs is not None else {}
 
 
@@ -208,18 +225,16 @@ def empty_batch(inputs: Inputs, count: int, make: Callable[..., Tensor] = torch.
     Ids are int64, other tensors float32, all on the current default device. Tokens that begin every sample, such as
     an image's placeholders, have their real values.
     """
-    named = zip(batch_keys(inputs), tensors_of(inputs), strict=True)
-    return {key: _empty(tensor, count, make) for key, tensor in named}
+    batch = {}
+    for key, tensor in zip(batch_keys(inputs), tensors_of(inputs), strict=True):
+        batch[key] = make(count, *tensor.shape, dtype=torch.float32 if tensor.ids is None else torch.long)
+        if tensor.first is not None:
+            token, repeats = tensor.first
+            batch[key][:, :repeats] = token
+    return batch
 
 
-def _empty(tensor: NamedInput, count: int, make: Callable[..., Tensor]) -> Tensor:
-    empty = make(count, *tensor.shape, dtype=torch.float32 if tensor.ids is None else torch.long)
-    if tensor.first is not None:
-        empty[:, : tensor.first[1]] = tensor.first[0]
-    return empty
-
-
-def output_part(output: Any, name: str) -> Tensor:
+def output_part(output: object, name: str) -> Tensor:
     """Return the loss or the logits (`name`) from the output of a user's model.
 
     This is the output's key or attribute `name`, or the first element of a tuple, or the output itself.
@@ -240,16 +255,15 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
     ModelError("model-shape") if the model does not accept these inputs or returns too few logits.
     """
     with torch.device("meta"):
-        batch = {key: t.bfloat16() if t.is_floating_point() else t for key, t in empty_batch(inputs, TRIED).items()}
+        samples = empty_batch(inputs, TRIAL_SAMPLES)
+        batch = {key: t.bfloat16() if t.is_floating_point() else t for key, t in samples.items()}
     if isinstance(inputs, ImageInputs):
         got, knob = f"images of shape {tuple(batch['inputs'].shape[1:])}", "--image-size"
     elif isinstance(inputs, TableInputs):
         got, knob = f"rows of {inputs.features} features", "--data"
     elif isinstance(inputs, NamedInputs):
-        got, knob = (
-            ", ".join(f"{t.name} of shape {t.shape}" for t in inputs.tensors),
-            "--seq-len or --input",
-        )
+        got = ", ".join(f"{t.name} of shape {t.shape}" for t in inputs.tensors)
+        knob = "--seq-len or --input"
     else:
         got, knob = f"sequences of {inputs.seq_len} tokens", "--seq-len"
     # bf16, since grouped matrix products of experts support no other type on meta. Without gradients, since the
@@ -264,8 +278,8 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
                 logits = None
                 forward_loss(trial, inputs, batch)
             else:
-                apart = refuse_unseparated(trial, source.name) if are_packed(inputs) else nullcontext()
-                with apart:
+                separated = refuse_unseparated(trial, source.name) if are_packed(inputs) else nullcontext()
+                with separated:
                     logits, _ = forward_logits(trial, batch["inputs"], **extra_inputs(inputs, batch))
     except ModelError:
         raise
@@ -283,7 +297,7 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
     if logits is not None and source.task != "gan" and logits.shape[per_class] < classes:
         message = f"{source.name} returns {logits.shape[per_class]} logits for {classes} classes or token ids"
         raise ModelError("model-shape", message, "leave the number of classes out of --model-args")
-    return counter.get_total_flops() // TRIED or None
+    return counter.get_total_flops() // TRIAL_SAMPLES or None
 
 
 @cache
@@ -291,18 +305,22 @@ def _arguments(cls: type[nn.Module]) -> frozenset[str]:
     return frozenset(inspect.signature(cls.forward).parameters)
 
 
-def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of a grouped matmul (tokens, k) x (experts, k, n), which torch does not count."""
+def _grouped_flops(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
+    """Return the FLOPs of a grouped matmul, which torch does not count.
+
+    Its inputs are (tokens, k) and (experts, k, n).
+    """
     return 2 * a[0] * a[1] * b[-1]
 
 
 @contextmanager
 def no_value_checks() -> Iterator[None]:
-    """Disable checks that need values: transformers' check of padding ids, torch's checks of distributions.
+    """Disable checks that need the values of tensors.
 
-    (warn_if_padding_and_no_attention_mask in transformers/modeling_utils.py; torch/distributions/distribution.py)
+    They are transformers' check of padding ids (warn_if_padding_and_no_attention_mask in
+    transformers/modeling_utils.py) and torch's checks of distributions (torch/distributions/distribution.py).
     """
-    loaded: Any = sys.modules.get("transformers.modeling_utils")
+    loaded = sys.modules.get("transformers.modeling_utils")
     name = "warn_if_padding_and_no_attention_mask"
     padding = patch.object(loaded.PreTrainedModel, name, lambda *_: None) if loaded else nullcontext()
     with padding, patch.object(Distribution, "_validate_args", False):
@@ -311,9 +329,9 @@ def no_value_checks() -> Iterator[None]:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Inside this context, tensors are fake. Nothing is computed, and transformers does not read masks' values.
+    """Make all tensors fake inside this context, so nothing is computed.
 
-    Errors are raised as usual, but torch does not log them.
+    transformers does not read the values of masks. Errors are raised as usual, but torch does not log them.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -332,7 +350,13 @@ def fake_tensors() -> Iterator[None]:
         log.setLevel(level)
 
 
-def bincount(fake_mode: Any, func: Any, values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+def bincount(
+    fake_mode: FakeTensorMode | None,
+    func: OpOverload,
+    values: Tensor,
+    weights: Tensor | None = None,
+    minlength: int = 0,
+) -> Tensor:
     """Return torch.bincount's output on fake tensors. All values must be below `minlength`.
 
     Without values the shape of the real output is unknown. In transformers before 5.23, router losses call bincount on
@@ -344,14 +368,25 @@ def bincount(fake_mode: Any, func: Any, values: Tensor, weights: Tensor | None =
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Count a model's parameters. Tied parameters count once. Parameters partitioned by ZeRO-3 count in full."""
+    """Count a model's parameters.
+
+    Tied parameters count once. Parameters partitioned by ZeRO-3 count in full.
+    """
     return sum(map(elements, model.parameters()))
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> list[dict[str, Any]]:
-    """Return two groups: matrices with weight decay, and vectors (norms, biases) without weight decay.
+class OptimizerGroup(TypedDict):
+    """A group of parameters with its own settings, as torch's optimizers get it."""
 
-    If `decay` is False, there is one group.
+    name: str
+    params: list[nn.Parameter]
+    weight_decay: NotRequired[float]  # default: the optimizer's
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> list[OptimizerGroup]:
+    """Return two groups of the trained parameters, or one group if `decay` is False.
+
+    Matrices have weight decay; vectors (norms, biases) have none.
 
     Each group needs its own buckets and collectives. DeepSpeed splits off experts by the groups' names
     (moe/utils.py:103).
@@ -359,15 +394,17 @@ def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> 
     trained = [p for p in parameters if p.requires_grad]
     if not decay:
         return [{"name": "all", "params": trained}]
+    # ZeRO-3 has flattened partitions; `ds_shape` is the shape of the full parameter
     matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1]
     vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
-    groups = [{"name": "matrices", "params": matrices}, {"name": "vectors", "params": vectors, "weight_decay": 0.0}]
+    groups: list[OptimizerGroup] = [{"name": "matrices", "params": matrices}]
+    groups.append({"name": "vectors", "params": vectors, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]  # DeepSpeed fails on an empty group
 
 
 def expert_places(model: nn.Module) -> list[int]:
-    """Return the indices in model.parameters() of the weights that DeepSpeed marks as expert parallel."""
-    return [place for place, p in enumerate(model.parameters()) if getattr(p, "allreduce", True) is False]
+    """Return the indices in model.parameters() of the weights that DeepSpeed marks as experts."""
+    return [index for index, p in enumerate(model.parameters()) if getattr(p, "allreduce", True) is False]
 
 
 def count_parameters(source: ModelSource) -> int:
@@ -377,7 +414,10 @@ def count_parameters(source: ModelSource) -> int:
 
 
 def source_max_positions(source: ModelSource, args: ModelArgs) -> int | None:
-    """Return a model's maximum sequence length in tokens, without building it; None without a limit."""
+    """Return a model's maximum sequence length in tokens; None without a limit.
+
+    The model is not built.
+    """
     if not is_text(source.task):
         return None
     return max_positions(make_config(source, None, args))
@@ -401,7 +441,7 @@ def _zerofit(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.
 
 def _custom(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.Module:
     """Call the user's callable with `args`. It may be in a module in the current folder."""
-    if os.getcwd() not in sys.path:
+    if os.getcwd() not in sys.path:  # Python puts the script's folder there, not the current folder
         sys.path.append(os.getcwd())
     module_name, _, attribute = source.name.partition(":")
     try:
@@ -422,7 +462,10 @@ def _custom(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.M
 
 
 def refuse_lazy(model: nn.Module, name: str) -> None:
-    """Raise ModelError if parameters have no shape before the first forward, as in nn.LazyLinear."""
+    """Raise ModelError if parameters have no shape before the first forward.
+
+    An example is nn.LazyLinear.
+    """
     lazy = [key for key, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         message = f"{name}: {', '.join(lazy[:3])} {'has' if len(lazy) == 1 else 'have'} no shape before a forward"
@@ -430,26 +473,27 @@ def refuse_lazy(model: nn.Module, name: str) -> None:
         raise ModelError("model-lazy", message, hint)
 
 
-def _checkpoint(model: Any, kind: Checkpointing) -> None:
+def _checkpoint(model: nn.Module, kind: Checkpointing) -> None:
     if kind == "selective" and (is_denoiser(model) or not hasattr(model, "gradient_checkpointing_enable")):
         message = f"selective checkpointing needs a model of transformers, but this is {type(model).__name__}"
         raise ModelError("model-checkpointing", message, "use --activation-checkpointing")
     if is_denoiser(model):
-        model.enable_gradient_checkpointing()
+        cast("ModelMixin", model).enable_gradient_checkpointing()
         return
     if not hasattr(model, "gradient_checkpointing_enable"):
         parts = (model.generator, model.discriminator) if isinstance(model, DCGAN) else (model,)
         for part in parts:
             checkpoint_model(part)
         return
-    if not model.supports_gradient_checkpointing:
+    transformer = cast("PreTrainedModel", model)
+    if not transformer.supports_gradient_checkpointing:
         message = f"transformers has no activation checkpointing for {type(model).__name__}"
         raise ModelError("model-checkpointing", message, "train without --activation-checkpointing")
     options = {"use_reentrant": False, **({"context_fn": selective_contexts} if kind == "selective" else {})}
     if hasattr(model, "activation_checkpointing_enable"):  # the newer name; the older one warns if both exist
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        transformer.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 # by family of a ModelSource; each builds in fp32 on the current default device

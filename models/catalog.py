@@ -1,6 +1,7 @@
-"""Find what a model name means: zerofit's or torchvision's model, a preset, a file or folder, or a callable.
+"""Find what a model name means.
 
-Importing this module does not import torch, torchvision or transformers.
+It is zerofit's or torchvision's model, a preset, a file or folder, or a callable. Importing this module does not import
+torch, torchvision or transformers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from pydantic import BaseModel, ValidationError
 
@@ -38,12 +39,15 @@ DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights transformers dequantizes
 CONFIG_HINT = "give a config.json of transformers"
 
 
-class _KeysReadHere(BaseModel, frozen=True, protected_namespaces=()):
-    """Keys of a transformers config that are read before the config's class is known. That class checks all others."""
+class _ConfigKeys(BaseModel, frozen=True, protected_namespaces=()):
+    """Keys of a transformers config that are read before the config's class is known.
+
+    That class checks all others.
+    """
 
     model_type: str
     architectures: list[str] | None = None
-    id2label: dict[int, Any] | None = None
+    id2label: dict[int, object] | None = None
     is_decoder: bool | None = None
     is_encoder_decoder: bool | None = None
     quantization_config: Config | None = None
@@ -105,7 +109,10 @@ def with_task(source: ModelSource, task: str | None) -> ModelSource:
 
 
 def label_names(source: ModelSource) -> tuple[str, ...]:
-    """Return the class names of a pretrained transformers model's head, in order, or () without a head."""
+    """Return the class names of a pretrained transformers model's head, in order.
+
+    Returns () without a head.
+    """
     if source.family != "transformers" or source.origin != PRETRAINED:
         return ()
     named = source_config(source).get("id2label") or {}
@@ -121,7 +128,10 @@ def source_config(source: ModelSource) -> Config:
 
 
 def find(name: str) -> ModelSource:
-    """Return the source for a name. Raises ModelError "unknown-model", or "model-config" for an unusable config."""
+    """Return the source for a name.
+
+    Raises ModelError "unknown-model", or "model-config" for an unusable config.
+    """
     if name in NAMED:
         preset = NAMED[name]
         family = "gan" if preset.kind == "gan" else preset.library
@@ -138,15 +148,15 @@ def find(name: str) -> ModelSource:
 
 
 def shape_named(name: str) -> Match:
-    """Return a preset or a cached config.json with the same shape as the model of a hub repository.
+    """Return a preset or a cached config.json with the shape of a hub repository's model.
 
     `name` may also be another spelling of a preset's name. All other names are returned unchanged. The result is only
     for forecasts of memory and time, which need no weights. Training "Qwen/Qwen3-8B" needs the repository's weights.
     """
     name = name.removeprefix("hub:")
-    itself = Match(name=name, note="")
+    unchanged = Match(name=name, note="")
     if name in NAMED or Path(name).exists() or name.endswith(".json") or names_callable(name):
-        return itself
+        return unchanged
     preset = preset_of(name)
     if name.count("/") == 1 and (preset is None or preset.note):  # the repository's config is better than its name
         from huggingface_hub import try_to_load_from_cache
@@ -154,7 +164,7 @@ def shape_named(name: str) -> Match:
         cached = try_to_load_from_cache(name, "config.json")
         if isinstance(cached, str):
             return Match(name=cached, note="")
-    return preset or itself
+    return preset or unchanged
 
 
 def is_cnn(source: ModelSource) -> bool:
@@ -170,16 +180,16 @@ def is_cnn(source: ModelSource) -> bool:
 # 4. the model type alone: a config without a head in "architectures", as people write it by hand.
 def config_task(config: Config, where: str) -> Task:
     """Return the task of a transformers config, by its architecture, else by its model_type."""
-    named: str | None = (config.get("architectures") or [None])[0]
-    model_type = config.get("model_type")
-    by_ending = _task_of_ending(named or "")
-    if by_ending and not (named or "").endswith("WithLMHeadModel"):  # Flaubert's is masked
+    architecture: str | None = (config.get("architectures") or [None])[0]
+    name, model_type = architecture or "", config.get("model_type")
+    by_ending: Task | None = next((t for ending, t in ARCHITECTURE_ENDINGS.items() if name.endswith(ending)), None)
+    if by_ending and not name.endswith("WithLMHeadModel"):  # Flaubert's is masked
         return by_ending
     # encoder-decoders come first, since BART's class is also among the masked models
-    task = _named_task(config, named) or _task_of_class(named, model_type) or by_ending
-    if task is None and not OTHER_HEAD.search(named or ""):
+    task = _own_loss_task(config, architecture) or _task_of_class(architecture, model_type) or by_ending
+    if task is None and not OTHER_HEAD.search(name):
         task = _task_of_model_type(model_type, bool(config.get("is_decoder")))
-    _refuse_half(config, where, task)
+    _refuse_lone_decoder(config, where, task)
     if task is None:
         got = f"architectures {config.get('architectures')}, model_type {config.get('model_type')!r}"
         raise ModelError(
@@ -190,10 +200,6 @@ def config_task(config: Config, where: str) -> Task:
             "your training script (zerofit simulate -- COMMAND)",
         )
     return task
-
-
-def _task_of_ending(name: str) -> Task | None:
-    return next((task for ending, task in ARCHITECTURE_ENDINGS.items() if name.endswith(ending)), None)
 
 
 def _task_of_class(name: str | None, model_type: str | None) -> Task | None:
@@ -208,37 +214,38 @@ def _task_of_class(name: str | None, model_type: str | None) -> Task | None:
 
 
 # transformers loads an encoder-decoder as a causal model without an error, but then only half of the model is trained.
-def _refuse_half(config: Config, where: str, task: Task | None) -> None:
+def _refuse_lone_decoder(config: Config, where: str, task: Task | None) -> None:
     """Raise ModelError if transformers would build only the decoder of an encoder-decoder."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
 
-    named, decoder = (config.get("architectures") or [""])[0], DECODERS.get(config.get("model_type"))
-    if task != "causal-lm" or not named.endswith("ForConditionalGeneration") or decoder in (None, named):
+    architecture = (config.get("architectures") or [""])[0]
+    decoder = DECODERS.get(config.get("model_type"))
+    if task != "causal-lm" or not architecture.endswith("ForConditionalGeneration"):
         return
-    message = f"{where}: as a causal language model, {named} would lose its encoder: only {decoder} is built"
+    if decoder in (None, architecture):
+        return
+    message = f"{where}: as a causal language model, {architecture} would lose its encoder: only {decoder} is built"
     hint = f'simulate your training script (zerofit simulate -- COMMAND), or set "architectures" to ["{decoder}"]'
     raise ModelError("model-config", message, hint)
 
 
-def _named_task(config: Config, architecture: str | None) -> Task | None:
-    """Return the task of a model that returns its own loss; None for others, or if `architecture` has another head."""
+def _own_loss_task(config: Config, architecture: str | None) -> Task | None:
+    """Return the task of a model that returns its own loss.
+
+    Returns None for others, or if `architecture` has another head.
+    """
+    from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto as auto
 
     model_type = config.get("model_type")
     task = NAMED_TASKS.get(model_type or "")
-    if task is None and model_type in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and _has_decoder(config):
-        task = "seq2seq-lm"
+    if task is None and model_type in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        default = CONFIG_MAPPING[model_type]().is_encoder_decoder  # the type's
+        task = "seq2seq-lm" if config.get("is_encoder_decoder", default) else None
     if task is None:
         return None
     full_class = getattr(auto, HEADS[task])[model_type]
     return task if architecture in (None, full_class, auto.MODEL_MAPPING_NAMES.get(model_type)) else None
-
-
-def _has_decoder(config: Config) -> bool:
-    """Return whether the model is an encoder-decoder, by its config or else by transformers' default for its type."""
-    from transformers import CONFIG_MAPPING
-
-    return bool(config.get("is_encoder_decoder", CONFIG_MAPPING[config["model_type"]]().is_encoder_decoder))
 
 
 def _task_of_model_type(model_type: str | None, is_decoder: bool) -> Task | None:
@@ -276,7 +283,10 @@ def _from_path(name: str, path: Path) -> ModelSource:
 
 
 def read_config(file: Path) -> Config:
-    """Read a config.json of transformers or of a diffusers denoiser. Raises ModelError if there is none."""
+    """Read a config.json of transformers or of a diffusers denoiser.
+
+    Raises ModelError if there is none.
+    """
     if not file.is_file():
         hint = "give a folder with config.json, or a model from `zerofit models`"
         if (file.parent / "run.json").is_file():
@@ -300,7 +310,7 @@ def read_config(file: Path) -> Config:
         message = f'{file} is not a config.json of transformers: it has no "model_type"'
         raise ModelError("model-config", message, 'e.g. {"model_type": "llama", "hidden_size": 512}')
     try:
-        _KeysReadHere.model_validate(config)
+        _ConfigKeys.model_validate(config)
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, e['loc']))} is {e['input']!r:.60}: {e['msg']}" for e in error.errors()]
         raise ModelError("model-config", f"{file}: {'; '.join(wrong)}", CONFIG_HINT) from None

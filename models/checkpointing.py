@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
+from torch._ops import OpOverload
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -41,7 +42,10 @@ _ATTENTION = (
 
 
 def checkpoint_model(model: nn.Module) -> nn.Module:
-    """Checkpoint a model's repeated blocks, or its stages if no block repeats. Changes the model in place."""
+    """Checkpoint a model's repeated blocks, or its stages if no block repeats.
+
+    Changes the model in place.
+    """
     for block in cut_into_blocks(model):
         checkpoint_block(block)
     return model
@@ -50,10 +54,10 @@ def checkpoint_model(model: nn.Module) -> nn.Module:
 # The policy of torchtitan's SelectiveAC: recomputing norms and activation functions costs little time and frees most
 # of the memory; of the matrix products, every second one is recomputed.
 def selective_contexts() -> _Contexts:
-    """Return contexts that make a block keep the outputs of attention and of every second matrix product."""
+    """Return contexts that keep outputs of attention and of every second matrix product."""
     counts: Counter[bool] = Counter()
 
-    def policy(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(ctx: SelectiveCheckpointContext, op: OpOverload, *_: object, **__: object) -> CheckpointPolicy:
         counts[ctx.is_recompute] += op in _PRODUCTS
         first = op in _PRODUCTS and counts[ctx.is_recompute] % 2
         return CheckpointPolicy.MUST_SAVE if first or op in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
@@ -74,17 +78,17 @@ def keep_on_host(model: nn.Module) -> None:
             vars(module)["_gradient_checkpointing_func"] = partial(_on_host, checkpoint_function)
 
 
-def _on_host(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _on_host(function: Callable[..., object], *args: object, **kwargs: object) -> object:
     """Run a checkpointed function, with its saved inputs in host memory until backward."""
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return function(*args, **kwargs)
 
 
 def cut_into_blocks(model: nn.Module) -> Sequence[nn.Module]:
-    """Return the modules to checkpoint: the outermost modules of a repeated class, or else the model's stages.
+    """Return the modules to checkpoint: the outermost modules of a repeated class.
 
-    Stages are the children with parameters, except the last child. In a long sequence of torch's layers (AlexNet, VGG),
-    each group of layers up to a pooling is a stage.
+    Without such modules, they are the model's stages: the children with parameters, except the last child. In a long
+    sequence of torch's layers (AlexNet, VGG), each group of layers up to a pooling is a stage.
     """
     counts = Counter(type(module) for module in model.modules())
     blocks = list(_outermost_repeated(model, counts))
@@ -105,7 +109,10 @@ def cut_into_blocks(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def checkpoint_block(block: nn.Module, kind: Checkpointing = True) -> None:
-    """Make a block recompute its forward in backward during training. Parameters and names do not change."""
+    """Make a block recompute its forward in backward during training.
+
+    Parameters and names do not change.
+    """
     vars(block)[SELECTIVE] = kind == "selective"
     replaced = vars(block).get("forward")
     if getattr(replaced, "__func__", None) is _forward_checkpointed:
@@ -115,17 +122,19 @@ def checkpoint_block(block: nn.Module, kind: Checkpointing = True) -> None:
     block.forward = types.MethodType(_forward_checkpointed, block)  # a bound method survives deepcopy
 
 
-def _forward_checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward_checkpointed(self: nn.Module, *args: object, **kwargs: object) -> object:
     """Run the class's forward without keeping activations. Batch norms count each batch once."""
     forward = types.MethodType(type(self).forward, self)
     if not (self.training and is_grad_enabled()):
         return forward(*args, **kwargs)
 
     def contexts() -> _Contexts:
-        around, again = selective_contexts() if getattr(self, SELECTIVE, False) else (nullcontext(), nullcontext())
-        return around, _both(_statistics_untouched(self), again)
+        forward_context, again = selective_contexts() if getattr(self, SELECTIVE, False) else (nullcontext(),) * 2
+        return forward_context, _both(_statistics_untouched(self), again)
 
-    run = partial(_on_host, checkpoint) if getattr(self, TO_HOST, False) else checkpoint
+    run = cast(Callable[..., object], checkpoint)
+    if getattr(self, TO_HOST, False):
+        run = partial(_on_host, run)
     return run(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
@@ -159,9 +168,10 @@ def _statistics_untouched(module: nn.Module) -> Iterator[None]:
 
 def _outermost_repeated(module: nn.Module, counts: Counter) -> Iterator[nn.Module]:
     for child in module.children():
+        # a model's own class, or torch's class for a block; a layer that occurs often, like nn.Linear, is no block
         is_model_class = not type(child).__module__.startswith("torch.nn") and not isinstance(child, nn.Sequential)
-        block = is_model_class or isinstance(child, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
-        if block and counts[type(child)] > 1 and _has_parameters(child):
+        is_block = is_model_class or isinstance(child, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+        if is_block and counts[type(child)] > 1 and _has_parameters(child):
             yield child
         else:
             yield from _outermost_repeated(child, counts)
@@ -189,6 +199,6 @@ def _group_by_pooling(features: nn.Sequential) -> list[nn.Sequential]:
 
 def _forward_groups(self: nn.Sequential, x: Tensor) -> Tensor:
     for group in vars(self)[GROUPS]:
-        group.train(self.training)
+        group.train(self.training)  # the model's train() and eval() do not reach the groups
         x = group(x)
     return x

@@ -1,6 +1,6 @@
-"""Build a model one tensor at a time: run the constructor on fake tensors, then replay its ops.
+"""Build a model one tensor at a time.
 
-All tensor ops of the constructor are recorded, and replayed in the same order. Each tensor exists only while an op
+The constructor runs on fake tensors, and its ops are replayed in the same order. Each tensor exists only while an op
 needs it. All random numbers are drawn in the constructor's order, even if a later op overwrites them. So the weights
 are bitwise identical to those of a normal build.
 """
@@ -10,14 +10,15 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard, cast
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -33,6 +34,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 # Ops that only draw random numbers run too: without them, all later draws would get different numbers.
 
 _aten = torch.ops.aten
+_Args = tuple[object, ...]  # of an op
+_Kwargs = dict[str, object]
 # ops that overwrite a tensor completely
 _OVERWRITING = (_aten.fill_, _aten.zero_, _aten.copy_, _aten.normal_, _aten.uniform_, _aten.log_normal_, _aten.cauchy_)
 _OVERWRITING += (_aten.exponential_, _aten.geometric_, _aten.random_, _aten.bernoulli_)
@@ -41,7 +44,10 @@ _TRUNCATED = "_no_grad_trunc_normal_"  # redraws outliers; one op, since the num
 
 
 class NotDeferrableError(Exception):
-    """Raised if a constructor cannot run on fake tensors, e.g. if it reads values. The message is the reason."""
+    """Raised if a constructor cannot run on fake tensors, e.g. if it reads values.
+
+    The message is the reason.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +63,8 @@ class Stored:
 
     def store(self, tensor: Tensor, name: str = "") -> Tensor:
         """Return the tensor cast, moved and cut as requested. Only floating-point tensors are cast."""
-        kept = self.slices[name](tensor) if name in self.slices else tensor
-        return kept.to(self.device, self.dtype if kept.is_floating_point() else None)
+        part = self.slices[name](tensor) if name in self.slices else tensor
+        return part.to(self.device, self.dtype if part.is_floating_point() else None)
 
 
 def as_parameter(data: Tensor, requires_grad: bool) -> nn.Parameter:
@@ -67,10 +73,14 @@ def as_parameter(data: Tensor, requires_grad: bool) -> nn.Parameter:
 
 
 def store_parameters(model: nn.Module, stored: Stored, keep: set[str] | None = None) -> nn.Module:
-    """Store the parameters of a built model one by one. Parameters that are not in `keep` move to meta."""
+    """Store the parameters of a built model one by one.
+
+    Parameters that are not in `keep` move to meta.
+    """
+    # a tied parameter is kept if any of its names is in `keep`
     kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if keep is None or name in keep}
     names = {id(p): name for name, p in model.named_parameters()}
-    new: dict[int, nn.Parameter] = {}
+    new: dict[int, nn.Parameter] = {}  # by the old parameter's id, so that tied parameters stay tied
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is not None and not old.is_meta:
@@ -99,12 +109,16 @@ def build_deferred(make: Callable[[], nn.Module], stored: Stored, keep: set[str]
 
 
 def why_not_deferrable(make: Callable[[], nn.Module]) -> str | None:
-    """Return why `build_deferred` would fail; None if it works. Needs no memory and draws no random numbers."""
+    """Return why `build_deferred` would fail; None if it works.
+
+    Needs no memory and draws no random numbers.
+    """
     log = _Log()
     try:
         with _refusing():
             slots = _slots(_recorded(make, log), log, None)
             _liveness(log, set(slots))
+            # The log is cleared without an error only if nothing refers to the fake tensors.
             for slot in slots.values():
                 _put(slot, nn.Parameter(torch.empty(0)))
             del slots, slot
@@ -116,7 +130,10 @@ def why_not_deferrable(make: Callable[[], nn.Module]) -> str | None:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Turn any error inside this context into a NotDeferrableError, after the random state is restored."""
+    """Turn any error inside this context into a NotDeferrableError.
+
+    The random state is restored first.
+    """
     with _disable_current_modes():
         state = torch.get_rng_state()
     try:
@@ -141,7 +158,7 @@ def _recorded(make: Callable[[], nn.Module], log: _Log) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _Ref:
-    """The description of a fake tensor: its storage, and its type, size, strides and offset in that storage."""
+    """A fake tensor's storage, and its type, size, strides and offset in that storage."""
 
     storage: int
     elements: int  # of the storage
@@ -151,8 +168,8 @@ class _Ref:
     offset: int
 
     @property
-    def whole(self) -> bool:
-        """Whether the tensor covers each element of the storage exactly once."""
+    def covers_storage(self) -> bool:
+        """Whether the tensor has each element of the storage exactly once."""
         reach = 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         return not self.offset and torch.Size(self.size).numel() == self.elements and reach == max(1, self.elements)
 
@@ -161,21 +178,21 @@ class _Ref:
 class _Op:
     """A call that created or changed tensors."""
 
-    func: Callable[..., Any]
-    args: Any  # with a _Ref for each tensor
-    kwargs: Any
+    func: Callable[..., object]
+    args: _Args  # with a _Ref for each tensor
+    kwargs: _Kwargs
     reads: tuple[_Ref, ...]
     writes: tuple[_Ref, ...]
     draws: bool  # draws random numbers
     overwrites: bool  # does not depend on the previous values of the tensors that it writes
 
     def fresh(self) -> set[int]:
-        """Return the storages that this op overwrites completely, and the output storages that no input uses."""
-        whole = {ref.storage for ref in self.writes if self.overwrites and ref.whole}
-        return whole | ({ref.storage for ref in self.writes} - {ref.storage for ref in self.reads})
+        """Return the storages whose previous values the op does not need."""
+        overwritten = {ref.storage for ref in self.writes if self.overwrites and ref.covers_storage}
+        return overwritten | ({ref.storage for ref in self.writes} - {ref.storage for ref in self.reads})
 
 
-def _is_ref(value: Any) -> bool:
+def _is_ref(value: object) -> TypeGuard[_Ref]:
     return isinstance(value, _Ref)
 
 
@@ -200,7 +217,9 @@ class _Log:
             int(tensor.storage_offset()),
         )
 
-    def note(self, func: Any, args: Any, kwargs: Any, out: Any, *, draws: bool, overwrites: bool) -> None:
+    def note(
+        self, func: Callable[..., object], args: _Args, kwargs: _Kwargs, out: object, *, draws: bool, overwrites: bool
+    ) -> None:
         args, kwargs = tree_map(lambda t: self.ref(t) if isinstance(t, FakeTensor) else t, (args, kwargs))
         reads = tuple(leaf for leaf in tree_leaves((args, kwargs), _is_ref) if _is_ref(leaf))
         writes = tuple(self.ref(t) for t in tree_leaves(out) if isinstance(t, FakeTensor))
@@ -221,7 +240,7 @@ class _Log:
 def _recording(log: _Log) -> Iterator[None]:
     truncated = getattr(nn.init, _TRUNCATED)
 
-    def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def draw(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
         log.note(truncated, (tensor, *args), kwargs, tensor, draws=True, overwrites=True)
         return tensor
 
@@ -234,7 +253,7 @@ def _recording(log: _Log) -> Iterator[None]:
 class _Mode(FakeTensorMode):
     """A fake mode whose deepcopy is itself, so a copied fake tensor keeps its mode."""
 
-    def __deepcopy__(self, memo: Any) -> _Mode:
+    def __deepcopy__(self, memo: dict[int, object]) -> _Mode:
         return self
 
 
@@ -245,9 +264,11 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._log = log
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: _Args = (), kwargs: _Kwargs | None = None
+    ) -> object:
         kwargs, packet = kwargs or {}, func.overloadpacket
-        if packet is _aten._local_scalar_dense and args[0].constant is None:
+        if packet is _aten._local_scalar_dense and cast(FakeTensor, args[0]).constant is None:
             raise NotDeferrableError("its constructor reads the value of a tensor")
         if packet in _REPLACING:
             raise NotDeferrableError(f"its constructor calls {packet}")
@@ -265,23 +286,23 @@ class _Slot:
 
     ref: _Ref
     tensor: Tensor
-    owners: list[tuple[dict[str, Any], str]]  # a module's dict of parameters, buffers or attributes, and the key in it
+    owners: list[tuple[dict[str, Any], str]]  # a module's parameters, buffers or attributes, and the key there
     is_kept: bool = False
 
 
 def _slots(model: nn.Module, log: _Log, keep: set[str] | None) -> dict[int, _Slot]:
     slots: dict[int, _Slot] = {}
     for prefix, module in model.named_modules():
-        for place in (module._parameters, module._buffers, vars(module)):
-            for name, tensor in place.items():
+        for attributes in (module._parameters, module._buffers, vars(module)):
+            for name, tensor in attributes.items():
                 if isinstance(tensor, FakeTensor):
                     ref = log.ref(tensor)
                     slot = slots.setdefault(ref.storage, _Slot(ref, tensor, []))
                     if slot.tensor is not tensor or nn.parameter.is_lazy(tensor):
                         raise NotDeferrableError(f"{name} is a view of another tensor, or has no shape yet")
-                    slot.owners.append((place, name))
-                    whole_name = f"{prefix}.{name}" if prefix else name
-                    slot.is_kept |= keep is None or whole_name in keep or not isinstance(tensor, nn.Parameter)
+                    slot.owners.append((attributes, name))
+                    full_name = f"{prefix}.{name}" if prefix else name
+                    slot.is_kept |= keep is None or full_name in keep or not isinstance(tensor, nn.Parameter)
     return slots
 
 
@@ -294,13 +315,13 @@ def _replay(log: _Log, slots: dict[int, _Slot], stored: Stored) -> None:
     real: dict[int, Tensor] = {}
     for number, op in enumerate(log.ops):
         if number not in needed:
-            if op.draws:
+            if op.draws:  # later draws need the generator's state after this one
                 _run(op, {})
             continue
         _run(op, real)
         for storage in {ref.storage for ref in op.writes + op.reads}:
             if last[storage] == number and storage in slots and slots[storage].is_kept:
-                _give(slots[storage], real.pop(storage), stored)
+                _store_into_model(slots[storage], real.pop(storage), stored)
             elif last[storage] == number:
                 del real[storage]
 
@@ -311,7 +332,7 @@ def _replay(log: _Log, slots: dict[int, _Slot], stored: Stored) -> None:
 #     1  a.normal_()                  not needed, but runs, since it draws
 #     2  a.fill_(0)                   needed, and overwrites all of a
 def _liveness(log: _Log, wanted: set[int]) -> tuple[set[int], dict[int, int]]:
-    """Return the ops on which the `wanted` storages depend, and the last of these ops for each storage."""
+    """Return the ops on which the `wanted` storages depend, and the last one for each storage."""
     live, needed, last = set(wanted), set(), {}
     for number in range(len(log.ops) - 1, -1, -1):
         op = log.ops[number]
@@ -330,19 +351,21 @@ def _liveness(log: _Log, wanted: set[int]) -> tuple[set[int], dict[int, int]]:
 def _run(op: _Op, real: dict[int, Tensor]) -> None:
     """Run an op. Add the storages that it creates to `real`."""
 
-    def window(value: Any) -> Any:
-        return _window(real, value) if isinstance(value, _Ref) else value
-
-    args, kwargs = tree_map(window, (op.args, op.kwargs), is_leaf=_is_ref)
+    args, kwargs = tree_map(
+        lambda value: _window(real, value) if isinstance(value, _Ref) else value, (op.args, op.kwargs), is_leaf=_is_ref
+    )
     out = op.func(*args, **kwargs)
     for ref, tensor in zip(op.writes, (t for t in tree_leaves(out) if isinstance(t, Tensor)), strict=True):
         real.setdefault(ref.storage, tensor)
 
 
 def _window(real: dict[int, Tensor], ref: _Ref) -> Tensor:
-    """Return the view of a storage that `ref` describes. Create the storage if it does not exist."""
+    """Return the view of a storage that `ref` describes.
+
+    Creates the storage if it does not exist.
+    """
     if ref.storage not in real:
-        shape = (ref.size, ref.stride) if ref.whole else ((ref.elements,), (1,))
+        shape = (ref.size, ref.stride) if ref.covers_storage else ((ref.elements,), (1,))
         real[ref.storage] = torch.empty_strided(*shape, dtype=ref.dtype)
     tensor = real[ref.storage]
     if tensor.dtype != ref.dtype:
@@ -351,7 +374,8 @@ def _window(real: dict[int, Tensor], ref: _Ref) -> Tensor:
     return tensor if same else tensor.as_strided(ref.size, ref.stride, ref.offset)
 
 
-def _give(slot: _Slot, tensor: Tensor, stored: Stored) -> None:
+# Takes over the full tensor, which is freed on return.
+def _store_into_model(slot: _Slot, tensor: Tensor, stored: Stored) -> None:
     new = _window({slot.ref.storage: tensor}, slot.ref)
     _put(slot, nn.Parameter(stored.store(new)) if isinstance(slot.tensor, nn.Parameter) else new)
 
@@ -362,5 +386,5 @@ def _put(slot: _Slot, new: Tensor) -> None:
         new.requires_grad_(old.requires_grad)
     added = set(vars(old)) - set(vars(old.detach())) - {"_is_param"}  # attributes that the constructor has set
     vars(new).update({name: vars(old)[name] for name in added})
-    for place, name in slot.owners:
-        place[name] = new
+    for attributes, name in slot.owners:
+        attributes[name] = new

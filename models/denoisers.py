@@ -1,11 +1,13 @@
-"""Build denoisers of diffusers with random weights, for measurements. Define their inputs and their loss."""
+"""Build denoisers of diffusers with random weights, for measurements.
+
+Also define their inputs and their loss.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,9 @@ from zerofit.models.inputs import Fed, Inputs, NamedInput, NamedInputs
 from zerofit.models.presets import PRESETS, Config, ModelArgs
 from zerofit.spec.foreign import Unreadable, read_json
 
+if TYPE_CHECKING:
+    from diffusers.configuration_utils import ConfigMixin
+
 PIXELS = 8  # pixels of an image per latent, in each direction
 PACKED = 2  # latents per token of Flux, in each direction
 STEPS = 1000  # of the noise schedule
@@ -25,27 +30,28 @@ TEXT = {"UNet2DConditionModel": 77, "SD3Transformer2DModel": 333, "FluxTransform
 
 def denoiser(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.Module:
     """Build a denoiser on the current default device. Raises ModelError."""
-    cls, config = _described(source, args)
+    cls, config = _class_and_config(source, args)
     try:
-        return cls.from_config({"_class_name": cls.__name__, **config})
+        return cast(nn.Module, cls.from_config({"_class_name": cls.__name__, **config}))
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
         message = f"{source.name} cannot be built from its config: {error}"
         raise ModelError("model-args", message, "correct --model-args or the config") from error
 
 
-def denoiser_inputs(source: ModelSource, args: Mapping[str, Any], fed: Fed) -> NamedInputs:
+def denoiser_inputs(source: ModelSource, args: ModelArgs, fed: Fed) -> NamedInputs:
     """Return the training inputs: latents, timestep, prompt and noise. Raises ModelError."""
-    for name in fed.given():
+    for name in fed.set_names():
         if name != "image":
             message = f"{source.name} (denoising) has no input {name}"
             raise ModelError("model-inputs", message, "use --input image:3x512x512, the size of images before the VAE")
-    cls, config = _described(source, dict(args))
+    cls, config = _class_and_config(source, args)
     flux = cls.__name__ == "FluxTransformer2DModel"
     channels, pixels = fed.image or (3, PIXELS * _side(config.get("sample_size") or 128))
-    parts = PIXELS * (PACKED if flux else config.get("patch_size") or 2 ** (len(config["block_out_channels"]) - 1))
-    if channels != 3 or pixels % parts:
-        near = max(1, round(pixels / parts)) * parts
-        message = f"{source.name} needs 3 channels and a side that is a multiple of {parts} pixels"
+    # latents are cut into patches (a transformer) or halved between the levels of a UNet
+    unit = PIXELS * (PACKED if flux else config.get("patch_size") or 2 ** (len(config["block_out_channels"]) - 1))
+    if channels != 3 or pixels % unit:
+        near = max(1, round(pixels / unit)) * unit
+        message = f"{source.name} needs 3 channels and a side that is a multiple of {unit} pixels"
         message += f"; got {channels} channels and {pixels} pixels"
         raise ModelError("model-inputs", message, f"use --input image:3x{near}x{near}")
     side = pixels // PIXELS
@@ -61,7 +67,10 @@ def _side(size: int | list[int] | tuple[int, ...]) -> int:
 
 
 def _conditions(kind: str, config: Config) -> list[NamedInput]:
-    """Return a denoiser's inputs except the latents: the timestep, the prompt or class, and sizes."""
+    """Return a denoiser's inputs except the latents.
+
+    They are the timestep, the prompt or class, and sizes.
+    """
 
     def floats(name: str, *shape: int) -> NamedInput:
         return NamedInput(name=name, shape=shape)
@@ -82,13 +91,17 @@ def _conditions(kind: str, config: Config) -> list[NamedInput]:
     return [*conditions, floats("guidance")] if flux and config["guidance_embeds"] else conditions
 
 
-def _described(source: ModelSource, args: ModelArgs) -> tuple[Any, Config]:
+def _class_and_config(source: ModelSource, args: ModelArgs) -> tuple[type[ConfigMixin], Config]:
     """Return the diffusers class of a source, and all arguments of the class. Raises ModelError."""
     if source.origin == "preset":
         published = dict(PRESETS[source.name])
     else:
         assert source.path is not None  # since it is not a preset
-        published = _file(Path(source.path))
+        try:
+            published = read_json(Path(source.path))
+        except (OSError, Unreadable) as error:
+            hint = "is it a config.json of diffusers?"
+            raise ModelError("model-config", f"{source.path} cannot be read: {error}", hint) from None
     kind = published["_class_name"]
     cls = _class(source.name, kind)
     defaults = {name: p.default for name, p in inspect.signature(cls.__init__).parameters.items() if name != "self"}
@@ -107,16 +120,7 @@ def _described(source: ModelSource, args: ModelArgs) -> tuple[Any, Config]:
     return cls, config
 
 
-def _file(path: Path) -> Config:
-    try:
-        return read_json(path)
-    except (OSError, Unreadable) as error:
-        raise ModelError(
-            "model-config", f"{path} cannot be read: {error}", "is it a config.json of diffusers?"
-        ) from None
-
-
-def _class(name: str, kind: str) -> Any:
+def _class(name: str, kind: str) -> type[ConfigMixin]:
     try:
         import diffusers
     except ImportError:
@@ -134,11 +138,13 @@ def is_denoiser(model: nn.Module) -> bool:
 # The inputs are noise already, so no noise is added. The loss has no meaning, but memory and time are as in
 # training.
 def denoising_loss(model: nn.Module, named: dict[str, Tensor]) -> Tensor:
-    """Return the mean squared error of a denoiser's predicted noise. `named`: the denoiser's inputs, and "noise".
+    """Return the mean squared error of a denoiser's predicted noise.
 
-    If a model also predicts a variance (DiT), the loss is on the noise only.
+    `named`: the denoiser's inputs, and "noise". If a model also predicts a variance (DiT), the loss is on the noise
+    only.
     """
-    noise, arguments = named.pop("noise"), {}
+    noise = named.pop("noise")
+    arguments: dict[str, Any] = {}  # tensors, or dictionaries of tensors
     for name, tensor in named.items():
         group, dot, inner = name.partition(".")
         if dot:
@@ -147,18 +153,18 @@ def denoising_loss(model: nn.Module, named: dict[str, Tensor]) -> Tensor:
             arguments[name] = tensor
     latents = next(iter(named.values()))
     if latents.dim() == 3:  # Flux's tokens, which also need their positions
-        arguments |= _places(latents, named["encoder_hidden_states"])
+        arguments |= _token_positions(latents, named["encoder_hidden_states"])
     predicted = model(**arguments, return_dict=False)[0]
-    if predicted.shape != noise.shape:
+    if predicted.shape != noise.shape:  # DiT's variance
         predicted = predicted[:, : noise.shape[1]]
     return functional.mse_loss(predicted.float(), noise.float())
 
 
-def _places(latents: Tensor, text: Tensor) -> dict[str, Tensor]:
+def _token_positions(latents: Tensor, text: Tensor) -> dict[str, Tensor]:
     """Return row and column of each token of a square image, and zeros for the prompt's tokens."""
     side = round(latents.shape[1] ** 0.5)
     image = torch.zeros(side, side, 3, device=latents.device, dtype=latents.dtype)
-    numbers = torch.arange(side, device=latents.device)
-    image[..., 1] = numbers[:, None]
-    image[..., 2] = numbers[None, :]
+    indices = torch.arange(side, device=latents.device)
+    image[..., 1] = indices[:, None]
+    image[..., 2] = indices[None, :]
     return {"img_ids": image.flatten(0, 1), "txt_ids": torch.zeros(text.shape[1], 3).to(latents)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zerofit.models.presets import ModelArgs
+
 Path = tuple[str, ...]  # keys in a config
 
 DEPTH = "num_hidden_layers"
@@ -18,8 +20,10 @@ _BOTH = ("encoder_layers", "decoder_layers", "num_layers", "num_encoder_layers",
 #     {"num_hidden_layers": 32}                        ("num_hidden_layers",)
 #     {"encoder_layers": 6, "decoder_layers": 6}       ("encoder_layers",), ("decoder_layers",)
 #     {"text_config": {"num_hidden_layers": 32}, ...}  ("text_config", "num_hidden_layers"), ...
-def depths(config: Any) -> dict[Path, int]:
-    """Return the layer counts in a config, by key: of the model, of each inner model, or of encoder and decoder.
+def depths(config: object) -> dict[Path, int]:
+    """Return the layer counts in a config, by key.
+
+    They are those of the model, of each inner model, or of encoder and decoder.
 
     If the config selects layers of the image encoder by index, the result leaves out this encoder's count. The encoder
     then keeps all its layers. With a shorter encoder, the model would use different layers (LLaVA, Qwen3-VL), or layers
@@ -29,7 +33,10 @@ def depths(config: Any) -> dict[Path, int]:
     if any(hasattr(c, name) for c in (config, getattr(config, "vision_config", None)) for name in _NUMBERED):
         within = ["text_config"]
     if within:
-        counts = {(name, _own(getattr(config, name))): getattr(getattr(config, name), DEPTH, None) for name in within}
+        inner = {name: getattr(config, name) for name in within}
+        # a config's class can have another name for the number of layers
+        keys = {name: getattr(part, "attribute_map", {}).get(DEPTH, DEPTH) for name, part in inner.items()}
+        counts = {(name, keys[name]): getattr(part, DEPTH, None) for name, part in inner.items()}
     elif getattr(config, "is_encoder_decoder", False):
         counts = {(name,): getattr(config, name, None) for name in _BOTH}
     else:
@@ -37,12 +44,7 @@ def depths(config: Any) -> dict[Path, int]:
     return {path: count for path, count in counts.items() if isinstance(count, int)}
 
 
-def _own(config: Any) -> str:
-    """Return the name that a config's class uses for the number of layers."""
-    return getattr(config, "attribute_map", {}).get(DEPTH, DEPTH)
-
-
-def with_depths(args: Mapping[str, Any], wanted: Mapping[Path, int]) -> dict[str, Any]:
+def with_depths(args: ModelArgs, wanted: Mapping[Path, int]) -> ModelArgs:
     """Return model arguments with the `wanted` numbers of layers."""
     changed = dict(args)
     for path, count in wanted.items():
@@ -54,7 +56,7 @@ def with_depths(args: Mapping[str, Any], wanted: Mapping[Path, int]) -> dict[str
     return changed
 
 
-def of_all_layers(config: Any, name: str) -> Any:
+def of_all_layers(config: object, name: str) -> Any:
     """Return a config's value `name` if it is the same for all layers.
 
     Returns None if the config lacks it or if layers have different values (Gemma 4's heads, SegFormer's list of heads).
@@ -68,12 +70,15 @@ def of_all_layers(config: Any, name: str) -> Any:
     return value
 
 
-def leading(config: Any) -> int:
-    """Return how many of the first layers differ from the later ones. DeepSeek's first layers have no experts."""
+def leading(config: object) -> int:
+    """Return how many of the first layers differ from the later ones.
+
+    DeepSeek's first layers have no experts.
+    """
     return of_all_layers(config, "first_k_dense_replace") or 0
 
 
-def part(config: Any, path: Path) -> Any:
+def part(config: object, path: Path) -> Any:
     """Return the config, or inner config, that contains the last key of a path."""
     for name in path[:-1]:
         config = getattr(config, name)

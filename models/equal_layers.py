@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,11 +28,11 @@ ENOUGH = 2  # equal layers to trace: the first may create tensors for all layers
 
 
 def equal_layers(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> dict[Path, int]:
-    """Return the config's keys that count equal layers, with their values; {} if all layers must be traced.
+    """Return the config's keys that count equal layers, with their values.
 
     Equal layers have the same modules, shapes and settings. The leading layers, and the first layer after them, may
-    differ from the others. If the number of layers also changes other parameters, return {}. Raises ModelError if the
-    model cannot be built.
+    differ from the others. If the number of layers also changes other parameters, or all layers must be traced for
+    another reason, return {}. Raises ModelError if the model cannot be built.
     """
     if source.family != "transformers":
         return {}
@@ -41,7 +40,7 @@ def equal_layers(source: ModelSource, inputs: Inputs | None, args: ModelArgs) ->
     return dict(_equal_layers(replace(without_bits(source), pretrained=None), inputs, content))
 
 
-def few_layers(config: Any, path: Path) -> int:
+def few_layers(config: object, path: Path) -> int:
     """Return the number of layers to trace for a key of the config."""
     return leading(part(config, path)) + ENOUGH
 
@@ -67,34 +66,38 @@ def _equal_layers(source: ModelSource, inputs: Inputs | None, content: str) -> d
         return {}
     with torch.device("meta"):
         full = build(source, inputs, args)
-    fed = inputs if any(len(path) > 1 for path in few) else None  # run the model to find the parts that are used
-    stood_for = [(path, list(blocks)[few[path] - 1 :]) for blocks, path in block_lists(full, fed) if path in few]
-    mixed = {path for path, blocks in stood_for if not _all_equal(blocks)}
-    stood_for = [(path, blocks) for path, blocks in stood_for if path not in mixed]
-    equal = {path: count for path, count in depths(config).items() if path in dict(stood_for)}
+    run_inputs = inputs if any(len(path) > 1 for path in few) else None  # a run finds the parts that are used
+    # the last traced layer represents itself and all later ones
+    lists = [(path, list(blocks)[few[path] - 1 :]) for blocks, path in block_lists(full, run_inputs) if path in few]
+    mixed = {path for path, blocks in lists if not _all_equal(blocks)}
+    lists = [(path, blocks) for path, blocks in lists if path not in mixed]
+    equal = {path: count for path, count in depths(config).items() if path in dict(lists)}
     try:
         with torch.device("meta"):
             small = build(source, inputs, with_depths(args, {path: few[path] for path in equal}))
     except ModelError:  # other values of the config depend on its number of layers
         return {}
-    less = sum((len(blocks) - 1) * parameter_count(blocks[0]) for _, blocks in stood_for)
-    return equal if parameter_count(full) - parameter_count(small) == less else {}
+    left_out = sum((len(blocks) - 1) * parameter_count(blocks[0]) for _, blocks in lists)
+    return equal if parameter_count(full) - parameter_count(small) == left_out else {}
 
 
 def _all_equal(blocks: Sequence[nn.Module]) -> bool:
     first = list(_facts(blocks[0]))
-    return all(_equal(first, list(_facts(block)), place) for place, block in enumerate(blocks))
+    return all(_equal(first, list(_facts(block)), index) for index, block in enumerate(blocks))
 
 
-def _equal(first: list[tuple[Any, ...]], facts: list[tuple[Any, ...]], place: int) -> bool:
-    """Return whether a block equals the first block. Integers, such as a layer's index, may be larger by `place`."""
+def _equal(first: list[tuple[object, ...]], facts: list[tuple[object, ...]], index: int) -> bool:
+    """Return whether a block equals the first block.
+
+    Integers, such as a layer's index, may be larger by `index`.
+    """
     return len(first) == len(facts) and all(
-        a == b or (a[:-1] == b[:-1] and type(a[-1]) is int and type(b[-1]) is int and b[-1] - a[-1] == place)
+        a == b or (a[:-1] == b[:-1] and type(a[-1]) is int and type(b[-1]) is int and b[-1] - a[-1] == index)
         for a, b in zip(first, facts, strict=True)
     )
 
 
-def _facts(block: nn.Module) -> Iterator[tuple[Any, ...]]:
+def _facts(block: nn.Module) -> Iterator[tuple[object, ...]]:
     for name, module in block.named_modules():
         yield name, type(module)
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 from unittest.mock import patch
 
 import torch
@@ -28,8 +28,9 @@ from zerofit.spec.local_machine import is_older
 from zerofit.spec.process import collector_off
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
+_Constructor = Callable[..., Tensor]  # such as torch.arange
 IN_FP32 = Stored(dtype=torch.float32, device=torch.device("cpu"))
 # functions of transformers' initialization that draw no random numbers
 _DRAWLESS = ("constant_", "ones_", "zeros_", "eye_", "dirac_")
@@ -53,10 +54,10 @@ def transformers_model(
     stored: Stored = IN_FP32,
     keep: set[str] | None = None,
 ) -> nn.Module:
-    """Build a transformers model on the current default device: pretrained, or with random initial weights.
+    """Build a transformers model on the current default device.
 
-    Parameters are `stored` module by module, or tensor by tensor from files, so the full fp32 model is never in
-    memory. `keep`: see `materialize`.
+    It is pretrained, or has random initial weights. Parameters are `stored` module by module, or tensor by tensor from
+    files, so the full fp32 model is never in memory. `keep`: see `materialize`.
 
     Initial weights are drawn on the CPU exactly as by transformers' `initialize_weights`, with no other draws. So the
     weights are the same for the full model and for a pipeline stage (`materialize`). They are also the same if ZeRO
@@ -68,8 +69,8 @@ def transformers_model(
     config = make_config(source, inputs, args)
     device = torch.empty(0).device
     if source.origin == PRETRAINED and device.type != "meta":
-        alone = _as_without_zero3() if is_deepspeed_zero3_enabled() else nullcontext()
-        with alone:  # for a head that is not in the folder
+        same_draws = _as_without_zero3() if is_deepspeed_zero3_enabled() else nullcontext()
+        with same_draws:  # for a head that is not in the folder
             # transformers returns it in evaluation mode: without dropout, and int8 layers would quantize their inputs
             loaded = _rotary_in_fp32(_pretrained(source, config, stored, keep)).train()
             return _with_kernel(loaded, source, args)
@@ -78,33 +79,30 @@ def transformers_model(
             return _with_kernel(_rotary_in_fp32(_from_config(source, config)), source, args)
     with torch.device("meta"):
         model = _rotary_in_fp32(_from_config(source, config))
-    _refuse_empty(model, source)
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            message = f"{source.name}: {name} is empty, its shape is {tuple(parameter.shape)}"
+            raise ModelError("model-args", message, "correct --model-args or the config")
     if device.type == "meta":
         return model
     drawn = _with_kernel(_initialize(model, keep, stored), source, args)
     return drawn if device.type == "cpu" else drawn.to(device)  # with torch.device("cuda") around this
 
 
-def _with_kernel(model: Any, source: ModelSource, args: ModelArgs) -> Any:
-    """If `args` name an attention kernel of another package, switch the model to it. Raises ModelError.
+def _with_kernel(model: nn.Module, source: ModelSource, args: ModelArgs) -> nn.Module:
+    """Switch the model to the attention kernel of another package that `args` name.
 
     The model was built with torch's kernel (sdpa), because `make_config` replaces kernels of other packages by sdpa.
+    Raises ModelError if the kernel is not usable.
     """
     kernel = args.get(ATTENTION)
     if kernel not in PLAIN_KERNELS:
         try:
-            model.set_attn_implementation(kernel)
+            cast("PreTrainedModel", model).set_attn_implementation(kernel)
         except (ImportError, ValueError, RuntimeError) as error:
             message = f"{source.name} cannot use {ATTENTION}={kernel}: {reason_of(error)}"
             raise ModelError("model-args", message, "install its package, or use sdpa") from error
     return model
-
-
-def _refuse_empty(model: nn.Module, source: ModelSource) -> None:
-    for name, parameter in model.named_parameters():
-        if not parameter.numel():
-            message = f"{source.name}: {name} is empty, its shape is {tuple(parameter.shape)}"
-            raise ModelError("model-args", message, "correct --model-args or the config")
 
 
 def _auto_class(task: str):
@@ -114,8 +112,11 @@ def _auto_class(task: str):
         return getattr(transformers, AUTO_CLASSES[task])
 
 
-def _from_config(source: ModelSource, config: Any) -> nn.Module:
-    """Build the model from its config, in fp32. transformers uses sdpa attention if the model supports it."""
+def _from_config(source: ModelSource, config: PreTrainedConfig) -> nn.Module:
+    """Build the model from its config, in fp32.
+
+    transformers uses sdpa attention if the model supports it.
+    """
     try:
         with _head_apart(config):
             return _auto_class(source.task).from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -125,7 +126,7 @@ def _from_config(source: ModelSource, config: Any) -> nn.Module:
 
 
 @contextmanager
-def _head_apart(config: Any) -> Iterator[None]:
+def _head_apart(config: PreTrainedConfig) -> Iterator[None]:
     """Build T5 1.1 and Flan-T5 with a separate head.
 
     The checkpoints of these models have a separate head, and their config.json sets "tie_word_embeddings" to false.
@@ -136,9 +137,9 @@ def _head_apart(config: Any) -> Iterator[None]:
         return
     from transformers import T5ForConditionalGeneration as T5
 
-    original = T5.__init__
+    original: Callable[..., None] = T5.__init__
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: T5, *args: object, **kwargs: object) -> None:
         self._tied_weights_keys = {name: of for name, of in T5._tied_weights_keys.items() if name != "lm_head.weight"}
         original(self, *args, **kwargs)
 
@@ -146,11 +147,12 @@ def _head_apart(config: Any) -> Iterator[None]:
         yield
 
 
-def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str] | None) -> nn.Module:
-    """Load the folder's weights. A classifier's head may be missing or of another shape; it is then random.
+def _pretrained(source: ModelSource, config: PreTrainedConfig, stored: Stored, keep: set[str] | None) -> nn.Module:
+    """Load the folder's weights.
 
-    Raises ModelError if the files cannot be loaded, if another tensor has a wrong shape, or if another tensor of an
-    image model is missing. For other tasks, missing tensors are not refused here; they are random.
+    A classifier's head may be missing or of another shape; it is then random. Raises ModelError if the files cannot be
+    loaded, if another tensor has a wrong shape, or if another tensor of an image model is missing. For other tasks,
+    missing tensors are not refused here; they are random.
     """
     quantized = source_config(source).get(QUANTIZED)
     if quantized:  # by one of the methods in DEQUANTIZED (`source_of`)
@@ -183,31 +185,35 @@ def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str]
     return store_parameters(model, replace(stored, slices=unread), keep)  # the tensors that are not in the folder
 
 
-def _of_head(model: nn.Module, config: Any, name: str) -> bool:
-    """Return whether the tensor `name` has one row per class, as in a head. Also return True if the model lacks it."""
+def _of_head(model: nn.Module, config: PreTrainedConfig, name: str) -> bool:
+    """Return whether the tensor `name` has one row per class, as in a head.
+
+    Also return True if the model lacks it.
+    """
     tensor = model.state_dict().get(name)
     return tensor is None or tuple(getattr(tensor, "ds_shape", tensor.shape))[:1] == (config.num_labels,)
 
 
 @contextmanager
 def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[set[str]]:
-    """Make transformers store each parameter as soon as it is read. Parameters that are not in `keep` are dropped.
+    """Make transformers store each parameter as soon as it is read.
 
-    By default transformers first reads all parameters in fp32. Yields the growing set of the names that were read.
-    (transformers/core_model_loading.py: set_param_for_module)
+    Parameters that are not in `keep` are dropped. By default transformers first reads all parameters in fp32. Yields
+    the growing set of the names that were read. (transformers/core_model_loading.py: set_param_for_module)
     """
     from transformers import core_model_loading
 
-    original, read = core_model_loading.set_param_for_module, set()
+    original: Callable[..., None] = core_model_loading.set_param_for_module
+    read: set[str] = set()
 
-    def set_param(model: PreTrainedModel, name: str, value: Tensor, *more: Any, **named: Any) -> None:
+    def set_param(model: PreTrainedModel, name: str, value: Tensor, *args: object, **kwargs: object) -> None:
         parent, _, attribute = name.rpartition(".")
         parameters = model.get_submodule(parent)._parameters
         if attribute not in parameters:
-            original(model, name, value, *more, **named)
+            original(model, name, value, *args, **kwargs)
             return
-        kept = keep is None or name in keep or any(model.all_tied_weights_keys.get(other) == name for other in keep)
-        original(model, name, value.detach() if kept else value.detach().to("meta"), *more, **named)
+        is_kept = keep is None or name in keep or any(model.all_tied_weights_keys.get(other) == name for other in keep)
+        original(model, name, value.detach() if is_kept else value.detach().to("meta"), *args, **kwargs)
         parameter = parameters[attribute]  # still the old one, on meta, if the shape differs
         if parameter is not None and not parameter.is_meta:
             data = stored.store(parameter.data, name)
@@ -218,6 +224,7 @@ def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[set[str]]
     if stored == IN_FP32 and keep is None:
         yield read
         return
+    # without threads that read tensors ahead, only one is in memory
     one_at_a_time = patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
     with one_at_a_time, patch.object(core_model_loading, "set_param_for_module", set_param):
         yield read
@@ -236,7 +243,7 @@ def materialize(model: nn.Module, seed: int, keep: set[str] | None = None, store
 
 @torch.no_grad()
 def _initialize(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.Module:
-    """Initialize a model as `materialize` does, from the present state of torch's global random generator."""
+    """Initialize a model as `materialize` does, from the present state of torch's generator."""
     from transformers.initialization import guard_torch_init_functions
 
     transformer = cast("PreTrainedModel", model)
@@ -244,7 +251,12 @@ def _initialize(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
     # names of the parameters to make real; a tied parameter has the name of its source
     names = {name for name, _ in model.named_parameters()} if keep is None else set(keep)
     wanted = (names - set(tied)) | {tied[name] for name in names & set(tied)}
-    _untie(model, tied)
+    # transformers initializes before it ties: it draws the numbers of both parameters and drops one. If both shared a
+    # tensor, the second draw would overwrite the first.
+    for name in tied:
+        parent, _, attribute = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        setattr(owner, attribute, nn.Parameter(torch.empty_like(getattr(owner, attribute), device="meta")))
     real = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in wanted}
     for module in model.modules():
         vars(module)["_is_hf_initialized"] = False
@@ -252,7 +264,7 @@ def _initialize(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     with guard_torch_init_functions(), _drawing_in_fp32():
-        _apply(model, transformer._initialize_weights, real, stored)
+        _initialize_modules(model, transformer._initialize_weights, real, stored)
     temperature = getattr(transformer.config, "logit_scale_init_value", None)
     if temperature is not None and hasattr(model, "logit_scale"):  # set by its constructor (modeling_clip.py)
         cast(Tensor, model.logit_scale).fill_(temperature)
@@ -260,29 +272,21 @@ def _initialize(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
     return model
 
 
-# transformers initializes before it ties: the numbers of both parameters are drawn, and one is dropped. If both shared
-# a tensor, the second draw would overwrite the first.
-def _untie(model: nn.Module, tied: dict[str, str]) -> None:
-    """Give each tied parameter its own tensor. transformers initializes every parameter before it ties any."""
-    for name in tied:
-        parent, _, attribute = name.rpartition(".")
-        owner = model.get_submodule(parent)
-        setattr(owner, attribute, nn.Parameter(torch.empty_like(getattr(owner, attribute), device="meta")))
-
-
 # transformers' `initialize_weights` visits modules in this order, and each draw depends on earlier draws. So every
 # module is initialized, also those whose parameters stay on meta: their numbers are drawn and discarded.
-def _apply(module: nn.Module, initialize_one: Any, real: dict[int, str], stored: Stored) -> None:
-    """Initialize a module like transformers' `initialize_weights`: children first, then the module.
+def _initialize_modules(
+    module: nn.Module, initialize_own: Callable[[nn.Module], None], real: dict[int, str], stored: Stored
+) -> None:
+    """Initialize a module like transformers' `initialize_weights`.
 
-    Inner models are initialized by their own rules. `real`: the names of kept parameters, by id. A parameter is in
-    fp32 on the CPU only while its module is initialized.
+    Children come first, then the module (`initialize_own`). Inner models are initialized by their own rules. `real`:
+    the names of kept parameters, by id. A parameter is in fp32 on the CPU only while its module is initialized.
     """
     from transformers import PreTrainedModel
 
     for child in module.children():
-        rules = child._initialize_weights if isinstance(child, PreTrainedModel) else initialize_one
-        _apply(child, rules, real, stored)
+        rules = child._initialize_weights if isinstance(child, PreTrainedModel) else initialize_own
+        _initialize_modules(child, rules, real, stored)
     if vars(module)["_is_hf_initialized"]:
         return  # done before: this module is in the model twice
     parameters = module._parameters
@@ -292,7 +296,7 @@ def _apply(module: nn.Module, initialize_one: Any, real: dict[int, str], stored:
             device = "cpu" if id(parameter) in real else "meta"
             empty = torch.empty_like(parameter, device=device)
             parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    initialize_one(module)
+    initialize_own(module)
     for name, parameter in parameters.items():
         if parameter is not None and not parameter.is_meta and stored != IN_FP32:
             parameters[name] = as_parameter(stored.store(parameter.data, names[name]), parameter.requires_grad)
@@ -302,15 +306,15 @@ def _apply(module: nn.Module, initialize_one: Any, real: dict[int, str], stored:
 # each precision and layout, so all draws happen in fp32 on the CPU.
 @contextmanager
 def _drawing_in_fp32() -> Iterator[None]:
-    """Make transformers' random initializers draw on the CPU in fp32 for all tensors, including meta and stored ones.
+    """Make transformers' random initializers draw on the CPU in fp32.
 
-    The initializers must really run, since the number of draws can depend on the values: trunc_normal_ draws again for
-    values outside its range.
+    This holds for all tensors, including meta and stored ones. The initializers must really run, since the number of
+    draws can depend on the values: trunc_normal_ draws again for values outside its range.
     """
     from transformers import initialization
 
     def drawn(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def run(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
             if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
                 return function(tensor, *args, **kwargs)
             numbers = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
@@ -326,21 +330,18 @@ def _drawing_in_fp32() -> Iterator[None]:
 
 @contextmanager
 def _as_without_zero3() -> Iterator[None]:
-    """Inside this context, a model that ZeRO-3 partitions during its build gets the same weights as without ZeRO-3.
-
-    Initialization starts with the random state from before the constructors, since some constructors draw values that
-    are overwritten later. It draws on the CPU in fp32, since other devices and precisions give different numbers.
-    """
+    """Give a model that ZeRO-3 partitions during its build the weights it has without ZeRO-3."""
     from transformers import PreTrainedModel
 
-    original = PreTrainedModel._initialize_weights
+    original: Callable[..., None] = PreTrainedModel._initialize_weights
+    # Some constructors draw values that are overwritten later, so initialization starts with the state before them.
     start: list[Tensor] = [torch.get_rng_state()]
 
-    def on_cpu(self: PreTrainedModel, module: nn.Module, *more: Any) -> None:
+    def on_cpu(self: PreTrainedModel, module: nn.Module, *args: object) -> None:
         if start:
             torch.set_rng_state(start.pop())
-        with _held_on_cpu(module):
-            original(self, module, *more)
+        with _held_on_cpu(module):  # other devices and precisions draw different numbers
+            original(self, module, *args)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(PreTrainedModel, "_initialize_weights", on_cpu))
@@ -352,17 +353,17 @@ def _as_without_zero3() -> Iterator[None]:
 
 @contextmanager
 def _exact_ranges() -> Iterator[None]:
-    """Make torch.arange return the requested dtype, since rotary frequencies need ranges in fp32.
+    """Make torch.arange return the requested dtype, since rotary frequencies need fp32.
 
     At ZeRO-3, DeepSpeed casts ranges to 16 bits (deepspeed/runtime/zero/partition_parameters.py). transformers 5.23 and
     later prevent this cast.
     """
     from deepspeed.runtime.zero import partition_parameters as zero
 
-    original = zero.zero_wrapper_for_fp_tensor_constructor
+    original: Callable[..., _Constructor] = zero.zero_wrapper_for_fp_tensor_constructor
 
-    def wrapper(function: Any, target_fp_dtype: Any, target_device: Any) -> Any:
-        dtype: Any = None if function is zero._orig_torch_arange else target_fp_dtype
+    def wrapper(function: _Constructor, target_fp_dtype: torch.dtype, target_device: torch.device) -> _Constructor:
+        dtype = None if function is zero._orig_torch_arange else target_fp_dtype
         return original(function, dtype, target_device)
 
     with patch.object(zero, "zero_wrapper_for_fp_tensor_constructor", wrapper):
@@ -371,16 +372,17 @@ def _exact_ranges() -> Iterator[None]:
 
 @contextmanager
 def _gathered_with_children() -> Iterator[None]:
-    """Let a module initialize its children's parameters under ZeRO-3, as GPT-2's blocks initialize `c_proj`.
+    """Let a module initialize its children's parameters under ZeRO-3.
 
-    Versions of transformers before 5.23 gather only a module's own parameters. The children's tensors would then be
-    empty when the module initializes them. (transformers/integrations/deepspeed.py: initialize_weights_zero3)
+    GPT-2's blocks initialize `c_proj` this way. Versions of transformers before 5.23 gather only a module's own
+    parameters. The children's tensors would then be empty when the module initializes them.
+    (transformers/integrations/deepspeed.py: initialize_weights_zero3)
     """
     from transformers import PreTrainedModel
     from transformers.initialization import guard_torch_init_functions
     from transformers.integrations import deepspeed as integration
 
-    def apply(module: nn.Module, rules: Any, remote: bool) -> None:
+    def apply(module: nn.Module, rules: Callable[[nn.Module, bool], None], remote: bool) -> None:
         import deepspeed
 
         for child in module.children():
@@ -405,7 +407,7 @@ def _gathered_with_children() -> Iterator[None]:
 
 @contextmanager
 def _held_on_cpu(module: nn.Module) -> Iterator[None]:
-    """Inside this context, gathered parameters of a module and its children are in fp32 on the CPU."""
+    """Hold the gathered parameters of a module and its children in fp32 on the CPU."""
     owners = [module, *module.children()]
     parameters = {id(p): p for owner in owners for p in owner.parameters(recurse=False)}
     gathered = {key: p.data for key, p in parameters.items()}
@@ -418,13 +420,13 @@ def _held_on_cpu(module: nn.Module) -> Iterator[None]:
 
 
 def _rotary_in_fp32(model: nn.Module) -> nn.Module:
-    """Keep the frequencies of rotary embeddings in fp32 when an engine casts the model to bf16 or fp16.
+    """Keep the frequencies of rotary embeddings in fp32 when an engine casts the model.
 
     In bf16, angles at position 1000 would be wrong by several radians.
     """
     for module in model.modules():
         if "RotaryEmbedding" in type(module).__name__:
-            module._apply = types.MethodType(_apply_device_only, module)
+            module._apply = types.MethodType(_apply_device_only, module)  # a bound method survives deepcopy
     return model
 
 

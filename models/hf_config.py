@@ -1,12 +1,15 @@
-"""Make transformers configs from a preset or a file, and adapt them to the inputs and the user's arguments."""
+"""Make transformers configs from a preset or a file.
+
+They are adapted to the inputs and the user's arguments.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zerofit.models.catalog import PRETRAINED, QUANTIZED, ModelError, ModelSource, nearest, source_config
 from zerofit.models.depth import DEPTH, depths, of_all_layers
@@ -14,6 +17,9 @@ from zerofit.models.inputs import ImageInputs, Inputs, LabelledTextInputs, Named
 from zerofit.models.presets import Config, ModelArgs
 from zerofit.spec.errors import reason_of
 from zerofit.spec.model_facts import ATTENTION_KERNELS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")  # of Mixtral, DeepSeek and Qwen
 FRAMES_A_POSITION = 2  # Whisper's second convolution has stride 2
@@ -39,17 +45,17 @@ _KERNEL_PACKAGES: dict[str, str] = {
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", "xlm-roberta-xl", "xmod")
 
 
-def make_config(source: ModelSource, inputs: Inputs | None, args: ModelArgs):
-    """Return the transformers config of a preset or file, adapted to the inputs. `args` override its keys.
+def make_config(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> PreTrainedConfig:
+    """Return the transformers config of a preset or file, adapted to the inputs.
 
-    For images, the numbers of labels and channels and the image size are set. If an image is smaller than a patch,
-    the patch becomes a quarter of the image. For text, all ids must be in the vocabulary, and the sequence must fit
-    the model's positions.
+    `args` override its keys. For images, the numbers of labels and channels and the image size are set. If an image is
+    smaller than a patch, the patch becomes a quarter of the image. For text, all ids must be in the vocabulary, and the
+    sequence must fit the model's positions.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     # transformers writes {"__float__": "Infinity"}
-    base = _trained(PreTrainedConfig._decode_special_floats(source_config(source)))
+    base = _without_ignored(PreTrainedConfig._decode_special_floats(source_config(source)))
     model_type = base["model_type"]
     if model_type not in CONFIG_MAPPING:
         hint = nearest(model_type, CONFIG_MAPPING.keys(), "use a model_type of this transformers version")
@@ -58,13 +64,16 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: ModelArgs):
     merged = _merge(cls, base, args, source.name)
     _refuse_endless(source.name, merged)
     with _values_refused(source.name, cls):
-        config = cls.from_dict(merged)
-        _refuse_no_layers(source.name, config)
+        config: PreTrainedConfig = cls.from_dict(merged)
+        for path, count in depths(config).items():
+            if count < 1:
+                message = f"{source.name}: {'.'.join(path)} is {count}"
+                raise ModelError("model-args", message, "use 1 or more: correct --model-args or the config")
         _fit(source, config, inputs, args)
     return config
 
 
-def traced_args(model_args: Mapping[str, Any]) -> dict[str, Any]:
+def traced_args(model_args: ModelArgs) -> ModelArgs:
     """Return the model's arguments that change the traced costs.
 
     A fused attention kernel is left out, since kernels differ only in their rates. The weights' dtype is left out,
@@ -75,8 +84,11 @@ def traced_args(model_args: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in model_args.items() if name not in left_out}
 
 
-def weight_bytes(model_args: Mapping[str, Any]) -> int:
-    """Return the bytes per element of weights under FSDP2: 2 if `model_args` set a 16-bit dtype, else 4."""
+def weight_bytes(model_args: ModelArgs) -> int:
+    """Return the bytes per element of weights under FSDP2.
+
+    They are 2 if `model_args` set a 16-bit dtype, else 4.
+    """
     return 2 if str(model_args.get(DTYPE)).removeprefix("torch.") in ("bfloat16", "float16") else 4
 
 
@@ -91,8 +103,11 @@ def _values_refused(name: str, cls: type) -> Iterator[None]:
         raise ModelError("model-args", message, "correct --model-args or the config") from None
 
 
-def _refuse_endless(name: str, values: Any, key: str = "") -> None:
-    """Raise ModelError for an impossibly large number of layers, experts or labels anywhere in a config's `values`."""
+def _refuse_endless(name: str, values: object, key: str = "") -> None:
+    """Raise ModelError for an impossibly large number of layers, experts or labels.
+
+    The number may be anywhere in a config's `values`.
+    """
     if isinstance(values, dict):
         for inner, value in values.items():
             _refuse_endless(name, value, str(inner))
@@ -105,23 +120,20 @@ def _refuse_endless(name: str, values: Any, key: str = "") -> None:
         raise ModelError("model-args", message, "correct --model-args or the config")
 
 
-def _refuse_no_layers(name: str, config: Any) -> None:
-    for path, count in depths(config).items():
-        if count < 1:
-            message = f"{name}: {'.'.join(path)} is {count}"
-            raise ModelError("model-args", message, "use 1 or more: correct --model-args or the config")
-
-
 def notes_of_config(name: str, values: Config) -> list[str]:
-    """Return notes on the keys of a config that training ignores, and on kernels that a trace cannot use."""
-    notes = [f"{name}: {key} {text}" for key, text in _left_out(values)]
+    """Return notes on a config's keys that training ignores, and on unusable kernels.
+
+    A trace cannot use kernels of other packages.
+    """
+    notes = [f"{name}: {key} {text}" for key, text in _ignored_keys(values)]
     package = _KERNEL_PACKAGES.get(str(values.get("model_type")).removesuffix("_text"))
     if package:
         notes.append(f"{name}: forecasts are for transformers' own code; with {package} runs need less memory and time")
     return notes
 
 
-def _left_out(values: Config) -> Iterator[tuple[str, str]]:
+def _ignored_keys(values: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key that training ignores, with the reason."""
     for key, value in values.items():
         if key == QUANTIZED and value:
             method = value.get("quant_method", "") if isinstance(value, dict) else value
@@ -129,25 +141,25 @@ def _left_out(values: Config) -> Iterator[tuple[str, str]]:
         elif _names_kernel(key, value):
             yield key, f"{value!r} is ignored: torch's kernels are used (sdpa, with flash attention on GPUs)"
         elif isinstance(value, dict):
-            yield from ((f"{key}.{inner}", text) for inner, text in _left_out(value))
+            yield from ((f"{key}.{inner}", text) for inner, text in _ignored_keys(value))
 
 
 # A config from the hub can name attention kernels of other packages. transformers would download them; zerofit measures
 # and trains with torch's own.
-def _trained(values: Config) -> Config:
+def _without_ignored(values: Config) -> Config:
     """Return a config without the keys that training ignores.
 
     With these keys, transformers would look for kernels on the hub.
     """
-    kept = {key: value for key, value in values.items() if key != QUANTIZED and not _names_kernel(key, value)}
-    return {key: _trained(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    used = {key: value for key, value in values.items() if key != QUANTIZED and not _names_kernel(key, value)}
+    return {key: _without_ignored(value) if isinstance(value, dict) else value for key, value in used.items()}
 
 
-def _names_kernel(key: str, value: Any) -> bool:
+def _names_kernel(key: str, value: object) -> bool:
     return KERNELS.search(key) is not None and value not in PLAIN_KERNELS
 
 
-def _fit(source: ModelSource, config: Any, inputs: Inputs | None, args: ModelArgs) -> None:
+def _fit(source: ModelSource, config: PreTrainedConfig, inputs: Inputs | None, args: ModelArgs) -> None:
     if isinstance(inputs, ImageInputs) and source.task == "image":
         _fit_images(source, config, inputs, args)
     if isinstance(inputs, NamedInputs):
@@ -167,8 +179,8 @@ def _fit(source: ModelSource, config: Any, inputs: Inputs | None, args: ModelArg
     config.return_dict = True  # outputs are read by name
 
 
-def max_positions(config: Any) -> int | None:
-    """Return the maximum sequence length in tokens of a transformers config, or None without a limit."""
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Return the maximum sequence length in tokens of a config; None without a limit."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
     if positions is None or positions <= 0:  # XLNet has -1 for no limit
@@ -204,14 +216,14 @@ def _merge(cls: type, base: Config, args: ModelArgs, name: str) -> Config:
 
 # Configs like Qwen's list the kind of each layer. With another number of layers, transformers makes a new list.
 def _without_old_layers(base: Config, args: ModelArgs, canonical: dict[str, str]) -> Config:
-    """Return the config without its lists of values per layer if the args change the number of layers."""
+    """Return the config without its lists of values per layer if the args change the depth."""
     if DEPTH not in {canonical.get(key, key) for key in args} | set(args):
         return base
     return {key: value for key, value in base.items() if key not in _OF_LAYERS or key in args}
 
 
 # A new model gets the data's shape. A pretrained model cannot, since its position embeddings and patches are learned.
-def _fit_images(source: ModelSource, config: Any, inputs: ImageInputs, args: ModelArgs) -> None:
+def _fit_images(source: ModelSource, config: PreTrainedConfig, inputs: ImageInputs, args: ModelArgs) -> None:
     wanted = {"num_labels": inputs.classes, "num_channels": inputs.channels, "image_size": inputs.size}
     for key, value in wanted.items():
         if key in args or (key != "num_labels" and not hasattr(config, key)):
@@ -236,8 +248,11 @@ def _fit_images(source: ModelSource, config: Any, inputs: ImageInputs, args: Mod
             raise ModelError("model-shape", message, hint)
 
 
-def _fit_classes(config: Any, inputs: LabelledTextInputs, args: ModelArgs) -> None:
-    """Set the class names and the padding id, by which a decoder's head finds the last token of a text."""
+def _fit_classes(config: PreTrainedConfig, inputs: LabelledTextInputs, args: ModelArgs) -> None:
+    """Set the class names and the padding id.
+
+    By the padding id a decoder's head finds the last token of a text.
+    """
     if "num_labels" not in args:
         config.id2label = dict(enumerate(inputs.classes))
         config.label2id = {name: number for number, name in enumerate(inputs.classes)}
@@ -246,7 +261,7 @@ def _fit_classes(config: Any, inputs: LabelledTextInputs, args: ModelArgs) -> No
     config.get_text_config().pad_token_id = inputs.pad_id
 
 
-def _fit_named(config: Any, inputs: NamedInputs) -> None:
+def _fit_named(config: PreTrainedConfig, inputs: NamedInputs) -> None:
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # as in T5
     for tensor in inputs.tensors:
@@ -256,7 +271,7 @@ def _fit_named(config: Any, inputs: NamedInputs) -> None:
             config.max_source_positions = tensor.shape[1] // FRAMES_A_POSITION
 
 
-def _check_text(name: str, config: Any, inputs: TextInputs | LabelledTextInputs | NamedInputs) -> None:
+def _check_text(name: str, config: PreTrainedConfig, inputs: TextInputs | LabelledTextInputs | NamedInputs) -> None:
     text = config.get_text_config()
     vocab, positions = getattr(text, "vocab_size", None), max_positions(config)
     if vocab is not None and inputs.vocab_size > vocab:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageInputs:
-    """Square images with one class label each: float32 (batch, channels, size, size) and int64 (batch,)."""
+    """Square images with one class label each.
+
+    Images are float32 (batch, channels, size, size), labels int64 (batch,).
+    """
 
     channels: int
     size: int  # height and width in pixels
@@ -45,7 +47,10 @@ class TextInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledTextInputs:
-    """Padded texts with a class for each text or (`tags`) each token: int64 (batch, seq_len), and a mask."""
+    """Padded texts with a class for each text or (`tags`) each token.
+
+    Ids are int64 (batch, seq_len), with a mask.
+    """
 
     vocab_size: int  # the tokenizer's number of ids, with special tokens
     seq_len: int
@@ -68,7 +73,10 @@ class NamedInput:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedInputs:
-    """Named tensors of a model that returns its own loss (see `zerofit.spec.model_facts.gives_loss`)."""
+    """Named tensors of a model that returns its own loss.
+
+    See `zerofit.spec.model_facts.gives_loss`.
+    """
 
     tensors: tuple[NamedInput, ...]  # the first is "inputs" in a batch, the last "labels"
     vocab_size: int  # 0: no ids
@@ -86,7 +94,7 @@ class Fed:
     packed: bool | None = None  # samples of text have several documents, which must not attend to each other
     features: int | None = None  # columns of a table
 
-    def given(self) -> list[str]:
+    def set_names(self) -> list[str]:
         """Return the names of the settings that are not None."""
         return [name for name, value in vars(self).items() if value is not None]
 
@@ -104,14 +112,17 @@ _KINDS: dict[str, type[Inputs]] = {
 }
 
 
-def inputs_to_dict(inputs: Inputs) -> dict[str, Any]:
+def inputs_to_dict(inputs: Inputs) -> dict[str, object]:
     """Return inputs as JSON: their fields, and "kind", a key of `_KINDS`."""
     kind = next(kind for kind, cls in _KINDS.items() if isinstance(inputs, cls))
     return {"kind": kind, **asdict(inputs)}
 
 
-def inputs_from_dict(value: Any) -> Inputs:
-    """Return the inputs from a dictionary that `inputs_to_dict` made. Raises ValueError otherwise."""
+def inputs_from_dict(value: object) -> Inputs:
+    """Return the inputs from a dictionary that `inputs_to_dict` made.
+
+    Raises ValueError for other values.
+    """
     kind = value.get("kind") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"unknown kind of inputs {kind!r}; known: {', '.join(_KINDS)}")
@@ -134,7 +145,10 @@ def are_padded(inputs: Inputs | None) -> bool:
 
 
 def tensors_of(inputs: Inputs) -> tuple[NamedInput, ...]:
-    """Return the tensors of a sample. A batch has the first under "inputs" and the last under "labels"."""
+    """Return the tensors of a sample.
+
+    A batch has the first under "inputs" and the last under "labels".
+    """
     if isinstance(inputs, NamedInputs):
         return inputs.tensors
     if isinstance(inputs, ImageInputs):

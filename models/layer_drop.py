@@ -1,8 +1,11 @@
-"""Make every layer run in models with LayerDrop. LayerDrop compares a random value, but fake tensors have no values."""
+"""Make every layer run in models with LayerDrop.
+
+LayerDrop compares a random value, but fake tensors have no values.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -15,7 +18,13 @@ class EveryLayer(TorchFunctionMode):
     In transformers before 5.23, LayerDrop calls torch.rand even if the threshold is 0.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Instead of drawing a single random number, return 1, which is never below the threshold."""
         if func is torch.rand and args and args[0] == []:
             return 1.0

@@ -1,11 +1,11 @@
-"""Divide a model into layers with one tensor in and one tensor out each, for pipeline parallelism."""
+"""Divide a model into layers of one tensor in and one tensor out, for pipeline parallelism."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,18 @@ from zerofit.spec.model_facts import LayerFacts
 
 if TYPE_CHECKING:
     from torchvision.models import VGG, ResNet
-    from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, ViTForImageClassification
+    from transformers import (
+        BertForMaskedLM,
+        GPT2LMHeadModel,
+        LlamaForCausalLM,
+        PreTrainedConfig,
+        ViTForImageClassification,
+    )
     from transformers.models.bert.modeling_bert import BertEmbeddings, BertLMPredictionHead
 
 __all__ = ["Layer", "as_layers", "materialize", "state_tensors"]
 
-Maker = Callable[[Any], list["Layer"]]
+Maker = Callable[..., list["Layer"]]  # of one kind of model
 
 
 @dataclass(kw_only=True)
@@ -42,15 +48,16 @@ class Layer:
 
 
 def as_layers(model: nn.Module, checkpointing: Checkpointing = False, loss: RouterLoss | None = None) -> list[Layer]:
-    """Return the model as layers that compute its logits when run in order, on any device (also meta).
+    """Return the model as layers that compute its logits when run in order.
 
-    The layers use the model's own submodules. With `checkpointing` each block recomputes its activations in
-    backward. With `loss` (of a mixture's routers) the layers also return the sums from which this loss is computed.
-    BERT's logits may differ in the last bit, since the layers add BERT's output bias after the matrix product.
+    The model may be on any device, also meta. The layers use its own submodules. With `checkpointing` each block
+    recomputes its activations in backward. With `loss` (of a mixture's routers) the layers also return the sums from
+    which this loss is computed. BERT's logits may differ in the last bit, since the layers add BERT's output bias after
+    the matrix product.
     """
     layers = _maker(model)(model)
     if loss is not None:
-        layers = _carrying(layers, loss)
+        layers = _with_routers_sums(layers, loss)
     if checkpointing:
         for layer in layers:
             if layer.block:
@@ -69,7 +76,7 @@ def layer_facts(layers: Iterable[Layer]) -> tuple[LayerFacts, ...]:
     return tuple(facts)
 
 
-def _carrying(layers: list[Layer], loss: RouterLoss) -> list[Layer]:
+def _with_routers_sums(layers: list[Layer], loss: RouterLoss) -> list[Layer]:
     """Wrap the first block and all later layers, so that they pass on the routers' sums."""
     first = next(index for index, layer in enumerate(layers) if layer.block)
     carriers = [
@@ -104,14 +111,20 @@ def _maker(model: nn.Module) -> Maker:
 
 # A checkpoint has the names of the full model for any number of stages, so that it resumes in any other layout. So each
 # layer maps the keys of its module to the model's keys.
-def _layer(name: str, module: nn.Module, paths: dict[str, str], **more: Any) -> Layer:
-    """Return a layer. `paths` maps its submodules or parameters ("": the layer itself) to paths in the model."""
+def _layer(name: str, module: nn.Module, paths: dict[str, str], *, is_tied: bool = False, block: bool = False) -> Layer:
+    """Return a layer.
+
+    `paths` maps its submodules or parameters ("": the layer itself) to paths in the model. `is_tied`: whether its
+    weight is both the embedding and the head.
+    """
     names = {}
     for key, _ in state_tensors(module):
-        inside = max((p for p in paths if p == "" or key == p or key.startswith(p + ".")), key=len)
-        inner_path = key[len(inside) :].lstrip(".")
-        names[key] = ".".join(part for part in (paths[inside], inner_path) if part)
-    return Layer(name=name, module=module, names=names, **more)
+        # the longest path that contains the tensor; "" contains all
+        path = max((p for p in paths if p == "" or key == p or key.startswith(p + ".")), key=len)
+        inner_path = key[len(path) :].lstrip(".")
+        names[key] = ".".join(part for part in (paths[path], inner_path) if part)
+    tied, tied_attr = ("embedding", "weight") if is_tied else (None, None)
+    return Layer(name=name, module=module, names=names, tied=tied, tied_attr=tied_attr, block=block)
 
 
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -125,42 +138,41 @@ def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}".lstrip("."), tensor
 
 
-def _own(model: nn.Module, path: str, **more: Any) -> Layer:
-    return _layer(path, model.get_submodule(path), {"": path}, **more)
+def _submodule_layer(model: nn.Module, path: str, *, is_tied: bool = False, block: bool = False) -> Layer:
+    return _layer(path, model.get_submodule(path), {"": path}, is_tied=is_tied, block=block)
 
 
 def _blocks(path: str, wrapped: Iterable[nn.Module]) -> list[Layer]:
-    """Return one layer for each module in `wrapped`. The modules wrap the model's blocks `path`.0, `path`.1, ..."""
+    """Return one layer for each module in `wrapped`.
+
+    The modules wrap the model's blocks `path`.0, `path`.1, ...
+    """
     paths = ((f"{path}.{i}", block) for i, block in enumerate(wrapped))
     return [_layer(inner, block, {"block": inner}, block=True) for inner, block in paths]
 
 
-def _tie(tied: bool) -> dict[str, str]:
-    return {"tied": "embedding", "tied_attr": "weight"} if tied else {}
-
-
 def _llama(model: LlamaForCausalLM) -> list[Layer]:
     body = model.model
-    tie = _tie(model.lm_head.weight is body.embed_tokens.weight)
+    is_tied = model.lm_head.weight is body.embed_tokens.weight
     decoder = (RotaryBlock(block, body.rotary_emb, model.config, i) for i, block in enumerate(body.layers))
     return [
-        _own(model, "model.embed_tokens", **tie),
+        _submodule_layer(model, "model.embed_tokens", is_tied=is_tied),
         *_blocks("model.layers", decoder),
-        _own(model, "model.norm"),
-        _own(model, "lm_head", **tie),
+        _submodule_layer(model, "model.norm"),
+        _submodule_layer(model, "lm_head", is_tied=is_tied),
     ]
 
 
 def _gpt2(model: GPT2LMHeadModel) -> list[Layer]:
     body = model.transformer
-    tie = _tie(model.lm_head.weight is body.wte.weight)
+    is_tied = model.lm_head.weight is body.wte.weight
     positions = GPT2Positions(body.wpe, body.drop)
     return [
-        _own(model, "transformer.wte", **tie),
+        _submodule_layer(model, "transformer.wte", is_tied=is_tied),
         _layer("transformer.wpe", positions, {"wpe": "transformer.wpe"}),
         *_blocks("transformer.h", (GPT2Block(block, model.config) for block in body.h)),
-        _own(model, "transformer.ln_f"),
-        _own(model, "lm_head", **tie),
+        _submodule_layer(model, "transformer.ln_f"),
+        _submodule_layer(model, "lm_head", is_tied=is_tied),
     ]
 
 
@@ -168,58 +180,66 @@ def _bert(model: BertForMaskedLM) -> list[Layer]:
     if model.config.is_decoder:
         raise ModelError("pipeline-model", "a BERT with is_decoder cannot be split into stages", "unset is_decoder")
     embeddings, head = model.bert.embeddings, model.cls.predictions
-    tie = _tie(head.decoder.weight is embeddings.word_embeddings.weight)
+    is_tied = head.decoder.weight is embeddings.word_embeddings.weight
     encoder = (EncoderBlock(block, model.config) for block in model.bert.encoder.layer)
     predictions = "cls.predictions"
     biases = {"decoder_bias": f"{predictions}.decoder.bias", "bias": f"{predictions}.bias"}
     return [
-        _own(model, "bert.embeddings.word_embeddings", **tie),
+        _submodule_layer(model, "bert.embeddings.word_embeddings", is_tied=is_tied),
         _layer("bert.embeddings", BertEmbeddingSum(embeddings), {"": "bert.embeddings"}),
         *_blocks("bert.encoder.layer", encoder),
-        _own(model, f"{predictions}.transform"),
-        _layer(f"{predictions}.decoder", Matrix(head.decoder), {"": f"{predictions}.decoder"}, **tie),
+        _submodule_layer(model, f"{predictions}.transform"),
+        _layer(f"{predictions}.decoder", Matrix(head.decoder), {"": f"{predictions}.decoder"}, is_tied=is_tied),
         _layer(f"{predictions}.bias", BertBias(head), biases),
     ]
 
 
 def _vit(model: ViTForImageClassification) -> list[Layer]:
     return [
-        _own(model, "vit.embeddings"),
+        _submodule_layer(model, "vit.embeddings"),
         *_blocks("vit.layers", (EncoderBlock(block, model.config) for block in model.vit.layers)),
-        _own(model, "vit.layernorm"),
+        _submodule_layer(model, "vit.layernorm"),
         _layer("classifier", FirstToken(model.classifier), {"classifier": "classifier"}),
     ]
 
 
 def _sequential(model: nn.Sequential) -> list[Layer]:
     last = len(model) - 1
-    return [_own(model, path, block=i < last) for i, (path, _) in enumerate(model.named_children())]
+    return [_submodule_layer(model, path, block=i < last) for i, (path, _) in enumerate(model.named_children())]
 
 
-def _group(name: str, model: nn.Module, paths: Iterable[str], *more: tuple[str, nn.Module], **flags: bool) -> Layer:
-    """Return a layer that runs the model's submodules `paths`, then the modules `more`, which have no state."""
+def _group(
+    name: str, model: nn.Module, paths: Iterable[str], *stateless: tuple[str, nn.Module], block: bool = False
+) -> Layer:
+    """Return a layer that runs the model's submodules `paths`, then the modules `stateless`."""
     keys = {path.replace(".", "_"): path for path in paths}
     modules = [(key, model.get_submodule(path)) for key, path in keys.items()]
-    return _layer(name, nn.Sequential(OrderedDict([*modules, *more])), keys, **flags)
+    return _layer(name, nn.Sequential(OrderedDict([*modules, *stateless])), keys, block=block)
 
 
 def _resnet(model: ResNet) -> list[Layer]:
-    stages = [
-        _own(model, f"layer{n}.{i}", block=True) for n in range(1, 5) for i in range(len(getattr(model, f"layer{n}")))
-    ]
+    stages = {f"layer{n}": getattr(model, f"layer{n}") for n in range(1, 5)}
+    blocks = [f"{name}.{i}" for name, stage in stages.items() for i in range(len(stage))]
     stem = _group("stem", model, ("conv1", "bn1", "relu", "maxpool"))
     flat = nn.Sequential(OrderedDict(avgpool=model.avgpool, flatten=nn.Flatten(), fc=model.fc))
-    return [stem, *stages, _layer("fc", flat, {"fc": "fc"})]
+    layers = [_submodule_layer(model, block, block=True) for block in blocks]
+    return [stem, *layers, _layer("fc", flat, {"fc": "fc"})]
 
 
 def _vgg(model: VGG) -> list[Layer]:
-    """Return the model's layers, cut before each convolution, before each linear module, and before `avgpool`."""
+    """Return the model's layers.
+
+    They are cut before each convolution, before each linear module, and before `avgpool`.
+    """
     features = [
-        _group(f"features.{g[0]}", model, [f"features.{i}" for i in g], block=True)
-        for g in _cuts(cast(nn.Sequential, model.features))
+        _group(f"features.{indices[0]}", model, [f"features.{i}" for i in indices], block=True)
+        for indices in _cuts(cast(nn.Sequential, model.features))
     ]
     pool = _layer("avgpool", nn.Sequential(model.avgpool, nn.Flatten()), {})
-    head = [_group(f"classifier.{g[0]}", model, [f"classifier.{i}" for i in g]) for g in _cuts(model.classifier)]
+    head = [
+        _group(f"classifier.{indices[0]}", model, [f"classifier.{i}" for i in indices])
+        for indices in _cuts(model.classifier)
+    ]
     return [*features, pool, *head]
 
 
@@ -255,14 +275,15 @@ HEADS: dict[tuple[str, str], Maker] = {
 
 
 class RotaryBlock(nn.Module):
-    """A decoder block of Llama or a similar model. Hidden states (batch, seq_len, hidden_size) in and out."""
+    """A decoder block of Llama or a similar model.
 
-    def __init__(self, block: nn.Module, rotary: nn.Module, config: Any, index: int):
+    Hidden states (batch, seq_len, hidden_size) in and out.
+    """
+
+    def __init__(self, block: nn.Module, rotary: nn.Module, config: PreTrainedConfig, index: int):
         super().__init__()
-        self.block, self.rotary = (
-            block,
-            rotary,
-        )  # without parameters, so all blocks can have it
+        self.block = block
+        self.rotary = rotary  # without parameters, so all blocks can have it
         self.config = config
         self.first_position = 0  # of this rank's tokens, if each rank has a part of the sequence
         kinds = getattr(config, "layer_types", None)
@@ -298,7 +319,7 @@ class GPT2Positions(nn.Module):
 class GPT2Block(nn.Module):
     """A decoder block of GPT-2. Hidden states (batch, seq_len, hidden_size) in and out."""
 
-    def __init__(self, block: nn.Module, config: Any):
+    def __init__(self, block: nn.Module, config: PreTrainedConfig):
         super().__init__()
         self.block, self.config = block, config
 
@@ -310,9 +331,12 @@ class GPT2Block(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """A block of BERT or ViT with bidirectional attention. Hidden states (batch, length, hidden_size) in and out."""
+    """A block of BERT or ViT with bidirectional attention.
 
-    def __init__(self, block: nn.Module, config: Any):
+    Hidden states (batch, length, hidden_size) in and out.
+    """
+
+    def __init__(self, block: nn.Module, config: PreTrainedConfig):
         super().__init__()
         self.block, self.config = block, config
 
@@ -324,7 +348,10 @@ class EncoderBlock(nn.Module):
 
 
 class BertEmbeddingSum(nn.Module):
-    """Adds segment 0 and learned positions to BERT's tokens (batch, seq_len, hidden_size) and normalizes the sum."""
+    """Adds segment 0 and learned positions to BERT's tokens and normalizes the sum.
+
+    Tokens are (batch, seq_len, hidden_size).
+    """
 
     def __init__(self, embeddings: BertEmbeddings):
         super().__init__()
@@ -380,6 +407,6 @@ class FirstToken(nn.Module):
         return self.classifier(x[:, 0, :])
 
 
-def _mask(make: Callable[..., Tensor | None], config: Any, x: Tensor, **more: Any) -> Tensor | None:
-    """Return a mask for hidden states without padding; None if the attention kernel needs no mask tensor."""
-    return make(config=config, inputs_embeds=x, attention_mask=None, past_key_values=None, **more)
+def _mask(make: Callable[..., Tensor | None], config: PreTrainedConfig, x: Tensor, **options: Tensor) -> Tensor | None:
+    """Return a mask for hidden states without padding; None if the kernel needs no mask."""
+    return make(config=config, inputs_embeds=x, attention_mask=None, past_key_values=None, **options)

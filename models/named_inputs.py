@@ -1,47 +1,57 @@
-"""List the named input tensors of a model that returns its own loss, from the model's config.
+"""List the named input tensors of a model that returns its own loss.
 
-An encoder-decoder gets tokens for both sides. Whisper gets spectrograms, and CLIP gets images and texts. A model with
-images in its text gets pixels and placeholder tokens.
+They depend on the model's config. An encoder-decoder gets tokens for both sides. Whisper gets spectrograms, and CLIP
+gets images and texts. A model with images in its text gets pixels and placeholder tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.hf_config import FRAMES_A_POSITION, make_config
 from zerofit.models.inputs import Fed, NamedInput, NamedInputs
+from zerofit.models.presets import ModelArgs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 PIXELS = 448  # default side of an image, for models that accept any size
 
 
-def named_inputs(source: ModelSource, args: Mapping[str, Any], seq_len: int, fed: Fed) -> NamedInputs:
-    """Return the inputs of a model that returns its own loss. `seq_len`: tokens per sample. Raises ModelError."""
+def named_inputs(source: ModelSource, args: ModelArgs, seq_len: int, fed: Fed) -> NamedInputs:
+    """Return the inputs of a model that returns its own loss.
+
+    `seq_len`: tokens per sample. Raises ModelError.
+    """
     if source.task == "denoising":
         from zerofit.models.denoisers import denoiser_inputs
 
         return denoiser_inputs(source, args, fed)
-    takes, make = TASKS[source.task]
-    for name in fed.given():
-        if name != takes:
+    setting, make = TASKS[source.task]
+    for name in fed.set_names():
+        if name != setting:
             message = f"{source.name} ({source.task}) has no input {name}"
-            raise ModelError("model-inputs", message, f"use --input {takes}:... and --seq-len")
-    config = make_config(source, None, dict(args))
+            raise ModelError("model-inputs", message, f"use --input {setting}:... and --seq-len")
+    config = make_config(source, None, args)
     tensors = make(source.name, config, seq_len, fed)
     return NamedInputs(tensors=tensors, vocab_size=config.get_text_config().vocab_size, seq_len=seq_len)
 
 
-def _text(name: str, config: Any, length: int, first: tuple[int, int] | None = None) -> NamedInput:
+def _text(name: str, config: PreTrainedConfig, length: int, first: tuple[int, int] | None = None) -> NamedInput:
     return NamedInput(name=name, shape=(length,), ids=config.get_text_config().vocab_size, first=first)
 
 
-def _seq2seq(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
-    """Return the encoder's tokens and the labels. The model makes the decoder's inputs from the labels."""
+def _seq2seq(name: str, config: PreTrainedConfig, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
+    """Return the encoder's tokens and the labels.
+
+    The model makes the decoder's inputs from the labels.
+    """
     return _text("input_ids", config, seq_len), _text("labels", config, fed.decoder or seq_len)
 
 
-def _speech(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
+def _speech(name: str, config: PreTrainedConfig, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
     frames = fed.frames or FRAMES_A_POSITION * config.max_source_positions
     if frames % FRAMES_A_POSITION:
         message = f"{name} needs an even number of frames, not {frames}"
@@ -50,17 +60,17 @@ def _speech(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput,
     return spectrogram, _text("labels", config, seq_len)
 
 
-def _pixels(name: str, config: Any, fed: Fed) -> NamedInput:
+def _pixels(name: str, config: PreTrainedConfig, fed: Fed) -> NamedInput:
     channels, pixels = fed.image or (config.vision_config.num_channels, config.vision_config.image_size)
     return NamedInput(name="pixel_values", shape=(channels, pixels, pixels))
 
 
-def _pairs(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
+def _pairs(name: str, config: PreTrainedConfig, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
     """Return an image and its text. The text is the label."""
     return _pixels(name, config, fed), _text("input_ids", config, seq_len)
 
 
-def _image_text(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
+def _image_text(name: str, config: PreTrainedConfig, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
     """Return an image and a text that begins with a placeholder token for each patch."""
     if hasattr(config.vision_config, "spatial_merge_size"):
         return _patches_text(name, config, seq_len, fed)
@@ -70,15 +80,18 @@ def _image_text(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedIn
     return _tokens_of_image(name, config, seq_len, patches), pixels, _text("labels", config, seq_len)
 
 
-def _tokens_of_image(name: str, config: Any, seq_len: int, patches: int) -> NamedInput:
+def _tokens_of_image(name: str, config: PreTrainedConfig, seq_len: int, patches: int) -> NamedInput:
     if patches >= seq_len:
         message = f"{name}: an image needs {patches} tokens, but a sample has only {seq_len}"
         raise ModelError("model-inputs", message, f"use --seq-len above {patches}, or smaller images with --input")
     return _text("input_ids", config, seq_len, first=(config.image_token_id, patches))
 
 
-def _patches_text(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
-    """Return an image as rows of patches, as from Qwen's processors, and a text that begins with image tokens."""
+def _patches_text(name: str, config: PreTrainedConfig, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
+    """Return an image as rows of patches, and a text that begins with image tokens.
+
+    Qwen's processors make such rows.
+    """
     vision = config.vision_config
     channels, pixels = fed.image or (vision.in_channels, PIXELS)
     side = vision.patch_size * vision.spatial_merge_size
@@ -94,7 +107,7 @@ def _patches_text(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[Named
 
 
 # by task: the setting of `--input`, and the function that returns the inputs
-Maker = Callable[[str, Any, int, Fed], tuple[NamedInput, ...]]
+Maker = Callable[[str, "PreTrainedConfig", int, Fed], tuple[NamedInput, ...]]
 TASKS: dict[str, tuple[str, Maker]] = {
     "seq2seq-lm": ("decoder", _seq2seq),
     "speech": ("frames", _speech),

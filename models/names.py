@@ -1,8 +1,9 @@
-"""Find the preset for a typed model name: another spelling, a hub repository or a quantized file.
+"""Find the preset for a typed model name.
 
-A name is split into words ("Qwen/Qwen3-8B-Instruct-GGUF": qwen, 3, 8b). Words that do not affect the shape are left out
-(instruct, dates). A preset matches if its name or one of its repositories has the same words. A preset also matches
-if it is the only one with all the words ("deepseek-r1:7b"). So size and generation never differ from the typed name.
+The name may be another spelling, a hub repository or a quantized file. It is split into words
+("Qwen/Qwen3-8B-Instruct-GGUF": qwen, 3, 8b). Words that do not affect the shape are left out (instruct, dates). A
+preset matches if its name or one of its repositories has the same words. A preset also matches if it is the only one
+with all the words ("deepseek-r1:7b"). So size and generation never differ from the typed name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
-from typing import Any
 
 from zerofit.models.presets import NAMED, Preset
 from zerofit.spec.errors import Problem, UserError
@@ -51,15 +51,18 @@ def preset_of(name: str) -> Match | None:
     preset = _repositories().get(name.lower()) or _of_words(plain)
     if preset is None:
         return None
-    itself = _joined(_words(name)) == _joined(_words(preset.name)) and name.lower() in _repositories()
-    note = "" if itself else f"using {preset.name} for {name}"
+    is_repository = _joined(_words(name)) == _joined(_words(preset.name)) and name.lower() in _repositories()
+    note = "" if is_repository else f"using {preset.name} for {name}"
     if plain != name.lower():
         note += "; only its shape is used, since quantized weights cannot be trained"
     return Match(name=preset.name, note=note)
 
 
 def left_out(model: str) -> str:
-    """Return a sentence about the parts of the published model that a preset leaves out; "" if there are none."""
+    """Return a sentence about the parts of the published model that a preset leaves out.
+
+    Returns "" if there are none.
+    """
     return f"{model} is {NAMED[model].note}" if model in NAMED and NAMED[model].note else ""
 
 
@@ -69,7 +72,10 @@ def relatives(name: str) -> list[str]:
     These are the presets whose names begin with the same words, or else the nearest spellings.
     """
     typed = _words(QUANTIZED.sub("", name.lower()))
-    common = {spelled: _common(typed, words) for spelled, _, words in reversed(_spellings())}
+    common = {}  # by spelling: the number of words at its beginning that are equal
+    for spelled, _, words in reversed(_spellings()):
+        pairs = zip(typed, words, strict=False)
+        common[spelled] = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
     most = max(common.values())
     alike = {spelled: preset.name for spelled, preset, _ in _spellings() if common[spelled] == most}
     if most:
@@ -78,18 +84,21 @@ def relatives(name: str) -> list[str]:
     return difflib.get_close_matches(name.lower().rpartition("/")[2], NAMED, n=3, cutoff=0.75)
 
 
-def model_table(words: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def model_table(words: tuple[str, ...] = ()) -> list[dict[str, str | int]]:
     """Return name, kind (task), parameters and source of the models that match all `words`.
 
     A word matches the name, kind, family or hub repository of a model. Denoisers are left out if diffusers is not
     installed. Raises UserError if no model matches.
     """
-    rows = []
+    # a word that begins with a digit ("4b") must not be part of a longer number
+    patterns = [(r"(?<![\d.])" if word[:1].isdigit() else "") + re.escape(word.lower()) for word in words]
+    rows: list[dict[str, str | int]] = []
     for preset in NAMED.values():
         searched = " ".join((preset.name, preset.family, preset.kind, *preset.hub)).lower()
-        if preset.library != "diffusers" or importlib.util.find_spec("diffusers"):
+        is_usable = preset.library != "diffusers" or importlib.util.find_spec("diffusers")
+        if is_usable and all(re.search(pattern, searched) for pattern in patterns):
             row = {"name": preset.name, "kind": preset.kind, "parameters": preset.parameters, "source": preset.origin}
-            rows += [row] if all(re.search(_from_start(word), searched) for word in words) else []
+            rows.append(row)
     if not rows:
         message, hint = f"no model matches {' and '.join(words)}", "`zerofit models` lists all names"
         raise UserError(Problem(kind="unknown-model", message=message, hint=hint, where="WORD"))
@@ -97,14 +106,17 @@ def model_table(words: tuple[str, ...] = ()) -> list[dict[str, Any]]:
 
 
 def _of_words(plain: str) -> Preset | None:
-    """Return the only preset that matches these words, or None. Without a match, compare again without dates."""
+    """Return the only preset that matches these words, or None.
+
+    Without a match, compare again without dates.
+    """
     typed = _words(plain)
     for words in filter(None, (typed, _undated(typed))):
         if (key := _joined(words)) in _joins():
             return _joins()[key]
-        having = {preset.name for _, preset, preset_words in _spellings() if set(words) <= set(preset_words)}
-        if len(having) == 1 and any(word.isalpha() and len(word) > 1 for word in words):
-            return NAMED[having.pop()]
+        names = {preset.name for _, preset, preset_words in _spellings() if set(words) <= set(preset_words)}
+        if len(names) == 1 and any(word.isalpha() and len(word) > 1 for word in words):
+            return NAMED[names.pop()]
     return None
 
 
@@ -120,15 +132,6 @@ def _words(name: str) -> tuple[str, ...]:
 def _joined(words: tuple[str, ...]) -> str:
     """Join words so that "llama3-8b" equals "llama-3-8b", but not "llama-38b"."""
     return re.sub(r"(?<=[a-z]) (?=[a-z])|(?<=[a-z]) (?=\d)|(?<=\d) (?=[a-z])", "", " ".join(words))
-
-
-def _common(typed: tuple[str, ...], words: tuple[str, ...]) -> int:
-    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(typed, words, strict=False))])
-
-
-def _from_start(word: str) -> str:
-    """Return a pattern for a word. A word that begins with a digit ("4b") must not be part of a longer number."""
-    return (r"(?<![\d.])" if word[:1].isdigit() else "") + re.escape(word.lower())
 
 
 @cache

@@ -6,12 +6,12 @@ transformers' attention masks separate documents if position ids restart with ea
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import cast
 from unittest.mock import patch
 
-from torch import nn
+from torch import Tensor, nn
 
 from zerofit.models.catalog import ModelError
 
@@ -20,14 +20,20 @@ _MASKED = {"full_attention", "sliding_attention", "chunked_attention"}  # other 
 
 @contextmanager
 def refuse_unseparated(model: nn.Module, name: str) -> Iterator[None]:
-    """Watch the forward inside this context. Raises ModelError "model-packing" if it mixes documents."""
+    """Watch the forward inside this context.
+
+    Raises ModelError "model-packing" if the forward mixes documents.
+    """
     from transformers import masking_utils
 
-    original, separates = masking_utils._preprocess_mask_arguments, []
+    original = cast(Callable[..., object], masking_utils._preprocess_mask_arguments)
+    separates: list[bool] = []
 
-    def noted(config: Any, inputs_embeds: Any, attention_mask: Any, past: Any, position_ids: Any, *more: Any) -> Any:
-        separates.append(position_ids is not None and attention_mask is None)
-        return original(config, inputs_embeds, attention_mask, past, position_ids, *more)
+    def noted(
+        config: object, embeds: object, mask: Tensor | None, cache: object, positions: Tensor | None, *args: object
+    ) -> object:
+        separates.append(positions is not None and mask is None)
+        return original(config, embeds, mask, cache, positions, *args)
 
     kinds = set(getattr(getattr(model, "config", None), "layer_types", None) or ()) - _MASKED
     what = f"its layers of kind {', '.join(sorted(kinds))} do not" if kinds else "its attention does not"

@@ -1,4 +1,7 @@
-"""Train a part of a model: peft's adapters on frozen weights, or parameters chosen by patterns."""
+"""Train a part of a model.
+
+The part is peft's adapters on frozen weights, or parameters chosen by patterns.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -31,11 +34,12 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
-    """Freeze all parameters of a built model except the trained part, and add adapters. Changes the model in place.
+    """Freeze all parameters of a built model except the trained part, and add adapters.
 
-    Adapters are initialized on the CPU in float32, in the order of modules. The values are those of peft after
-    `torch.manual_seed` with the run's seed. So the numbers do not depend on this rank's part of the model. Weights on
-    meta get adapters, too. Raises ModelError if nothing would be trained, or for names that the model does not have.
+    Changes the model in place. Adapters are initialized on the CPU in float32, in the order of modules. The values are
+    those of peft after `torch.manual_seed` with the run's seed. So the numbers do not depend on this rank's part of the
+    model. Weights on meta get adapters, too. Raises ModelError if nothing would be trained, or for names that the model
+    does not have.
     """
     if partial.lora is not None:
         torch.manual_seed(partial.seed)
@@ -78,10 +82,10 @@ def lora_config(model: nn.Module, lora: LoraSettings) -> LoraConfig:
     if targets == [ALL_LINEAR]:
         targets = _linear_layers(model)
     head = head_modules(model)
-    kind = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+    task_types = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
     name = type(model).__name__
     return LoraConfig(
-        task_type=next((word for ending, word in kind.items() if head and name.endswith(ending)), None),
+        task_type=next((kind for ending, kind in task_types.items() if head and name.endswith(ending)), None),
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -99,8 +103,8 @@ def head_modules(model: nn.Module) -> list[str]:
     """
     if not type(model).__name__.endswith(HEADED):
         return []
-    transformer: Any = model
-    return [n for n, child in model.named_children() if n != transformer.base_model_prefix and list(child.parameters())]
+    body = cast("PreTrainedModel", model).base_model_prefix
+    return [name for name, child in model.named_children() if name != body and list(child.parameters())]
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
@@ -121,8 +125,8 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
     from peft import inject_adapter_in_model
 
     parameters = list(model.parameters())
-    kinds = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    hint = f"layers are named {', '.join(sorted(kinds))}" if kinds else "give names of layers"
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    hint = f"layers are named {', '.join(sorted(names))}" if names else "give names of layers"
     config = lora_config(model, lora)
     try:
         with warnings.catch_warnings(), torch.device("meta" if all(p.is_meta for p in parameters) else "cpu"):
@@ -139,10 +143,11 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
 
 
 def _linear_layers(model: nn.Module) -> str | list[str]:
-    """Return the adapter targets for all linear layers: peft's keyword, or a list of the layers' names.
+    """Return the adapter targets for all linear layers.
 
-    The list is for models in which peft's own search is not usable. The search supports only transformers models. In a
-    mixture it would include the fused experts and the router.
+    They are peft's keyword, or a list of the layers' names. The list is for models in which peft's own search is not
+    usable. The search supports only transformers models. In a mixture it would include the fused experts and the
+    router.
     """
     head = head_modules(model)
     if head:
@@ -164,7 +169,7 @@ def _target_names(lora: LoraSettings) -> list[str]:
 
 
 def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
-    """Raise ModelError if a target name matches no linear layer with adapters, or if fused experts have adapters.
+    """Raise ModelError if a target is no linear layer of the model, or has fused experts.
 
     In every forward, peft would add the full adapter matrix to the full tensor of fused experts.
     """
@@ -183,9 +188,11 @@ def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
             raise ModelError("model-part", message, hint)
 
 
-# GPT-2's output matrix is its embedding. Merging an adapter of one of these layers would change both.
-def _refuse_shared(model: Any) -> None:
-    """Raise ModelError for an adapter of a weight that two layers share, since merging would change both."""
+def _refuse_shared(model: nn.Module) -> None:
+    """Raise ModelError for an adapter of a weight that two layers share.
+
+    Merging would change both layers. GPT-2's output matrix is its embedding.
+    """
     adapted = {id(p): name for name, layer in lora_layers(model) for p in layer.get_base_layer().parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         adapter = adapted.get(id(parameter))
@@ -195,5 +202,5 @@ def _refuse_shared(model: Any) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a shell pattern matches a parameter, or a module that contains the parameter."""
+    """Return whether a shell pattern matches a parameter, or a module that contains it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")

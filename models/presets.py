@@ -1,8 +1,9 @@
-"""Read all named models from data/*.json, without weights. To add a model, add an entry there.
+"""Read all named models from data/*.json, without weights.
 
-Each file has the models of one family. An entry has a config of transformers or diffusers, on top of a shared template.
-An entry also has the number of parameters (counted on the meta device), the published number with its source, and the
-hub repositories of this shape. `Preset` is the schema. Importing this module does not import torch or transformers.
+To add a model, add an entry there. Each file has the models of one family. An entry has a config of transformers or
+diffusers, on top of a shared template. An entry also has the number of parameters (counted on the meta device), the
+published number with its source, and the hub repositories of this shape. `Preset` is the schema. Importing this module
+does not import torch or transformers.
 
     {"name": "llama-2-7b", "template": "llama-2", "parameters": 6738415616, "published": "6.74B",
      "config": {"hidden_size": 4096, "num_hidden_layers": 32, ...},
@@ -46,28 +47,28 @@ class Preset:
 
     @property
     def origin(self) -> str:
-        """The model's origin as tables show it: "preset", or the library of a model without a config."""
+        """Return the model's origin as tables show it.
+
+        It is "preset", or the library of a model without a config.
+        """
         return "preset" if self.config else self.library
 
 
 def read_presets(folder: Path = DATA) -> dict[str, Preset]:
     """Read all presets of a folder, zerofit's own models first."""
     files = sorted(folder.glob("*.json"), key=lambda path: (path.stem != "zerofit", path.stem))
-    return {preset.name: preset for path in files for preset in _of_family(path)}
+    return {preset.name: preset for path in files for preset in _presets_in(path)}
 
 
-def _of_family(path: Path) -> Iterator[Preset]:
+def _presets_in(path: Path) -> Iterator[Preset]:
     content = json.loads(path.read_bytes())
     for entry in content["models"]:
         template = content["templates"][entry.pop("template")] if "template" in entry else {}
-        config = _merged(template.get("config", {}), entry.get("config", {}))
+        shared, own = template.get("config", {}), entry.get("config", {})
+        # a model's own keys replace those of its template, also in inner configs
+        inner = [key for key in own if key.endswith("_config") and isinstance(shared.get(key), dict)]
+        config = {**shared, **own, **{key: {**shared[key], **own[key]} for key in inner}}
         yield Preset(**{"library": content["library"], **template, **entry, "family": path.stem, "config": config})
-
-
-def _merged(shared: Config, config: Config) -> Config:
-    """Merge a model's own keys over the shared keys of its template, also in inner configs."""
-    parts = {key for key, value in config.items() if key.endswith("_config") and isinstance(shared.get(key), dict)}
-    return {**shared, **config, **{key: {**shared[key], **config[key]} for key in parts}}
 
 
 # read on import, since every command that takes a model looks up names

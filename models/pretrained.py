@@ -6,10 +6,10 @@ Code in the file is never run.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -48,8 +48,21 @@ class MatchedWeights:
     left_out: tuple[str, ...] = ()  # auxiliary heads in the file
 
 
+class _SafetensorsFile(Protocol):
+    def keys(self) -> Iterable[str]: ...
+    def get_slice(self, name: str) -> _TensorSlice: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class _TensorSlice(Protocol):
+    def get_shape(self) -> list[int]: ...
+
+
 def weight_file(path: Path) -> Path:
-    """Return the file of weights: `path` itself, or a file in the folder `path`. Raises ModelError."""
+    """Return the file of weights: `path` itself, or a file in the folder `path`.
+
+    Raises ModelError if there is none.
+    """
     path = path.expanduser()
     for folder in (path, path / "model") if path.is_dir() else ():
         for name in FILES:
@@ -66,20 +79,22 @@ def open_weights(path: Path) -> HeldWeights:
     file = weight_file(path)
     try:
         if file.suffix == ".safetensors":
-            opened: Any = safe_open(file, framework="pt")
+            opened = cast(_SafetensorsFile, safe_open(file, framework="pt"))
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
             return HeldWeights(path=file, shapes=shapes, read=opened.get_tensor)
-        held = _load(file)
+        content = _load(file)
     except (OSError, SafetensorError) as error:
         raise ModelError("model-weights", f"{file} cannot be read: {error}", "is the download complete?") from None
     for name in WRAPPERS:
-        held = held[name] if isinstance(held, dict) and isinstance(held.get(name), dict) else held
-    if not isinstance(held, dict) or not held or not all(isinstance(value, Tensor) for value in held.values()):
+        if isinstance(content, dict) and isinstance(content.get(name), dict):
+            content = content[name]
+    if not isinstance(content, dict) or not content or not all(isinstance(t, Tensor) for t in content.values()):
         raise ModelError("model-weights", f"{file} is not a dictionary of tensors", HINT)
-    return HeldWeights(path=file, shapes={name: tuple(t.shape) for name, t in held.items()}, read=held.__getitem__)
+    shapes = {name: tuple(t.shape) for name, t in content.items()}
+    return HeldWeights(path=file, shapes=shapes, read=content.__getitem__)
 
 
-def _load(file: Path) -> Any:
+def _load(file: Path) -> object:
     """Read a torch file, memory-mapped if possible. Only tensors and plain values are loaded."""
     for mapped in (True, False):
         try:
@@ -101,57 +116,63 @@ def _load(file: Path) -> Any:
 # - torchvision's auxiliary heads, which are only for training and which zerofit leaves out
 # - counters of batch norms, which files of older versions of torch lack
 # - a head with another number of classes: it starts at random, and a note informs the user
-def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, held: HeldWeights) -> MatchedWeights:
-    """Find each of the model's tensors in a file. Only a head may have another number of classes.
+def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, weights: HeldWeights) -> MatchedWeights:
+    """Find each of the model's tensors in a file.
 
-    Raises ModelError with all missing tensors, superfluous tensors and wrong shapes.
+    Only a head may have another number of classes. Raises ModelError with all missing tensors, superfluous tensors and
+    wrong shapes.
     """
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    names = {_renamed(name, shapes): name for name in held.shapes}
+    names = {_renamed(name, shapes): name for name in weights.shapes}
     auxiliary = {name for name in names if name.startswith(AUXILIARY) and name not in shapes}
     missing = [n for n in shapes if n not in names and not n.endswith(COUNTER)]
     superfluous = [name for name in names if name not in shapes and name not in auxiliary]
-    differing = [n for n in shapes if n in names and held.shapes[names[n]] != shapes[n]]
+    differing = [n for n in shapes if n in names and weights.shapes[names[n]] != shapes[n]]
     classes = inputs.classes if isinstance(inputs, ImageInputs) else None
     owners = sorted({name.rpartition(".")[0] for name in differing})
-    of_head = [n for n in differing if shapes[n][:1] == (classes,) and held.shapes[names[n]][1:] == shapes[n][1:]]
+    of_head = [n for n in differing if shapes[n][:1] == (classes,) and weights.shapes[names[n]][1:] == shapes[n][1:]]
     head = ", ".join(owners) if differing and len(of_head) == len(differing) else None
     parts = [f"{what} {_listed(tensors)}" for what, tensors in (("lacks", missing), ("has", superfluous)) if tensors]
     if differing and head is None:
-        shown = [f"{name} {held.shapes[names[name]]} instead of {shapes[name]}" for name in differing]
+        shown = [f"{name} {weights.shapes[names[name]]} instead of {shapes[name]}" for name in differing]
         parts.append(f"has different shapes: {_listed(shown)}")
     if parts:
         hint = "check the model and --image-size; only a head may have another number of classes"
-        raise ModelError("model-weights", f"{held.path} does not match {source.name}: it {'; it '.join(parts)}", hint)
+        raise ModelError(
+            "model-weights", f"{weights.path} does not match {source.name}: it {'; it '.join(parts)}", hint
+        )
     matched = {n: names[n] for n in shapes if n in names and n not in differing}
-    head_classes = held.shapes[names[differing[0]]][0] if head else 0
+    head_classes = weights.shapes[names[differing[0]]][0] if head else 0
     left_out = tuple(sorted({name.partition(".")[0] for name in auxiliary}))
     return MatchedWeights(names=matched, head=head, head_classes=head_classes, left_out=left_out)
 
 
 def load_pretrained(model: nn.Module, source: ModelSource, inputs: Inputs | None) -> nn.Module:
-    """Load a file's weights into a built model, one tensor at a time. Tensors on meta are only checked."""
+    """Load a file's weights into a built model, one tensor at a time.
+
+    Tensors on meta are only checked.
+    """
     assert source.pretrained
     if source.family == "transformers":
         message = f"--pretrained does not apply to the transformers model {source.name}"
         raise ModelError("model-weights", message, "give its folder as MODEL")
-    held = open_weights(Path(source.pretrained))
+    weights = open_weights(Path(source.pretrained))
     state = model.state_dict(keep_vars=True)
-    for name, name_in_file in match(model, source, inputs, held).names.items():
+    for name, name_in_file in match(model, source, inputs, weights).names.items():
         if not state[name].is_meta:
-            state[name].data.copy_(held.read(name_in_file))
+            state[name].data.copy_(weights.read(name_in_file))
     return model
 
 
 def notes_on(model: nn.Module, source: ModelSource, inputs: Inputs | None) -> list[str]:
     """Return notes for the user about how a file's weights are used. The model may be on meta."""
     assert source.pretrained
-    held = open_weights(Path(source.pretrained))
-    matched, notes = match(model, source, inputs, held), []
+    weights = open_weights(Path(source.pretrained))
+    matched, notes = match(model, source, inputs, weights), []
     if matched.head is not None and isinstance(inputs, ImageInputs):
-        notes.append(drawn_anew(matched.head, matched.head_classes, str(held.path), inputs))
+        notes.append(drawn_anew(matched.head, matched.head_classes, str(weights.path), inputs))
     if matched.left_out:
-        notes.append(f"{held.path} has auxiliary heads that are not used: {', '.join(matched.left_out)}")
+        notes.append(f"{weights.path} has auxiliary heads that are not used: {', '.join(matched.left_out)}")
     return notes
 
 
@@ -160,7 +181,7 @@ def drawn_anew(head: str, classes: int, where: str, inputs: ImageInputs) -> str:
     return f"the head ({head}) is initialized at random: {where} has {classes} classes, the data has {inputs.classes}"
 
 
-def _renamed(name: str, shapes: dict[str, Any]) -> str:
+def _renamed(name: str, shapes: Container[str]) -> str:
     if name in shapes:
         return name
     plain = name.removeprefix("module.")  # added by DistributedDataParallel

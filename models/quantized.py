@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +40,13 @@ class BitsSource:
 # A weight goes from the file (or the generator) to the device, is quantized and dropped, one at a time. So a model that
 # fits only in 4 bits is never in memory in 16.
 class Quantizer:
-    """Quantizes the linear layers of a transformers model while it is built, one weight at a time."""
+    """Quantizes the linear layers of a transformers model while it is built, one by one."""
 
     def __init__(self, quantization: Quantization, source: ModelSource, make: Callable[[], nn.Module], stored: Stored):
-        """Inspect the model from `make` on meta. Raises ModelError if bitsandbytes cannot quantize any layer."""
+        """Inspect the model from `make` on meta.
+
+        Raises ModelError if bitsandbytes cannot quantize any layer.
+        """
         if importlib.util.find_spec(PACKAGE) is None:
             message = f"--quantize {quantization.kind} needs {PACKAGE}, which is not installed"
             raise ModelError("quantize", message, "pip install zerofit[quantize]")
@@ -51,19 +54,22 @@ class Quantizer:
             message = f"--quantize {quantization.kind}: {source.name} is not a transformers model"
             raise ModelError("quantize", message, "leave it out, or use a language model or a transformers folder")
         self._how, self._plain = quantization, stored
-        self._made: dict[str, Any] = {}
+        self._quantized: dict[str, nn.Parameter] = {}  # by the layer's name
         with torch.device("meta"):
             self._names = quantized_layers(make())
         if not self._names:
             message = f"--quantize {quantization.kind}: {source.name} has no linear layer except its head"
             hint = "leave it out: bitsandbytes only quantizes nn.Linear (GPT-2's layers are Conv1D)"
             raise ModelError("quantize", message, hint)
-        takes = {f"{name}.weight": partial(self.weight, name) for name in self._names}
-        self.stored = replace(stored, slices={**stored.slices, **takes})
+        quantize = {f"{name}.weight": partial(self.weight, name) for name in self._names}
+        self.stored = replace(stored, slices={**stored.slices, **quantize})
 
     @torch.no_grad()
     def weight(self, name: str, tensor: Tensor) -> Tensor:
-        """Quantize a layer's weight on its final device. Return the quantized data (empty if ZeRO-3 partitions it)."""
+        """Quantize a layer's weight on its final device.
+
+        Returns the quantized data, which is empty if ZeRO-3 partitions it.
+        """
         device = tensor.device if tensor.is_meta else self._plain.device
         full = tensor.detach().to(device, self._plain.dtype)
         real = not full.is_meta and not isinstance(full, FakeTensor)
@@ -78,16 +84,19 @@ class Quantizer:
         setattr(quantized, SOURCE, source)
         if self._plain.divide is not None and not full.is_meta:
             self._plain.divide(quantized)
-        self._made[name] = quantized
+        self._quantized[name] = quantized
         return quantized.data
 
     def put_into(self, model: nn.Module) -> nn.Module:
-        """Replace the linear layers with bitsandbytes' layers. Weights on meta are quantized on meta."""
+        """Replace the linear layers with bitsandbytes' layers.
+
+        Weights on meta are quantized on meta.
+        """
         for name in self._names:
-            linear: Any = model.get_submodule(name)
-            if name not in self._made:
+            linear = cast(nn.Linear, model.get_submodule(name))
+            if name not in self._quantized:
                 self.weight(name, torch.empty(linear.out_features, linear.in_features, device="meta"))
-            model.set_submodule(name, _layer(linear, self._made.pop(name), self._plain.dtype, self._how))
+            model.set_submodule(name, _layer(linear, self._quantized.pop(name), self._plain.dtype, self._how))
         marked: Any = model  # peft reads these attributes
         marked.is_loaded_in_4bit, marked.is_loaded_in_8bit = self._how.kind == "nf4", self._how.kind == "int8"
         return model
@@ -105,7 +114,7 @@ def library() -> Any:
     return kinds
 
 
-def quantized_layers(model: Any) -> list[str]:
+def quantized_layers(model: nn.Module) -> list[str]:
     """Return the names of the layers that transformers quantizes: linear layers except the head."""
     from transformers.quantizers.base import get_keys_to_not_convert
 
@@ -131,16 +140,19 @@ def source_of_bits(parameter: Tensor) -> BitsSource | None:
 
 
 def elements(parameter: Tensor) -> int:
-    """Return a parameter's number of elements before quantization and before ZeRO-3's partitioning."""
+    """Return a parameter's number of elements before quantization and ZeRO-3's partitioning."""
     source = source_of_bits(parameter)
     return source.elements if source else getattr(parameter, "ds_numel", parameter.numel())
 
 
-def statistics_bytes(parameter: Any) -> int:
+def statistics_bytes(parameter: Tensor) -> int:
     """Return the bytes of a quantized weight's scales and their tables."""
     state = getattr(parameter, "quant_state", None)
     if state is not None:
-        return _state_bytes(state) + (_state_bytes(state.state2) + state.offset.nbytes if state.nested else 0)
+        tables = [state.absmax, state.code]
+        if state.nested:  # the scales are quantized, too
+            tables += [state.state2.absmax, state.state2.code, state.offset]
+        return sum(table.nbytes for table in tables)
     scales = getattr(parameter, "SCB", None)
     return scales.nbytes if scales is not None else 0
 
@@ -154,13 +166,14 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
             vars(module)["compute_dtype"] = dtype
 
 
-def _state_bytes(state: Any) -> int:
-    return state.absmax.nbytes + state.code.nbytes
+class _ProductContext(Protocol):
+    tensors: tuple[Tensor | None, Tensor | None]  # inputs and weight, as bitsandbytes saves them
+    weight: nn.Parameter
 
 
 @cache
 def _linear_4bit() -> type[nn.Module]:
-    """Return a variant of bitsandbytes' 4-bit layer that does not keep the gathered weight for backward.
+    """Return bitsandbytes' 4-bit layer, without the gathered weight that it keeps.
 
     In forward, bitsandbytes 0.50.2 saves the weight's data for backward (autograd/_functions.py, MatMul4Bit). ZeRO-3
     gathers each weight for forward, and again for backward. With the saved data, all full weights would be in memory
@@ -171,13 +184,13 @@ def _linear_4bit() -> type[nn.Module]:
 
     class Product(product):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Any, *more: Any) -> Tensor:
-            out = product.forward(ctx, x, weight, *more)
+        def forward(ctx: _ProductContext, x: Tensor, weight: nn.Parameter, *options: object) -> Tensor:
+            out = product.forward(ctx, x, weight, *options)
             ctx.tensors, ctx.weight = (None, None), weight
             return out
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        def backward(ctx: _ProductContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
             ctx.tensors = None, ctx.weight.data.view(-1, 1)
             results = product.backward(ctx, *gradients)
             ctx.tensors = None, None
@@ -188,8 +201,8 @@ def _linear_4bit() -> type[nn.Module]:
             if not (torch.is_grad_enabled() and x.requires_grad and x.numel()):
                 return super().forward(x)
             bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-            made = Product.apply(x.to(self.compute_dtype), self.weight, None, bias, self.weight.quant_state)
-            return made.to(x.dtype)
+            out = Product.apply(x.to(self.compute_dtype), self.weight, None, bias, self.weight.quant_state)
+            return out.to(x.dtype)
 
     return Linear4bit
 

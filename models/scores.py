@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,22 +15,28 @@ from zerofit.models.inputs import Inputs, LabelledTextInputs, SegmentationInputs
 from zerofit.models.segmentation import are_dense
 from zerofit.spec.model_facts import IGNORE_INDEX
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 OUTSIDE = "O"  # the tag of words outside any entity
 ROUGE = {"rouge1": "rouge1", "rouge2": "rouge2", "rougeL": "rouge_l"}  # the library's names, and ours
 
 
 def tabled_classes(inputs: Inputs | None) -> int:
-    """Return the number of classes in the `class_table` for these inputs; 0 if they need no table."""
+    """Return the number of classes in the `class_table` for these inputs.
+
+    Returns 0 if they need no table.
+    """
     if isinstance(inputs, SegmentationInputs):
         return inputs.classes
     return len(inputs.classes) if isinstance(inputs, LabelledTextInputs) else 0
 
 
 def class_table(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Return a confusion matrix, float64 (classes * classes,): counts of label i predicted as j. Skips label -100.
+    """Return a confusion matrix, float64 (classes * classes,).
 
-    Its shape does not depend on values, so it can be simulated. If each pixel has a label, dimension 1 of the logits is
-    the class.
+    It counts labels i predicted as j, without labels of -100. Its shape does not depend on values, so it can be
+    simulated. If each pixel has a label, dimension 1 of the logits is the class.
     """
     spread = logits.movedim(1, -1) if are_dense(logits, labels) else logits
     best, labels = spread[..., :classes].float().argmax(-1).reshape(-1), labels.reshape(-1)
@@ -39,27 +46,33 @@ def class_table(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
 
 
 def class_scores(table: Sequence[float], classes: Sequence[str], tags: bool) -> dict[str, float]:
-    """Return accuracy and macro F1 from a confusion matrix and, with `tags`, the micro F1 of all tags except O."""
+    """Return accuracy and macro F1 from a confusion matrix.
+
+    With `tags`, also return the micro F1 of all tags except O.
+    """
     from sklearn.metrics import accuracy_score, f1_score
 
     counted = np.asarray(table).reshape(len(classes), len(classes))
-    true, taken = np.nonzero(counted)
-    weights = counted[true, taken]
+    true, predicted = np.nonzero(counted)
+    weights = counted[true, predicted]  # one weighted sample for each cell that is not 0
     if not len(weights):
         return {"accuracy": 0.0, "macro_f1": 0.0}
-    options: dict[str, Any] = {"sample_weight": weights, "zero_division": 0.0}
+    f1 = partial(f1_score, true, predicted, sample_weight=weights, zero_division=0.0)  # pyright: ignore[reportArgumentType] - a float is allowed
     scores = {
-        "accuracy": float(accuracy_score(true, taken, sample_weight=weights)),
-        "macro_f1": float(f1_score(true, taken, average="macro", **options)),
+        "accuracy": float(accuracy_score(true, predicted, sample_weight=weights)),
+        "macro_f1": float(f1(average="macro")),
     }
     if tags and OUTSIDE in classes:
-        inside = [number for number, name in enumerate(classes) if name != OUTSIDE]
-        scores["micro_f1"] = float(f1_score(true, taken, labels=inside, average="micro", **options))
+        entities = [index for index, name in enumerate(classes) if name != OUTSIDE]
+        scores["micro_f1"] = float(f1(labels=entities, average="micro"))
     return scores
 
 
 def mean_iou(counts: Sequence[float]) -> float:
-    """Return the mean intersection over union, over the classes that occur in labels or predictions."""
+    """Return the mean intersection over union.
+
+    The mean is over the classes that occur in labels or predictions.
+    """
     classes = math.isqrt(len(counts))
     table = torch.tensor(counts, dtype=torch.float64).view(classes, classes)
     both, either = table.diag(), table.sum(0) + table.sum(1) - table.diag()
@@ -67,7 +80,7 @@ def mean_iou(counts: Sequence[float]) -> float:
 
 
 def rouge_scores(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """Return the mean F measures of ROUGE-1, -2 and -L over pairs of reference and generated text."""
+    """Return the mean F measures of ROUGE-1, -2 and -L over (reference, generated text)."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(list(ROUGE), use_stemmer=True)
@@ -75,7 +88,7 @@ def rouge_scores(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
     return {key: sum(score[name].fmeasure for score in scores) / max(len(scores), 1) for name, key in ROUGE.items()}
 
 
-def takes_cache(config: Any) -> bool:
+def takes_cache(config: PreTrainedConfig) -> bool:
     """Return whether transformers' cache has enough layers for the decoder.
 
     The cache has `num_hidden_layers` layers. In T5's config, this key counts the layers of the encoder.
@@ -87,14 +100,14 @@ def takes_cache(config: Any) -> bool:
 def write_targets(
     model: nn.Module, batch: Mapping[str, Tensor], most: int, end_id: int | None, together: bool = False
 ) -> Tensor:
-    """Generate text greedily with an encoder-decoder, at most `most` tokens for each source of a batch.
+    """Generate text greedily with an encoder-decoder.
 
-    Returns int64 (batch, tokens) without the start token. `together`: whether all ranks must run the same number of
-    forwards.
+    It has at most `most` tokens for each source of a batch. Returns int64 (batch, tokens) without the start token.
+    `together`: whether all ranks must run the same number of forwards.
     """
     from transformers import GenerationConfig
 
-    transformer: Any = model
+    transformer: Any = model  # a PreTrainedModel and a GenerationMixin
     config = transformer.config
     end_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = sorted({end_id} if end_id is not None else {token for token in end_ids if token is not None})
@@ -116,10 +129,13 @@ def write_targets(
 
 
 def compared(written: Tensor, labels: Tensor, real: Sequence[bool], data: Any) -> list[tuple[str, str]]:
-    """Return (reference, generated text) for each real sample, decoded by `data`, a zerofit.data.Data."""
+    """Return (reference, generated text) for each real sample.
+
+    They are decoded by `data`, a zerofit.data.Data.
+    """
     pairs = []
-    for ids, label_ids, counts in zip(written.tolist(), labels.tolist(), real, strict=True):
-        if counts:
+    for ids, label_ids, is_real in zip(written.tolist(), labels.tolist(), real, strict=True):
+        if is_real:
             ids = ids[: ids.index(data.end_id)] if data.end_id in ids else ids
             reference = [token for token in label_ids if token not in (IGNORE_INDEX, data.end_id)]
             pairs.append((data.decode(reference), data.decode(ids)))

@@ -1,4 +1,7 @@
-"""Divide a model into sections to measure: embedding, blocks and head, or a pipeline's layers."""
+"""Divide a model into sections to measure.
+
+They are embedding, blocks and head, or a pipeline's layers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, cast
 from unittest.mock import patch
 
 import torch
@@ -21,17 +24,26 @@ from zerofit.models.inputs import Inputs, NamedInputs
 from zerofit.models.layers import as_layers
 from zerofit.spec.errors import reason_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # modules of the inner models of a config
-_WITHIN = {"text_config": ("text_model", "language_model"), "vision_config": ("vision_model", "vision_tower", "visual")}
+_INNER_MODULES = {
+    "text_config": ("text_model", "language_model"),
+    "vision_config": ("vision_model", "vision_tower", "visual"),
+}
 
 _CHECKPOINT = "_gradient_checkpointing_func"  # transformers' hook
 
-Mark = Callable[[int, Any], None]  # called with a section's index and its inputs
+Mark = Callable[[int, object], None]  # called with a section's index and its inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """A part of the forward with separate costs. It begins when `start` is called or, with `after`, when it returns."""
+    """A part of the forward with separate costs.
+
+    It begins when `start` is called or, with `after`, when it returns.
+    """
 
     name: str
     start: nn.Module | None  # None: begins with the model
@@ -44,14 +56,16 @@ def watched(sections: list[ModelSection], begin: Mark) -> Iterator[None]:
     """Inside this context, `begin(index, inputs)` is called when a section of a forward begins."""
     inside: set[int] = set()  # running checkpoints, whose inner forwards must not begin a section again
 
-    def before(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(index: int, module: nn.Module, args: object, kwargs: object) -> None:
         if index not in inside:
             begin(index, (args, kwargs))
 
-    def after(index: int, module: nn.Module, args: Any, output: Any) -> None:
+    def after(index: int, module: nn.Module, args: object, output: object) -> None:
         begin(index, output)
 
-    def checkpointed(index: int, checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def checkpointed(
+        index: int, checkpoint: Callable[..., object], function: Callable[..., object], *args: object, **kwargs: object
+    ) -> object:
         begin(index, (args, getattr(function, "keywords", {})))
         inside.add(index)
         try:
@@ -67,24 +81,15 @@ def watched(sections: list[ModelSection], begin: Mark) -> Iterator[None]:
                 handle = section.start.register_forward_hook(partial(after, index))
             else:
                 handle = section.start.register_forward_pre_hook(partial(before, index), with_kwargs=True)
-                checkpoint = _around_hooks(section.start)
-                if checkpoint is not None:
+                # Blocks of transformers before 5.23 checkpoint themselves in __call__, so their hooks run inside the
+                # checkpoint. The input that it saves must count for this block (transformers/modeling_layers.py).
+                own_call = type(section.start).__call__ is not nn.Module.__call__
+                checkpoint = vars(section.start).get(_CHECKPOINT)
+                if own_call and checkpoint is not None and getattr(section.start, "gradient_checkpointing", False):
                     checkpoint_marked = partial(checkpointed, index, checkpoint)
                     stack.enter_context(patch.dict(vars(section.start), {_CHECKPOINT: checkpoint_marked}))
             stack.callback(handle.remove)
         yield
-
-
-# transformers' blocks checkpoint themselves in __call__: the hooks run inside of the checkpoint. The input that the
-# checkpoint saves would then count for the section before the block.
-def _around_hooks(module: nn.Module) -> Any:
-    """Return a block's checkpointing function if the block's hooks run inside the checkpoint; otherwise None.
-
-    With transformers older than 5.23, hooks run inside the checkpoint. The function saves the block's input, which must
-    count as memory of this block (transformers/modeling_layers.py).
-    """
-    within = type(module).__call__ is not nn.Module.__call__ and getattr(module, "gradient_checkpointing", False)
-    return vars(module).get(_CHECKPOINT) if within else None
 
 
 def sections_of(model: nn.Module) -> list[ModelSection]:
@@ -108,33 +113,38 @@ def numbered(names: Sequence[str]) -> list[str]:
     return numbered_names
 
 
-def block_lists(model: Any, inputs: Inputs | None) -> list[tuple[nn.ModuleList, Path]]:
-    """Return each list of blocks, with the config's key that counts its blocks, in the order of the forward."""
-    known, named_lists = depths(model.config), []
+def block_lists(model: nn.Module, inputs: Inputs | None) -> list[tuple[nn.ModuleList, Path]]:
+    """Return each list of blocks with the config's key that counts its blocks.
+
+    They are in the order of the forward.
+    """
+    known, named_lists = depths(cast("PreTrainedModel", model).config), []
     for name, module in model.named_modules():
         inside = any(name.startswith(outer + ".") for outer, _, _ in named_lists)
         if not isinstance(module, nn.ModuleList) or inside or len({type(block) for block in module}) != 1:
             continue
         # a config has the encoder's depth first; inner models are named like their configs
-        path = next((path for path, count in known.items() if count == len(module) and _is_of(name, path)), None)
+        path = next(
+            (path for path, count in known.items() if count == len(module) and _counts_layers(path, name)), None
+        )
         if path is not None:
             named_lists.append((name, module, path))
     lists = [(module, path) for _, module, path in named_lists]
-    within = any(len(path) > 1 for _, path in lists)  # GIT's image encoder does not run without images
-    return _as_run(model, inputs, lists) if inputs is not None and (within or len(lists) > 1) else lists
+    has_inner = any(len(path) > 1 for _, path in lists)  # GIT's image encoder does not run without images
+    return _in_run_order(model, inputs, lists) if inputs is not None and (has_inner or len(lists) > 1) else lists
 
 
-def _is_of(name: str, path: Path) -> bool:
+def _counts_layers(path: Path, name: str) -> bool:
     """Return whether the config's key at this path counts the layers of the module `name`."""
-    inside, key = set(name.split(".")), path[-1]
+    parts, key = set(name.split(".")), path[-1]
     if len(path) > 1:
-        return bool(inside & set(_WITHIN[path[0]]))
-    if "decoder" in inside or "encoder" in inside:
-        return key == "num_hidden_layers" or ("decoder" in inside) == (key in ("decoder_layers", "num_decoder_layers"))
+        return bool(parts & set(_INNER_MODULES[path[0]]))
+    if "decoder" in parts or "encoder" in parts:
+        return key == "num_hidden_layers" or ("decoder" in parts) == (key in ("decoder_layers", "num_decoder_layers"))
     return key == "num_hidden_layers"
 
 
-def _as_run(
+def _in_run_order(
     model: nn.Module, inputs: Inputs, lists: list[tuple[nn.ModuleList, Path]]
 ) -> list[tuple[nn.ModuleList, Path]]:
     run_order: list[int] = []
@@ -168,29 +178,26 @@ def _as_run(
 #
 # With an encoder and a decoder, "between" is the part after the encoder's last block.
 def block_sections(lists: list[tuple[nn.ModuleList, int | None]]) -> list[ModelSection]:
-    """Return sections for the embedding, each block, the head, and what runs between two lists of blocks.
+    """Return sections for the embedding, each block and the head.
 
-    If a list has a count, its last block represents all further equal blocks.
+    What runs between two lists of blocks is a section, too. If a list has a count, its last block represents all
+    further equal blocks.
     """
     sections, before = [ModelSection(name="embedding", start=None)], None
     for blocks, count in lists:
         if before is not None:
             sections.append(ModelSection(name="between", start=before[-1], after=True))
-        counts = _counts(blocks, count) if count else [1] * len(blocks)
+        counts = [1] * len(blocks)
+        if count:
+            # The last block represents all blocks of its size. T5's first block also has the positions, and DeepSeek's
+            # first blocks have no experts.
+            sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
+            alone = [int(size != sizes[-1]) for size in sizes[:-1]]
+            counts = [*alone, count - sum(alone)]
         sections += [ModelSection(name="block", start=block, count=n) for block, n in zip(blocks, counts, strict=True)]
         before = blocks
     assert before is not None  # there is at least one list
     return [*sections, ModelSection(name="head", start=before[-1], after=True)]
-
-
-def _counts(blocks: nn.ModuleList, count: int) -> list[int]:
-    """Return the number of blocks that each block represents. The last block represents all blocks of its size.
-
-    T5's first block also has the positions. DeepSeek's first blocks have no experts.
-    """
-    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
-    alone = [int(size != sizes[-1]) for size in sizes[:-1]]
-    return [*alone, count - sum(alone)]
 
 
 def stage_sections(model: nn.Module) -> list[ModelSection]:
@@ -205,11 +212,11 @@ def stage_sections(model: nn.Module) -> list[ModelSection]:
     except ModelError:
         layers = [(name, [f"{name}.{p}" for p, _ in child.named_parameters()]) for name, child in _children(model)]
     sections = []
-    inside = dict(model.named_modules())
+    modules = dict(model.named_modules())
     for name, paths in layers:
         if paths:
             # the layer's own module if the model has it, else the module of its first parameter
-            module = inside[name] if name in inside else inside[paths[0].rpartition(".")[0]]
+            module = modules[name] if name in modules else modules[paths[0].rpartition(".")[0]]
             sections.append(ModelSection(name=name, start=module if sections else None))
     return sections or [ModelSection(name="model", start=None)]
 

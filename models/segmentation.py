@@ -17,9 +17,10 @@ def are_dense(logits: Tensor, labels: Tensor) -> bool:
 
 
 def mean_of_images(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Return the sum of all images' losses, float32. An image's loss is the mean over its labelled pixels.
+    """Return the sum of all images' losses, float32.
 
-    The loss is cross entropy. Each image has the same weight, so the loss does not depend on the layout.
+    An image's loss is the mean cross entropy over its labelled pixels. Each image has the same weight, so the loss does
+    not depend on the layout.
     """
     options = {"ignore_index": IGNORE_INDEX, "reduction": "none", "label_smoothing": smoothing}
     pixels = functional.cross_entropy(logits.float(), labels, **options)

@@ -1,6 +1,6 @@
-"""Read the profiles of named models that ship with zerofit (profiles/*.xz), for plans without torch.
+"""Read the profiles of named models that ship with zerofit, for plans without torch.
 
-A file has the models of one family on one kind of device, in one precision, at one length. The name is
+A file (profiles/*.xz) has the models of one family on one kind of device, in one precision, at one length. The name is
 FAMILY-DEVICE-PRECISION.xz at the default length (without --seq-len), else FAMILY-DEVICE-PRECISION-TOKENS.xz. A line has
 a model's name, the digest of its config, and its profile as JSON without default values. benchmarks/shipped_profiles.py
 writes them.
@@ -20,26 +20,30 @@ FOLDER = Path(__file__).parent / "profiles"
 
 
 def shipped_profile(model: str, device: str, precision: str, seq_len: int | None = None) -> Profile | None:
-    """Return the shipped profile of a model; None if there is none for this device, precision and length.
+    """Return the shipped profile of a model.
 
-    `device` is "cpu" or "cuda". `seq_len` None stands for the default length.
+    Returns None if there is none for this device, precision and length. `device` is "cpu" or "cuda". `seq_len` None
+    stands for the default length.
     """
     if model not in NAMED:
         return None
-    usual = _read(profile_file(NAMED[model].family, device, precision), model)
-    if seq_len is None or (usual and usual.seq_len == seq_len):
-        return usual
+    default = _read(profile_file(NAMED[model].family, device, precision), model)
+    if seq_len is None or (default and default.seq_len == seq_len):
+        return default
     return _read(profile_file(NAMED[model].family, device, precision, seq_len), model)
 
 
 def shipped_settings(model: str) -> list[str]:
-    """Return the settings of a model's shipped profiles in words: "bf16 on a GPU", "bf16 on a GPU at 4,096 tokens"."""
+    """Return the settings of a model's shipped profiles in words.
+
+    Examples: "bf16 on a GPU", "bf16 on a GPU at 4,096 tokens".
+    """
     settings = []
     for file in sorted(FOLDER.glob(f"{NAMED[model].family}-*.xz")) if model in NAMED else ():
         device, precision, *length = file.stem.removeprefix(f"{NAMED[model].family}-").split("-")
         if device in ("cpu", "cuda") and model in read_lines(file):  # "bert-large-..." is no file of "bert"
-            place = "a CPU" if device == "cpu" else "a GPU"
-            settings.append(f"{precision} on {place}" + (f" at {int(length[0]):,} tokens" if length else ""))
+            device_name = "a CPU" if device == "cpu" else "a GPU"
+            settings.append(f"{precision} on {device_name}" + (f" at {int(length[0]):,} tokens" if length else ""))
     return settings
 
 
@@ -49,7 +53,10 @@ def profile_file(family: str, device: str, precision: str, seq_len: int | None =
 
 
 def read_lines(file: Path) -> dict[str, tuple[str, str]]:
-    """Return the config's digest and the profile's JSON for each model name; {} if there is no file."""
+    """Return the config's digest and the profile's JSON for each model name.
+
+    Returns {} if there is no file.
+    """
     if not file.is_file():
         return {}
     lines = lzma.decompress(file.read_bytes()).decode().splitlines()
@@ -57,7 +64,10 @@ def read_lines(file: Path) -> dict[str, tuple[str, str]]:
 
 
 def config_digest(model: str) -> str:
-    """Return a digest of a model's config. If it has changed, a profile with the old digest is outdated."""
+    """Return a digest of a model's config.
+
+    If it has changed, a profile with the old digest is outdated.
+    """
     return hashlib.sha256(json.dumps(PRESETS.get(model, model), sort_keys=True).encode()).hexdigest()[:12]
 
 

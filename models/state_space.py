@@ -1,7 +1,7 @@
-"""Replace Mamba's kernels by functions that allocate and save the same tensors without computing them.
+"""Replace Mamba's kernels by functions that allocate and save the same tensors.
 
-Training on GPUs uses these kernels. If the kernels' packages are missing, transformers runs Mamba token by token. The
-functions of this module (stand-ins) create the same tensors in the same order as
+The functions (stand-ins) compute nothing. Training on GPUs uses these kernels. If the kernels' packages are missing,
+transformers runs Mamba token by token. The stand-ins create the same tensors in the same order as
 mamba_ssm/ops/selective_scan_interface.py (2.2) and csrc/selective_scan.
 """
 
@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from zerofit.models.autograd import Context
 
 CHUNK = 2048  # tokens per state that the scan keeps
 _INNER = ("transformers.models.mamba.modeling_mamba",)
@@ -27,9 +30,9 @@ _SCANS = (*_INNER, "transformers.models.falcon_mamba.modeling_falcon_mamba", "tr
 # autograd functions below, each `empty` or `zeros` stands for a tensor that the CUDA kernels allocate.
 @contextmanager
 def mamba_kernels() -> Iterator[None]:
-    """Inside this context, those Mamba modules of transformers that are already imported use the stand-ins."""
+    """Make the imported Mamba modules of transformers use the stand-ins inside this context."""
     with ExitStack() as stack:
-        for module, name, function in _places():
+        for module, name, function in _replacements():
             stack.enter_context(patch.object(module, name, function))
         yield
 
@@ -38,18 +41,22 @@ def install_mamba_kernels() -> None:
     """Make transformers' Mamba modules use the stand-ins for the rest of this process."""
     for name in _SCANS:
         importlib.import_module(name)
-    for module, name, function in _places():
+    for module, name, function in _replacements():
         setattr(module, name, function)
 
 
-def _places() -> list[tuple[Any, str, Any]]:
-    stand_ins = [(name, "mamba_inner_fn", inner) for name in _INNER]
+def _replacements() -> list[tuple[ModuleType, str, Callable[..., object]]]:
+    """Return (module, attribute, stand-in) for the modules that are already imported."""
+    stand_ins: list[tuple[str, str, Callable[..., object]]] = [(name, "mamba_inner_fn", inner) for name in _INNER]
     stand_ins += [(name, "mamba_selective_scan", selective_scan) for name in _SCANS]
-    loaded = [(sys.modules.get(module), name, function) for module, name, function in stand_ins]
-    return [(module, name, function) for module, name, function in loaded if hasattr(module, name)]
+    return [
+        (sys.modules[module], name, function)
+        for module, name, function in stand_ins
+        if hasattr(sys.modules.get(module), name)
+    ]
 
 
-def inner(xz: Tensor, *weights: Any, delta_bias: Tensor | None = None, **_: Any) -> Tensor:
+def inner(xz: Tensor, *weights: Tensor | None, delta_bias: Tensor | None = None, **_: object) -> Tensor:
     """Replace mamba_inner_fn: convolution, scan, gate and output are one node of the graph.
 
     Maps (batch, 2 x dim, length) to (batch, length, hidden_size). `weights`: the weights of the convolution and of
@@ -67,9 +74,12 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     return_last_state: bool = False,
-    **_: Any,
-) -> Any:
-    """Replace selective_scan_fn on (batch, dim, length). `matrices`: A (dim, states); B, C (batch, states, length)."""
+    **_: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Replace selective_scan_fn on (batch, dim, length).
+
+    `matrices`: A (dim, states); B, C (batch, states, length).
+    """
     out, states = _Scan.apply(hidden_states, dt, *matrices, D, z, delta_bias)
     return (out, states[:, :, -1, 1::2]) if return_last_state else out
 
@@ -79,8 +89,8 @@ def _states(u: Tensor, A: Tensor) -> Tensor:
     return torch.zeros(u.shape[0], u.shape[1], -(-u.shape[2] // CHUNK), 2 * A.shape[1], dtype=A.dtype, device=u.device)
 
 
-def _last_dense(tensor: Tensor | None) -> Any:
-    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+def _last_dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _scan_gradients(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, ...]:
@@ -95,12 +105,14 @@ def _like(tensor: Tensor | None) -> Tensor | None:
 
 
 class _Scan(torch.autograd.Function):
-    """SelectiveScanFn. It saves its inputs, two states per chunk, and its output before the gate."""
+    """SelectiveScanFn. Saves its inputs, two states per chunk, and its output before the gate."""
 
     @staticmethod
-    def forward(ctx: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *more: Tensor | None) -> Any:
+    def forward(
+        ctx: Context, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *optional: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         u, delta, B, C = (_last_dense(t) for t in (u, delta, B, C))
-        D, z, bias = (_last_dense(t) for t in more)
+        D, z, bias = (t if t is None else _last_dense(t) for t in optional)
         out, states = torch.empty_like(delta), _states(u, A)
         gated = out if z is None else torch.empty_like(z)
         ctx.save_for_backward(u, delta, A, B, C, D, z, bias, states, out)
@@ -108,17 +120,20 @@ class _Scan(torch.autograd.Function):
         return gated, states
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         u, delta, A, B, C, D, z, bias, _, _ = ctx.saved_tensors
         _last_dense(grads[0])
         return (*_scan_gradients(u, delta, A, B, C), _like(D), None if z is None else torch.empty_like(z), _like(bias))
 
 
 class _Inner(torch.autograd.Function):
-    """MambaInnerFn. It saves its inputs, the projections and the scan's output, and recomputes the rest."""
+    """MambaInnerFn. Saves its inputs, the projections and the scan's output.
+
+    It recomputes the rest.
+    """
 
     @staticmethod
-    def forward(ctx: Any, xz: Tensor, *tensors: Any) -> Tensor:
+    def forward(ctx: Context, xz: Tensor, *tensors: Any) -> Tensor:
         _, _, x_proj, delta_proj, out_proj, out_bias, A, _, _ = tensors
         batch, _, length = xz.shape
         rank, states = delta_proj.shape[1], A.shape[1]
@@ -127,14 +142,16 @@ class _Inner(torch.autograd.Function):
         convolved = torch.empty_like(x)
         projected = functional.linear(convolved.transpose(1, 2).reshape(batch * length, -1), x_proj)
         delta = _delta(delta_proj, projected, batch)
-        B, C = (_of_states(t, batch) for t in (projected[:, rank : rank + states], projected[:, -states:]))
-        out, kept, gated = torch.empty_like(delta), _states(x, A), torch.empty_like(z)
+        # (batch x length, states) becomes (batch, 1, states, length)
+        columns = (projected[:, rank : rank + states], projected[:, -states:])
+        B, C = (t.reshape(batch, -1, states).transpose(1, 2).unsqueeze(1).contiguous() for t in columns)
+        out, scanned, gated = torch.empty_like(delta), _states(x, A), torch.empty_like(z)
         del convolved, delta
-        ctx.save_for_backward(xz, projected, B, C, kept, out, *tensors)
+        ctx.save_for_backward(xz, projected, B, C, scanned, out, *tensors)
         return functional.linear(gated.transpose(1, 2), out_proj, out_bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         xz, projected, B, C, _, out, conv, conv_bias, x_proj, delta_proj, out_proj, out_bias, A, D, bias = (
             ctx.saved_tensors
         )
@@ -147,11 +164,12 @@ class _Inner(torch.autograd.Function):
         dxz = torch.empty_like(xz)
         flat = grad.permute(2, 0, 1).reshape(grad.shape[2], batch * length)
         dout = (out_proj.t() @ flat).reshape(-1, batch, length).permute(1, 0, 2)
-        again = torch.empty_like(out)  # the gated output
+        gated = torch.empty_like(out)
         du, ddelta, dA, dB, dC = _scan_gradients(convolved, delta, A, B, C)
         dD, dbias = _like(D), _like(bias)
-        dout_proj = torch.einsum("eB,dB->ed", flat, _flat(again))
+        dout_proj = torch.einsum("eB,dB->ed", flat, _flat(gated))
         dout_bias = None if out_bias is None else grad.sum(dim=(0, 1))
+        # the gradients of time steps, B and C fill one tensor, as their values are columns of one projection
         dprojected = torch.empty_like(projected)
         dprojected[:, rank : rank + states] = dB.squeeze(1).transpose(1, 2).reshape(-1, states).contiguous()
         dprojected[:, -states:] = dC.squeeze(1).transpose(1, 2).reshape(-1, states).contiguous()
@@ -174,11 +192,9 @@ def _delta(delta_proj: Tensor, projected: Tensor, batch: int) -> Tensor:
     return steps.reshape(steps.shape[0], batch, -1).permute(1, 0, 2)
 
 
-def _of_states(projected: Tensor, batch: int) -> Tensor:
-    """Reshape (batch x length, states) to (batch, 1, states, length)."""
-    return projected.reshape(batch, -1, projected.shape[1]).transpose(1, 2).unsqueeze(1).contiguous()
-
-
 def _flat(tensor: Tensor) -> Tensor:
-    """Reshape (batch, dim, length) to (dim, batch x length), with a copy if memory is ordered differently."""
+    """Reshape (batch, dim, length) to (dim, batch x length).
+
+    Copies if memory is ordered differently.
+    """
     return tensor.permute(1, 0, 2).reshape(tensor.shape[1], -1)

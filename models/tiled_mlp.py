@@ -7,8 +7,8 @@ change the result.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,10 @@ _TOKENS = "tile_tokens"  # attribute of a tiled MLP
 
 
 def tile_mlps(model: nn.Module, tokens: int) -> None:
-    """Make each block's MLP process `tokens` tokens at a time. Changes the model in place. Names stay the same."""
+    """Make each block's MLP process `tokens` tokens at a time.
+
+    Changes the model in place. Names stay the same.
+    """
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == "mlp":
             vars(module)[_TOKENS] = tokens
@@ -26,8 +29,7 @@ def tile_mlps(model: nn.Module, tokens: int) -> None:
 
 
 def _forward_tiled(self: nn.Module, x: Tensor) -> Tensor:
-    run = types.MethodType(type(self).forward, self)
+    run: Callable[[Tensor], Tensor] = types.MethodType(type(self).forward, self)
     if self.training and torch.is_grad_enabled():
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)  # no dropout
-    tiles: list[Any] = [run(tile) for tile in x.split(vars(self)[_TOKENS], dim=1)]
-    return torch.cat(tiles, dim=1)
+    return torch.cat([run(tile) for tile in x.split(vars(self)[_TOKENS], dim=1)], dim=1)

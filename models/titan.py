@@ -16,7 +16,7 @@ With tensor parallelism the ranks split the vocabulary. Outside of matrix produc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from zerofit.features.checkpointing import Checkpointing
+from zerofit.models.autograd import Context
 from zerofit.models.catalog import ModelError
 from zerofit.models.checkpointing import selective_contexts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Collective = Callable[[Tensor, int], Tensor]  # of a rank's tokens and the number of ranks
 CHUNKS = 8  # of the sequence, in the loss (components/loss.py, ChunkedLossWrapper)
@@ -38,14 +42,12 @@ class TitanModel(nn.Module):
     `tp` does not divide them.
     """
 
-    def __init__(self, config: Any, checkpointing: Checkpointing, seq_len: int, tp: int):
+    def __init__(self, config: PreTrainedConfig, checkpointing: Checkpointing, seq_len: int, tp: int):
         super().__init__()
         sizes = (config.vocab_size, config.intermediate_size, config.num_key_value_heads, seq_len)
         if any(size % tp for size in sizes) or seq_len % CHUNKS:
-            words = ", ".join(map(str, sizes))
-            message = (
-                f"{tp} (tensor parallel) does not divide all of {words}, or {CHUNKS} does not divide {seq_len} tokens"
-            )
+            message = f"{tp} (tensor parallel) does not divide all of {', '.join(map(str, sizes))}"
+            message += f", or {CHUNKS} does not divide {seq_len} tokens"
             raise ModelError("profile-tp", message)
         self.config, self.tp = config, tp
         self.tok_embeddings = nn.Embedding(config.vocab_size // tp, config.hidden_size)
@@ -68,17 +70,19 @@ class TitanModel(nn.Module):
         """Return the embeddings of a rank's part of the tokens (models/common/embedding.py)."""
         if self.tp == 1:
             return self.tok_embeddings(tokens)
-        mine = (tokens >= 0) & (tokens < self.tok_embeddings.num_embeddings)
-        found = self.tok_embeddings(tokens.clamp(0, self.tok_embeddings.num_embeddings - 1))
-        return _reduced(found * mine.unsqueeze(-1).to(found.dtype), self.tp)
+        # ids of other ranks get a zero vector here, and their embedding from the sum over ranks
+        is_mine = (tokens >= 0) & (tokens < self.tok_embeddings.num_embeddings)
+        embedded = self.tok_embeddings(tokens.clamp(0, self.tok_embeddings.num_embeddings - 1))
+        return _reduced(embedded * is_mine.unsqueeze(-1).to(embedded.dtype), self.tp)
 
     def loss(
         self, tokens: Tensor, labels: Tensor, chunks: Callable[[int, int], Iterable[int]], begin: Callable[[], None]
     ) -> Tensor:
-        """Return the loss. Its backward runs through the blocks only; the head's backward has already run.
+        """Return the loss.
 
-        `tokens`, `labels`: (batch, sequence). `chunks`: called with the number of chunks and a step of 1, returns
-        the indices of the chunks to run. `begin`: called before the first chunk.
+        Its backward runs through the blocks only; the head's backward has already run. `tokens`, `labels`: (batch,
+        sequence). `chunks`: called with the number of chunks and a step of 1, returns the indices of the chunks to run.
+        `begin`: called before the first chunk.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
         hidden = self._embedded(tokens)
@@ -97,7 +101,7 @@ class TitanModel(nn.Module):
             logits = functional.linear(pieces[n], weight)
             total = self._loss_of(logits.flatten(0, 1).float(), targets[n].flatten())
             total.backward()
-            del total, weight
+            del total, weight  # frees this chunk's graph before the next chunk's forward
             part = pieces[n].grad
             assert part is not None
             gradient[:, n * step : (n + 1) * step] = part.to(torch.float32)
@@ -111,16 +115,19 @@ class TitanModel(nn.Module):
 
 
 class _DividedLoss(torch.autograd.Function):
-    """The loss over a rank's part of the vocabulary (_LossParallelCrossEntropy). Small tensors are left out."""
+    """The loss over a rank's part of the vocabulary (_LossParallelCrossEntropy).
+
+    Small tensors are left out.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
+    def forward(ctx: Context, logits: Tensor) -> Tensor:
         shifted = logits - logits.amax(-1, keepdim=True)
         ctx.save_for_backward(shifted - shifted.exp().sum(-1, keepdim=True).log())
         return logits.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         (logs,) = ctx.saved_tensors
         targets = torch.zeros_like(logs)
         return (targets + logs.exp()) * grad
@@ -146,29 +153,37 @@ def _reduce_scatter(whole: Tensor, tp: int) -> Tensor:
     return sent.new_empty(len(sent) // tp, *sent.shape[1:]).movedim(0, 1)
 
 
+class _ExchangeContext(Context, Protocol):
+    tp: int
+    back: Collective
+
+
 class _Exchanged(torch.autograd.Function):
     """Applies `collective` to tokens in forward, and `back` to their gradient in backward."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, tp: int, collective: Collective, back: Collective) -> Tensor:
+    def forward(ctx: _ExchangeContext, tokens: Tensor, tp: int, collective: Collective, back: Collective) -> Tensor:
         ctx.tp, ctx.back = tp, back
         return collective(tokens, tp)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _ExchangeContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.back(grad, ctx.tp), None, None, None
 
 
 class _BlocksLoss(torch.autograd.Function):
-    """Begins the blocks' backward with the gradient of the head's input (_DecoderOutputGradientBackProp)."""
+    """Begins the blocks' backward with the gradient of the head's input.
+
+    (_DecoderOutputGradientBackProp)
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Context, hidden: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)
         return hidden.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.saved_tensors[0], None
 
 
@@ -187,7 +202,7 @@ class _Checkpointed(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, config: Any, seq_len: int, tp: int):
+    def __init__(self, config: PreTrainedConfig, seq_len: int, tp: int):
         super().__init__()
         self.tp, width, inner = tp, config.hidden_size, config.intermediate_size // tp
         self.attention_norm, self.ffn_norm = nn.RMSNorm(width), nn.RMSNorm(width)
@@ -203,12 +218,12 @@ class _Block(nn.Module):
         return _reduced(self.attention(_gathered(x, self.tp), positions), self.tp)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        every = _gathered(x, self.tp)  # `x` stays alive, as with torchtitan
-        return _reduced(self.w2(functional.silu(self.w1(every)) * self.w3(every)), self.tp)
+        tokens = _gathered(x, self.tp)  # of all ranks; `x` stays alive, as with torchtitan
+        return _reduced(self.w2(functional.silu(self.w1(tokens)) * self.w3(tokens)), self.tp)
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: Any, seq_len: int, tp: int):
+    def __init__(self, config: PreTrainedConfig, seq_len: int, tp: int):
         super().__init__()
         heads, kv_heads = config.num_attention_heads // tp, config.num_key_value_heads // tp
         self.width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -217,8 +232,8 @@ class _Attention(nn.Module):
         self.wo = nn.Linear(heads * self.width, config.hidden_size, bias=False)
         self.norms = nn.ModuleList(nn.RMSNorm(self.width) for _ in range(2)) if config.model_type == "qwen3" else None
         # Llama rotates pairs as complex numbers; Qwen 3 halves of a head by cosine and sine (models/common/rope.py)
-        rows = (seq_len, 2 * self.width) if self.norms else (seq_len, self.width // 2)
-        table = torch.empty(rows, dtype=torch.float32 if self.norms else torch.complex64)
+        shape = (seq_len, 2 * self.width) if self.norms else (seq_len, self.width // 2)
+        table = torch.empty(shape, dtype=torch.float32 if self.norms else torch.complex64)
         self.wqkv.register_buffer("rotary_table", table, persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -233,7 +248,10 @@ class _Attention(nn.Module):
         return self.wo(out.transpose(1, 2).contiguous().flatten(2))
 
     def _projected(self, x: Tensor) -> list[Tensor]:
-        """Return queries, keys and values as (batch, sequence, heads, width), each contiguous (FusedQKVLinear)."""
+        """Return queries, keys and values as (batch, sequence, heads, width).
+
+        Each is contiguous (FusedQKVLinear).
+        """
         groups = self.wqkv(x).view(*x.shape[:2], -1, self.shared + 2, self.width)
         parts = groups.split([self.shared, 1, 1], dim=-2)
         return [part.reshape(*x.shape[:2], -1, self.width).contiguous() for part in parts]
@@ -246,34 +264,38 @@ class _Attention(nn.Module):
 
 
 class _WithMaxima(torch.autograd.Function):
-    """Saves a second number per row, since flex_attention's backward also needs the maxima of scores."""
+    """Saves a second number per row.
+
+    flex_attention's backward also needs the maxima of scores.
+    """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, sums: Tensor) -> Tensor:
+    def forward(ctx: Context, out: Tensor, sums: Tensor) -> Tensor:
         # of the ops that selective checkpointing keeps, this one returns as many elements
         ctx.save_for_backward(torch.bmm(sums.flatten(0, 1)[..., None], sums.new_empty(sums[..., 0].numel(), 1, 1)))
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 def _rotated_pairs(query: Tensor, key: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate neighboring elements as complex numbers (ComplexRoPE.apply_rotary_emb)."""
     pairs = [torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) for x in (query, key)]
-    turned = [torch.view_as_real(pair * table).flatten(3) for pair in pairs]
-    return turned[0].type_as(query), turned[1].type_as(key)
+    rotated = [torch.view_as_real(pair * table).flatten(3) for pair in pairs]
+    return rotated[0].type_as(query), rotated[1].type_as(key)
 
 
 def _rotated_halves(query: Tensor, key: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate both halves of each head (CosSinRoPE.apply_rotary_emb)."""
     cosine, sine = table.chunk(2, dim=-1)
-    lifted = [x.float() for x in (query, key)]
-    turned = [x * cosine + _half_turned(x) * sine for x in lifted]
-    return turned[0].type_as(query), turned[1].type_as(key)
+    in_fp32 = [x.float() for x in (query, key)]
+    rotated = [x * cosine + _quarter_turned(x) * sine for x in in_fp32]
+    return rotated[0].type_as(query), rotated[1].type_as(key)
 
 
-def _half_turned(x: Tensor) -> Tensor:
+def _quarter_turned(x: Tensor) -> Tensor:
+    """Return (-b, a) for a head (a, b) of two halves."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)

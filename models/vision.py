@@ -1,11 +1,14 @@
-"""Build zerofit's small models for images and tables, DCGAN, and torchvision's models for any image size."""
+"""Build zerofit's small models for images and tables, DCGAN, and torchvision's models.
+
+Models of torchvision are built for any image size.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 from unittest.mock import patch
 
 import torch
@@ -17,7 +20,10 @@ from zerofit.models.presets import NAMED, ModelArgs
 
 
 def simplecnn(inputs: ImageInputs, width: int = 16) -> nn.Sequential:
-    """Build two 3x3 convolutions, each with a 2x2 max-pool, and one linear layer, for images of any size."""
+    """Build two 3x3 convolutions, each with a 2x2 max-pool, and one linear layer.
+
+    Images may have any size.
+    """
     side = -(-inputs.size // 4)  # two poolings that round up
 
     def conv_pool(channels_in: int, channels: int) -> nn.Sequential:
@@ -32,7 +38,10 @@ def simplecnn(inputs: ImageInputs, width: int = 16) -> nn.Sequential:
 
 
 def simplecnn_112(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
-    """Build one 3x3 convolution, a 2x2 max-pool and one linear layer: 2,008,842 parameters on 3x112x112 images."""
+    """Build one 3x3 convolution, a 2x2 max-pool and one linear layer.
+
+    It has 2,008,842 parameters for 3x112x112 images.
+    """
     side = -(-inputs.size // 2)
     conv = nn.Conv2d(inputs.channels, width, 3, padding=1)
     return _stages(
@@ -42,9 +51,10 @@ def simplecnn_112(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
 
 
 def lenet(inputs: ImageInputs) -> nn.Sequential:
-    """Build LeNet-5 (LeCun et al., 1998) with max-pooling and ReLU, as in textbooks: 61,706 parameters for 28x28.
+    """Build LeNet-5 (LeCun et al., 1998) with max-pooling and ReLU, as in textbooks.
 
-    For images below 16 pixels the second 5x5 kernel is replaced by 3x3 with padding.
+    It has 61,706 parameters for 28x28. For images below 16 pixels the second 5x5 kernel is replaced by 3x3 with
+    padding.
     """
     small = inputs.size < 16
     side = inputs.size // 4 if small else (inputs.size // 2 - 4) // 2
@@ -62,10 +72,10 @@ def lenet(inputs: ImageInputs) -> nn.Sequential:
 
 
 def lenet_scratch(inputs: ImageInputs, std: float = 0.01) -> nn.Sequential:
-    """Build the LeNet of "Dive into Deep Learning" (chapter on several GPUs): 129,068 parameters for 28x28.
+    """Build the LeNet of "Dive into Deep Learning" (chapter on several GPUs).
 
-    It has two convolutions with average pooling, two linear layers and ReLU. Weights are normal with standard deviation
-    `std`, and biases are 0.
+    It has two convolutions with average pooling, two linear layers and ReLU: 129,068 parameters for 28x28. Weights are
+    normal with standard deviation `std`, and biases are 0.
     """
     side = ((inputs.size - 2) // 2 - 4) // 2
     if side < 1:
@@ -86,7 +96,10 @@ def lenet_scratch(inputs: ImageInputs, std: float = 0.01) -> nn.Sequential:
 
 
 def mlp_table(inputs: TableInputs, hidden: int = 100) -> nn.Sequential:
-    """Build two linear layers on a row of numbers: 2,110 parameters for 10 features and 10 classes."""
+    """Build two linear layers on a row of numbers.
+
+    It has 2,110 parameters for 10 features and 10 classes.
+    """
     return _stages(
         hidden=nn.Sequential(nn.Linear(inputs.features, hidden), nn.ReLU()),
         head=nn.Linear(hidden, inputs.classes),
@@ -103,7 +116,10 @@ def mlp(inputs: ImageInputs, hidden: int = 256) -> nn.Sequential:
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with batch norm, and a shortcut around both (He et al., 2016, figure 2)."""
+    """Two 3x3 convolutions with batch norm, and a shortcut around both.
+
+    See He et al., 2016, figure 2.
+    """
 
     def __init__(self, channels_in: int, channels: int, stride: int, bias: bool):
         super().__init__()
@@ -123,9 +139,10 @@ class ResidualBlock(nn.Module):
 
 
 def resnet18_small(inputs: ImageInputs, width: int = 64, bias: bool = False) -> nn.Sequential:
-    """Build ResNet-18 for small images: a 3x3 stem of stride 1, no max-pool (as in He et al., 2016, section 4.2).
+    """Build ResNet-18 for small images: a 3x3 stem of stride 1, no max-pool.
 
-    `bias` adds biases to the convolutions, as in textbooks, although the batch norms make biases superfluous.
+    See He et al., 2016, section 4.2. `bias` adds biases to the convolutions, as in textbooks, although the batch norms
+    make biases superfluous.
     """
     stem = nn.Sequential(nn.Conv2d(inputs.channels, width, 3, padding=1, bias=bias), nn.BatchNorm2d(width), nn.ReLU())
     blocks: dict[str, nn.Module] = {}
@@ -140,12 +157,18 @@ def resnet18_small(inputs: ImageInputs, width: int = 64, bias: bool = False) -> 
 
 
 def resnet18_bias(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
-    """Build `resnet18_small` with biases in its convolutions: 11,177,610 parameters for 1x28x28 images."""
+    """Build `resnet18_small` with biases in its convolutions.
+
+    It has 11,177,610 parameters for 1x28x28 images.
+    """
     return resnet18_small(inputs, width, bias=True)
 
 
 def fcn_tiny(inputs: SegmentationInputs, width: int = 16) -> nn.Sequential:
-    """Build a small fully convolutional network, which halves the size twice, classifies pixels, and upsamples."""
+    """Build a small fully convolutional network.
+
+    It halves the size twice, classifies pixels, and upsamples.
+    """
     if inputs.size % 4:
         message = f"the image size of fcn-tiny must be a multiple of 4 pixels, not {inputs.size}"
         raise ModelError("model-shape", message, f"set --image-size {max(4, inputs.size // 4 * 4)}")
@@ -202,7 +225,10 @@ class Discriminator(nn.Sequential):
 
 
 class DCGAN(nn.Module):
-    """A generator and a symmetric discriminator. The forward returns the discriminator's logits for images."""
+    """A generator and a symmetric discriminator.
+
+    The forward returns the discriminator's logits for images.
+    """
 
     def __init__(self, inputs: ImageInputs, latent_size: int = 100, width: int = 64):
         super().__init__()
@@ -211,7 +237,13 @@ class DCGAN(nn.Module):
             raise ModelError("model-shape", message, "set --image-size")
         self.generator = Generator(inputs, latent_size, width)
         self.discriminator = Discriminator(inputs, width)
-        self.apply(_initialize)
+        # standard deviation 0.02 and mean 0 (batch norm scales: mean 1), as in the paper's section 4
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
+                nn.init.normal_(module.weight, 0.0, 0.02)
+            elif isinstance(module, nn.BatchNorm2d):
+                nn.init.normal_(module.weight, 1.0, 0.02)
+                nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits (batch, 1) of images (batch, channels, size, size)."""
@@ -221,15 +253,6 @@ class DCGAN(nn.Module):
 def _up(channels_in: int, channels: int, kernel: int, stride: int, padding: int) -> list[nn.Module]:
     conv = nn.ConvTranspose2d(channels_in, channels, kernel, stride, padding, bias=False)
     return [conv, nn.BatchNorm2d(channels), nn.ReLU()]
-
-
-def _initialize(module: nn.Module) -> None:
-    """Draw weights with standard deviation 0.02 and mean 0 (batch norm scales: mean 1), as in the paper's section 4."""
-    if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
-        nn.init.normal_(module.weight, 0.0, 0.02)
-    elif isinstance(module, nn.BatchNorm2d):
-        nn.init.normal_(module.weight, 1.0, 0.02)
-        nn.init.zeros_(module.bias)
 
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
@@ -250,7 +273,10 @@ VOC = SegmentationInputs(channels=3, size=520, classes=21)
 
 
 def published_inputs(source: ModelSource) -> ImageInputs | TableInputs:
-    """Return the inputs that a published image or table model expects, including zerofit's own models."""
+    """Return the inputs that a published image or table model expects.
+
+    zerofit's own models have such inputs, too.
+    """
     preset = NAMED.get(source.name)
     if preset and preset.inputs:
         return cast(ImageInputs | TableInputs, inputs_from_dict(preset.inputs))
@@ -258,12 +284,15 @@ def published_inputs(source: ModelSource) -> ImageInputs | TableInputs:
 
 
 def torchvision_model(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.Module:
-    """Build a torchvision model with random weights for these images. `args`: the model's keyword arguments."""
+    """Build a torchvision model with random weights for these images.
+
+    `args`: the model's keyword arguments.
+    """
     import torchvision
 
-    name, wanted = source.name, inputs or published_inputs(source)
-    assert isinstance(wanted, ImageInputs)  # checked by `build`
-    keywords = {"num_classes": wanted.classes, **_size_keywords(source, wanted.size if inputs else None), **args}
+    name, images = source.name, inputs or published_inputs(source)
+    assert isinstance(images, ImageInputs)  # checked by `build`
+    keywords = {"num_classes": images.classes, **_size_keywords(source, images.size if inputs else None), **args}
     try:
         with _regnet_widths_on_cpu():
             model = torchvision.models.get_model(name, weights=None, **keywords)
@@ -273,14 +302,14 @@ def torchvision_model(source: ModelSource, inputs: Inputs | None, args: ModelArg
         hint = "--model-args must be keyword arguments of torchvision's builder"
         raise ModelError("model-args", f"{name} with {args}: {error}", hint) from None
     except (AssertionError, ValueError) as error:
-        message = f"{name} does not support {wanted.size}x{wanted.size} images: {error}"
+        message = f"{name} does not support {images.size}x{images.size} images: {error}"
         raise ModelError("model-shape", message, "set --image-size, e.g. --image-size 224") from None
-    if wanted.channels != 3:
-        _replace_first_conv(model, wanted.channels)
+    if images.channels != 3:
+        _replace_first_conv(model, images.channels)
     return model
 
 
-def _size_keywords(source: ModelSource, size: int | None) -> dict[str, Any]:
+def _size_keywords(source: ModelSource, size: int | None) -> ModelArgs:
     name = source.name
     if source.task == "segmentation":
         without = {} if name.startswith("lraspp") else {"aux_loss": False}
@@ -295,7 +324,10 @@ def _size_keywords(source: ModelSource, size: int | None) -> dict[str, Any]:
 
 
 def _replace_first_conv(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution by one for another number of channels, with torch's default initialization."""
+    """Replace the first convolution by one for another number of channels.
+
+    It has torch's default initialization.
+    """
     path, old = next((path, m) for path, m in model.named_modules() if isinstance(m, nn.Conv2d))
     new = nn.Conv2d(
         channels,
@@ -314,12 +346,15 @@ def _replace_first_conv(model: nn.Module, channels: int) -> None:
 # RegNet's constructor calls .tolist() on a tensor (torchvision/models/regnet.py, BlockParams.from_init_params).
 @contextmanager
 def _regnet_widths_on_cpu() -> Iterator[None]:
-    """Make RegNet compute its widths on the CPU, since it reads their values, which meta tensors do not have."""
+    """Make RegNet compute its widths on the CPU.
+
+    It reads their values, which meta tensors do not have.
+    """
     from torchvision.models.regnet import BlockParams
 
-    compute = BlockParams.from_init_params
+    compute: Callable[..., BlockParams] = BlockParams.from_init_params
 
-    def on_cpu(*args: Any, **kwargs: Any) -> BlockParams:
+    def on_cpu(*args: object, **kwargs: object) -> BlockParams:
         with torch.device("cpu"):
             return compute(*args, **kwargs)
 

@@ -1,4 +1,7 @@
-"""List the files of weights in a model's folder, from the index of shards if the folder has one."""
+"""List the files of weights in a model's folder.
+
+They come from the index of shards if the folder has one.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +16,32 @@ NAMES = ("model.safetensors", "model.safetensors" + INDEX, "pytorch_model.bin", 
 
 
 def weight_names(folder: Path) -> list[str]:
-    """Return the names of a folder's weight files, from the index if it has one; [] if there are no weights.
+    """Return the names of a folder's weight files, from the index if it has one.
 
-    Shards may be missing. Raises Unreadable for a bad index, and for a file outside the folder.
+    Returns [] if there are no weights. Shards may be missing. Raises Unreadable for a bad index, and for a file outside
+    the folder.
     """
     name = next((name for name in NAMES if (folder / name).is_file()), None)
     names = [name] if name else []
     if name and name.endswith(INDEX):
-        names = _shard_names(folder / name)
+        try:
+            files = read_json(folder / name).get("weight_map")
+        except OSError as error:
+            raise Unreadable(f"it cannot be read: {error.strerror}") from None
+        if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+            raise Unreadable("it is not an index of shards: weight_map must map each tensor to a file name")
+        names = sorted(set(files.values()))
     for file in names:
-        if not stays_inside(file) or not _lies_in(folder, file):
+        if not stays_inside(file) or not _is_inside(folder, file):
             raise Unreadable(f"{file!r} is outside the folder; copy it there, or link the entire folder")
     return names
 
 
-def _shard_names(index: Path) -> list[str]:
-    try:
-        files = read_json(index).get("weight_map")
-    except OSError as error:
-        raise Unreadable(f"it cannot be read: {error.strerror}") from None
-    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
-        raise Unreadable("it is not an index of shards: weight_map must map each tensor to a file name")
-    return sorted(set(files.values()))
-
-
-def _lies_in(folder: Path, name: str) -> bool:
+def _is_inside(folder: Path, name: str) -> bool:
     """Return whether a file is in its folder after links are followed.
 
     In the hub's cache, files in REPOSITORY/snapshots/REVISION are links to REPOSITORY/blobs. These count as inside.
     """
     home = folder.resolve()
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
-    return any((folder / name).resolve().is_relative_to(place) for place in homes)
+    return any((folder / name).resolve().is_relative_to(path) for path in homes)

@@ -1,4 +1,7 @@
-"""Import torch without its compiler, which torch imports needlessly and which takes a second."""
+"""Import torch without its compiler.
+
+torch imports the compiler needlessly, which takes a second.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 
 NAME = "torch._dynamo"
 # flags that fake tensors read (torch/_subclasses/fake_tensor.py), with torch's values
@@ -17,23 +19,29 @@ FLAGS = {"fake_tensor_cache_enabled": True, "fake_tensor_cache_crosscheck_enable
 # `import torch._dynamo` takes about a second, in every process of a run. Most of torch only wants decorators from it.
 # The stand-ins have these; any other attribute imports the real module and removes the stand-ins.
 class _StandIn(ModuleType):
-    """A stand-in for a module of the compiler. It imports the real module for any missing attribute."""
+    """A stand-in for a module of the compiler.
 
-    def __getattr__(self, name: str) -> Any:
-        looked_into = name == "__path__" and self.__name__ == NAME  # another module of the package is imported
-        if name.startswith("__") and not looked_into:  # inspect reads __file__ of all modules
+    It imports the real module for any missing attribute.
+    """
+
+    def __getattr__(self, name: str) -> object:
+        is_package = name == "__path__" and self.__name__ == NAME  # read to import another module of the package
+        if name.startswith("__") and not is_package:  # inspect reads __file__ of all modules
             raise AttributeError(name)
-        _leave()
+        _remove_stand_ins()
         return getattr(importlib.import_module(self.__name__), name)
 
 
-def _disable(fn: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
+def _disable(fn: Callable[..., object] | None = None, *_: object, **__: object) -> Callable[..., object]:
     """Return the function unchanged, or a decorator that does so, since nothing is compiled."""
     return fn or _disable
 
 
-def _assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark the function as the real decorator does, for a later compilation (transformers/integrations/deepgemm.py)."""
+def _assume_constant_result(fn: Callable[..., object]) -> Callable[..., object]:
+    """Mark the function as the real decorator does, for a later compilation.
+
+    (transformers/integrations/deepgemm.py)
+    """
     vars(fn)["_dynamo_marked_constant"] = True
     return fn
 
@@ -43,8 +51,11 @@ def _graph_break() -> None:
 
 
 def _is_compile_supported(device_type: str) -> bool:
-    """Call the real function, which torchvision imports but hardly ever calls (torchvision/ops/roi_align.py)."""
-    _leave()
+    """Call the real function, which torchvision imports but hardly ever calls.
+
+    (torchvision/ops/roi_align.py)
+    """
+    _remove_stand_ins()
     return importlib.import_module(f"{NAME}.utils").is_compile_supported(device_type)
 
 
@@ -53,17 +64,23 @@ def _clear_lru_cache() -> None:
 
 
 def _get_optimize_ddp_mode() -> str:
-    """Return torch's default, which DistributedDataParallel reads (torch/nn/parallel/distributed.py)."""
+    """Return torch's default, which DistributedDataParallel reads.
+
+    (torch/nn/parallel/distributed.py)
+    """
     return "ddp_optimizer"
 
 
-def _transform_get_item_to_index() -> Any:
-    """Return the real mode. transformers needs it to create masks with vmap (transformers/masking_utils.py)."""
-    _leave()
+def _transform_get_item_to_index() -> object:
+    """Return the real mode, which transformers needs to create masks with vmap.
+
+    (transformers/masking_utils.py)
+    """
+    _remove_stand_ins()
     return importlib.import_module(f"{NAME}._trace_wrapped_higher_order_op").TransformGetItemToIndex()
 
 
-STAND_INS: dict[str, dict[str, Any]] = {
+STAND_INS: dict[str, dict[str, object]] = {
     NAME: {
         "allow_in_graph": _disable,
         "assume_constant_result": _assume_constant_result,
@@ -98,10 +115,10 @@ def without_dynamo() -> Iterator[None]:
         yield
     finally:
         if outermost:
-            _leave()
+            _remove_stand_ins()
 
 
-def _leave() -> None:
+def _remove_stand_ins() -> None:
     for name in STAND_INS:
         if isinstance(sys.modules.get(name), _StandIn):
             del sys.modules[name]
