@@ -1,4 +1,7 @@
-"""Conversions of checkpoints: their result, forecast and progress, and how to continue after an interruption."""
+"""Conversions of checkpoints: their result, forecast and progress.
+
+This module also decides whether an interrupted conversion continues.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,21 @@ class ConvertResult:
     bytes: int
     format: str = "universal"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the object for `zerofit ckpt convert --json`."""
         return {**vars(self), "out": str(self.out)}
 
 
 def groups_of(state: FullState) -> list[ParameterGroup]:
-    """Return the optimizer's groups in the files. Without groups, return matrices and vectors, as in zerofit's runs."""
+    """Return the optimizer's groups in the files.
+
+    Without groups, return matrices and vectors, as in zerofit's runs.
+    """
     if state.groups:
         return state.groups
-    wide = [[name for name in state.names if (len(state.shape(name)) > 1) == many] for many in (True, False)]
-    return [ParameterGroup(names, ADAMW) for names in wide if names]
+    matrices = [name for name in state.names if len(state.shape(name)) > 1]
+    vectors = [name for name in state.names if len(state.shape(name)) <= 1]
+    return [ParameterGroup(names, ADAMW) for names in (matrices, vectors) if names]
 
 
 def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:
@@ -66,12 +73,12 @@ def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:
         os.fsync(file.fileno())
     seconds = (time.monotonic() - start) * total / (4 * len(probe))
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + 4 * -(-numel // ranks)
-    took = f"about {seconds / 60:.0f} min" if seconds > 60 else "less than a minute"
-    return f"forecast: {shown_bytes(total)} of disk, at most {shown_bytes(memory)} of host memory, {took}"
+    duration = f"about {seconds / 60:.0f} min" if seconds > 60 else "less than a minute"
+    return f"forecast: {shown_bytes(total)} of disk, at most {shown_bytes(memory)} of host memory, {duration}"
 
 
 def no_optimizer(state: FullState, what: str) -> UserError:
-    """Return the error for a checkpoint that cannot be converted because it has no usable optimizer states."""
+    """Return the error for a checkpoint without usable optimizer states."""
     message = f"{what} cannot be converted: {next(iter(state.notes), 'it has no optimizer states')}"
     hint = "use --to hf for the weights"
     return UserError(Problem(kind="no-optimizer", message=message, hint=hint, where="PATH"))
@@ -96,7 +103,10 @@ def loss_scaling(numbers: dict[str, Any] | None, fp16: bool) -> dict[str, object
 
 
 def conversion_plan(checkpoint: Path, *options: object) -> dict[str, object]:
-    """Return the input and options of a conversion. An interrupted conversion continues only if both are unchanged."""
+    """Return the input and options of a conversion.
+
+    An interrupted conversion continues only if both are unchanged.
+    """
     root = checkpoint if checkpoint.is_dir() else checkpoint.parent
     files = sorted(file for file in root.rglob("*") if file.is_file()) if checkpoint.is_dir() else [checkpoint]
     seen = {str(file.relative_to(root)): [(s := file.stat()).st_size, s.st_mtime_ns] for file in files}
@@ -104,7 +114,7 @@ def conversion_plan(checkpoint: Path, *options: object) -> dict[str, object]:
 
 
 def progress(report: Reporter, total: int, verb: str = "converting") -> Callable[[int], None]:
-    """Return a function that counts written bytes, and reports their sum and the remaining time."""
+    """Return a function that counts written bytes, and reports their sum and the time left."""
     done, begun = 0, time.monotonic()
 
     def wrote(count: int) -> None:

@@ -1,4 +1,7 @@
-"""The index of a checkpoint that a DeepSpeed engine wrote, built from the metadata in its files."""
+"""The index of a checkpoint that a DeepSpeed engine wrote.
+
+It is built from the metadata in the files.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ from zerofit.checkpoint.tensor_shares import whole_shards
 
 
 def deepspeed_index(found: Foreign) -> RankIndex:
-    """Build the index. Raises UserError "incomplete-checkpoint", "no-whole-view", "damaged-file", "unsafe-file"."""
+    """Build the index.
+
+    Raises UserError "incomplete-checkpoint", "no-whole-view", "damaged-file", "unsafe-file".
+    """
     files = DeepSpeedFiles.of(found)
     parts = Parts(tensor_ranks=files.tensor_ranks)
     for mp in files.model_ranks:
@@ -35,11 +41,11 @@ def deepspeed_index(found: Foreign) -> RankIndex:
         elif any(rank == mp for rank, _ in files.optimizers):
             add_flat_groups(files, mp, parts)
     for tp in range(files.tensor_ranks):
-        whole = _whole_weights(files, tp)
+        weights = _saved_weights(files, tp)
         if not files.optimizers and not found.stage_three:
-            _add_unpartitioned(files, tp, whole, parts)
+            _add_unpartitioned(files, tp, weights, parts)
         if not found.stage_three:
-            _add_rest(files, tp, whole, parts)
+            _add_stateless(files, tp, weights, parts)
     _, state = files.model(files.model_ranks[0])
     listed = dict.fromkeys(state.get("module") or ()) | dict.fromkeys(parts.shards)
     engine = EngineIndex(
@@ -57,27 +63,27 @@ def deepspeed_index(found: Foreign) -> RankIndex:
     return RankIndex(world_size=world, engines={STATE: engine})
 
 
-Whole = dict[str, tuple[str, Keys, Tensor]]  # by name: file, keys, tensor
+SavedWeights = dict[str, tuple[str, Keys, Tensor]]  # by name: file, keys, tensor
 
 
-def _whole_weights(files: DeepSpeedFiles, tp: int) -> Whole:
+def _saved_weights(files: DeepSpeedFiles, tp: int) -> SavedWeights:
     """Return the weights that a tensor parallel rank saved one by one, not in flat partitions."""
-    whole: Whole = {}
+    weights: SavedWeights = {}
     for (number, rank), name in sorted(files.layers.items()):
         if rank == tp:
-            whole |= {f"{number}.{key}": (name, [key], value) for key, value in files.load(name).items()}
+            weights |= {f"{number}.{key}": (name, [key], value) for key, value in files.load(name).items()}
     for mp in files.model_ranks[tp :: files.tensor_ranks]:
         name, state = files.model(mp)
-        whole |= {key: (name, ["module", key], value) for key, value in (state.get("module") or {}).items()}
+        weights |= {key: (name, ["module", key], value) for key, value in (state.get("module") or {}).items()}
     for name in files.experts:
-        whole |= {key: (name, [key], value) for key, value in files.load(name).items()}
-    return {name: entry for name, entry in whole.items() if isinstance(entry[2], Tensor) and entry[2].numel()}
+        weights |= {key: (name, [key], value) for key, value in files.load(name).items()}
+    return {name: entry for name, entry in weights.items() if isinstance(entry[2], Tensor) and entry[2].numel()}
 
 
-def _add_rest(files: DeepSpeedFiles, tp: int, whole: Whole, parts: Parts) -> None:
+def _add_stateless(files: DeepSpeedFiles, tp: int, weights: SavedWeights, parts: Parts) -> None:
     """Add tensors without optimizer states: frozen weights, buffers, other names of tied weights."""
     buffers = _buffers(files)
-    for name, (file, keys, value) in whole.items():
+    for name, (file, keys, value) in weights.items():
         if tp in parts.shards.get(name, ()) or name in parts.ties:
             continue
         where = files.at(file, keys)
@@ -91,15 +97,18 @@ def _buffers(files: DeepSpeedFiles) -> set[str]:
     return {name for mp in files.model_ranks for name in files.model(mp)[1].get("buffer_names") or []}
 
 
-def _add_unpartitioned(files: DeepSpeedFiles, tp: int, whole: Whole, parts: Parts) -> None:
-    """Add the parameters of stage 0. The optimizer numbers parameters in the order of its groups."""
+def _add_unpartitioned(files: DeepSpeedFiles, tp: int, weights: SavedWeights, parts: Parts) -> None:
+    """Add the parameters of stage 0.
+
+    The optimizer numbers parameters in the order of its groups.
+    """
     buffers = _buffers(files)
-    places: dict[tuple[int, int], str] = {}
-    for name, (_, _, value) in whole.items():
-        first = places.setdefault((value.untyped_storage().data_ptr(), int(value.storage_offset())), name)
-        if first != name and tuple(value.shape) == tuple(whole[first][2].shape):
+    storages: dict[tuple[int, int], str] = {}  # names of tensors with the same data
+    for name, (_, _, value) in weights.items():
+        first = storages.setdefault((value.untyped_storage().data_ptr(), int(value.storage_offset())), name)
+        if first != name and tuple(value.shape) == tuple(weights[first][2].shape):
             parts.ties[name] = first
-    shapes = {n: tuple(v.shape) for n, (_, _, v) in whole.items() if n not in buffers and n not in parts.ties}
+    shapes = {n: tuple(v.shape) for n, (_, _, v) in weights.items() if n not in buffers and n not in parts.ties}
     ranks = files.model_ranks[tp :: files.tensor_ranks]
     done = 0
     for key, file in (files.expert_optimizers or {(mp, 0): files.model(mp)[0] for mp in ranks}).items():
@@ -119,7 +128,7 @@ def _add_unpartitioned(files: DeepSpeedFiles, tp: int, whole: Whole, parts: Part
             settings = {key: value for key, value in entry.items() if key != "params"}
             if tp == 0:
                 parts.groups.append(ParameterGroup([name for _, name in named], settings))
-            for name, where in _unpartitioned_places(files, file, saved, number, named, whole):
+            for name, where in _unpartitioned_places(files, file, saved, number, named, weights):
                 if tp not in parts.shards.get(name, ()):
                     parts.add(tp, name, shapes[name], 0, math.prod(shapes[name]), where)
 
@@ -130,25 +139,25 @@ def _unpartitioned_places(
     saved: dict[str, Any],
     group: int,
     named: list[tuple[int, str]],
-    whole: Whole,
+    weights: SavedWeights,
 ) -> Iterator[tuple[str, dict[str, Location]]]:
     """Yield the parameters of a group and their places.
 
     Parameters are saved one by one or, by DeepSpeed's FP16_Optimizer, in flat tensors.
     """
-    flat, offset = "fp32_groups_flat" in saved, 0
+    is_flat, offset = "fp32_groups_flat" in saved, 0
     inner: Keys = ["optimizer", "optimizer_state_dict"] if "optimizer_state_dict" in saved else ["optimizer"]
     base = saved.get("optimizer_state_dict", saved)
     for number, (index, name) in enumerate(named):
-        own, keys, value = whole[name]
-        where = {MASTER: files.at(own, keys)}
+        weights_file, keys, value = weights[name]
+        where = {MASTER: files.at(weights_file, keys)}
         if "fp32_groups" in saved:
             where[MASTER] = files.at(file, ["optimizer", "fp32_groups", group, number])
-        elif flat:
+        elif is_flat:
             where[MASTER] = files.at(file, ["optimizer", "fp32_groups_flat", group], offset)
             index = base["param_groups"][group]["params"][0]
         for kind in weight_states(base["state"].get(index, {}), value.numel()):
-            where[kind] = files.at(file, [*inner, "state", index, kind], offset if flat else 0)
+            where[kind] = files.at(file, [*inner, "state", index, kind], offset if is_flat else 0)
         yield name, where
         offset += value.numel()
 
@@ -156,7 +165,10 @@ def _unpartitioned_places(
 def _experts_of(
     shapes: dict[str, tuple[int, ...]], files: DeepSpeedFiles, key: tuple[int, int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return a rank's parameters in a mixture of experts: the shared ones, and those of its own experts."""
+    """Return a rank's parameters in a mixture of experts.
+
+    They are the shared ones, and those of its own experts.
+    """
     numbers = {name: int(match[2]) for name in shapes if (match := EXPERTS.fullmatch(name))}
     if not files.expert_optimizers or not numbers:
         return shapes

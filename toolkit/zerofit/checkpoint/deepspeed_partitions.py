@@ -19,11 +19,14 @@ from zerofit.checkpoint.optimizer_names import weight_states
 
 
 def add_flat_groups(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
-    """Add the parameters of stages 1 and 2. Each rank has a part of each flat group, in the order of ranks."""
+    """Add the parameters of stages 1 and 2.
+
+    Each rank has a part of each flat group, in the order of ranks.
+    """
     _, state = files.model(mp)
     shapes = {name: tuple(shape) for group in flat_groups(state) for name, shape in group.items()}
     parts.ties |= state.get("shared_params") or {}
-    done: dict[str, int] = defaultdict(int)
+    done: dict[str, int] = defaultdict(int)  # elements of each parameter in the partitions of earlier ranks
     lost = files.lost(mp)
     parts.lost += lost.values()
     for dp in files.optimizer_ranks(mp):
@@ -44,7 +47,10 @@ def add_flat_groups(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
 
 
 def _lost_partition(files: DeepSpeedFiles, mp: int) -> dict[str, Any]:
-    """Return sizes and kinds of the tensors in a lost file's partition. They are the same on all ranks."""
+    """Return sizes and kinds of the tensors in a lost file's partition.
+
+    They are the same on all ranks.
+    """
     _, state = files.model(mp)
     if state.get("num_experts") or not state.get("module"):
         raise incomplete(files.folder, f"{', '.join(files.lost(mp).values())} is missing", MISSING)
@@ -61,16 +67,18 @@ def _lost_partition(files: DeepSpeedFiles, mp: int) -> dict[str, Any]:
 
 
 def _replaced(copy: Location, kinds: Iterable[str]) -> dict[str, Location]:
-    """Return the replacement of a lost stretch: weights from `copy`, and zeros for the optimizer's states."""
+    """Return the replacement of a lost stretch.
+
+    It has the weights from `copy`, and zeros for the optimizer's states.
+    """
     return {kind: replace(copy, lost=kind != MASTER) for kind in (MASTER, *kinds)}
 
 
 def partitioned_groups(files: DeepSpeedFiles, stage_three: bool) -> list[ParameterGroup]:
     """Return the optimizer's groups at stages 1 to 3, joined over all pipeline stages."""
     groups: list[ParameterGroup] = []
-    for mp, file in sorted(
-        (mp, name) for (mp, dp), name in files.optimizers.items() if dp == min(d for _, d in files.optimizers)
-    ):
+    first_rank = min((dp for _, dp in files.optimizers), default=0)  # groups are equal on all data parallel ranks
+    for mp, file in sorted((mp, name) for (mp, dp), name in files.optimizers.items() if dp == first_rank):
         saved = files.load(file)["optimizer_state_dict"]
         base = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict")
         shapes = flat_groups(files.model(mp)[1])
@@ -90,11 +98,13 @@ def partitioned_groups(files: DeepSpeedFiles, stage_three: bool) -> list[Paramet
 def _fragments(
     saved: dict[str, Any], groups: list[dict[str, Any]], done: dict[str, int], shuffled: bool
 ) -> Iterator[list[tuple[str, int, int]]]:
-    """Yield, for each group, the parameters in a rank's partition: name, first element, number of elements.
+    """Yield, for each group, the parameters in a rank's partition.
 
-    DeepSpeed 0.8 and newer save this list (`param_slice_mappings`). The list ignores the order of
-    round_robin_gradients and may lack experts. Without a usable list, parameters follow one another as in
-    `param_shapes`, each with its padding (`parameter_alignment`).
+    A parameter is its name, first element and number of elements.
+
+    DeepSpeed 0.8 and newer save this list (`param_slice_mappings`). The list ignores the order of round_robin_gradients
+    and may lack experts. Without a usable list, parameters follow one another as in `param_shapes`, each with its
+    padding (`parameter_alignment`).
     """
     mappings = saved.get("param_slice_mappings")
     if mappings and not shuffled and not any(map(lacks_experts, mappings, map(Tensor.numel, _flat_weights(saved)))):
@@ -103,12 +113,13 @@ def _fragments(
         return
     paddings = saved.get("param_alignment_paddings") or [[0] * len(group) for group in groups]
     for flat, shapes, padding in zip(_flat_weights(saved), groups, paddings, strict=True):
-        fragments, place = [], 0
+        fragments, offset = [], 0
         for (name, shape), gap in zip(shapes.items(), padding, strict=True):
             rest = math.prod(shape) - done[name]
-            if rest > 0 and place < flat.numel():
-                fragments.append((name, place, min(rest, flat.numel() - place)))
-                place += fragments[-1][2] + gap
+            if rest > 0 and offset < flat.numel():
+                numel = min(rest, flat.numel() - offset)
+                fragments.append((name, offset, numel))
+                offset += numel + gap
         yield fragments
 
 
@@ -119,7 +130,10 @@ def _flat_weights(saved: dict[str, Any]) -> list[Tensor]:
 def _flat_locations(
     files: DeepSpeedFiles, file: str, saved: dict[str, Any], group: int, offset: int
 ) -> dict[str, Location]:
-    """Return where a stretch of a flat group is stored: its master weights, and each state of the same length."""
+    """Return where a stretch of a flat group is stored.
+
+    The result has its master weights, and each state of the same length.
+    """
     own: Keys = ["optimizer_state_dict"]
     key = "single_partition_of_fp32_groups" if "single_partition_of_fp32_groups" in saved else "fp32_flat_groups"
     where = {MASTER: files.at(file, [*own, key, group], offset)}
@@ -143,19 +157,25 @@ def _flat_locations(
 
 
 def _global_name(local: str, dp: int, state: dict[str, Any]) -> str:
-    """Return a parameter's name in the full model. A rank's files number the rank's own experts from 0."""
+    """Return a parameter's name in the full model.
+
+    A rank's files number the rank's own experts from 0.
+    """
     match = EXPERTS.fullmatch(local)
     if match is None or not state.get("num_experts"):
         return local
-    mine = {int(m[2]) for group in flat_groups(state) for name in group if (m := EXPERTS.fullmatch(name))}
-    count = max(mine) + 1
+    own_numbers = {int(m[2]) for group in flat_groups(state) for name in group if (m := EXPERTS.fullmatch(name))}
+    count = max(own_numbers) + 1
     total = state["num_experts"]
     ranks = max(1, (total[0] if isinstance(total, list) else total) // count)  # the experts are split over these ranks
     return f"{match[1]}{dp % ranks * count + int(match[2])}{match[3]}"
 
 
 def add_stage_three(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
-    """Add the parameters of stage 3: each rank has an equal part of each parameter, in flat sub-groups."""
+    """Add the parameters of stage 3.
+
+    Each rank has an equal part of each parameter, in flat sub-groups.
+    """
     state = files.model(mp)[1]
     shapes = {name: tuple(shape) for group in flat_groups(state) for name, shape in group.items()}
     parts.ties |= state.get("shared_params") or {}
@@ -194,7 +214,7 @@ def add_stage_three(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
 def _weights_copy(
     files: DeepSpeedFiles, shapes: dict[str, tuple[int, ...]], ties: dict[str, str]
 ) -> dict[str, Location]:
-    """Return the places of the parameters in the 16-bit weights that are saved next to the checkpoint.
+    """Return the places of the parameters in 16-bit weights next to the checkpoint.
 
     The Trainer, Accelerate, save_16bit_model and the setting stage3_gather_16bit_weights_on_model_save write these
     weights.

@@ -1,6 +1,7 @@
-"""Checkpoints for other programs: a DeepSpeed engine on any number of ranks, or PyTorch's distributed format.
+"""Write checkpoints for other programs.
 
-Tensors are copied one by one into files that are mapped into memory, so the model may be larger than the memory.
+They are for a DeepSpeed engine on any number of ranks, or in PyTorch's distributed format. Tensors are copied one by
+one into files that are mapped into memory, so the model may be larger than the memory.
 """
 
 from __future__ import annotations
@@ -64,11 +65,14 @@ class _TargetWriter:
     @cached_property
     def kinds(self) -> list[str]:
         """The optimizer's states. Frozen weights in a group have none."""
-        every = (kind for group in self.groups for name in group.names for kind in self.state.kinds(name))
-        return [kind for kind in dict.fromkeys(every) if kind != MASTER]
+        kinds = (kind for group in self.groups for name in group.names for kind in self.state.kinds(name))
+        return [kind for kind in dict.fromkeys(kinds) if kind != MASTER]
 
     def mapped(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return zeros in a memory-mapped file. The file disappears when the tensor is no longer used."""
+        """Return zeros in a memory-mapped file.
+
+        The file disappears when the tensor is no longer used.
+        """
         if not count:
             return torch.zeros(0, dtype=dtype)
         with self.scratch.open("wb") as file:  # without its blocks, a full disk would kill the process at a mapped page
@@ -78,16 +82,30 @@ class _TargetWriter:
         return tensor
 
     def flat(self, names: list[str], kind: str, first: int, count: int) -> Tensor:
-        """Return `count` elements of a flat group from `first` on. Elements after the group's end are zero."""
-        out, place = self.mapped(count), 0
+        """Return `count` elements of a flat group from `first` on.
+
+        Elements after the group's end are zero.
+        """
+        out = self.mapped(count)
+        for name, skipped, start, end in self.stretches(names, first, first + count):
+            if kind in self.state.kinds(name):
+                self.state.fill(name, kind, out[start - first : end - first], skipped)
+                self.wrote(4 * (end - start))
+        return out
+
+    def stretches(self, names: list[str], first: int, end: int) -> Iterator[tuple[str, int, int, int]]:
+        """Yield the parameters in a stretch of a flat group.
+
+        A row has the name, the number of the parameter's elements before the stretch, and the first and last + 1
+        element from the start of the group.
+        """
+        offset = 0
         for name in names:
             numel = self.state.numel(name)
-            start, end = max(first, place), min(first + count, place + numel)
-            if start < end and kind in self.state.kinds(name):
-                self.state.fill(name, kind, out[start - first : end - first], start - place)
-                self.wrote(4 * (end - start))
-            place += numel
-        return out
+            start, stop = max(first, offset), min(end, offset + numel)
+            if start < stop:
+                yield name, start - offset, start, stop
+            offset += numel
 
     def step(self) -> Tensor:
         return torch.tensor(float(self.state.counters["step"] or 0))
@@ -96,7 +114,10 @@ class _TargetWriter:
         return loss_scaling(self.state.counters.get("loss_scaler"), fp16=self.target.dtype == torch.float16)
 
     def save(self, path: Path, content: Callable[[], object]) -> None:
-        """Write a file completely or not at all. If an interrupted call has written the file already, skip it."""
+        """Write a file completely or not at all.
+
+        If an interrupted call has written the file already, skip it.
+        """
         if path.exists():
             self.wrote(path.stat().st_size)
             return
@@ -111,8 +132,8 @@ def write_deepspeed(
 
     The engine must have the same parameters in the same groups.
     """
-    place = folder / tag
-    place.mkdir(exist_ok=True)
+    tag_folder = folder / tag
+    tag_folder.mkdir(exist_ok=True)
     groups = groups_of(state)
     writer = _TargetWriter(state=state, groups=groups, target=target, scratch=folder / ".scratch", wrote=wrote)
     with deepspeed_quiet():
@@ -121,15 +142,18 @@ def write_deepspeed(
         release = deepspeed.__version__
     common = _model_states(writer) | {"ds_version": release}
     if target.stage == 0:
-        writer.save(place / MODEL, lambda: common | {"module": _weights(writer), "optimizer": _unpartitioned(writer)})
+        writer.save(
+            tag_folder / MODEL, lambda: common | {"module": _weights(writer), "optimizer": _unpartitioned(writer)}
+        )
     elif target.stage == 3:
-        _write_stage_three(writer, common, place)
+        _write_stage_three(writer, common, tag_folder)
     else:
-        writer.save(place / MODEL, lambda: common | {"module": _weights(writer), "param_shapes": _shapes(writer)})
+        shapes = [{name: torch.Size(state.shape(name)) for name in group.names} for group in groups]
+        writer.save(tag_folder / MODEL, lambda: common | {"module": _weights(writer), "param_shapes": shapes})
         versions = {key: common[key] for key in ("ds_version", "ds_config")}
         for rank in range(target.ranks):
             partition = partial(_partition, writer, rank, release)
-            writer.save(place / _optimizer_file(target, rank), _optimizer_states(partition, versions))
+            writer.save(tag_folder / _optimizer_file(target, rank), _optimizer_states(partition, versions))
     (folder / "latest").write_text(tag)
 
 
@@ -174,17 +198,17 @@ def _weights(writer: _TargetWriter) -> dict[str, Tensor]:
     return weights | buffers | {name: weights[source] for name, source in state.ties.items()}
 
 
-def _shapes(writer: _TargetWriter) -> list[dict[str, torch.Size]]:
-    return [{name: torch.Size(writer.state.shape(name)) for name in group.names} for group in writer.groups]
-
-
 def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, object]:
-    """Return the optimizer state of one rank at stages 1 and 2 (runtime/zero/stage_1_and_2.py, state_dict)."""
+    """Return the optimizer state of one rank at stages 1 and 2.
+
+    (runtime/zero/stage_1_and_2.py, state_dict)
+    """
     from deepspeed.utils.tensor_fragment import fragment_address
 
     ranks, masters, paddings, states, mappings = writer.target.ranks, [], [], {}, []
     for number, group in enumerate(writer.groups):
         total = sum(writer.state.numel(name) for name in group.names)
+        # all ranks have equal partitions; padding at the end of the group makes them so
         size = -(-total // (ALIGNMENT * ranks)) * ALIGNMENT
         first = rank * size
         real = min(max(total - first, 0), size)
@@ -195,7 +219,7 @@ def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, obje
         mappings.append(
             {
                 name: fragment_address(numel=end - start, start=start - first)
-                for name, start, end in _stretches(writer, group.names, first, first + size)
+                for name, _, start, end in writer.stretches(group.names, first, first + size)
             }
         )
     return {
@@ -214,19 +238,6 @@ def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, obje
         "ds_version": release,
         "param_slice_mappings": mappings,
     }
-
-
-def _stretches(writer: _TargetWriter, names: list[str], first: int, end: int) -> Iterator[tuple[str, int, int]]:
-    """Yield the parameters in a partition of a flat group: name, first element, and last element + 1.
-
-    Elements are counted from the start of the group.
-    """
-    place = 0
-    for name in names:
-        numel = writer.state.numel(name)
-        if max(first, place) < min(end, place + numel):
-            yield name, max(first, place), min(end, place + numel)
-        place += numel
 
 
 def _unpartitioned(writer: _TargetWriter) -> dict[str, Any]:
@@ -254,7 +265,7 @@ def _unpartitioned(writer: _TargetWriter) -> dict[str, Any]:
     return scale | {"optimizer_state_dict": base, "fp32_groups": masters}
 
 
-def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], place: Path) -> None:
+def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], folder: Path) -> None:
     """Write each rank's files of stage 3 (runtime/zero/stage3.py, _rigid_state_dict)."""
     state, target = writer.state, writer.target
     subs = [(n, names) for n, group in enumerate(writer.groups) for names in _sub_groups(writer, group.names)]
@@ -291,8 +302,8 @@ def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], place: Pat
         }
 
     for rank in range(target.ranks):
-        writer.save(place / f"zero_pp_rank_{rank}_{MODEL}", partial(weights, rank))
-        writer.save(place / _optimizer_file(target, rank), _optimizer_states(partial(partition, rank), versions))
+        writer.save(folder / f"zero_pp_rank_{rank}_{MODEL}", partial(weights, rank))
+        writer.save(folder / _optimizer_file(target, rank), _optimizer_states(partial(partition, rank), versions))
 
 
 def _optimizer_states(partition: Callable[[], dict[str, Any]], versions: dict[str, Any]) -> Callable[[], object]:
@@ -301,10 +312,12 @@ def _optimizer_states(partition: Callable[[], dict[str, Any]], versions: dict[st
 
 def _sub_groups(writer: _TargetWriter, names: list[str]) -> list[list[str]]:
     """Split a group like an engine with the default sub_group_size (_create_fp16_sub_groups)."""
-    subs, size = [[]], 0
+    subs: list[list[str]] = [[]]
+    size = 0
     for name in names:
         if size >= SUB_GROUP:
-            subs, size = [*subs, []], 0
+            subs.append([])
+            size = 0
         subs[-1].append(name)
         size += -(-writer.state.numel(name) // writer.target.ranks)
     return subs
@@ -314,20 +327,20 @@ def _share(writer: _TargetWriter, names: list[str], kind: str, rank: int, dtype:
     """Return a rank's equal part of each parameter, concatenated."""
     state, ranks = writer.state, writer.target.ranks
     sizes = [-(-state.numel(name) // ranks) for name in names]
-    out, place = writer.mapped(sum(sizes), dtype), 0
+    out, offset = writer.mapped(sum(sizes), dtype), 0
     for name, size in zip(names, sizes, strict=True):
         numel = min(size, state.numel(name) - rank * size)
         if numel > 0 and kind in state.kinds(name):
-            state.fill(name, kind, out[place : place + numel], rank * size)
+            state.fill(name, kind, out[offset : offset + numel], rank * size)
             writer.wrote(4 * numel)
-        place += size
+        offset += size
     return out
 
 
 def write_distributed(state: FullState, folder: Path, wrote: Callable[[int], None] = lambda count: None) -> None:
-    """Write a PyTorch distributed checkpoint with the keys of `get_state_dict`: `model` and `optimizer`.
+    """Write a PyTorch distributed checkpoint with the keys of `get_state_dict`.
 
-    FSDP2 loads it with `torch.distributed.checkpoint.load` on any number of ranks.
+    These are `model` and `optimizer`. FSDP2 loads it with `torch.distributed.checkpoint.load` on any number of ranks.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -359,10 +372,11 @@ def convert_to(
     run: Run | None = None,
     report: Reporter | None = None,
 ) -> ConvertResult:
-    """Convert a checkpoint for the DeepSpeed engine `target`, or to PyTorch's distributed format if `target` is None.
+    """Convert a checkpoint for the DeepSpeed engine `target`.
 
-    `dtype` is the type in which the engine trains (default: as in the checkpoint). `repair` replaces the data of a lost
-    rank. If another program wrote the checkpoint, `run` describes its model. Raises UserError.
+    If `target` is None, convert it to PyTorch's distributed format. `dtype` is the type in which the engine trains
+    (default: as in the checkpoint). `repair` replaces the data of a lost rank. If another program wrote the checkpoint,
+    `run` describes its model. Raises UserError.
     """
     report = report or Reporter()
     refuse_existing(out)
@@ -384,10 +398,9 @@ def convert_to(
     refuse_small_disk(out, total + total // (target.ranks if target and target.stage else 1))
     report.note(forecast(state, total, out, target.ranks if target and target.stage == 3 else 1))
     wrote, step = progress(report, total), state.counters["global_steps"]
-    tag, plan = (
-        f"global_step{step}",
-        conversion_plan(checkpoint, target, dtype, repair, run and run.model) if target else None,
-    )
+    tag = f"global_step{step}"
+    # torch writes a distributed checkpoint in one call, so nothing of it can be continued
+    plan = conversion_plan(checkpoint, target, dtype, repair, run and run.model) if target else None
     with staged_folder(out, plan=plan) as staging:
         if target:
             write_deepspeed(state, target, staging, tag, wrote)
@@ -399,7 +412,10 @@ def convert_to(
 
 
 def _opened(checkpoint: Path, repair: bool, run: Run | None) -> tuple[FullState, Precision]:
-    """Open a checkpoint with its optimizer's groups; also return the precision of its training."""
+    """Open a checkpoint with its optimizer's groups.
+
+    Also return the precision of its training.
+    """
     if not is_own(checkpoint) and (found := foreign_at(checkpoint)):
         state, precision = FullState(found.path, repair=repair, run=run), facts_of(found).precision
         named = {"bf16": "bf16", "fp16": "fp16"}.get(precision or "", "fp32")

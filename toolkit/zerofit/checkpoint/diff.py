@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,10 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRow:
-    """The difference between two tensors. `apart`: elements whose bits differ after conversion to the wider type."""
+    """The difference between two tensors.
+
+    `apart`: elements whose bits differ after conversion to the wider type.
+    """
 
     name: str
     kind: str  # "fp32" for the tensor itself, or an optimizer state
@@ -57,7 +59,7 @@ class CheckpointDiff:
         """Tensors that are not bit for bit equal, the largest difference first."""
         return sorted((row for row in self.rows if row.apart), key=lambda row: -row.max_abs)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the object for `zerofit ckpt diff --json`. Equal tensors are counted but not listed."""
         apart = self.apart
         return {
@@ -78,10 +80,10 @@ class CheckpointDiff:
 
 
 def diff(a: Path, b: Path, states: bool = False, report: Reporter | None = None) -> CheckpointDiff:
-    """Compare two folders or files: runs, checkpoints, exported models, or any other safetensors.
+    """Compare two folders or files: runs, checkpoints, exported models, or safetensors.
 
-    With `states`, also compare optimizer states, which only checkpoints have. Only one tensor of each side is in
-    memory at a time. Raises UserError if a side cannot be read.
+    With `states`, also compare optimizer states, which only checkpoints have. Only one tensor of each side is in memory
+    at a time. Raises UserError if a side cannot be read.
     """
     report = report or Reporter()
     left, right = open_side(a, "A", states), open_side(b, "B", states)
@@ -124,7 +126,7 @@ class SafetensorsFiles:
         self.ties: dict[str, str] = {}
 
     def kinds(self, name: str) -> list[str]:
-        """Return `[MASTER]`, the kind of the tensor itself: safetensors files have no optimizer states."""
+        """Return `[MASTER]`: safetensors files have no optimizer states."""
         return [MASTER]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -142,7 +144,7 @@ TensorSource = FullState | SafetensorsFiles
 def _compare_kinds(
     name: str, a: tuple[TensorSource, str], b: tuple[TensorSource, str], states: bool, difference: CheckpointDiff
 ) -> None:
-    kinds_a, kinds_b = ((side.kinds(held) if states else [MASTER]) for side, held in (a, b))
+    kinds_a, kinds_b = ((side.kinds(side_name) if states else [MASTER]) for side, side_name in (a, b))
     for kind in dict.fromkeys([*kinds_a, *kinds_b]):
         if kind not in kinds_a or kind not in kinds_b:
             (difference.only_in_b if kind not in kinds_a else difference.only_in_a).append(f"{name} ({kind})")
@@ -158,9 +160,9 @@ def compare(name: str, kind: str, a: Tensor, b: Tensor) -> TensorRow:
     for pair in zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE), strict=True):
         # the wider type: an element of a bf16 export equals its fp32 master weight if rounding did not change it
         x, y = (piece.to(common).contiguous() for piece in pair)
-        bits, other = x.view(BITS[x.itemsize]), y.view(BITS[y.itemsize])
-        if not equal(bits, other):  # most are equal, and one thread finds out with the least CPU time
-            differ = bits != other
+        x_bits, y_bits = x.view(BITS[x.itemsize]), y.view(BITS[y.itemsize])
+        if not equal(x_bits, y_bits):  # most are equal, and one thread finds out with the least CPU time
+            differ = x_bits != y_bits
             apart += int(differ.sum())
             exact = torch.complex128 if common.is_complex else torch.float64
             x, y = x[differ].to(exact), y[differ].to(exact)

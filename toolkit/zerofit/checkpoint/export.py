@@ -1,7 +1,7 @@
-"""Export checkpoints as models for other tools: a Hugging Face folder, or one safetensors file.
+"""Export checkpoints as models for other tools: a Hugging Face folder, or a file.
 
-Tensors are read and written in pieces. Only tensors that must be joined or merged are read in full. No engine or
-device is needed.
+Tensors are read and written in pieces. Only tensors that must be joined or merged are read in full. No engine or device
+is needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ class ExportResult:
     parameters: int  # elements; tied parameters count once
     dtype: str  # of the parameters: "fp32", "bf16" or "fp16"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the object for `zerofit ckpt export --json`."""
         return {**vars(self), "out": str(self.out)}
 
@@ -87,13 +87,13 @@ def export(
     trust_model_code: bool = False,
     report: Reporter | None = None,
 ) -> ExportResult:
-    """Write the model of a checkpoint or of a folder of adapters into `out`, a new or empty folder.
+    """Write the model of a checkpoint or of a folder of adapters into `out`.
 
-    A transformers model becomes a folder for `from_pretrained`, with the run's tokenizer. Any other model becomes one
-    `model.safetensors` for `load_state_dict`. Adapters become a folder for peft or, with `merge`, the full model.
-    `dtype` is the type of the parameters (default: the run's precision); buffers keep their type. A model of the form
-    package.module:callable is refused unless `trust_model_code`. Raises UserError if the checkpoint does not match the
-    model. If the disk is too small, the function raises UserError and writes nothing.
+    `out` is a new or empty folder. A transformers model becomes a folder for `from_pretrained`, with the run's
+    tokenizer. Any other model becomes one `model.safetensors` for `load_state_dict`. Adapters become a folder for peft
+    or, with `merge`, the full model. `dtype` is the type of the parameters (default: the run's precision); buffers keep
+    their type. A model of the form package.module:callable is refused unless `trust_model_code`. Raises UserError if
+    the checkpoint does not match the model. If the disk is too small, the function raises UserError and writes nothing.
     """
     report = report or Reporter()
     refuse_existing(out)
@@ -101,7 +101,7 @@ def export(
     if not is_own(checkpoint) and not is_adapters(checkpoint) and (found := foreign_at(checkpoint)):
         return export_foreign(found, out, dtype, max_shard_bytes, report=report)
     if is_adapters(checkpoint):
-        return _write(_of_adapters(checkpoint, dtype, trust_model_code), out, max_shard_bytes, report)
+        return _write(_exported_adapters(checkpoint, dtype, trust_model_code), out, max_shard_bytes, report)
     manifest = manifest_of(checkpoint)
     wanted: Precision = dtype or manifest.job.precision
     state = full_model(checkpoint)
@@ -141,10 +141,11 @@ def export_foreign(
     repair: bool = False,
     report: Reporter,
 ) -> ExportResult:
-    """Write another program's weights: a Hugging Face folder, peft's adapters, or one safetensors file.
+    """Write another program's weights.
 
-    `config` is the folder with config.json and the tokenizer (default: the checkpoint's folder, or its parent).
-    Without a config, tensors have the checkpoint's names. `repair` replaces the data of a lost rank. Raises UserError.
+    They become a Hugging Face folder, peft's adapters, or one safetensors file. `config` is the folder with config.json
+    and the tokenizer (default: the checkpoint's folder, or its parent). Without a config, tensors have the checkpoint's
+    names. `repair` replaces the data of a lost rank. Raises UserError.
     """
     state, folder = FullState(found.path, repair=repair), config or found.config_folder
     for repaired in state.repaired:
@@ -157,7 +158,11 @@ def export_foreign(
         names = "so parameters keep the checkpoint's names (`ckpt export --model FOLDER` uses FOLDER's config.json)"
         report.note(f"{found.path} has no config.json, {names}")
     try:
-        model = _named_model(folder) if folder else _shape_model(state)
+        if folder:
+            with torch.device("meta"):
+                model = build(replace(find(str(folder.absolute())), pretrained=None), None, {})
+        else:
+            model = _shape_model(state)
     except ModelError as error:
         raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="--model")) from None
     parameters = dict(model.named_parameters())
@@ -178,11 +183,6 @@ def export_foreign(
     return _write(exported, out, max_shard_bytes, report)
 
 
-def _named_model(folder: Path) -> nn.Module:
-    with torch.device("meta"):
-        return build(replace(find(str(folder.absolute())), pretrained=None), None, {})
-
-
 def _shape_model(state: FullState) -> nn.Module:
     """Return a module that has the checkpoint's names and shapes, but no forward.
 
@@ -194,9 +194,9 @@ def _shape_model(state: FullState) -> nn.Module:
         *path, last = name.split(".")
         for part in path:
             owner = cast("nn.Module", owner._modules.setdefault(part, nn.Module()))
-        buffer = name in state.buffers
-        tensor = torch.empty(state.shape(name), dtype=state.read(name).dtype if buffer else None, device="meta")
-        if buffer:
+        is_buffer = name in state.buffers
+        tensor = torch.empty(state.shape(name), dtype=state.read(name).dtype if is_buffer else None, device="meta")
+        if is_buffer:
             owner._buffers[last] = tensor
         else:
             owner._parameters[last] = nn.Parameter(tensor, requires_grad=False)
@@ -210,7 +210,10 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _write_foreign_adapters(state: FullState, source: Path, out: Path, dtype: Precision) -> ExportResult:
-    """Write adapters in peft's format, in which names omit the adapter's name. Frozen weights are not written."""
+    """Write adapters in peft's format, in which names omit the adapter's name.
+
+    Frozen weights are not written.
+    """
     names = {}
     for name in state.names:
         owner, _, rest = name.partition(".modules_to_save.")
@@ -245,7 +248,8 @@ def _part_of(manifest: Manifest, model: nn.Module, source: ModelSource, state: F
     )
 
 
-def _of_adapters(folder: Path, dtype: Precision | None, trusted: bool) -> ExportedModel:
+def _exported_adapters(folder: Path, dtype: Precision | None, trusted: bool) -> ExportedModel:
+    # `--merge` is implied: a folder of adapters is exported as the full model
     part, info = read_adapters(folder, trusted), read_model_info(folder)
     wanted = dtype or NAMES[part.dtype]
     template, has_tokenizer = folder / CHAT_TEMPLATE, (folder / "tokenizer.json").is_file()
@@ -271,7 +275,7 @@ def _write_adapters(exported: ExportedModel, source: ModelSource, state: FullSta
     refuse_small_disk(out, sum(trained.values()) * dtype.itemsize)
     with staged_folder(out) as staging:
         write_adapters(staging, model, source, ((name, state.read(name).to(dtype)) for name in trained))
-        names = _write_beside(exported, staging)
+        names = _write_tokenizer_and_info(exported, staging)
     return ExportResult(out=out, files=names, parameters=sum(trained.values()), dtype=exported.dtype)
 
 
@@ -280,12 +284,12 @@ def _write(exported: ExportedModel, out: Path, max_shard_bytes: int, report: Rep
     refuse_small_disk(out, files.bytes)
     with staged_folder(out) as staging:
         files.write(staging, exported.tensors(), progress(report, files.bytes, "exporting"))
-        names = _write_beside(exported, staging)
+        names = _write_tokenizer_and_info(exported, staging)
     parameters = sum(p.numel() for p in exported.published.model.parameters())
     return ExportResult(out=out, files=names, parameters=parameters, dtype=exported.dtype)
 
 
-def _write_beside(exported: ExportedModel, staging: Path) -> list[str]:
+def _write_tokenizer_and_info(exported: ExportedModel, staging: Path) -> list[str]:
     if exported.write_tokenizer is not None:
         exported.write_tokenizer(staging)
     if exported.info is not None:
@@ -313,10 +317,10 @@ def _check_names(model: nn.Module, state: FullState, checkpoint: Path, without_f
 
     `without_frozen`: the checkpoint has no frozen parameters.
     """
-    held = model.state_dict(keep_vars=True)
+    tensors = model.state_dict(keep_vars=True)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen = {name for name, p in parameters.items() if without_frozen and not p.requires_grad}
-    wanted = {name: tuple(tensor.shape) for name, tensor in held.items() if name not in frozen}
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in frozen}
     saved = {name: state.shape(name) for name in state.tensors}
     saved |= {name: saved[source] for name, source in state.ties.items() if source in saved}
     problems = Problems()

@@ -63,7 +63,7 @@ class ForeignFacts:
 
 
 def facts_of(found: Foreign) -> ForeignFacts:
-    """Read the facts of a checkpoint. Files that cannot be read are reported as damage."""
+    """Read the facts of a checkpoint. Unreadable files are reported as damage."""
     root = found.root
     files = [file for file in sorted(root.rglob("*")) if file.is_file()] if root == found.path else [found.path]
     listed = {file.relative_to(root).as_posix(): file.stat() for file in files}
@@ -207,7 +207,10 @@ def _system_error(error: Exception) -> str | None:
 
 
 def _changed_records(opened: UncachedReader) -> list[str]:
-    """Return the records of a torch file whose CRC-32 differs. Raises BadZipFile if the file is incomplete."""
+    """Return the records of a torch file whose CRC-32 differs.
+
+    Raises BadZipFile if the file is incomplete.
+    """
     bad, archive = [], zipfile.ZipFile(cast("IO[bytes]", opened))
     for info in archive.infolist():
         try:
@@ -261,16 +264,16 @@ def _distributed_damage(folder: Path) -> list[Damage]:
     except UserError as error:
         return [replace(damage, file=METADATA) for damage in _damage_of(error, folder)]
     damage: dict[str, Damage] = {}
-    for place, where in stored.items():
+    for key, where in stored.items():
         path, name = folder / where.relative_path, where.relative_path
-        if name in damage:
+        if name in damage:  # one fault of a file is enough
             continue
         if not path.is_file():
-            lost = [key.fqn for key, other in stored.items() if other.relative_path == name]
+            lost = [other.fqn for other, place in stored.items() if place.relative_path == name]
             message = f"{counted(len(lost), 'tensor')} cannot be read without this file, the first is {lost[0]}"
             damage[name] = Damage(file=name, kind="missing", message=message)
         elif not 0 <= where.offset <= where.offset + where.length <= path.stat().st_size:
-            message = f"it has {path.stat().st_size} bytes, but {place.fqn} ends at byte {where.offset + where.length}"
+            message = f"it has {path.stat().st_size} bytes, but {key.fqn} ends at byte {where.offset + where.length}"
             damage[name] = Damage(file=name, kind="truncated", message=message)
         else:
             start, cause = b"", None
@@ -280,11 +283,11 @@ def _distributed_damage(folder: Path) -> list[Damage]:
                     bad = _changed_records(part) if start == b"PK" else []
             except Exception as error:  # a damaged file can raise anything
                 bad, cause = [str(error)], _system_error(error)
-            described = getattr(place, "fqn", "?")
+            tensor = getattr(key, "fqn", "?")
             if cause:
                 damage[name] = Damage(file=name, kind="unreadable", message=cause)
             elif bad or start not in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05"):
-                damage[name] = Damage(file=name, kind="changed", message=f"the checksum of {described} differs")
+                damage[name] = Damage(file=name, kind="changed", message=f"the checksum of {tensor} differs")
     return list(damage.values())
 
 
@@ -306,16 +309,17 @@ def _rank_damage(found: Foreign) -> list[Damage]:
             "param_shapes": repr(content.get("param_shapes")) if own is None and len(files.model_ranks) == 1 else None,
             "learning rate": repr([g.get("lr") for g in _groups_of(own)]) if own else None,
         }
+    # a file with another value than most files is from another step or run
     for kinds in (list(files.models.values()), list(files.optimizers.values())):
         for fact in ("step", "release", "DeepSpeed JSON", "param_shapes", "learning rate"):
             values = Counter(facts[name][fact] for name in kinds)
             usual = values.most_common(1)[0][0] if values else None
             for name in kinds:
                 if facts[name][fact] != usual:
-                    seen = (
-                        f"{facts[name][fact]}, not {usual}" if fact == "step" else "not the same as in the other files"
-                    )
-                    damage.append(Damage(file=_name(files, name), kind="mixed", message=f"{fact}: {seen}"))
+                    difference = "not the same as in the other files"
+                    if fact == "step":
+                        difference = f"{facts[name][fact]}, not {usual}"
+                    damage.append(Damage(file=_name(files, name), kind="mixed", message=f"{fact}: {difference}"))
     return damage
 
 
@@ -346,7 +350,9 @@ def _missing_ranks(files: DeepSpeedFiles, found: Foreign) -> list[Damage]:
                 damage.append(Damage(file=_name(files, name), kind="missing", message=f"of rank {dp}"))
             if partitioned and (mp, dp) not in files.optimizers:
                 name = re.sub(r"pp_rank_\d+_", f"pp_rank_{dp}_", example)
-                message = _lost(state, dp, ranks, found) + (remedy := _remedy(found) if remedy is None else remedy)
+                if remedy is None:  # the same for all ranks
+                    remedy = _remedy(found)
+                message = _lost(state, dp, ranks, found) + remedy
                 damage.append(Damage(file=_name(files, name), kind="missing", message=message))
     return damage
 
@@ -358,11 +364,12 @@ def _lost(state: dict[str, object], dp: int, ranks: int, found: Foreign) -> str:
         return f"1/{ranks} of each of {counted(count, 'parameter')}, and of their optimizer states, are lost"
     ranges = []
     for group in groups:  # each is split over all ranks
-        share, place, lost = -(-sum(shape.numel() for shape in group.values()) // ranks), 0, []
+        share = -(-sum(shape.numel() for shape in group.values()) // ranks)
+        offset, lost = 0, []
         for name, shape in group.items():
-            if place < share * (dp + 1) and place + shape.numel() > share * dp:
+            if offset < share * (dp + 1) and offset + shape.numel() > share * dp:
                 lost.append(name)
-            place += shape.numel()
+            offset += shape.numel()
         ranges += [f"{lost[0]} to {lost[-1]}"] if lost else []
     shown = ", ".join(ranges) or "no parameter"
     return f"master weights and optimizer states of about 1/{ranks} of the parameters are lost ({shown})"
@@ -379,14 +386,16 @@ def _remedy(found: Foreign) -> str:
         return ""
     copy = weight_files(found.path)[0].name if found.stage_three else "the model states file"
     if state.repaired:
-        return (
-            f"; {copy} has all weights in 16 bits: --repair uses these weights, and sets lost optimizer states to zero"
-        )
+        repair = "--repair uses these weights, and sets lost optimizer states to zero"
+        return f"; {copy} has all weights in 16 bits: {repair}"
     return f"; `zerofit ckpt export` writes the 16-bit weights of {copy}, but no run can resume from them"
 
 
 def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
-    """Find files of other runs or steps: their master weights differ from the model files' weights (ZeRO 1 and 2)."""
+    """Find files of other runs or steps at ZeRO 1 and 2.
+
+    Their master weights differ from the model files' weights.
+    """
     files, damage = DeepSpeedFiles.of(found), {}
     if found.stage_three or not files.optimizers:
         return []
@@ -415,12 +424,12 @@ def _differ(state: FullState, share: list[Shard], shard: Shard, saved: Tensor) -
     The master weights are rounded to the type of the saved weights first.
     """
     flat = saved.reshape(-1)[shard.start : shard.start + shard.numel]
-    place = shard.start
+    offset = shard.start
     for stored in flat.split(PIECE // 4):
         weights, masters = torch.empty_like(stored), torch.empty_like(stored)
         safe_load.copy_numbers(weights, stored)
-        state.fill_share(share, MASTER, masters, place)
+        state.fill_share(share, MASTER, masters, offset)
         if not equal(weights, masters):
             return True
-        place += len(stored)
+        offset += len(stored)
     return False

@@ -105,9 +105,9 @@ class FullState:
                     message = f"{self._folder} cannot be read as a full model: {index.unsupported}"
                     hint = "resume in the layout that wrote it, then save in another layout"
                     raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where=str(self._folder)))
-                named = partial(_without_wrappers, prefix, self._own)
-                order |= dict.fromkeys(named(name) for name in index.names)
-                self.ties |= {named(name): named(source) for name, source in index.ties.items()}
+                full_name = partial(_without_wrappers, prefix, self._own)
+                order |= dict.fromkeys(full_name(name) for name in index.names)
+                self.ties |= {full_name(name): full_name(source) for name, source in index.ties.items()}
                 self.counters = self.counters or index.counters
                 if index.lost and not repair:
                     raise self._incomplete(f"{', '.join(index.lost)} is missing")
@@ -115,11 +115,13 @@ class FullState:
                     copied = "its weights are copied from the 16-bit weights, and its optimizer states are zero"
                     self.repaired += [f"{file} is missing: {copied}" for file in index.lost]
                 self.notes += index.notes
-                self.groups += [replace(group, names=[named(name) for name in group.names]) for group in index.groups]
+                self.groups += [
+                    replace(group, names=[full_name(name) for name in group.names]) for group in index.groups
+                ]
                 for shard in index.parameters:
-                    self._shards[named(shard.name)].append(shard)
+                    self._shards[full_name(shard.name)].append(shard)
                 for buffer in index.buffers:
-                    self._buffers[named(buffer.name)].append(buffer)
+                    self._buffers[full_name(buffer.name)].append(buffer)
         return list(order)
 
     def match(self, wanted: Iterable[str]) -> None:
@@ -158,7 +160,10 @@ class FullState:
         return math.prod(self.shape(name))
 
     def kinds(self, name: str) -> list[str]:
-        """List the kinds of a tensor: "fp32" and, for a parameter after the first step, the optimizer's states."""
+        """List the kinds of a tensor.
+
+        They are "fp32" and, for a parameter after the first step, the optimizer's states.
+        """
         return [MASTER] if name in self._buffers else list(self._shards_of(name)[0].where)
 
     @property
@@ -171,7 +176,10 @@ class FullState:
         return list(_by_cut(self._shards_of(name)).values())
 
     def read(self, name: str, kind: str = MASTER, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a parameter or state in full shape as `dtype`, or a buffer. Only this tensor is in memory."""
+        """Return a parameter or state in full shape as `dtype`, or a buffer.
+
+        Only this tensor is in memory.
+        """
         if name in self._buffers:
             return self.buffer(name)
         shape = self.shape(name)
@@ -180,9 +188,12 @@ class FullState:
     @property
     def saved_dtype(self) -> torch.dtype:
         """The narrowest type that represents all master weights."""
-        firsts = (self._shards_of(name)[0] for name in self.names)
-        known = ((shard, shard.where[MASTER].dtype) for shard in firsts)
-        return reduce(wider, (getattr(torch, d) if d else self._stored(s, MASTER, 0, 0).dtype for s, d in known))
+        dtypes = []
+        for name in self.names:
+            shard = self._shards_of(name)[0]
+            known = shard.where[MASTER].dtype
+            dtypes.append(getattr(torch, known) if known else self._stored(shard, MASTER, 0, 0).dtype)
+        return reduce(wider, dtypes)
 
     def read_flat(self, name: str, kind: str, start: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a part of the flattened full tensor, (numel,). Only this part is read."""
@@ -199,20 +210,20 @@ class FullState:
             self.fill_share(shares[None], kind, out, start)
             return
         dim = next(cut.dim for cut in shares if cut is not None)
-        row, place = math.prod(shape[dim:]), start
-        while place < end:
+        row, done = math.prod(shape[dim:]), start
+        while done < end:
             # full rows are copied together; a row that is cut or large is copied range by range
-            rows = 0 if place % row else min(end - place, PIECE // 4) // row
-            stop = place + rows * row if rows else min(end, place - place % row + row)
+            rows = 0 if done % row else min(end - done, PIECE // 4) // row
+            stop = done + rows * row if rows else min(end, done - done % row + row)
             for cut, share in shares.items():
                 assert cut is not None  # see _check_coverage
-                part = out[place - start : stop - start]
+                part = out[done - start : stop - start]
                 if rows:
-                    own = self._read_share(share, kind, rows, place // row, cut.shape(shape)[dim:])
-                    replace(cut, dim=1).put(part.view(rows, *shape[dim:]), own)
+                    cut_rows = self._read_share(share, kind, rows, done // row, cut.shape(shape)[dim:])
+                    replace(cut, dim=1).put(part.view(rows, *shape[dim:]), cut_rows)
                 else:
-                    self._fill_row(share, kind, part, place, cut)
-            place = stop
+                    self._fill_row(share, kind, part, done, cut)
+            done = stop
 
     def _read_share(self, share: list[Shard], kind: str, rows: int, first: int, shape: tuple[int, ...]) -> Tensor:
         """Return `rows` rows of a share, from row `first` on: (rows, *shape)."""
@@ -221,16 +232,20 @@ class FullState:
         return out
 
     def _fill_row(self, share: list[Shard], kind: str, out: Tensor, start: int, cut: TensorSlice) -> None:
-        """Fill `out`, a part of a tensor's row, from a share. `start`: index of `out` in the flattened full tensor."""
+        """Fill `out`, a part of a tensor's row, from a share.
+
+        `start`: index of `out` in the flattened full tensor.
+        """
         shape, end = share[0].shape, start + len(out)
         row, unit = math.prod(shape[cut.dim :]), math.prod(shape[cut.dim + cut.joined + 1 :])
-        full, place = start // row * row, start // row * math.prod(cut.shape(shape)[cut.dim :])
+        # offsets of the row in the full tensor, and of the row's next range in the share
+        row_start, offset = start // row * row, start // row * math.prod(cut.shape(shape)[cut.dim :])
         for begin, length in cut.ranges:
-            first, last = max(start, full + begin * unit), min(end, full + (begin + length) * unit)
+            first, last = max(start, row_start + begin * unit), min(end, row_start + (begin + length) * unit)
             if first < last:
-                skipped = first - full - begin * unit
-                self.fill_share(share, kind, out[first - start : last - start], place + skipped)
-            place += length * unit
+                skipped = first - row_start - begin * unit
+                self.fill_share(share, kind, out[first - start : last - start], offset + skipped)
+            offset += length * unit
 
     def fill_share(self, share: list[Shard], kind: str, out: Tensor, start: int) -> None:
         """Read a part of a flattened share, or of an uncut tensor, into `out`."""
@@ -267,7 +282,10 @@ class FullState:
         return self._shards[self.ties.get(name, name)]
 
     def _stored(self, shard: Shard, kind: str, start: int, numel: int) -> Tensor:
-        """Return (numel,) elements of a shard from `start` on, mapped into memory and in the file's type."""
+        """Return (numel,) elements of a shard from `start` on.
+
+        They are mapped into memory and in the file's type.
+        """
         where = shard.where[kind]
         if where.lost:
             return torch.zeros(numel)
@@ -296,6 +314,7 @@ class FullState:
         return value
 
     def _opened(self, where: Location | SavedBuffer) -> Any:
+        """Return the content of a file, or of a torch file within it."""
         if where.span:  # a separate tensor; only one is in memory, or one of each share of a tensor
             key = (where.file, where.span)
             while key not in self._chunks and len(self._chunks) >= self._most_chunks:
@@ -316,7 +335,10 @@ class FullState:
         return path.resolve()
 
     def _check_names(self) -> None:
-        """Raise an error for names that point outside the folder: `convert` writes files with these names."""
+        """Raise an error for names that point outside the folder.
+
+        `convert` writes files with these names.
+        """
         kinds = {kind for shards in self._shards.values() for shard in shards for kind in shard.where}
         for name in (*self.names, *self._buffers, *self.ties, *kinds):
             if not stays_inside(name):
@@ -351,7 +373,10 @@ FOREIGN: dict[str, Callable[[Foreign], RankIndex]] = {
 
 
 def _indexes(checkpoint: Path, run: Run | None) -> Iterable[RankIndex]:
-    """Return the index of each rank: read from zerofit's files, or built for another program's checkpoint."""
+    """Return the index of each rank.
+
+    It is read from zerofit's files, or built for another program's checkpoint.
+    """
     found = None if (checkpoint / "ranks").is_dir() else foreign_at(checkpoint)
     if found and found.format in ("torch", "safetensors"):
         return [state_dict_index(found, run)]
@@ -360,13 +385,16 @@ def _indexes(checkpoint: Path, run: Run | None) -> Iterable[RankIndex]:
 
 def full_model(checkpoint: Path) -> FullState:
     """Open a checkpoint with tensors named as in the model's state_dict."""
-    own = (checkpoint / MANIFEST).is_file()
-    gan = own and manifest_of(checkpoint).job.facts.task == "gan"
+    is_own = (checkpoint / MANIFEST).is_file()
+    gan = is_own and manifest_of(checkpoint).job.facts.task == "gan"
     return FullState(checkpoint, GAN_ENGINES if gan else ONE_ENGINE)
 
 
 def _without_wrappers(prefix: str, own: bool, name: str) -> str:
-    """Return the name in the model, without wrappers of torch.compile, FSDP 1 and activation checkpointing."""
+    """Return the name in the model.
+
+    Wrappers of torch.compile, FSDP 1 and activation checkpointing add to names.
+    """
     return prefix + (name if own else WRAPPERS.sub("", name))
 
 

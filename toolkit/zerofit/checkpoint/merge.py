@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from zerofit.models.inputs import Inputs
 from zerofit.models.partial import lora_layers, name_without_adapters
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.local_machine import host_memory
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 # The merged model is written without ever being in memory: trained weights come from the checkpoint; frozen weights
 # are rebuilt from seed or pretrained files in groups that fit into a quarter of the free memory. A layer with adapters
@@ -71,12 +74,15 @@ def merged_weights(part: TrainedPart, most_bytes: int | None = None) -> Iterator
         else:
             frozen.append(name)
     for group in _groups(frozen, state, most_bytes or host_memory()[1] // SHARE, part.dtype):
-        held = _built(part, set(group)).state_dict()
+        # built in the same way as the training did; all weights outside of the group are on meta
+        torch.manual_seed(part.seed)
+        stored = Stored(dtype=part.dtype, device=torch.device("cpu"))
+        built = build(part.source, part.inputs, dict(part.model_args), stored=stored, keep=set(group)).state_dict()
         for name in group:
-            tensor, parameter = held[name], isinstance(state[name], nn.Parameter)
-            total += part_checksum(name, tensor) if parameter else 0
+            tensor, is_parameter = built[name], isinstance(state[name], nn.Parameter)
+            total += part_checksum(name, tensor) if is_parameter else 0
             owner, _, attribute = name.rpartition(".")
-            if owner in layers and parameter:
+            if owner in layers and is_parameter:
                 tensor = _merged(part, owner, layers[owner], attribute, tensor.float())
             yield name, tensor
     if part.frozen and part.frozen.checksum != checksum_text(total):
@@ -87,30 +93,23 @@ def merged_weights(part: TrainedPart, most_bytes: int | None = None) -> Iterator
 
 def _groups(names: list[str], state: dict[str, Tensor], most: int, dtype: torch.dtype) -> Iterator[list[str]]:
     group: list[str] = []
-    room = most
+    free = most  # bytes
     for name in names:
         size = state[name].numel() * dtype.itemsize
-        if size > room and group:
+        if size > free and group:
             yield group
-            group, room = [], most
+            group, free = [], most
         group.append(name)
-        room -= size
+        free -= size
     if group:
         yield group
 
 
-def _built(part: TrainedPart, keep: set[str]) -> nn.Module:
-    """Build the weights in `keep` in the same way as the training did. All other weights are on meta."""
-    torch.manual_seed(part.seed)
-    stored = Stored(dtype=part.dtype, device=torch.device("cpu"))
-    return build(part.source, part.inputs, dict(part.model_args), stored=stored, keep=keep)
-
-
-def _merged(part: TrainedPart, path: str, layer: Any, attribute: str, weight: Tensor) -> Tensor:
+def _merged(part: TrainedPart, path: str, layer: LoraLayer, attribute: str, weight: Tensor) -> Tensor:
     """Return a layer's frozen weight in float32, with its adapters merged."""
     if attribute != "weight":
         return weight
-    merged = copy.deepcopy(layer)  # on meta
+    merged: Any = copy.deepcopy(layer)  # on meta; an nn.Module and a LoraLayer
     merged.get_base_layer().weight = nn.Parameter(weight, requires_grad=False)
     for name, _ in list(merged.named_parameters()):
         if ".".join((path, name)) in part.names:

@@ -1,4 +1,7 @@
-"""Write a model's folder, completely or not at all: safetensors files, tensor by tensor, and zerofit.json."""
+"""Write a model's folder, completely or not at all.
+
+It has safetensors files, written tensor by tensor, and zerofit.json.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def refuse_existing(out: Path) -> None:
 
 
 def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
-    """Raise UserError "disk-full" if the disk of `out` has less than `needed_bytes` + SPARE_BYTES free."""
+    """Raise UserError "disk-full" if `needed_bytes` + SPARE_BYTES are not free for `out`."""
     existing = next(path for path in (out, *out.parents) if path.exists())
     free, needed = shutil.disk_usage(existing).free, needed_bytes + SPARE_BYTES
     if free < needed:
@@ -72,10 +75,10 @@ def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
 
 @contextmanager
 def staged_folder(out: Path, plan: dict[str, object] | None = None) -> Iterator[Path]:
-    """Yield a folder to write into. On success it is synced and renamed to `out`, else it is removed.
+    """Yield a folder to write into.
 
-    With a `plan`, an interrupted call leaves the folder in place. The next call with the same plan continues with
-    its files.
+    On success it is synced and renamed to `out`, else it is removed. With a `plan`, an interrupted call leaves the
+    folder in place. The next call with the same plan continues with its files.
     """
     refuse_existing(out)
     out = Path(os.path.realpath(out))  # a link to an empty folder cannot be replaced by a folder
@@ -102,7 +105,7 @@ def staged_folder(out: Path, plan: dict[str, object] | None = None) -> Iterator[
 
 @contextmanager
 def writable(out: Path, then: str = "") -> Iterator[None]:
-    """Turn errors of the system, also those wrapped by torch, into a UserError "output-unwritable"."""
+    """Turn errors of the system, also wrapped by torch, into UserError "output-unwritable"."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -174,24 +177,27 @@ class TensorEntry:
 
 
 def cut(entries: list[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
-    """Split the entries, in order, into files of at most `most_bytes`. A larger tensor gets its own file."""
+    """Split the entries, in order, into files of at most `most_bytes`.
+
+    A larger tensor gets its own file.
+    """
     files: list[list[TensorEntry]] = [[]]
-    room = most_bytes
+    free = most_bytes  # in the last file
     for entry in entries:
-        if entry.bytes > room and files[-1]:
+        if entry.bytes > free and files[-1]:
             files.append([])
-            room = most_bytes
+            free = most_bytes
         files[-1].append(entry)
-        room -= entry.bytes
+        free -= entry.bytes
     return files
 
 
 # A safetensors file is [8 bytes: length of the header][header: JSON of names, types, shapes, offsets][data]. The
 # header needs only shapes, so it is written first, and tensors are then written at their offsets in any order.
 class TensorFile:
-    """A safetensors file that is written tensor by tensor in any order, since all offsets are known.
+    """A safetensors file that is written tensor by tensor in any order.
 
-    Wide types come first, so every tensor is aligned.
+    All offsets are known. Wide types come first, so every tensor is aligned.
     """
 
     def __init__(self, path: Path, entries: list[TensorEntry]):
@@ -209,7 +215,10 @@ class TensorFile:
             offset += entry.bytes
 
     def write(self, name: str, tensor: Tensor | LazyTensor, wrote: Callable[[int], None] = lambda count: None) -> None:
-        """Write one tensor. `wrote` gets the number of bytes of each piece. Raises the errors of `pieces`."""
+        """Write one tensor. `wrote` gets the number of bytes of each piece.
+
+        Raises the errors of `pieces`.
+        """
         for piece in self.pieces(name, tensor):
             wrote(piece())
 
@@ -232,7 +241,10 @@ class TensorFile:
             yield partial(self._write_piece, name, fill, start, end)
 
     def _write_piece(self, name: str, fill: Callable[[Tensor, int], None], start: int, end: int) -> int:
-        """Write the elements `start` to `end` of a tensor. The last piece of the file also writes all edges."""
+        """Write the elements `start` to `end` of a tensor.
+
+        The last piece of the file also writes all edges.
+        """
         place, entry = self._places[name]
         out = buffer(place + start * entry.dtype.itemsize, end - start, entry.dtype)
         fill(out, start)
@@ -250,14 +262,20 @@ class TensorFile:
 def write_file(
     path: Path, entries: list[TensorEntry], read: Callable[[str], Tensor], wrote: Callable[[int], None]
 ) -> None:
-    """Write one safetensors file. `read` returns a tensor by name; `wrote` gets the number of bytes of each write."""
+    """Write one safetensors file.
+
+    `read` returns a tensor by name; `wrote` gets the number of bytes of each write.
+    """
     file = TensorFile(path, entries)
     for entry in file.entries:
         file.write(entry.name, read(entry.name), wrote)
 
 
 def check_file(path: Path, entries: list[TensorEntry]) -> None:
-    """Read a file's header again and compare it with `entries`. Raises RunFailed "export-damaged"."""
+    """Read a file's header again and compare it with `entries`.
+
+    Raises RunFailed "export-damaged".
+    """
     expected = {e.name: (list(e.shape), SAFETENSORS_NAMES[e.dtype]) for e in entries}
     try:
         with safe_open(path, framework="pt") as file:
@@ -272,7 +290,7 @@ def check_file(path: Path, entries: list[TensorEntry]) -> None:
 
 
 def _header(entries: list[TensorEntry]) -> bytes:
-    """Return the file's header: 8 bytes of length, then JSON, padded to a multiple of 8 bytes."""
+    """Return the header: 8 bytes of length, then JSON, padded to a multiple of 8 bytes."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -289,7 +307,10 @@ def _header(entries: list[TensorEntry]) -> bytes:
 
 
 def _spans(place: int, entry: TensorEntry) -> list[tuple[int, int]]:
-    """Split a tensor at the file offsets n * PIECE. Return (start, end) in elements. `place`: the tensor's offset."""
+    """Split a tensor at the file offsets n * PIECE.
+
+    Returns (start, end) in elements. `place`: the tensor's offset in bytes.
+    """
     size, total = entry.dtype.itemsize, math.prod(entry.shape)
     first = (PIECE - place % PIECE) // size
     cuts = [0, *range(first, total, PIECE // size), total]
@@ -300,6 +321,8 @@ def _copy_part(source: Tensor, out: Tensor, start: int) -> None:
     copy(out, source[start : start + len(out)])
 
 
+# In float16 a number above 65504 becomes infinite. Only then the piece is read again, in float64, to see whether the
+# number was infinite before.
 def _refuse_overflow(name: str, out: Tensor, fill: Callable[[Tensor, int], None], start: int) -> None:
     if out.dtype != torch.float16 or not out.isinf().any():
         return
@@ -340,10 +363,10 @@ class ModelInfo:
         cls, run: Run, task: Task, inputs: Inputs, step: int, dtype: str, frozen: FrozenWeights | None = None
     ) -> ModelInfo:
         """Return the facts about a model that this run trained for `step` steps."""
-        same = ("model", "model_args", "loss", "data", "text_field", "tokenizer", "seq_len", "image_size", "seed")
-        same += ("packing", "stream", "pair_field", "label_field", "target_len")
+        shared = ("model", "model_args", "loss", "data", "text_field", "tokenizer", "seq_len", "image_size", "seed")
+        shared += ("packing", "stream", "pair_field", "label_field", "target_len")
         return cls(
-            **{name: getattr(run, name) for name in same},
+            **{name: getattr(run, name) for name in shared},
             pretrained=os.path.abspath(run.pretrained.expanduser()) if run.pretrained and run.lora else None,
             task=task,
             inputs=inputs,
@@ -358,7 +381,10 @@ class ModelInfo:
 
 
 def read_model_info(folder: Path) -> ModelInfo | None:
-    """Read zerofit.json in a model's folder; None if the file does not exist. Raises UserError for a bad file."""
+    """Read zerofit.json in a model's folder; None if the file does not exist.
+
+    Raises UserError for a bad file.
+    """
     file = folder / CARD
     if not file.is_file():
         return None

@@ -1,4 +1,7 @@
-"""Index checkpoints of torch's own tools (distributed, state dicts) and DeepSpeed's universal checkpoints."""
+"""Index checkpoints of torch's own tools, and DeepSpeed's universal checkpoints.
+
+torch's tools write distributed checkpoints and state dicts.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ def _index(
 
 
 def distributed_folders(found: Foreign) -> list[Path]:
-    """Return the folders of a distributed checkpoint: Accelerate keeps the optimizer in `optimizer_0`."""
+    """Return the folders of a distributed checkpoint.
+
+    Accelerate has the optimizer in `optimizer_0`.
+    """
     optimizer = found.files.with_name(found.files.name.replace("pytorch_model_fsdp", "optimizer"))
     return [found.files, *([optimizer] if optimizer != found.files and optimizer.is_dir() else [])]
 
@@ -77,7 +83,10 @@ def distributed_index(found: Foreign) -> RankIndex:
 
 
 def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dict[str, Location]) -> None:
-    """Add a folder's scalars to `scalars`. Add its tensors' chunks to `tensors`: (description, chunk, location)."""
+    """Add a folder's scalars to `scalars`, and its tensors' chunks to `tensors`.
+
+    A chunk is (description, chunk, location).
+    """
     if not (folder / METADATA).is_file():
         raise incomplete(folder, f"{METADATA} is missing (rank 0 writes it last)", "use an older checkpoint")
     metadata = safe_load.load_metadata(folder / METADATA)
@@ -88,7 +97,9 @@ def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dic
             message = f"{folder / METADATA}: tensors are stored with unsupported transforms: {transforms}"
             raise UserError(Problem(kind="no-whole-view", message=message, where=str(folder)))
         if not (folder / stored.relative_path).is_file():
-            raise incomplete(found.path, f"{stored.relative_path} is missing (rank {_rank(stored.relative_path)})")
+            match = re.fullmatch(r"__(\d+)_\d+\.distcp", stored.relative_path)
+            reason = f"{stored.relative_path} is missing (rank {match[1] if match else '?'})"
+            raise incomplete(found.path, reason)
         file = (folder / stored.relative_path).relative_to(found.path).as_posix()
         where = Location(file=file, keys=[], span=(stored.offset, stored.length))
         described = metadata.state_dict_metadata[place.fqn]
@@ -99,11 +110,6 @@ def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dic
         where = replace(where, dtype=str(described.properties.dtype).removeprefix("torch."))
         chunk = next(chunk for chunk in described.chunks if tuple(chunk.offsets) == offset)
         tensors.setdefault(place.fqn, []).append((described, chunk, where))
-
-
-def _rank(file: str) -> str:
-    match = re.fullmatch(r"__(\d+)_\d+\.distcp", file)
-    return match[1] if match else "?"
 
 
 def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Location]) -> RankIndex:
@@ -118,6 +124,7 @@ def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Loc
     shards, buffers = [], []
     for key in weights:
         name, kinds = key.removeprefix(prefix), states.get(key.removeprefix(prefix), {})
+        # bitsandbytes' packed states cannot be read as one number per weight
         moments = {kind: k for kind, k in kinds.items() if kind != "step" and not kinds.keys() & {*PACKED}}
         described, _, where = tensors[key][0]
         shape = tuple(described.size)
@@ -126,9 +133,10 @@ def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Loc
             continue
         for _, chunk, where in tensors[key]:
             places = {MASTER: where}
-            for kind, other in moments.items():
-                same = [w for _, c, w in tensors[other] if tuple(c.offsets) == tuple(chunk.offsets)]
-                places |= {kind: same[0]} if same else {}
+            for kind, moment in moments.items():
+                same = [w for _, c, w in tensors[moment] if tuple(c.offsets) == tuple(chunk.offsets)]
+                if same:
+                    places[kind] = same[0]
             shards.append(_chunk_shard(found, name, shape, chunk, places))
     if not shards:
         raise incomplete(found.path, "it has no tensors", "name the folder or file that has the weights")
@@ -186,7 +194,10 @@ def _prefix(weights: list[str], states: list[str]) -> str:
 
 
 def _chunk_shard(found: Foreign, name: str, shape: tuple[int, ...], chunk: Any, where: dict[str, Location]) -> Shard:
-    """Return a block of a tensor as a shard. A block with incomplete rows becomes part of a `TensorSlice`."""
+    """Return a block of a tensor as a shard.
+
+    A block with incomplete rows becomes part of a `TensorSlice`.
+    """
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     columns = [dim for dim in range(1, len(shape)) if sizes[dim] != shape[dim]]
     if len(columns) > 1:
@@ -229,6 +240,7 @@ class _StateDict:
             if value.is_meta or value.layout != torch.strided or value.is_quantized:
                 what = "has no data" if value.is_meta else "is quantized" if value.is_quantized else "is sparse"
                 raise incomplete(Path(file), f"{name} {what}", "save the state dict with plain tensors")
+            # tensors with the same data are one tied parameter
             first = storages.setdefault((value.untyped_storage().data_ptr(), int(value.storage_offset())), name)
             keys: Keys = [name] if key is None else [key, name]
             shape = tuple(value.shape)
@@ -241,10 +253,14 @@ class _StateDict:
 
 
 def _weights_key(content: object, file: str) -> str | None:
-    """Return the key under which a file has its state dict; None if the file is the state dict."""
+    """Return the key of a file's state dict; None if the file is the state dict."""
     if not isinstance(content, dict) or any(isinstance(value, Tensor) for value in content.values()):
         return None
-    inner = [key for key, value in content.items() if isinstance(value, dict) and _has_tensor(value)]
+    inner = [
+        key
+        for key, value in content.items()
+        if isinstance(value, dict) and any(isinstance(tensor, Tensor) for tensor in value.values())
+    ]
     known = [key for key in WEIGHTS if key in inner]
     if not known and len(inner) > 1:
         names = ", ".join(map(str, inner))
@@ -252,16 +268,13 @@ def _weights_key(content: object, file: str) -> str | None:
     return next(iter([*known, *inner]), None)
 
 
-def _has_tensor(content: dict[object, object]) -> bool:
-    return any(isinstance(value, Tensor) for value in content.values())
-
-
 def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
-    """Build the index of full state dicts: a torch file, or safetensors with the optimizer's file next to them.
+    """Build the index of full state dicts.
 
-    The optimizer's file has numbers instead of names. The numbers follow the optimizer's groups. Within a group,
-    parameters are in the order of the model of `run` or, without a run, of the model of config.json. If this model
-    lacks a name, a torch file's own order is used.
+    They are a torch file, or safetensors with the optimizer's file next to them. The optimizer's file has numbers
+    instead of names. The numbers follow the optimizer's groups. Within a group, parameters are in the order of the
+    model of `run` or, without a run, of the model of config.json. If this model lacks a name, a torch file's own order
+    is used.
     """
     root = found.root
     saved, notes = _StateDict(), []
@@ -275,9 +288,9 @@ def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
             saved.add_torch_file(content, name)
     if not saved.places:
         raise incomplete(found.path, "it has no tensors", "name the folder or file that has the weights")
-    beside = next((root / name for name in OPTIMIZERS if (root / name).is_file()), None)
-    if not saved.states and beside:
-        saved.states = _states_in({"optimizer": safe_load.load(beside)}, beside.name)
+    optimizer = next((root / name for name in OPTIMIZERS if (root / name).is_file()), None)
+    if not saved.states and optimizer:
+        saved.states = _states_in({"optimizer": safe_load.load(optimizer)}, optimizer.name)
         saved.states["keys"] = saved.states.get("keys", [""])[1:]  # the file is the optimizer's state dict
     shapes = {name: saved.shapes[name] for name in _model_order(found.config_folder, run) if name in saved.shapes}
     if len(shapes) < len(saved.shapes) and found.format == "torch":  # in the model's order, which safetensors lack
@@ -309,16 +322,17 @@ def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
 
 
 def _model_order(config: Path | None, run: Run | None) -> list[str]:
-    """Return the names of the parameters in the model's order; [] if neither `run` nor `config` describes a model.
+    """Return the names of the parameters in the model's order.
 
-    Raises UserError if the model of `run` cannot be built.
+    Returns [] if neither `run` nor `config` describes a model. Raises UserError if the model of `run` cannot be built.
     """
-    used = run or (Run(model=str(config.absolute())) if config else None)
-    if used is None:
+    model_run = run or (Run(model=str(config.absolute())) if config else None)
+    if model_run is None:
         return []
     try:
         with torch.device("meta"):
-            model = build(replace(source_of(used), pretrained=None, partial=None), None, dict(used.model_args))
+            source = replace(source_of(model_run), pretrained=None, partial=None)
+            model = build(source, None, dict(model_run.model_args))
     except ModelError as error:
         if run is None:
             return []
@@ -327,7 +341,10 @@ def _model_order(config: Path | None, run: Run | None) -> list[str]:
 
 
 def _states_in(content: object, file: str) -> dict[str, object]:
-    """Return the content and the place of torch's optimizer state dict in a file; {} if there is none."""
+    """Return the content and the place of torch's optimizer state dict in a file.
+
+    Returns {} if there is none.
+    """
     for key in STATES:
         base, keys = content.get(key) if isinstance(content, dict) else None, [key]
         if isinstance(base, list) and base:
@@ -340,9 +357,10 @@ def _states_in(content: object, file: str) -> dict[str, object]:
 def _groups(
     states: dict[str, Any], shapes: dict[str, tuple[int, ...]], notes: list[str]
 ) -> list[tuple[Sequence[tuple[int | str, str]], dict[str, Any]]]:
-    """Return each group of torch's optimizer: keys of states with the parameters' names, and the group's settings.
+    """Return each group of torch's optimizer and its settings.
 
-    FSDP's full state dict has names as keys. Return no groups, and note why, if names are unknown.
+    A group has the keys of states with the parameters' names. FSDP's full state dict has names as keys. Return no
+    groups, and note why, if names are unknown.
     """
     if not states.get("base"):
         notes.append("it has no optimizer states")
@@ -360,7 +378,10 @@ def _groups(
 
 
 def universal_index(found: Foreign) -> RankIndex:
-    """Build the index of DeepSpeed's universal checkpoint, which has one file per parameter and state."""
+    """Build the index of DeepSpeed's universal checkpoint.
+
+    It has one file per parameter and state.
+    """
     shards, step = [], None
     for file in sorted((found.files / "zero").glob("*/fp32.pt")):
         states = {f.stem: f for f in sorted(file.parent.glob("*.pt")) if f.stem != "step"}
@@ -378,7 +399,10 @@ def universal_index(found: Foreign) -> RankIndex:
 
 
 def _universal_groups(found: Foreign, names: Container[str]) -> list[ParameterGroup]:
-    """Return the optimizer's groups of these parameters. A group's `params` count entries of `param_shapes`."""
+    """Return the optimizer's groups of these parameters.
+
+    A group's `params` count entries of `param_shapes`.
+    """
     shared, models = found.files / "zero/optimizer_state.pt", sorted(found.files.glob("*mp_rank_00_model_states.pt"))
     entries = safe_load.load(shared).get("param_groups") if shared.is_file() else None
     shapes = safe_load.load(models[0]).get("param_shapes") if models else None
