@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,7 +24,7 @@ from zerofit.spec.model_facts import has_head
 from zerofit.spec.named_code import refuse_foreign_code
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftModel
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TASKS = {"SEQ_CLS": "classify", "TOKEN_CLS": "tag"}  # under the names that peft uses
@@ -35,9 +35,10 @@ PREFIX = "base_model.model."  # prefix of names in peft's files
 
 
 def write_adapters(folder: Path, model: nn.Module, source: ModelSource, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a model's adapters for `PeftModel.from_pretrained`, with the path of the frozen weights.
+    """Write a model's adapters for `PeftModel.from_pretrained`.
 
-    `weights` yields the adapters' tensors by their names in `model`. The tensors of `model` may be on meta.
+    The path of the frozen weights is written, too. `weights` yields the adapters' tensors by their names in `model`.
+    The tensors of `model` may be on meta.
     """
     config = peft_config(model)
     # peft finds the frozen weights by this name, so a path must be absolute: a relative path depends on the current
@@ -46,10 +47,10 @@ def write_adapters(folder: Path, model: nn.Module, source: ModelSource, weights:
     config.inference_mode = True
     config.modules_to_save = head_modules(model) or None
     names = published_names(model, head_modules(model))
-    held = {names[name]: tensor.contiguous() for name, tensor in weights}
-    assert held.keys() == set(names.values()), f"no tensors for {set(names.values()) - held.keys()}"
+    tensors = {names[name]: tensor.contiguous() for name, tensor in weights}
+    assert tensors.keys() == set(names.values()), f"no tensors for {set(names.values()) - tensors.keys()}"
     config.save_pretrained(str(folder))
-    save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors makes the file readable only for the owner
 
 
@@ -59,7 +60,10 @@ def is_adapters(folder: Path) -> bool:
 
 
 def adapters_of(path: Path) -> Path | None:
-    """Return the folder of adapters: `path`, or `model/` in a run without checkpoints. None without adapters."""
+    """Return the folder of adapters; None without adapters.
+
+    It is `path`, or `model/` in a run without checkpoints.
+    """
     saved = path / "model"
     if is_adapters(path):
         return path
@@ -75,7 +79,7 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
 
     try:
         config = PeftConfig.from_pretrained(str(folder))
-        held = safe_open(folder / WEIGHTS, framework="pt")
+        file = safe_open(folder / WEIGHTS, framework="pt")
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         hint = f"it needs peft's {CONFIG} and {WEIGHTS}"
         raise _unreadable(folder, f"cannot be read: {' '.join(str(error).split())[:200]}", hint) from None
@@ -86,7 +90,7 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
     config.inference_mode = False  # otherwise peft would freeze the adapters
     trained, config.modules_to_save = config.modules_to_save or [], None  # peft would copy these modules
     info = read_model_info(folder)
-    source, args = _base(folder, config, info)
+    source, args = _base_model(folder, config, info)
     refuse_foreign_code(folder / CARD, trust_model_code, model=source.name, model_args=args)
     inputs = info.inputs if info else None
     try:
@@ -101,7 +105,7 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
     for name in saved:
         model.get_submodule(name).requires_grad_(True)
     names = published_names(model, saved)
-    missing = set(names.values()) ^ set(held.keys())
+    missing = set(names.values()) ^ set(file.keys())
     if missing:
         what, hint = f"does not match {source.name}: only one of them has {min(missing)}", "use peft's merge_and_unload"
         raise _unreadable(folder, what, hint)
@@ -112,13 +116,13 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
         seed=info.seed if info else 0,
         dtype=getattr(torch, info.frozen.dtype) if info and info.frozen else torch.float32,
         model=model,
-        read=lambda name: held.get_tensor(names[name]),
+        read=lambda name: file.get_tensor(names[name]),
         names=frozenset(names),
         frozen=info.frozen if info else None,
     )
 
 
-def _base(folder: Path, config: LoraConfig, info: ModelInfo | None) -> tuple[ModelSource, dict[str, object]]:
+def _base_model(folder: Path, config: LoraConfig, info: ModelInfo | None) -> tuple[ModelSource, dict[str, object]]:
     name, args = config.base_model_name_or_path or "", dict(info.model_args) if info else {}
     try:
         source = find(name if Path(name).is_dir() or info is None else info.model)
@@ -145,13 +149,12 @@ def published_names(model: nn.Module, saved: list[str]) -> dict[str, str]:
     # each mark in its result is peft's name.
     marks = {name: nn.Parameter() for name, p in model.named_parameters() if p.requires_grad}
     state = get_peft_model_state_dict(model, marks, ADAPTER, save_embedding_layers=False)
-    own = {id(mark): name for name, mark in marks.items()}
-    whole = tuple(f"{name}." for name in saved)
-    return {name: PREFIX + name for name in marks if name.startswith(whole)} | {
-        own[id(mark)]: PREFIX + name for name, mark in state.items()
-    }
+    names = {id(mark): name for name, mark in marks.items()}
+    saved_prefixes = tuple(f"{name}." for name in saved)
+    published = {name: PREFIX + name for name in marks if name.startswith(saved_prefixes)}
+    return published | {names[id(mark)]: PREFIX + name for name, mark in state.items()}
 
 
-def peft_config(model: Any) -> LoraConfig:
+def peft_config(model: nn.Module) -> LoraConfig:
     """Return peft's configuration of a model with adapters."""
-    return model.peft_config[ADAPTER]
+    return cast("LoraConfig", cast("PeftModel", model).peft_config[ADAPTER])

@@ -16,7 +16,10 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A setting of a DeepSpeed JSON that prevents a resume in another layout or, with `always`, in every layout."""
+    """A setting of a DeepSpeed JSON that prevents a resume in another layout.
+
+    With `always`, it prevents a resume in every layout.
+    """
 
     key: str  # in the DeepSpeed JSON
     applies: Callable[[Config], bool]
@@ -77,9 +80,9 @@ STORAGE = ("zero_optimization", "fp16", "bf16", "data_types", "torch_autocast", 
 
 
 def same_storage(old: Job, new: Job) -> bool:
-    """Return whether DeepSpeed can load the files of the job `old` into the engine of the job `new`."""
+    """Return whether DeepSpeed can load the files of job `old` into the engine of job `new`."""
 
-    def storage(job: Job) -> tuple[Any, ...]:
+    def storage(job: Job) -> tuple[object, ...]:
         kind = job.ds_config.get("optimizer", {}).get("type")
         settings = [job.ds_config.get(key) for key in STORAGE]
         return (job.layout, job.run.pipeline_schedule, job.run.precision, kind, settings)
@@ -111,11 +114,11 @@ def obstacles(old: Job, new: Job) -> list[Problem]:
 
 
 def piece_by_piece(job: Job) -> bool:
-    """Return whether zerofit must load the tensors instead of DeepSpeed, even into the same layout.
+    """Return whether zerofit must load the tensors instead of DeepSpeed.
 
-    DeepSpeed fails on its own elastic checkpoints and on parameters on NVMe. It does not restore Adam's moments from
-    NVMe. In a pipeline with expert parallelism, DeepSpeed does not save the layer files that its own loading needs
-    (runtime/engine.py, `_save_moe_checkpoint`).
+    This can be so even for the same layout. DeepSpeed fails on its own elastic checkpoints and on parameters on NVMe.
+    It does not restore Adam's moments from NVMe. In a pipeline with expert parallelism, DeepSpeed does not save the
+    layer files that its own loading needs (runtime/engine.py, `_save_moe_checkpoint`).
     """
     config, layout = job.ds_config, job.layout
     nvme = any((_zero(config).get(key) or {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))
@@ -123,6 +126,9 @@ def piece_by_piece(job: Job) -> bool:
 
 
 def _states(job: Job) -> str:
-    """Return the optimizer that the states belong to. Types with equal states count as one optimizer."""
+    """Return the optimizer that the states belong to.
+
+    Types with equal states count as one optimizer.
+    """
     entry, kind = of_json(_kind(job.ds_config)), _kind(job.ds_config)
     return entry.name if entry else kind

@@ -81,7 +81,10 @@ def _saved_weights(files: DeepSpeedFiles, tp: int) -> SavedWeights:
 
 
 def _add_stateless(files: DeepSpeedFiles, tp: int, weights: SavedWeights, parts: Parts) -> None:
-    """Add tensors without optimizer states: frozen weights, buffers, other names of tied weights."""
+    """Add tensors without optimizer states.
+
+    They are frozen weights, buffers, and other names of tied weights.
+    """
     buffers = _buffers(files)
     for name, (file, keys, value) in weights.items():
         if tp in parts.shards.get(name, ()) or name in parts.ties:

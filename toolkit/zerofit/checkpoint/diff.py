@@ -60,7 +60,10 @@ class CheckpointDiff:
         return sorted((row for row in self.rows if row.apart), key=lambda row: -row.max_abs)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the object for `zerofit ckpt diff --json`. Equal tensors are counted but not listed."""
+        """Return the object for `zerofit ckpt diff --json`.
+
+        Equal tensors are counted but not listed.
+        """
         apart = self.apart
         return {
             "a": str(self.a),

@@ -28,7 +28,10 @@ FEW_BYTES = 1 << 15  # fewer are read through the cache: as headers, they share 
 
 
 class _Buffers(threading.local):
-    """Aligned memory of a thread. It is reused, because the first use of a page takes as long as a read."""
+    """Aligned memory of a thread.
+
+    It is reused, because the first use of a page takes as long as a read.
+    """
 
     def __init__(self):
         own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # by default processes that are forked would share the memory
@@ -39,7 +42,10 @@ BUFFERS = _Buffers()
 
 
 class DirectFile:
-    """An open file. If the file system does not support O_DIRECT, all data passes through the page cache."""
+    """An open file.
+
+    If the file system does not support O_DIRECT, all data passes through the page cache.
+    """
 
     def __init__(self, path: Path | str, flags: int = os.O_RDONLY):
         self._cached = self._direct = os.open(path, flags)
@@ -60,9 +66,10 @@ class DirectFile:
             os.close(self._open.pop())
 
     def read_bytes(self, place: int, size: int) -> memoryview:
-        """Return `size` bytes from `place` on, but at most PIECE. The thread's next call overwrites them.
+        """Return `size` bytes from `place` on, but at most PIECE.
 
-        Bytes that are in the page cache are copied from there. At the end of the file, fewer bytes are returned.
+        The thread's next call overwrites them. Bytes that are in the page cache are copied from there. At the end of
+        the file, fewer bytes are returned.
         """
         skip = place % BLOCK
         end = skip + min(size, PIECE)
@@ -78,9 +85,10 @@ class DirectFile:
         return buffer[skip : max(min(done, end), skip)]
 
     def _read_cached(self, buffer: memoryview, place: int) -> int:
-        """Read from the page cache. If it lacks a page, return 0, because a read would make the kernel read ahead."""
+        """Read from the page cache. Return 0 if it lacks a page."""
         try:
             size = min(len(buffer), os.fstat(self._cached).st_size - place)
+            # a read of a missing page would make the kernel read ahead
             if pages_in_cache(self._cached, place, size) * mmap.PAGESIZE < size:
                 return 0
             return os.preadv(self._cached, [buffer], place, os.RWF_NOWAIT)
@@ -88,7 +96,10 @@ class DirectFile:
             return 0
 
     def _directly(self, call: Callable[[int], int]) -> int:
-        """Return the number of bytes that `call` moves. The page cache is used only if the system requires it."""
+        """Return the number of bytes that `call` moves.
+
+        The page cache is used only if the system requires it.
+        """
         descriptor = self._direct  # another thread may change it
         try:
             return call(descriptor)
@@ -99,16 +110,18 @@ class DirectFile:
             return call(self._cached)
 
     def allocate(self) -> None:
-        """Allocate the file's disk space, if the system can. Without it, threads that write wait for one another."""
+        """Allocate the file's disk space, if the system can."""
+        # without allocated space, threads that write wait for one another
         call = getattr(ctypes.CDLL(None), "fallocate", None)
         if call:
             call(self._cached, 0, ctypes.c_longlong(0), ctypes.c_longlong(os.fstat(self._cached).st_size))
 
     def write_bytes(self, place: int, data: memoryview) -> list[tuple[int, bytes]]:
-        """Write the full blocks of `data`. Return the bytes before and after these blocks, for `write_edges`.
+        """Write the full blocks of `data`.
 
-        The kernel does not allow cached and direct writes to neighboring blocks at the same time.
+        Returns the bytes before and after these blocks, for `write_edges`.
         """
+        # The kernel does not allow cached and direct writes to neighboring blocks at the same time, so the edges wait.
         first = -place % BLOCK
         end = max(first + (len(data) - first) // BLOCK * BLOCK, first)
         done = first
@@ -124,7 +137,10 @@ class DirectFile:
 
 
 def pages_in_cache(file: int, place: int, size: int) -> float:
-    """Return how many pages of a part of an open file are in the page cache; infinity before Linux 6.5."""
+    """Return how many pages of a part of an open file are in the page cache.
+
+    Returns infinity before Linux 6.5.
+    """
     span, counts = (ctypes.c_uint64 * 2)(place, max(size, 0)), (ctypes.c_uint64 * 5)()
     call = getattr(ctypes.CDLL(None), "syscall", None)
     known = sys.platform == "linux" and call and call(ctypes.c_long(CACHESTAT), file, span, counts, 0) == 0

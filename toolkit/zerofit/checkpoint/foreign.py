@@ -24,7 +24,7 @@ OPTIM_STATES = re.compile(r"(?:[bf]p?f?16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_opt
 METADATA = ".metadata"  # of PyTorch DCP
 NUMBERED = re.compile(r"(?:.*[-_=])?(?:global_step|checkpoint-|step[-=]?)(\d+)(?:\D.*)?")
 STATE_DICTS = ("pytorch_model_fsdp*.bin", "pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-BESIDE = ("training_args.bin", "scheduler.pt", "scaler.pt", "optimizer.pt", "optimizer.bin")  # no weights
+WITHOUT_WEIGHTS = ("training_args.bin", "scheduler.pt", "scaler.pt", "optimizer.pt", "optimizer.bin")
 FILES: dict[str, Format] = {".safetensors": "safetensors", **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), "torch")}
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 # what zerofit does not read: the first bytes of files, and names of files in folders
@@ -82,7 +82,10 @@ class Foreign:
 
 
 def foreign_at(path: Path) -> Foreign | None:
-    """Return another program's checkpoint at `path`: the one that the file `latest` names, else the newest."""
+    """Return another program's checkpoint at `path`.
+
+    It is the one that the file `latest` names, else the newest.
+    """
     found = foreign_in(path)
     latest = latest_of(path) if path.is_dir() else None
     named = [entry for entry in found if latest is not None and entry.files == path / latest]
@@ -90,7 +93,10 @@ def foreign_at(path: Path) -> Foreign | None:
 
 
 def foreign_in(path: Path) -> list[Foreign]:
-    """List another program's checkpoints in a folder, sorted by step. `path` can also be a single file."""
+    """List another program's checkpoints in a folder, sorted by step.
+
+    `path` can also be a single file.
+    """
     if path.is_file():
         form = FILES.get(path.suffix)
         return [Foreign(path=path, files=path, format=form, program="a state dict")] if form else []
@@ -135,7 +141,7 @@ def _in_folder(path: Path) -> Iterator[Foreign]:
 
 
 def _weights_in(folder: Path, pattern: str) -> list[Path]:
-    files = (file for file in sorted(folder.glob(pattern)) if file.is_file() and file.name not in BESIDE)
+    files = (file for file in sorted(folder.glob(pattern)) if file.is_file() and file.name not in WITHOUT_WEIGHTS)
     return [file for file in files if not file.name.startswith(("rng_state", "random_states"))]
 
 
@@ -157,16 +163,22 @@ def _is_distributed_model(path: Path, child: Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the files of a model's weights, named as by `save_pretrained` and DeepSpeed's `save_16bit_model`."""
+    """List the files of a model's weights.
+
+    They are named as by `save_pretrained` and DeepSpeed's `save_16bit_model`.
+    """
     return [file for pattern in WEIGHTS for file in sorted(folder.glob(pattern))]
 
 
 def state_dict_files(found: Foreign) -> list[Path]:
-    """List the files of a state dict. If the names of the files show how many there are, also list missing ones."""
+    """List the files of a state dict.
+
+    If the names of the files show how many there are, also list missing ones.
+    """
     files = [found.files]
     if found.files.is_dir():
-        every = sorted(found.files.glob("*.safetensors"))
-        files = [file for file in weight_files(found.files) if file in every] or every
+        tensors = sorted(found.files.glob("*.safetensors"))
+        files = [file for file in weight_files(found.files) if file in tensors] or tensors
     match = SHARD.fullmatch(files[0].name)
     if not match:
         return files
@@ -174,7 +186,10 @@ def state_dict_files(found: Foreign) -> list[Path]:
 
 
 def other_format(path: Path) -> str | None:
-    """Describe the format of a file or folder that zerofit does not read; None if the format is unknown."""
+    """Describe the format of a file or folder that zerofit does not read.
+
+    Returns None if the format is unknown.
+    """
     if path.is_dir():
         return next((text for pattern, text in OTHERS.items() if any(path.glob(pattern))), None)
     try:

@@ -125,9 +125,9 @@ class FullState:
         return list(order)
 
     def match(self, wanted: Iterable[str]) -> None:
-        """Remove the prefix that a wrapper has added to the names ("module.", "_forward_module.model.").
+        """Remove the prefix that a wrapper has added to the names.
 
-        `wanted`: the names without the prefix.
+        Such prefixes are "module." or "_forward_module.model.". `wanted`: the names without the prefix.
         """
         wanted = list(wanted)
         if not wanted:

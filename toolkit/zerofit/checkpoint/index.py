@@ -1,7 +1,7 @@
-"""The index of any program's checkpoint: the file and the place of each stretch of each tensor.
+"""The index of any program's checkpoint: file and place of each stretch of a tensor.
 
-zerofit's own checkpoints contain it (ranks/rank-*.json, from `train.shard_index`). For checkpoints of other
-programs, `checkpoint.foreign` builds the index from the metadata in their files.
+zerofit's own checkpoints contain it (ranks/rank-*.json, from `train.shard_index`). For checkpoints of other programs,
+`checkpoint.foreign` builds the index from the metadata in their files.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ HINT = "`zerofit ckpt verify` lists the damaged files; use another checkpoint"
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A rank's share of a weight: (start, length) ranges along `dim` of the full tensor, concatenated.
+    """A rank's share of a weight, for tensor and expert parallelism.
 
-    Used for tensor and expert parallelism.
+    It is (start, length) ranges along `dim` of the full tensor, concatenated.
     """
 
     dim: Count
@@ -171,7 +171,7 @@ _UNEXPECTED = (LookupError, TypeError, AttributeError, StopIteration, ValueError
 
 @contextmanager
 def expected_content(folder: Path) -> Iterator[None]:
-    """Turn errors about unexpected values in a checkpoint's files into UserError "incomplete-checkpoint"."""
+    """Turn errors about a file's unexpected values into UserError "incomplete-checkpoint"."""
     try:
         yield
     except _UNEXPECTED as error:

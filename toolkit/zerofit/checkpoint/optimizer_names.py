@@ -1,4 +1,7 @@
-"""Find parameter names for the indices in torch's optimizer state dicts. The indices follow the order of groups."""
+"""Find parameter names for the indices in torch's optimizer state dicts.
+
+The indices follow the order of groups.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ PACKED = ("__bnb_optimizer_quant_state__", "state1")  # bitsandbytes' states: co
 
 
 def weight_states(states: dict[str, object], numel: int) -> list[str]:
-    """Return the kinds of a parameter's states that have one number for each of its `numel` elements."""
+    """Return the kinds of a parameter's states that have a number for each of its elements."""
     if any(key in states for key in PACKED):
         return []
     numbers = {kind: value for kind, value in states.items() if isinstance(value, Tensor) and value.dim()}
@@ -28,9 +31,9 @@ def weight_states(states: dict[str, object], numel: int) -> list[str]:
 
 
 def state_names(base: dict[str, Any], shapes: Shapes, masters: Any = None) -> list[list[tuple[int, str]]] | None:
-    """Return the index and the name of each parameter, by group; None if no known order matches the shapes.
+    """Return the index and the name of each parameter, by group.
 
-    `masters` are the weights of each group, if the file has them.
+    Returns None if no known order matches the shapes. `masters` are the weights of each group, if the file has them.
     """
     groups = [list(group["params"]) for group in base["param_groups"]]
     named = [group.get("param_names") for group in base["param_groups"]]  # newer releases of torch

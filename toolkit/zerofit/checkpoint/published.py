@@ -1,4 +1,7 @@
-"""The files of a published model (a transformers folder, or one safetensors file), written tensor by tensor."""
+"""Write the files of a published model, tensor by tensor.
+
+They are a transformers folder, or one safetensors file.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ INDEX = "model.safetensors.index.json"
 # found on the meta device, where they cost nothing. Tensors can then be converted and written one at a time, in any
 # order.
 class PublishedFiles:
-    """The files of a published model: safetensors files of at most `max_shard_bytes`, and configs.
+    """The files of a published model: safetensors files and configs.
 
-    Parameters are in `dtype`; buffers keep their type.
+    A safetensors file has at most `max_shard_bytes`. Parameters are in `dtype`; buffers keep their type.
     """
 
     def __init__(self, published: PublishedModel, dtype: torch.dtype, max_shard_bytes: int = SHARD_BYTES):
@@ -58,9 +61,10 @@ class PublishedFiles:
         tensors: Iterable[tuple[str, Tensor | LazyTensor]],
         wrote: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Write (name in the model, tensor) pairs, in any order. Names that are not published are skipped.
+        """Write (name in the model, tensor) pairs, in any order.
 
-        `wrote` gets the number of bytes after each write. Raises RunFailed if the files cannot be read back.
+        Names that are not published are skipped. `wrote` gets the number of bytes after each write. Raises RunFailed if
+        the files cannot be read back.
         """
         parts = {part.source: part for part in self.published.parts}
         files = {name: TensorFile(folder / name, entries) for name, entries in self._files.items()}
@@ -125,7 +129,10 @@ class PublishedTensor:
 
 
 class PublishedModel:
-    """The published form of a model on the meta device: transformers' format, or the model's state_dict."""
+    """The published form of a model on the meta device.
+
+    It is transformers' format, or the model's state_dict.
+    """
 
     def __init__(self, model: nn.Module, transformers: bool):
         self.model, self.transformers = model, transformers
@@ -144,7 +151,7 @@ class PublishedModel:
         return self._converted({part.source: tensor}) if self._converts else {part.source: tensor}
 
     def _convert(self, state: dict[str, Tensor]) -> None:
-        """Switch to the names that transformers uses in files, which may differ from those in the model.
+        """Switch to the names that transformers uses in files, if they differ.
 
         For example, files have one tensor per expert of a mixture. If a published tensor would need several of the
         model's tensors, keep the model's names. transformers can load these too.

@@ -39,11 +39,17 @@ class InertFragment:
 
 
 class InertLossScaler:
-    """The attributes of a loss scaler: cur_scale. A dynamic scaler also has cur_iter, cur_hysteresis and settings."""
+    """The attributes of a loss scaler: cur_scale.
+
+    A dynamic scaler also has cur_iter, cur_hysteresis and settings.
+    """
 
 
 class Inert:
-    """A placeholder for objects that are not needed: arguments of a script, numpy's random states."""
+    """A placeholder for objects that are not needed.
+
+    Examples: arguments of a script, numpy's random states.
+    """
 
     def __init__(self, *values: object, **named: object):
         pass
@@ -89,7 +95,10 @@ _TRUSTED = ContextVar("trusted", default=False)
 
 @contextmanager
 def trusted_pickles(trusted: bool) -> Iterator[None]:
-    """If `trusted`, `load` may create objects of any class within the block (--trust-pickle). Their code may run."""
+    """Let `load` create objects of any class within the block, if `trusted`.
+
+    This is --trust-pickle. Their code may run.
+    """
     token = _TRUSTED.set(trusted)
     try:
         yield
@@ -98,11 +107,12 @@ def trusted_pickles(trusted: bool) -> Iterator[None]:
 
 
 def load(path: Path | str, mmap: bool = True, for_engine: bool = False, span: tuple[int, int] | None = None) -> Any:
-    """Load a torch file with its tensors on the CPU. With `mmap` they stay on disk until they are read.
+    """Load a torch file with its tensors on the CPU.
 
-    Only tensors, plain values and the classes of `REPLACEMENTS` are loaded. With `for_engine`, the result has
-    DeepSpeed's own classes, which its engine needs to resume. `span`: (first byte, bytes) of a torch file within a
-    larger file. If the file is a safetensors file, the function returns a mapping of its tensors.
+    With `mmap` they stay on disk until they are read. Only tensors, plain values and the classes of `REPLACEMENTS` are
+    loaded. With `for_engine`, the result has DeepSpeed's own classes, which its engine needs to resume. `span`: (first
+    byte, bytes) of a torch file within a larger file. If the file is a safetensors file, the function returns a mapping
+    of its tensors.
 
     Raises UserError: "unsafe-file" if the file needs other classes, "damaged-file" if it cannot be parsed,
     "missing-file" if it does not exist, "unreadable-file" if the system cannot read it.
@@ -185,9 +195,10 @@ def copy_numbers(out: torch.Tensor, stored: torch.Tensor) -> None:
 
 
 class _MetadataReader(PlainUnpickler):
-    """An unpickler for the metadata of torch.distributed.checkpoint. It refuses all classes but a few.
+    """An unpickler for the metadata of torch.distributed.checkpoint.
 
-    Dataclasses become plain objects. torch's weights-only unpickler cannot read the newer protocol of this file.
+    It refuses all classes but a few. Dataclasses become plain objects. torch's weights-only unpickler cannot read the
+    newer protocol of this file.
     """
 
     def find_class(self, module: str, name: str) -> object:
@@ -224,7 +235,10 @@ PLAIN: dict[tuple[str, str], object] = {
 
 
 def load_metadata(path: Path) -> Any:
-    """Load the `.metadata` of a PyTorch distributed checkpoint, without running code. Raises the errors of `load`."""
+    """Load the `.metadata` of a PyTorch distributed checkpoint, without running code.
+
+    Raises the errors of `load`.
+    """
     try:
         metadata = read_pickle(path, _MetadataReader)
         if not isinstance(metadata.storage_data, dict) or not isinstance(metadata.state_dict_metadata, dict):

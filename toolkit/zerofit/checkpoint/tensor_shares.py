@@ -1,4 +1,7 @@
-"""Join weights that are split over tensor parallel ranks, by rules in the files or by Megatron's rules."""
+"""Join weights that are split over tensor parallel ranks.
+
+The rules are in the files, or those of Megatron.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ WIDE, NARROW = "dense_h_to_4h.weight", "dense_4h_to_h.weight"
 
 
 def whole_shards(found: Foreign, parts: Parts, rules: dict[str, Any] | None) -> list[Shard]:
-    """Return all shards as parts of the full tensors. Raises UserError "no-whole-view" if there are no rules."""
+    """Return all shards as parts of the full tensors.
+
+    Raises UserError "no-whole-view" if there are no rules.
+    """
     if parts.tensor_ranks == 1:
         return [shard for ranks in parts.shards.values() for shard in ranks[0]]
     unknown = []
@@ -56,7 +62,10 @@ def whole_shards(found: Foreign, parts: Parts, rules: dict[str, Any] | None) -> 
 
 
 def _gated(parts: Parts) -> list[str]:
-    """Return patterns for Megatron's gated layers. These stack two matrices, so they have twice the rows."""
+    """Return patterns for Megatron's gated layers.
+
+    These stack two matrices, so they have twice the rows.
+    """
     gated = []
     for name, ranks in parts.shards.items():
         other = parts.shards.get(name.replace(WIDE, NARROW))
@@ -67,7 +76,10 @@ def _gated(parts: Parts) -> list[str]:
 
 @dataclass(frozen=True)
 class _Rules:
-    """The patterns that DeepSpeed saves as `universal_checkpoint_info` (deepspeed/checkpoint/constants.py)."""
+    """The patterns that DeepSpeed saves as `universal_checkpoint_info`.
+
+    (deepspeed/checkpoint/constants.py)
+    """
 
     saved: dict[str, Any]
 
@@ -82,7 +94,7 @@ class _Rules:
             raise ValueError(f"a pattern of tensor parallel shares: {error}") from None
 
     def widths(self, name: str, lengths: list[int]) -> list[list[int]] | None:
-        """If a weight stacks several matrices, return the rows of each rank in each matrix; else None."""
+        """Return each rank's rows in each of a weight's stacked matrices; None for one matrix."""
         for pattern, widths in (self.saved.get("sub_param_shard_widths") or {}).items():
             if self.matches([pattern], name):
                 return [list(each) for each in widths]

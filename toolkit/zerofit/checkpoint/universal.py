@@ -1,4 +1,6 @@
-"""Convert a checkpoint to DeepSpeed's universal format, which DeepSpeed loads with any number of ranks.
+"""Convert a checkpoint to DeepSpeed's universal format.
+
+DeepSpeed loads it with any number of ranks.
 
     OUT/latest_universal                              the tag below
     OUT/step-00000100/zero/NAME/fp32.pt, exp_avg.pt   each full parameter and optimizer state: {"param": tensor}
@@ -6,10 +8,9 @@
     OUT/step-00000100/zero/optimizer_state.pt         parameter groups, loss scaler, versions
     OUT/step-00000100/*mp_rank_00_model_states.pt     counters and learning rate schedule, without weights
 
-DeepSpeed's own converter writes only the files for the ZeRO stage of its source. This converter writes files for
-all stages: those that stages 1 and 2 read (runtime/base_optimizer.py,
-load_hp_checkpoint_state_from_checkpoint_dir), and those that stage 3 reads (runtime/zero/stage3.py,
-load_hp_checkpoint_state_from_checkpoint_dir_stage3).
+DeepSpeed's own converter writes only the files for the ZeRO stage of its source. This converter writes files for all
+stages: those that stages 1 and 2 read (runtime/base_optimizer.py, load_hp_checkpoint_state_from_checkpoint_dir), and
+those that stage 3 reads (runtime/zero/stage3.py, load_hp_checkpoint_state_from_checkpoint_dir_stage3).
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ def convert(
 
 
 def _not_loaded(state: FullState) -> str:
-    """Name what DeepSpeed does not load from a universal checkpoint (runtime/engine.py, _load_checkpoint)."""
+    """Name what DeepSpeed does not load from a universal checkpoint.
+
+    (runtime/engine.py, _load_checkpoint)
+    """
     trained = {name for group in state.groups for name in group.names}
     frozen = [name for name in state.names if name not in trained] if trained else []
     kinds = (("buffers", state.buffers), ("frozen weights", frozen))
@@ -180,7 +184,10 @@ def _counters(source: Path) -> dict[str, Any]:
 
 
 def _optimizer_globals(source: Path) -> dict[str, Any] | None:
-    """Return the optimizer's state that is not per parameter: ZeRO's globals, parameter groups, step count."""
+    """Return the optimizer's state that is not per parameter.
+
+    It is ZeRO's globals, parameter groups and the step count.
+    """
     files = sorted(source.glob("*_optim_states.pt")) or sorted(source.glob("mp_rank_*_model_states.pt"))
     saved = safe_load.load(files[0])
     own = _own_state(saved)

@@ -1,1 +1,4 @@
-"""Turns a run and a layout into the engine's DeepSpeed JSON, and finds all conflicts before a rank starts."""
+"""Turns a run and a layout into the engine's DeepSpeed JSON.
+
+All conflicts are found before a rank starts.
+"""

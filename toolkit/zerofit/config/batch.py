@@ -1,4 +1,7 @@
-"""Batch sizes: global batch = micro batch x gradient accumulation steps x data parallel degree."""
+"""Batch sizes.
+
+Global batch = micro batch x gradient accumulation steps x data parallel degree.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ DEFAULT_MICRO = 8  # samples: fills a device with a small model; a large model n
 
 
 def solve(given: Mapping[str, Any], dp: int, least: int, where: str, problems: Problems) -> Batch:
-    """Return the batch. `given` has any of micro_batch, gradient_accumulation_steps and global_batch.
+    """Return the batch.
 
-    Missing values are chosen: at least `least` accumulation steps (for a pipeline), and the largest micro batch up to
-    DEFAULT_MICRO that divides the batch. A problem is added if the given sizes contradict each other.
+    `given` has any of micro_batch, gradient_accumulation_steps and global_batch. Missing values are chosen: at least
+    `least` accumulation steps (for a pipeline), and the largest micro batch up to DEFAULT_MICRO that divides the batch.
+    A problem is added if the given sizes contradict each other.
     """
     micro, steps, total = (given.get(k) for k in ("micro_batch", "gradient_accumulation_steps", "global_batch"))
     if total is None:
@@ -53,10 +57,11 @@ def _hint(batch: Batch, total: int) -> str:
 
 
 def regroup(batch: Batch, inner: int, ranks: int) -> tuple[int, Batch] | None:
-    """Return the number of ranks to use for the same global batch (at most `ranks`), and their batch sizes.
+    """Return the number of ranks to use for the same global batch, and their batch sizes.
 
-    `inner`: the tensor x pipeline x sequence degree, which does not change. The micro batch does not grow, since memory
-    was planned for it; gradient accumulation compensates. Return None if not even one data parallel rank is left.
+    There are at most `ranks`. `inner`: the tensor x pipeline x sequence degree, which does not change. The micro batch
+    does not grow, since memory was planned for it; gradient accumulation compensates. Return None if not even one data
+    parallel rank is left.
     """
     for dp in range(ranks // inner, 0, -1):
         if batch.total % dp == 0:
@@ -67,7 +72,10 @@ def regroup(batch: Batch, inner: int, ranks: int) -> tuple[int, Batch] | None:
 
 
 def shown(batch: Batch) -> str:
-    """Describe a batch: "3 data parallel ranks x micro batch 4 x 2 accumulation steps = 24 samples per step"."""
+    """Describe a batch.
+
+    An example is "3 data parallel ranks x micro batch 4 x 2 accumulation steps = 24 samples per step".
+    """
     parts = f"{counted(batch.dp, 'data parallel rank')} x micro batch {_sizes(batch)} x "
     parts += counted(batch.accumulation, "accumulation step")
     return f"{parts} = {batch.total} samples per step"

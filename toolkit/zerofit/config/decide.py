@@ -71,7 +71,10 @@ DEGREES = ("tensor_parallel", "sequence_parallel", "expert_parallel")
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The run, layout and batch sizes that `decide` returns, before the model and the data are known in detail."""
+    """The run, layout and batch sizes that `decide` returns.
+
+    The model and the data are not known in detail yet.
+    """
 
     run: Run
     layout: Layout
@@ -81,30 +84,30 @@ class Decision:
 
 
 def decide(
-    asked: RunRequest,
+    request: RunRequest,
     document: Document,
     ds_place: str,
     machine: Machine,
     problems: Problems,
     kind: Kind = "transformer",
 ) -> Decision:
-    """Check the JSON, and decide degrees, batch sizes, precision and optimizer. Adds to `problems`.
+    """Check the JSON, and decide degrees, batch sizes, precision and optimizer.
 
-    If the JSON itself has errors, the result must not be used.
+    Adds to `problems`. If the JSON itself has errors, the result must not be used.
     """
-    warnings = _check_json(document, asked.run, machine, ds_place, problems)
+    warnings = _check_json(document, request.run, machine, ds_place, problems)
     config = {} if warnings is None else documented_config(document.config)
-    merged = _merge(asked, config, ds_place, problems)
-    layout = _layout(asked, merged, config, machine, problems)
-    places = ", ".join(asked.places.get(f, f"{ds_place}: {PAIRS[f]}") for f in SIZES if f in merged)
-    by_rank = asked.run.micro_batch_by_rank
+    merged = _merge(request, config, ds_place, problems)
+    layout = _layout(request, merged, config, machine, problems)
+    size_places = ", ".join(request.places.get(f, f"{ds_place}: {PAIRS[f]}") for f in SIZES if f in merged)
+    by_rank = request.run.micro_batch_by_rank
     if by_rank and layout.world_size == layout.dp:
-        batch = solve_by_rank(by_rank, merged, layout.dp, asked.place("micro_batch_by_rank"), places, problems)
+        batch = solve_by_rank(by_rank, merged, layout.dp, request.place("micro_batch_by_rank"), size_places, problems)
     else:
-        least = pipeline_parts(layout.pp, asked.run.pipeline_schedule)
-        batch = solve(merged, layout.dp, least, places, problems)
+        least = pipeline_parts(layout.pp, request.run.pipeline_schedule)
+        batch = solve(merged, layout.dp, least, size_places, problems)
     merged.setdefault("precision", default_precision(machine.precisions, machine.accelerator))
-    run = _settled(asked.run, merged, config, layout, batch, kind)
+    run = _filled(request.run, merged, config, layout, batch, kind)
     if warnings is not None:
         check_combination(layout, config, problems)
         check_optimizer(run, layout, config, problems)
@@ -113,12 +116,14 @@ def decide(
         check_part(run, layout, config, problems)
         check_averages(run, layout, config, problems)
     if "scheduler" in config:
-        for field in {"schedule", "warmup_steps", "min_lr"} & set(asked.places):
-            if getattr(asked.run, field) == type(asked.run).model_fields[field].default:
+        for field in {"schedule", "warmup_steps", "min_lr"} & set(request.places):
+            if getattr(request.run, field) == type(request.run).model_fields[field].default:
                 continue  # run.json contains all fields
-            message = f"{asked.place(field)} and the scheduler block of {ds_place} both set the learning rate schedule"
-            hint = f"remove the scheduler block, or {asked.place(field)}"
-            problems.add("conflict", message, hint, f"{asked.place(field)} and {ds_place}: scheduler")
+            message = (
+                f"{request.place(field)} and the scheduler block of {ds_place} both set the learning rate schedule"
+            )
+            hint = f"remove the scheduler block, or {request.place(field)}"
+            problems.add("conflict", message, hint, f"{request.place(field)} and {ds_place}: scheduler")
     unnamed = {field for field in ("lr", "weight_decay") if field not in merged}
     if run.weight_decay is None:  # a user's own optimizer block without weight decay keeps none
         unnamed.discard("weight_decay")
@@ -126,7 +131,10 @@ def decide(
 
 
 def with_recipe(decision: Decision, kind: Kind, facts: ModelFacts, steps: int) -> Decision:
-    """Return the decision with the default learning rate and weight decay for the model, the batch and the steps."""
+    """Return the decision with the default learning rate and weight decay.
+
+    They depend on the model, the batch and the steps.
+    """
     run, values = decision.run, {}
     if "lr" in decision.open:
         values["lr"] = peak_lr(kind, run.optimizer or "adamw", decision.batch.total, facts.parameters)
@@ -142,68 +150,71 @@ def where(finding: Finding, document: Document, place: str) -> str:
 
 
 def _check_json(document: Document, run: Run, machine: Machine, place: str, problems: Problems) -> list[Finding] | None:
-    """Return warnings about the JSON, or None if it has errors, which are added to `problems`."""
+    """Return warnings about the JSON.
+
+    Returns None if it has errors, which are added to `problems`.
+    """
     setting = TargetHardware(pipeline=run.stages, accelerator=machine.accelerator, precisions=machine.precisions)
     entry = of_json(get(document.config, "optimizer.type"))
     settled = {(rule.code, rule.path) for rule in (entry.rules if entry else ()) if rule.settled}
-    found = [f for f in check(document, setting) if f.code not in SETTLED and (f.code, f.path) not in settled]
+    findings = [f for f in check(document, setting) if f.code not in SETTLED and (f.code, f.path) not in settled]
     fatal = UNUSED | FATAL if machine.here else UNUSED
-    errors = [f for f in found if f.severity == "error" or f.code in fatal]
+    errors = [f for f in findings if f.severity == "error" or f.code in fatal]
     for finding in errors:
         problems.add(finding.code, f"{finding.message}. {finding.why}", finding.fix, where(finding, document, place))
-    return None if errors else found
+    return None if errors else findings
 
 
-def _merge(asked: RunRequest, config: Mapping[str, object], ds_place: str, problems: Problems) -> dict[str, object]:
+def _merge(request: RunRequest, config: Mapping[str, object], ds_place: str, problems: Problems) -> dict[str, object]:
     """Merge run and JSON: `optimizer`, `precision`, and the fields that PAIRS lists.
 
     The result contains no "auto". Values that differ are added to `problems` with both places.
     """
-    theirs = {field: (get(config, path, "auto"), path) for field, path in PAIRS.items()}
+    from_json = {field: (get(config, path, "auto"), path) for field, path in PAIRS.items()}
     if get(config, "expert_parallel.enabled") is not True:
-        del theirs["expert_parallel"]
+        del from_json["expert_parallel"]
     optimizer = run_name(str(get(config, "optimizer.type", "auto")))  # DeepSpeed's names are case-insensitive
-    theirs |= {"optimizer": (optimizer, "optimizer.type"), "precision": precision_of(asked.run.precision, config)}
+    from_json |= {"optimizer": (optimizer, "optimizer.type"), "precision": precision_of(request.run.precision, config)}
     merged: dict[str, object] = {}
-    for field, (value, path) in theirs.items():
+    for field, (value, path) in from_json.items():
         value = None if value == "auto" else value
         if field in DEGREES and value == 0:
             value = 1  # as in DeepSpeed
         if field in (*SIZES, *DEGREES) and isinstance(value, float):
             value = int(value)  # the checker accepts 16.0
-        ours = getattr(asked.run, field) if field in asked.places else None
-        if ours is not None and value is not None and ours != value:
-            message = f"{field} is {ours} in {asked.place(field)} but {value} in {ds_place}: {path}"
+        from_run = getattr(request.run, field) if field in request.places else None
+        if from_run is not None and value is not None and from_run != value:
+            message = f"{field} is {from_run} in {request.place(field)} but {value} in {ds_place}: {path}"
             hint = f'make them equal, or write "auto" at {ds_place}: {path} to use the run\'s value'
-            problems.add("conflict", message, hint, f"{asked.place(field)} and {ds_place}: {path}")
-        value = value if ours is None else ours
+            problems.add("conflict", message, hint, f"{request.place(field)} and {ds_place}: {path}")
+        value = value if from_run is None else from_run
         if value is not None:
             merged[field] = value
     return merged
 
 
-def precision_of(asked: str | None, config: Mapping[str, object]) -> tuple[str, str]:
-    """Return the JSON's precision (for "auto" the run's precision), and the key that sets it.
+def precision_of(run_precision: str | None, config: Mapping[str, object]) -> tuple[str, str]:
+    """Return the JSON's precision and the key that sets it.
 
-    If the run names no precision and the JSON only disables 16-bit types, training uses float32. Autocast needs float32
-    weights.
+    For "auto" this is the run's precision. If the run names no precision and the JSON only disables 16-bit types,
+    training uses float32. Autocast needs float32 weights.
     """
     blocks = {name: get(config, f"{name}.enabled") for name in ("bf16", "fp16")}
-    off = (False,) if asked else (False, None)
-    wide = False in blocks.values() and all(enabled in off for enabled in blocks.values())
-    wide = wide or (asked is None and get(config, "torch_autocast.enabled") is True)
+    off = (False,) if run_precision else (False, None)
+    in_fp32 = False in blocks.values() and all(enabled in off for enabled in blocks.values())
+    in_fp32 = in_fp32 or (run_precision is None and get(config, "torch_autocast.enabled") is True)
     for name, enabled in blocks.items():
         if enabled is True:
             return name, f"{name}.enabled"
-        if enabled is False and asked == name:
-            return "fp32" if wide else f"not {name}", f"{name}.enabled"
-    return "fp32" if wide else "auto", "bf16.enabled and fp16.enabled"
+        if enabled is False and run_precision == name:
+            return "fp32" if in_fp32 else f"not {name}", f"{name}.enabled"
+    return "fp32" if in_fp32 else "auto", "bf16.enabled and fp16.enabled"
 
 
 def _layout(
-    asked: RunRequest, merged: Mapping[str, Any], config: Mapping[str, Any], machine: Machine, problems: Problems
+    request: RunRequest, merged: Mapping[str, Any], config: Mapping[str, Any], machine: Machine, problems: Problems
 ) -> Layout:
-    run = asked.run
+    run = request.run
     tp, pp, sp = merged.get("tensor_parallel", 1), run.stages, merged.get("sequence_parallel", 1)
     inner = tp * pp * sp
     ranks = run.ranks or max(machine.devices // inner * inner, inner)
@@ -212,13 +223,16 @@ def _layout(
             "ranks",
             f"{ranks} ranks are not a multiple of tensor x pipeline x sequence degree {tp} x {pp} x {sp} = {inner}",
             f"use --ranks {max(inner, ranks // inner * inner)}",
-            asked.place("ranks"),
+            request.place("ranks"),
         )
-    stage, ep = int(get(config, "zero_optimization.stage", 0)), merged.get("expert_parallel", asked.run.expert_parallel)
+    stage, ep = (
+        int(get(config, "zero_optimization.stage", 0)),
+        merged.get("expert_parallel", request.run.expert_parallel),
+    )
     return Layout(dp=max(1, ranks // inner), tp=tp, pp=pp, sp=sp, ep=ep, zero_stage=stage)
 
 
-def _settled(
+def _filled(
     run: Run, merged: Mapping[str, Any], config: Mapping[str, Any], layout: Layout, batch: Batch, kind: Kind
 ) -> Run:
     """Return the run with all fields filled in that do not depend on the data."""

@@ -26,7 +26,7 @@ from zerofit.spec.foreign import parse_json
 LARGEST = 64 * 2**20  # bytes; a configuration has a few thousand
 LARGEST_YAML = 2**18  # characters to try as YAML; PyYAML reads 100,000 a second
 YAML = "; the text looks like YAML"
-BESIDE = "use --accelerate-config for Accelerate's YAML, --training-args for the YAML of axolotl or LLaMA-Factory"
+YAML_HINT = "use --accelerate-config for Accelerate's YAML, --training-args for the YAML of axolotl or LLaMA-Factory"
 
 # Bundled files have numbers here for other programs; zerofit's runs decide these values themselves.
 RUN_DECIDES = (
@@ -42,7 +42,10 @@ def bundled() -> dict[str, Path]:
 
 
 def find_config(name: str, where: str = "--ds-config") -> Path:
-    """Return the file for `--ds-config NAME`: a path, or a name in ds_configs/. Raises UserError."""
+    """Return the file for `--ds-config NAME`: a path, or a name in ds_configs/.
+
+    Raises UserError.
+    """
     path = Path(name)
     if name == "-" or (path.exists() and not path.is_dir()):  # is_file() is false for a pipe
         return path
@@ -68,7 +71,10 @@ def is_bundled(path: Path) -> bool:
 
 
 def read_for_run(name: str) -> Document:
-    """Parse the JSON of a run. In a bundled JSON, values that the run decides become "auto". Raises UserError."""
+    """Parse the JSON of a run. Raises UserError.
+
+    In a bundled JSON, values that the run decides become "auto".
+    """
     path = find_config(name)
     document = read_document(path)
     return for_run(document) if is_bundled(path) else document
@@ -100,17 +106,17 @@ def read_document(path: Path, where: str = "--ds-config") -> Document:
     except SyntaxFault as fault:
         place = f"{path}:{fault.line}:{fault.column}"
         message = f"{path} is not valid {fault.notation} at line {fault.line}, column {fault.column}: {fault.message}"
-        hint = BESIDE if fault.message.endswith(YAML) else ""
+        hint = YAML_HINT if fault.message.endswith(YAML) else ""
         raise UserError(Problem(kind="json-syntax", message=message, hint=hint, where=place)) from None
     except (OSError, UnicodeDecodeError) as error:
         problem = Problem(kind="unreadable", message=f"cannot read {path}: {error}", where=where)
         raise UserError(problem) from None
     if not isinstance(document.config, dict):
-        found = {list: "a list", type(None): "empty"}.get(type(document.config), "a single value")
-        message, hint = f"{path} is {found}, not a JSON object", 'a DeepSpeed JSON is an object: {"key": value, ...}'
+        got = {list: "a list", type(None): "empty"}.get(type(document.config), "a single value")
+        message, hint = f"{path} is {got}, not a JSON object", 'a DeepSpeed JSON is an object: {"key": value, ...}'
         raise UserError(Problem(kind="json-syntax", message=message, hint=hint, where=str(path)))
-    if theirs := program_of(document.config):
-        program, keys = theirs
+    if other_program := program_of(document.config):
+        program, keys = other_program
         message = f"{path} is not a DeepSpeed JSON: it has the keys of {program.name} ({', '.join(keys)})"
         hint = where_to_look(program, document.config, str(path))
         raise UserError(Problem(kind="not-deepspeed", message=message, hint=hint, where=where))
@@ -135,23 +141,26 @@ def parse_text(text: str, *, yaml: bool = False) -> Document:
         document = parse(text)
         return (is_for_neox(document.config, yaml=yaml) and _as_yaml(text, yaml)) or document
     except SyntaxFault as fault:
-        if theirs := _as_yaml(text, yaml):
-            return theirs
+        if document := _as_yaml(text, yaml):
+            return document
         if yaml and len(text) <= LARGEST_YAML:
             parse_yaml(text)
         braces = text.lstrip().startswith(("{", "#", "/"))
         kind = YAML if not braces and re.match(r"\s*(---|[A-Za-z_]+:)", text) else ""
-        named = SyntaxFault(fault.message + kind, fault.line, fault.column)
+        json_fault = SyntaxFault(fault.message + kind, fault.line, fault.column)
         config = None if fault.final else _read_hjson(text)
         if config is not None and (braces or _is_meant(config)):
-            return of_hjson(text, config, named)
-        if kind and (theirs := _as_yaml(text, yaml, MARKS)):
-            return theirs
-        raise named from None
+            return of_hjson(text, config, json_fault)
+        if kind and (document := _as_yaml(text, yaml, MARKS)):
+            return document
+        raise json_fault from None
 
 
 def _as_yaml(text: str, yaml: bool, marks: Sequence[str] = ()) -> Document | None:
-    """Parse a YAML that is for GPT-NeoX or another program, or that has a key in `marks`. None for all other texts."""
+    """Parse a YAML that is for GPT-NeoX or another program, or has a key in `marks`.
+
+    Returns None for all other texts.
+    """
     if len(text) > LARGEST_YAML:
         return None
     try:
@@ -171,9 +180,10 @@ def _read_hjson(text: str) -> object:
 
 
 def _is_meant(config: object) -> bool:
-    """Return whether HJSON without outer braces was meant: it has DeepSpeed's keys, but no sections of a YAML.
+    """Return whether HJSON without outer braces was meant.
 
-    HJSON reads a YAML's section (`fp16:` with `enabled: true` below it) as one string.
+    It has DeepSpeed's keys, but no sections of a YAML. HJSON reads a YAML's section (`fp16:` with `enabled: true` below
+    it) as one string.
     """
     if not isinstance(config, dict) or config.keys().isdisjoint(MARKS):
         return False

@@ -1,4 +1,4 @@
-"""Refuses combinations that image augmentation or averaged weights do not support, with the reasons."""
+"""Refuses combinations that image augmentation or averaged weights do not support."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ LORA_FIELDS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_init")
 
 
 def part_flag(run: Run) -> str | None:
-    """Return the flag by which the run trains only a part of the model; None if there is no such flag."""
+    """Return the flag by which the run trains only a part of the model, or None."""
     partial = run.partial
     return partial and ("--lora" if partial.lora else "--train" if partial.train else "--freeze")
 

@@ -15,10 +15,10 @@ PIPE_PARTITIONED = ("pipe_partitioned", "grad_partitioned")  # keys of "pipeline
 
 
 def most_stages(run: Run, ranks: int, layers: int | None) -> int:
-    """Return the number of stages for `--pipeline auto`: the ranks divided by the tensor and sequence degrees.
+    """Return the number of stages for `--pipeline auto`.
 
-    If the model has too few layers, the number is smaller, and the other ranks are data parallel. `layers`: None if
-    unknown.
+    It is the ranks divided by the tensor and sequence degrees. If the model has too few layers, the number is smaller,
+    and the other ranks are data parallel. `layers`: None if unknown.
     """
     most = max(1, ranks // (run.tensor_parallel * run.sequence_parallel))
     for stages in range(most, 1, -1):

@@ -1,6 +1,6 @@
-"""Default learning rate and weight decay by the kind of model; docs/defaults.md shows their results.
+"""Default learning rate and weight decay by the kind of model.
 
-Values from the user or the DeepSpeed JSON take precedence.
+docs/defaults.md shows their results. Values from the user or the DeepSpeed JSON take precedence.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from zerofit.features.optimizer import LearningRates
 from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.features.optimizers.adamw import ADAMW
 
@@ -46,14 +45,14 @@ def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
         scale = math.sqrt(min(max(batch / BATCH, 0.25), 4.0))
         if kind not in ("pretrained", "pretrained-cnn", "adapters") and rates.by_size:
             scale *= min((parameters / PARAMETERS) ** SIZE_EXPONENT, LARGEST_SMALL)
-    return float(f"{_base_rate(kind, rates) * scale:.2g}")
-
-
-def _base_rate(kind: Kind, rates: LearningRates) -> float:
-    """Return the rate for a batch of BATCH samples and a model of PARAMETERS parameters."""
-    if kind == "pretrained-cnn":
-        return rates.scratch / 10  # fine-tuning uses smaller steps
-    return {"pretrained": rates.pretrained, "adapters": rates.adapters, "gan": rates.gan}.get(kind) or rates.scratch
+    # the rate for a batch of BATCH samples and a model of PARAMETERS parameters; fine-tuning uses smaller steps
+    base = {
+        "pretrained": rates.pretrained,
+        "pretrained-cnn": rates.scratch / 10,
+        "adapters": rates.adapters,
+        "gan": rates.gan,
+    }.get(kind)
+    return float(f"{(base or rates.scratch) * scale:.2g}")
 
 
 def weight_decay(kind: Kind, optimizer: str | None, steps: int) -> float:

@@ -1,4 +1,7 @@
-"""Fills in the "auto" values of a run's DeepSpeed JSON. The result is the plain JSON for the engine."""
+"""Fills in the "auto" values of a run's DeepSpeed JSON.
+
+The result is the plain JSON for the engine.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,10 @@ def resolve(
     steps: int,
     problems: Problems,
 ) -> dict[str, Any]:
-    """Return the plain DeepSpeed JSON of a run. An "auto" that cannot be filled is added to `problems`."""
+    """Return the plain DeepSpeed JSON of a run.
+
+    An "auto" that cannot be filled is added to `problems`.
+    """
     resolved = copy.deepcopy(dict(config))
     for path in NULLABLE:
         if get(resolved, path) is None:
@@ -114,7 +120,15 @@ def resolve(
     for key, (size, _) in SIZES.items():
         if get(resolved, f"{ZERO}.{key}") == "auto":
             put(resolved, f"{ZERO}.{key}", size(facts))
-    _fill_scheduler(resolved, run, steps)
+    scheduler = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": run.lr,
+        "warmup_num_steps": warmup_steps(run, steps),
+        "total_num_steps": steps,
+    }
+    for key, value in scheduler.items():
+        if get(resolved, f"scheduler.params.{key}") == "auto":
+            put(resolved, f"scheduler.params.{key}", value)
     put(resolved, "gradient_clipping", run.gradient_clipping)
     _fill_degrees(resolved, layout, problems)
     for path in autos(resolved):
@@ -123,7 +137,10 @@ def resolve(
 
 
 def _fill_degrees(config: dict[str, object], layout: Layout, problems: Problems) -> None:
-    """Fill in the degrees. For a combined layout remove them, because zerofit, not DeepSpeed, creates the groups."""
+    """Fill in the degrees.
+
+    For a combined layout remove them, because zerofit, not DeepSpeed, creates the groups.
+    """
     if layout.combined:
         for key in ("tensor_parallel", "sequence_parallel_size", "expert_parallel"):
             config.pop(key, None)
@@ -136,10 +153,10 @@ def _fill_degrees(config: dict[str, object], layout: Layout, problems: Problems)
         if degree > 1 or get(config, path) is not None:
             put(config, path, degree)
     if layout.tp > 1:
-        _keep_logits_whole(config, problems)
+        _keep_full_logits(config, problems)
 
 
-def _keep_logits_whole(config: dict[str, object], problems: Problems) -> None:
+def _keep_full_logits(config: dict[str, object], problems: Problems) -> None:
     """Make each rank compute the loss from all logits.
 
     By default DeepSpeed splits the vocabulary of a model with tied embeddings and expects its own loss
@@ -153,7 +170,7 @@ def _keep_logits_whole(config: dict[str, object], problems: Problems) -> None:
 
 
 def _fill_optimizer(config: dict[str, Any], run: Run, machine: Machine, layout: Layout) -> None:
-    own = get(config, "optimizer.type", "auto") != "auto"  # the user's own block: no defaults for missing keys
+    is_own_block = get(config, "optimizer.type", "auto") != "auto"  # a user's block gets no defaults for missing keys
     if run.optimizer is not None:
         put(config, "optimizer.type", OPTIMIZERS[run.optimizer].json_type)
     params = {"lr": run.lr, "weight_decay": run.weight_decay, "momentum": run.momentum}
@@ -164,7 +181,7 @@ def _fill_optimizer(config: dict[str, Any], run: Run, machine: Machine, layout: 
     for key, value in (entry.auto if entry else TORCH_PARAMS).items():
         if get(config, f"optimizer.params.{key}") == "auto":
             put(config, f"optimizer.params.{key}", value)
-    for key, value in (entry.params if entry and not own else {}).items():
+    for key, value in (entry.params if entry and not is_own_block else {}).items():
         put(config, f"optimizer.params.{key}", value)
     if machine.accelerator == "cpu" and entry and entry.torch_on_cpu and not ZENFLOW.on(config):  # needs the C++ op
         # DeepSpeed's Adam is a C++ op that takes minutes to compile
@@ -177,19 +194,6 @@ def _fill_optimizer(config: dict[str, Any], run: Run, machine: Machine, layout: 
         config[ZERO].setdefault("reduce_scatter", False)  # DeepSpeed refuses the default (runtime/zero/stage3.py:361)
 
 
-def _fill_scheduler(config: dict[str, object], run: Run, steps: int) -> None:
-    params = get(config, "scheduler.params", {})
-    values = {
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": run.lr,
-        "warmup_num_steps": warmup_steps(run, steps),
-        "total_num_steps": steps,
-    }
-    for key, value in values.items():
-        if params.get(key) == "auto":
-            params[key] = value
-
-
 def warmup_steps(run: Run, steps: int) -> int:
     """Return the warm-up steps: the run's, else 5 % of all steps, rounded up."""
     return -(-steps // 20) if run.warmup_steps is None else run.warmup_steps
@@ -198,7 +202,10 @@ def warmup_steps(run: Run, steps: int) -> int:
 def reasons(
     config: Mapping[str, object], resolved: Mapping[str, object], decision: Decision, facts: ModelFacts
 ) -> list[dict[str, Any]]:
-    """Return `path`, `value` and `why` of each value that is not in the file, in the order of the resolved JSON."""
+    """Return `path`, `value` and `why` of each value that is not in the file.
+
+    They are in the order of the resolved JSON.
+    """
     words = {
         "micro": decision.batch.micro,
         "accumulation": decision.batch.accumulation,

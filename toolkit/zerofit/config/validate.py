@@ -1,6 +1,7 @@
-"""Refuses combinations that DeepSpeed does not support or silently ignores, before a process starts.
+"""Refuses combinations that DeepSpeed does not support or silently ignores.
 
-Each rule was observed with DeepSpeed 0.19.8. If DeepSpeed has its own error for a rule, the rule gives its source line.
+This happens before a process starts. Each rule was observed with DeepSpeed 0.19.8. If DeepSpeed has its own error for a
+rule, the rule gives its source line.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ def _check_experts(layout: Layout, problems: Problems) -> None:
 
 
 def check_optimizer(run: Run, layout: Layout, config: Mapping[str, object], problems: Problems) -> None:
-    """Check that the optimizer works with clipping and the layout. `run` must have all defaults filled in."""
+    """Check that the optimizer works with clipping and the layout.
+
+    `run` must have all defaults filled in.
+    """
     accumulation = run.gradient_accumulation_steps or 1
     setting = TrainingSetting(
         precision=run.precision,
@@ -102,7 +106,10 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, object], prob
 
 
 def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
-    """Check the layout against the model: degrees must divide its dimensions, and its kind must be supported."""
+    """Check the layout against the model.
+
+    Degrees must divide its dimensions, and its kind must be supported.
+    """
     if layout.tp > 1:
         _check_tensor_parallel(layout, run, facts, problems)
     if layout.sp > 1:
@@ -144,11 +151,14 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
 
 
 def _check_selective(run: Run, layout: Layout, problems: Problems) -> None:
-    """Refuse settings untested with selective checkpointing. E.g. in-place collectives change tensors that it keeps."""
+    """Refuse settings untested with selective checkpointing.
+
+    E.g. in-place collectives change tensors that it keeps.
+    """
     used = {"--tensor-parallel": layout.tp > 1, "--sequence-parallel": layout.sp > 1, "--compile": run.compile}
     used |= {"--expert-parallel": layout.ep > 1, "--quantize": run.quantize is not None}
     used["--activation-offload"] = run.activation_offload
-    for name in (name for name, found in used.items() if found):
+    for name in (name for name, is_used in used.items() if is_used):
         message = f"selective checkpointing with {name} is not supported: it was not verified against plain training"
         problems.add("layout", message, "use --activation-checkpointing", f"activation_checkpointing, {name}")
 
@@ -189,10 +199,10 @@ def _check_tensor_parallel(layout: Layout, run: Run, facts: ModelFacts, problems
     name, degree = "--tensor-parallel", layout.tp
     fitting = TENSOR_PLAN_TYPES if layout.combined else TENSOR_PARALLEL_TYPES
     if facts.attention_heads is not None and (facts.own or facts.model_type not in fitting):
-        beside = " with another kind of parallelism" if layout.combined else ""
+        others = " with another kind of parallelism" if layout.combined else ""
         problems.add(
             "layout",
-            f"{name} {degree}{beside}: zerofit does not support DeepSpeed's AutoTP for {facts.model_type or run.model}",
+            f"{name} {degree}{others}: zerofit does not support DeepSpeed's AutoTP for {facts.model_type or run.model}",
             f"supported model types: {', '.join(fitting)}",
             name,
         )
@@ -201,7 +211,10 @@ def _check_tensor_parallel(layout: Layout, run: Run, facts: ModelFacts, problems
 
 
 def _check_heads(name: str, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
-    """Check that the degrees divide the heads: first the tensor degree, then the sequence degree."""
+    """Check that the degrees divide the heads.
+
+    The tensor degree divides them first, then the sequence degree.
+    """
     sequence = name == "--sequence-parallel"
     degree, sharers = (layout.sp, layout.tp) if sequence else (layout.tp, 1)
     if facts.attention_heads is None:
@@ -211,7 +224,8 @@ def _check_heads(name: str, layout: Layout, facts: ModelFacts, problems: Problem
     counts = ((facts.attention_heads, "attention heads", False), (facts.kv_heads, "key-value heads", sequence))
     for count, what, repeatable in counts:
         share = (count or 0) // sharers
-        repeated = repeatable and share and degree % share == 0  # ulysses_sp.py:128
+        # Ulysses repeats key-value heads for more ranks than heads (ulysses_sp.py:128)
+        repeated = repeatable and share and degree % share == 0
         if share % degree and not repeated:
             fitting = [d for d in range(1, share + 1) if share % d == 0]
             of = f" of each of {sharers} tensor parallel ranks" if sharers > 1 else ""
