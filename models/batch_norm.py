@@ -74,10 +74,7 @@ class _SharedContext(Context, Protocol):
 #
 #     dx = weight / std * (dy - mean(dy) - x' * mean(dy * x'))
 class _Synchronized(torch.autograd.Function):
-    """Batch norm with the statistics of all ranks.
-
-    Saves the input and three numbers per channel for backward.
-    """
+    """Batch norm with all ranks' statistics. Saves the input and 3 numbers per channel."""
 
     @staticmethod
     def forward(

@@ -134,10 +134,7 @@ def _refuse_inputs(source: ModelSource, inputs: Inputs) -> None:
 
 
 def why_whole(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> str | None:
-    """Return why a model cannot be built parameter by parameter; None if it can be.
-
-    Needs no memory.
-    """
+    """Return why a model cannot be built parameter by parameter, or None. Needs no memory."""
     if source.family == "transformers":
         return None
     return why_not_deferrable(partial(BUILD[source.family], source, inputs, dict(args)))
@@ -306,10 +303,7 @@ def _arguments(cls: type[nn.Module]) -> frozenset[str]:
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
-    """Return the FLOPs of a grouped matmul, which torch does not count.
-
-    Its inputs are (tokens, k) and (experts, k, n).
-    """
+    """Return the FLOPs of a grouped matmul of (tokens, k) and (experts, k, n)."""
     return 2 * a[0] * a[1] * b[-1]
 
 
@@ -414,10 +408,7 @@ def count_parameters(source: ModelSource) -> int:
 
 
 def source_max_positions(source: ModelSource, args: ModelArgs) -> int | None:
-    """Return a model's maximum sequence length in tokens; None without a limit.
-
-    The model is not built.
-    """
+    """Return a model's maximum sequence length in tokens, or None, without building it."""
     if not is_text(source.task):
         return None
     return max_positions(make_config(source, None, args))
@@ -462,10 +453,7 @@ def _custom(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.M
 
 
 def refuse_lazy(model: nn.Module, name: str) -> None:
-    """Raise ModelError if parameters have no shape before the first forward.
-
-    An example is nn.LazyLinear.
-    """
+    """Raise ModelError if parameters have no shape before a forward, as in nn.LazyLinear."""
     lazy = [key for key, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         message = f"{name}: {', '.join(lazy[:3])} {'has' if len(lazy) == 1 else 'have'} no shape before a forward"

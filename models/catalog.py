@@ -39,11 +39,9 @@ DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights transformers dequantizes
 CONFIG_HINT = "give a config.json of transformers"
 
 
+# The config's class checks all other keys, but it is known only after these are read.
 class _ConfigKeys(BaseModel, frozen=True, protected_namespaces=()):
-    """Keys of a transformers config that are read before the config's class is known.
-
-    That class checks all others.
-    """
+    """Keys of a transformers config that are read here."""
 
     model_type: str
     architectures: list[str] | None = None
@@ -109,10 +107,7 @@ def with_task(source: ModelSource, task: str | None) -> ModelSource:
 
 
 def label_names(source: ModelSource) -> tuple[str, ...]:
-    """Return the class names of a pretrained transformers model's head, in order.
-
-    Returns () without a head.
-    """
+    """Return the class names of a pretrained transformers model's head in order, or ()."""
     if source.family != "transformers" or source.origin != PRETRAINED:
         return ()
     named = source_config(source).get("id2label") or {}
@@ -128,10 +123,7 @@ def source_config(source: ModelSource) -> Config:
 
 
 def find(name: str) -> ModelSource:
-    """Return the source for a name.
-
-    Raises ModelError "unknown-model", or "model-config" for an unusable config.
-    """
+    """Return the source for a name. Raises ModelError "unknown-model" or "model-config"."""
     if name in NAMED:
         preset = NAMED[name]
         family = "gan" if preset.kind == "gan" else preset.library
@@ -230,10 +222,7 @@ def _refuse_lone_decoder(config: Config, where: str, task: Task | None) -> None:
 
 
 def _own_loss_task(config: Config, architecture: str | None) -> Task | None:
-    """Return the task of a model that returns its own loss.
-
-    Returns None for others, or if `architecture` has another head.
-    """
+    """Return the task of a model that returns its own loss; None for other models and heads."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto as auto
 
@@ -283,10 +272,7 @@ def _from_path(name: str, path: Path) -> ModelSource:
 
 
 def read_config(file: Path) -> Config:
-    """Read a config.json of transformers or of a diffusers denoiser.
-
-    Raises ModelError if there is none.
-    """
+    """Read a config.json of transformers or of a diffusers denoiser. Raises ModelError."""
     if not file.is_file():
         hint = "give a folder with config.json, or a model from `zerofit models`"
         if (file.parent / "run.json").is_file():

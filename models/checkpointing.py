@@ -42,10 +42,7 @@ _ATTENTION = (
 
 
 def checkpoint_model(model: nn.Module) -> nn.Module:
-    """Checkpoint a model's repeated blocks, or its stages if no block repeats.
-
-    Changes the model in place.
-    """
+    """Checkpoint a model's repeated blocks in place, or its stages if no block repeats."""
     for block in cut_into_blocks(model):
         checkpoint_block(block)
     return model
@@ -109,10 +106,7 @@ def cut_into_blocks(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def checkpoint_block(block: nn.Module, kind: Checkpointing = True) -> None:
-    """Make a block recompute its forward in backward during training.
-
-    Parameters and names do not change.
-    """
+    """Make a block recompute its forward in backward during training. Names do not change."""
     vars(block)[SELECTIVE] = kind == "selective"
     replaced = vars(block).get("forward")
     if getattr(replaced, "__func__", None) is _forward_checkpointed:

@@ -44,10 +44,7 @@ _TRUNCATED = "_no_grad_trunc_normal_"  # redraws outliers; one op, since the num
 
 
 class NotDeferrableError(Exception):
-    """Raised if a constructor cannot run on fake tensors, e.g. if it reads values.
-
-    The message is the reason.
-    """
+    """Raised with the reason if a constructor cannot run on fake tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +70,7 @@ def as_parameter(data: Tensor, requires_grad: bool) -> nn.Parameter:
 
 
 def store_parameters(model: nn.Module, stored: Stored, keep: set[str] | None = None) -> nn.Module:
-    """Store the parameters of a built model one by one.
-
-    Parameters that are not in `keep` move to meta.
-    """
+    """Store a built model's parameters one by one. Those that are not in `keep` move to meta."""
     # a tied parameter is kept if any of its names is in `keep`
     kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if keep is None or name in keep}
     names = {id(p): name for name, p in model.named_parameters()}
@@ -109,10 +103,7 @@ def build_deferred(make: Callable[[], nn.Module], stored: Stored, keep: set[str]
 
 
 def why_not_deferrable(make: Callable[[], nn.Module]) -> str | None:
-    """Return why `build_deferred` would fail; None if it works.
-
-    Needs no memory and draws no random numbers.
-    """
+    """Return why `build_deferred` would fail, or None. Needs no memory, draws no numbers."""
     log = _Log()
     try:
         with _refusing():
@@ -130,10 +121,7 @@ def why_not_deferrable(make: Callable[[], nn.Module]) -> str | None:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Turn any error inside this context into a NotDeferrableError.
-
-    The random state is restored first.
-    """
+    """Restore the random state after an error, and raise a NotDeferrableError."""
     with _disable_current_modes():
         state = torch.get_rng_state()
     try:
@@ -360,10 +348,7 @@ def _run(op: _Op, real: dict[int, Tensor]) -> None:
 
 
 def _window(real: dict[int, Tensor], ref: _Ref) -> Tensor:
-    """Return the view of a storage that `ref` describes.
-
-    Creates the storage if it does not exist.
-    """
+    """Return the view of a storage that `ref` describes. Creates the storage if there is none."""
     if ref.storage not in real:
         shape = (ref.size, ref.stride) if ref.covers_storage else ((ref.elements,), (1,))
         real[ref.storage] = torch.empty_strided(*shape, dtype=ref.dtype)

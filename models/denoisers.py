@@ -1,7 +1,4 @@
-"""Build denoisers of diffusers with random weights, for measurements.
-
-Also define their inputs and their loss.
-"""
+"""Build diffusers' denoisers with random weights. Define their inputs and their loss."""
 
 from __future__ import annotations
 
@@ -67,10 +64,7 @@ def _side(size: int | list[int] | tuple[int, ...]) -> int:
 
 
 def _conditions(kind: str, config: Config) -> list[NamedInput]:
-    """Return a denoiser's inputs except the latents.
-
-    They are the timestep, the prompt or class, and sizes.
-    """
+    """Return a denoiser's inputs except the latents: timestep, prompt or class, and sizes."""
 
     def floats(name: str, *shape: int) -> NamedInput:
         return NamedInput(name=name, shape=shape)

@@ -71,10 +71,7 @@ def of_all_layers(config: object, name: str) -> Any:
 
 
 def leading(config: object) -> int:
-    """Return how many of the first layers differ from the later ones.
-
-    DeepSeek's first layers have no experts.
-    """
+    """Return how many first layers differ from the later ones, such as DeepSeek's."""
     return of_all_layers(config, "first_k_dense_replace") or 0
 
 

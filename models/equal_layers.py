@@ -87,10 +87,7 @@ def _all_equal(blocks: Sequence[nn.Module]) -> bool:
 
 
 def _equal(first: list[tuple[object, ...]], facts: list[tuple[object, ...]], index: int) -> bool:
-    """Return whether a block equals the first block.
-
-    Integers, such as a layer's index, may be larger by `index`.
-    """
+    """Return whether a block equals the first block. Integers may be larger by `index`."""
     return len(first) == len(facts) and all(
         a == b or (a[:-1] == b[:-1] and type(a[-1]) is int and type(b[-1]) is int and b[-1] - a[-1] == index)
         for a, b in zip(first, facts, strict=True)

@@ -113,10 +113,7 @@ def _auto_class(task: str):
 
 
 def _from_config(source: ModelSource, config: PreTrainedConfig) -> nn.Module:
-    """Build the model from its config, in fp32.
-
-    transformers uses sdpa attention if the model supports it.
-    """
+    """Build the model from its config, in fp32, with sdpa attention if it supports that."""
     try:
         with _head_apart(config):
             return _auto_class(source.task).from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -186,10 +183,7 @@ def _pretrained(source: ModelSource, config: PreTrainedConfig, stored: Stored, k
 
 
 def _of_head(model: nn.Module, config: PreTrainedConfig, name: str) -> bool:
-    """Return whether the tensor `name` has one row per class, as in a head.
-
-    Also return True if the model lacks it.
-    """
+    """Return whether the tensor `name` has one row per class, or is not in the model."""
     tensor = model.state_dict().get(name)
     return tensor is None or tuple(getattr(tensor, "ds_shape", tensor.shape))[:1] == (config.num_labels,)
 
@@ -419,11 +413,9 @@ def _held_on_cpu(module: nn.Module) -> Iterator[None]:
         parameter.data = gathered[key]
 
 
+# In bf16, angles at position 1000 would be wrong by several radians.
 def _rotary_in_fp32(model: nn.Module) -> nn.Module:
-    """Keep the frequencies of rotary embeddings in fp32 when an engine casts the model.
-
-    In bf16, angles at position 1000 would be wrong by several radians.
-    """
+    """Keep the frequencies of rotary embeddings in fp32 when an engine casts the model."""
     for module in model.modules():
         if "RotaryEmbedding" in type(module).__name__:
             module._apply = types.MethodType(_apply_device_only, module)  # a bound method survives deepcopy

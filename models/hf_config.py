@@ -1,7 +1,4 @@
-"""Make transformers configs from a preset or a file.
-
-They are adapted to the inputs and the user's arguments.
-"""
+"""Make transformers configs from a preset or file, for the inputs and user's arguments."""
 
 from __future__ import annotations
 
@@ -85,10 +82,7 @@ def traced_args(model_args: ModelArgs) -> ModelArgs:
 
 
 def weight_bytes(model_args: ModelArgs) -> int:
-    """Return the bytes per element of weights under FSDP2.
-
-    They are 2 if `model_args` set a 16-bit dtype, else 4.
-    """
+    """Return the bytes per element of FSDP2's weights: 2 for a 16-bit dtype, else 4."""
     return 2 if str(model_args.get(DTYPE)).removeprefix("torch.") in ("bfloat16", "float16") else 4
 
 
@@ -104,10 +98,7 @@ def _values_refused(name: str, cls: type) -> Iterator[None]:
 
 
 def _refuse_endless(name: str, values: object, key: str = "") -> None:
-    """Raise ModelError for an impossibly large number of layers, experts or labels.
-
-    The number may be anywhere in a config's `values`.
-    """
+    """Raise ModelError for an impossible number of layers, experts or labels in a config."""
     if isinstance(values, dict):
         for inner, value in values.items():
             _refuse_endless(name, value, str(inner))
@@ -121,10 +112,7 @@ def _refuse_endless(name: str, values: object, key: str = "") -> None:
 
 
 def notes_of_config(name: str, values: Config) -> list[str]:
-    """Return notes on a config's keys that training ignores, and on unusable kernels.
-
-    A trace cannot use kernels of other packages.
-    """
+    """Return notes on a config's keys that training ignores, and on unusable kernels."""
     notes = [f"{name}: {key} {text}" for key, text in _ignored_keys(values)]
     package = _KERNEL_PACKAGES.get(str(values.get("model_type")).removesuffix("_text"))
     if package:
@@ -147,10 +135,7 @@ def _ignored_keys(values: Config) -> Iterator[tuple[str, str]]:
 # A config from the hub can name attention kernels of other packages. transformers would download them; zerofit measures
 # and trains with torch's own.
 def _without_ignored(values: Config) -> Config:
-    """Return a config without the keys that training ignores.
-
-    With these keys, transformers would look for kernels on the hub.
-    """
+    """Return a config without the keys that training ignores."""
     used = {key: value for key, value in values.items() if key != QUANTIZED and not _names_kernel(key, value)}
     return {key: _without_ignored(value) if isinstance(value, dict) else value for key, value in used.items()}
 
@@ -248,11 +233,9 @@ def _fit_images(source: ModelSource, config: PreTrainedConfig, inputs: ImageInpu
             raise ModelError("model-shape", message, hint)
 
 
+# A decoder's head finds the last token of a text by the padding id.
 def _fit_classes(config: PreTrainedConfig, inputs: LabelledTextInputs, args: ModelArgs) -> None:
-    """Set the class names and the padding id.
-
-    By the padding id a decoder's head finds the last token of a text.
-    """
+    """Set the class names and the padding id."""
     if "num_labels" not in args:
         config.id2label = dict(enumerate(inputs.classes))
         config.label2id = {name: number for number, name in enumerate(inputs.classes)}

@@ -57,10 +57,7 @@ def grid_arguments(
 # allow. They depend only on the config and the image's size.
 @cache
 def _host_values(sizes: tuple[int, int, int], side: int, count: int, window: int | None) -> dict[str, np.ndarray]:
-    """Return the values that transformers computes from the grids of `count` equal images.
-
-    (transformers' vision_utils.py)
-    """
+    """Return what transformers' vision_utils.py computes from the grids of equal images."""
     from transformers import vision_utils
 
     merge, patch, learned = sizes
@@ -86,10 +83,7 @@ def _host_values(sizes: tuple[int, int, int], side: int, count: int, window: int
 
 
 def _positions(tokens: NamedInput, side: int, count: int, device: torch.device) -> Tensor:
-    """Return positions (3, count, tokens) in time, height and width.
-
-    The image comes first, then the text.
-    """
+    """Return positions (3, count, tokens) in time, height and width: image, then text."""
     assert tokens.first is not None  # the image's tokens
     text_tokens = tokens.shape[0] - tokens.first[1]
     rows = torch.arange(side, device=device).repeat_interleave(side)
@@ -112,10 +106,7 @@ def _add_to_first_tokens(hidden_states: Tensor, visual_pos_masks: Tensor, visual
 
 
 def _first_tokens(count: int, features: Tensor) -> tuple[Tensor, ...]:
-    """Return sample and position of each of the features' tokens.
-
-    They begin the `count` samples.
-    """
+    """Return sample and position of the features' tokens, which begin the samples."""
     each = len(features) // count
     samples = torch.arange(count, device=features.device).repeat_interleave(each)
     return torch.stack([samples, torch.arange(each, device=features.device).repeat(count)], dim=1).unbind(1)

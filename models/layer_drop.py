@@ -1,7 +1,4 @@
-"""Make every layer run in models with LayerDrop.
-
-LayerDrop compares a random value, but fake tensors have no values.
-"""
+"""Make every layer run in models with LayerDrop, which compares a random value."""
 
 from __future__ import annotations
 

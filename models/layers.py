@@ -143,10 +143,7 @@ def _submodule_layer(model: nn.Module, path: str, *, is_tied: bool = False, bloc
 
 
 def _blocks(path: str, wrapped: Iterable[nn.Module]) -> list[Layer]:
-    """Return one layer for each module in `wrapped`.
-
-    The modules wrap the model's blocks `path`.0, `path`.1, ...
-    """
+    """Return a layer for each of `wrapped`: the model's blocks `path`.0, `path`.1, ..."""
     paths = ((f"{path}.{i}", block) for i, block in enumerate(wrapped))
     return [_layer(inner, block, {"block": inner}, block=True) for inner, block in paths]
 
@@ -227,10 +224,7 @@ def _resnet(model: ResNet) -> list[Layer]:
 
 
 def _vgg(model: VGG) -> list[Layer]:
-    """Return the model's layers.
-
-    They are cut before each convolution, before each linear module, and before `avgpool`.
-    """
+    """Return layers that begin at each convolution, at each linear module, and at `avgpool`."""
     features = [
         _group(f"features.{indices[0]}", model, [f"features.{i}" for i in indices], block=True)
         for indices in _cuts(cast(nn.Sequential, model.features))
@@ -275,10 +269,7 @@ HEADS: dict[tuple[str, str], Maker] = {
 
 
 class RotaryBlock(nn.Module):
-    """A decoder block of Llama or a similar model.
-
-    Hidden states (batch, seq_len, hidden_size) in and out.
-    """
+    """A block of Llama or a similar model: hidden states (batch, seq_len, hidden_size)."""
 
     def __init__(self, block: nn.Module, rotary: nn.Module, config: PreTrainedConfig, index: int):
         super().__init__()
@@ -331,10 +322,7 @@ class GPT2Block(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """A block of BERT or ViT with bidirectional attention.
-
-    Hidden states (batch, length, hidden_size) in and out.
-    """
+    """A block of BERT or ViT: hidden states (batch, length, hidden_size), attention both ways."""
 
     def __init__(self, block: nn.Module, config: PreTrainedConfig):
         super().__init__()
@@ -348,10 +336,7 @@ class EncoderBlock(nn.Module):
 
 
 class BertEmbeddingSum(nn.Module):
-    """Adds segment 0 and learned positions to BERT's tokens and normalizes the sum.
-
-    Tokens are (batch, seq_len, hidden_size).
-    """
+    """Adds segment 0 and learned positions to BERT's (batch, seq_len, hidden_size)."""
 
     def __init__(self, embeddings: BertEmbeddings):
         super().__init__()

@@ -61,10 +61,7 @@ def _rotating(home: ModuleType, forward: Callable[..., object], *args: object, *
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMSNorm. Saves its input and a float32 number per row.
-
-    In backward, the gradient is overwritten in place.
-    """
+    """RMSNorm. Saves its input and a float32 number per row, and overwrites the gradient."""
 
     @staticmethod
     def forward(ctx: Context, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -80,10 +77,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """act(gate) x up. Saves both inputs, and their gradients overwrite them.
-
-    (ops/swiglu.py, ops/geglu.py)
-    """
+    """act(gate) x up. Gradients overwrite both inputs (ops/swiglu.py, ops/geglu.py)."""
 
     @staticmethod
     def forward(ctx: Context, gate: Tensor, up: Tensor) -> Tensor:
@@ -128,10 +122,7 @@ class _LossContext(Context, Protocol):
 
 
 class _FusedLinearLoss(torch.autograd.Function):
-    """A loss whose forward computes the gradients of hidden states and head.
-
-    Each is in its own dtype.
-    """
+    """A loss whose forward computes the gradients of hidden states and head."""
 
     @staticmethod
     def forward(ctx: _LossContext, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -21,10 +21,7 @@ PIXELS = 448  # default side of an image, for models that accept any size
 
 
 def named_inputs(source: ModelSource, args: ModelArgs, seq_len: int, fed: Fed) -> NamedInputs:
-    """Return the inputs of a model that returns its own loss.
-
-    `seq_len`: tokens per sample. Raises ModelError.
-    """
+    """Return the inputs of a model that returns its own loss, of `seq_len` tokens per sample."""
     if source.task == "denoising":
         from zerofit.models.denoisers import denoiser_inputs
 
@@ -44,10 +41,7 @@ def _text(name: str, config: PreTrainedConfig, length: int, first: tuple[int, in
 
 
 def _seq2seq(name: str, config: PreTrainedConfig, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
-    """Return the encoder's tokens and the labels.
-
-    The model makes the decoder's inputs from the labels.
-    """
+    """Return the encoder's tokens and the labels, from which the model makes further inputs."""
     return _text("input_ids", config, seq_len), _text("labels", config, fed.decoder or seq_len)
 
 
@@ -88,10 +82,7 @@ def _tokens_of_image(name: str, config: PreTrainedConfig, seq_len: int, patches:
 
 
 def _patches_text(name: str, config: PreTrainedConfig, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
-    """Return an image as rows of patches, and a text that begins with image tokens.
-
-    Qwen's processors make such rows.
-    """
+    """Return an image as rows of patches, like Qwen's processors, and a text with image tokens."""
     vision = config.vision_config
     channels, pixels = fed.image or (vision.in_channels, PIXELS)
     side = vision.patch_size * vision.spatial_merge_size

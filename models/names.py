@@ -59,10 +59,7 @@ def preset_of(name: str) -> Match | None:
 
 
 def left_out(model: str) -> str:
-    """Return a sentence about the parts of the published model that a preset leaves out.
-
-    Returns "" if there are none.
-    """
+    """Return a sentence about the parts that a preset leaves out, or ""."""
     return f"{model} is {NAMED[model].note}" if model in NAMED and NAMED[model].note else ""
 
 
@@ -105,11 +102,9 @@ def model_table(words: tuple[str, ...] = ()) -> list[dict[str, str | int]]:
     return rows
 
 
+# Without a match, the words are compared again without dates.
 def _of_words(plain: str) -> Preset | None:
-    """Return the only preset that matches these words, or None.
-
-    Without a match, compare again without dates.
-    """
+    """Return the only preset that matches these words, or None."""
     typed = _words(plain)
     for words in filter(None, (typed, _undated(typed))):
         if (key := _joined(words)) in _joins():

@@ -20,10 +20,7 @@ _MASKED = {"full_attention", "sliding_attention", "chunked_attention"}  # other 
 
 @contextmanager
 def refuse_unseparated(model: nn.Module, name: str) -> Iterator[None]:
-    """Watch the forward inside this context.
-
-    Raises ModelError "model-packing" if the forward mixes documents.
-    """
+    """Raise ModelError "model-packing" if the forward in this context mixes documents."""
     from transformers import masking_utils
 
     original = cast(Callable[..., object], masking_utils._preprocess_mask_arguments)

@@ -1,7 +1,4 @@
-"""Train a part of a model.
-
-The part is peft's adapters on frozen weights, or parameters chosen by patterns.
-"""
+"""Train a part of a model: peft's adapters, or parameters chosen by patterns."""
 
 from __future__ import annotations
 
@@ -188,11 +185,9 @@ def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
             raise ModelError("model-part", message, hint)
 
 
+# Merging would change both layers. GPT-2's output matrix is its embedding.
 def _refuse_shared(model: nn.Module) -> None:
-    """Raise ModelError for an adapter of a weight that two layers share.
-
-    Merging would change both layers. GPT-2's output matrix is its embedding.
-    """
+    """Raise ModelError for an adapter of a weight that two layers share."""
     adapted = {id(p): name for name, layer in lora_layers(model) for p in layer.get_base_layer().parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         adapter = adapted.get(id(parameter))

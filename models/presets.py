@@ -47,10 +47,7 @@ class Preset:
 
     @property
     def origin(self) -> str:
-        """Return the model's origin as tables show it.
-
-        It is "preset", or the library of a model without a config.
-        """
+        """The origin as tables show it: "preset", or the library of a model without a config."""
         return "preset" if self.config else self.library
 
 

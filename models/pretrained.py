@@ -59,10 +59,7 @@ class _TensorSlice(Protocol):
 
 
 def weight_file(path: Path) -> Path:
-    """Return the file of weights: `path` itself, or a file in the folder `path`.
-
-    Raises ModelError if there is none.
-    """
+    """Return the file of weights: `path`, or a file in this folder. Raises ModelError."""
     path = path.expanduser()
     for folder in (path, path / "model") if path.is_dir() else ():
         for name in FILES:
@@ -148,10 +145,7 @@ def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, weights:
 
 
 def load_pretrained(model: nn.Module, source: ModelSource, inputs: Inputs | None) -> nn.Module:
-    """Load a file's weights into a built model, one tensor at a time.
-
-    Tensors on meta are only checked.
-    """
+    """Load a file's weights one tensor at a time. Tensors on meta are only checked."""
     assert source.pretrained
     if source.family == "transformers":
         message = f"--pretrained does not apply to the transformers model {source.name}"

@@ -15,10 +15,7 @@ from zerofit.models.pretrained import drawn_anew, notes_on
 
 
 def notes_of_pretrained(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> list[str]:
-    """Return notes about a randomly initialized head and about unused weights.
-
-    Raises ModelError if the weights do not match the model.
-    """
+    """Return notes about a random head and about unused weights. Raises ModelError."""
     if source.pretrained:
         source = replace(source, partial=None)  # for the names in the file
         with torch.device("meta"):
@@ -31,10 +28,7 @@ def notes_of_pretrained(source: ModelSource, inputs: Inputs | None, args: ModelA
 
 
 def drawn_head(source: ModelSource, inputs: Inputs | None) -> int | None:
-    """Return the number of classes in a pretrained image classifier whose head is replaced.
-
-    This is the case if the number differs from the data's. Returns None otherwise.
-    """
+    """Return a pretrained image classifier's number of classes if the data has another one."""
     if source.origin != PRETRAINED or source.task != "image" or not isinstance(inputs, ImageInputs):
         return None
     classes = make_config(source, None, {}).num_labels

@@ -43,10 +43,7 @@ class Quantizer:
     """Quantizes the linear layers of a transformers model while it is built, one by one."""
 
     def __init__(self, quantization: Quantization, source: ModelSource, make: Callable[[], nn.Module], stored: Stored):
-        """Inspect the model from `make` on meta.
-
-        Raises ModelError if bitsandbytes cannot quantize any layer.
-        """
+        """Inspect the model from `make` on meta. Raises ModelError if no layer can be quantized."""
         if importlib.util.find_spec(PACKAGE) is None:
             message = f"--quantize {quantization.kind} needs {PACKAGE}, which is not installed"
             raise ModelError("quantize", message, "pip install zerofit[quantize]")
@@ -66,10 +63,7 @@ class Quantizer:
 
     @torch.no_grad()
     def weight(self, name: str, tensor: Tensor) -> Tensor:
-        """Quantize a layer's weight on its final device.
-
-        Returns the quantized data, which is empty if ZeRO-3 partitions it.
-        """
+        """Quantize a weight on its final device. Returns data; empty if ZeRO-3 partitions it."""
         device = tensor.device if tensor.is_meta else self._plain.device
         full = tensor.detach().to(device, self._plain.dtype)
         real = not full.is_meta and not isinstance(full, FakeTensor)
@@ -88,10 +82,7 @@ class Quantizer:
         return quantized.data
 
     def put_into(self, model: nn.Module) -> nn.Module:
-        """Replace the linear layers with bitsandbytes' layers.
-
-        Weights on meta are quantized on meta.
-        """
+        """Replace linear layers by bitsandbytes' layers. Weights on meta are quantized on meta."""
         for name in self._names:
             linear = cast(nn.Linear, model.get_submodule(name))
             if name not in self._quantized:

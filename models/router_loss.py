@@ -35,10 +35,7 @@ class RouterLoss:
     experts_per_token: int
 
     def of(self, sums: Tensor) -> Tensor:
-        """Return the loss (float32 scalar) for sums (2, experts).
-
-        It equals transformers' loss on one device.
-        """
+        """Return the loss (float32 scalar) for sums (2, experts), as transformers on one device."""
         counts, probabilities = sums[0].detach(), sums[1]
         rows = counts.sum() / self.experts_per_token
         return self.coefficient * self.experts * (counts / rows * (probabilities / rows)).sum()
@@ -70,10 +67,7 @@ class Carrier(nn.Module):
                 part.register_forward_hook(self._note)
 
     def forward(self, previous: Tensor | Carried) -> Carried:
-        """Run the layer on the previous layer's output and sums.
-
-        The first carrier gets only the output.
-        """
+        """Run the layer on the previous output and sums. The first carrier has only the output."""
         x, sums = previous if isinstance(previous, tuple) else (previous, None)
         if sums is None:
             sums = torch.zeros(2, self._loss.experts, device=x.device)
@@ -84,10 +78,7 @@ class Carrier(nn.Module):
             self._logits = []  # also after an exception: checkpointing ends a recomputation with an exception
 
     def _note(self, gate: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
-        """Keep a router's logits.
-
-        They are the first output of transformers' routers, and the only output of AutoEP's routers.
-        """
+        """Keep a router's logits: the first output (transformers), or the only output (AutoEP)."""
         self._logits.append(out[0] if isinstance(out, tuple) else out)
 
     def _sums(self, logits: Tensor) -> Tensor:

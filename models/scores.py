@@ -23,10 +23,7 @@ ROUGE = {"rouge1": "rouge1", "rouge2": "rouge2", "rougeL": "rouge_l"}  # the lib
 
 
 def tabled_classes(inputs: Inputs | None) -> int:
-    """Return the number of classes in the `class_table` for these inputs.
-
-    Returns 0 if they need no table.
-    """
+    """Return the number of classes in these inputs' `class_table`; 0 without a table."""
     if isinstance(inputs, SegmentationInputs):
         return inputs.classes
     return len(inputs.classes) if isinstance(inputs, LabelledTextInputs) else 0
@@ -46,10 +43,7 @@ def class_table(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
 
 
 def class_scores(table: Sequence[float], classes: Sequence[str], tags: bool) -> dict[str, float]:
-    """Return accuracy and macro F1 from a confusion matrix.
-
-    With `tags`, also return the micro F1 of all tags except O.
-    """
+    """Return accuracy, macro F1 and, with `tags`, the micro F1 of all tags except O."""
     from sklearn.metrics import accuracy_score, f1_score
 
     counted = np.asarray(table).reshape(len(classes), len(classes))
@@ -69,10 +63,7 @@ def class_scores(table: Sequence[float], classes: Sequence[str], tags: bool) -> 
 
 
 def mean_iou(counts: Sequence[float]) -> float:
-    """Return the mean intersection over union.
-
-    The mean is over the classes that occur in labels or predictions.
-    """
+    """Return the mean intersection over union, over classes in labels or predictions."""
     classes = math.isqrt(len(counts))
     table = torch.tensor(counts, dtype=torch.float64).view(classes, classes)
     both, either = table.diag(), table.sum(0) + table.sum(1) - table.diag()
@@ -129,10 +120,7 @@ def write_targets(
 
 
 def compared(written: Tensor, labels: Tensor, real: Sequence[bool], data: Any) -> list[tuple[str, str]]:
-    """Return (reference, generated text) for each real sample.
-
-    They are decoded by `data`, a zerofit.data.Data.
-    """
+    """Return (reference, generated text) of real samples, decoded by a zerofit.data.Data."""
     pairs = []
     for ids, label_ids, is_real in zip(written.tolist(), labels.tolist(), real, strict=True):
         if is_real:

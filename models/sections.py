@@ -1,7 +1,4 @@
-"""Divide a model into sections to measure.
-
-They are embedding, blocks and head, or a pipeline's layers.
-"""
+"""Divide a model into sections to measure: embedding, blocks, head, or a pipeline's layers."""
 
 from __future__ import annotations
 
@@ -40,10 +37,7 @@ Mark = Callable[[int, object], None]  # called with a section's index and its in
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """A part of the forward with separate costs.
-
-    It begins when `start` is called or, with `after`, when it returns.
-    """
+    """A part of the forward, from the start of the module or, with `after`, from its return."""
 
     name: str
     start: nn.Module | None  # None: begins with the model
@@ -114,10 +108,7 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def block_lists(model: nn.Module, inputs: Inputs | None) -> list[tuple[nn.ModuleList, Path]]:
-    """Return each list of blocks with the config's key that counts its blocks.
-
-    They are in the order of the forward.
-    """
+    """Return lists of blocks with the config keys that count them, as the forward runs them."""
     known, named_lists = depths(cast("PreTrainedModel", model).config), []
     for name, module in model.named_modules():
         inside = any(name.startswith(outer + ".") for outer, _, _ in named_lists)
@@ -201,10 +192,7 @@ def block_sections(lists: list[tuple[nn.ModuleList, int | None]]) -> list[ModelS
 
 
 def stage_sections(model: nn.Module) -> list[ModelSection]:
-    """Return a section for each pipeline layer, else for each child of the model.
-
-    A section begins at its first module.
-    """
+    """Return a section for each pipeline layer, else for each child of the model."""
     if is_denoiser(model):
         return _denoiser_sections(model)
     try:

@@ -34,10 +34,7 @@ def shipped_profile(model: str, device: str, precision: str, seq_len: int | None
 
 
 def shipped_settings(model: str) -> list[str]:
-    """Return the settings of a model's shipped profiles in words.
-
-    Examples: "bf16 on a GPU", "bf16 on a GPU at 4,096 tokens".
-    """
+    """Return a model's shipped profiles in words, such as "bf16 on a GPU at 4,096 tokens"."""
     settings = []
     for file in sorted(FOLDER.glob(f"{NAMED[model].family}-*.xz")) if model in NAMED else ():
         device, precision, *length = file.stem.removeprefix(f"{NAMED[model].family}-").split("-")
@@ -53,10 +50,7 @@ def profile_file(family: str, device: str, precision: str, seq_len: int | None =
 
 
 def read_lines(file: Path) -> dict[str, tuple[str, str]]:
-    """Return the config's digest and the profile's JSON for each model name.
-
-    Returns {} if there is no file.
-    """
+    """Return the config's digest and the profile's JSON by model name; {} without a file."""
     if not file.is_file():
         return {}
     lines = lzma.decompress(file.read_bytes()).decode().splitlines()
@@ -64,10 +58,7 @@ def read_lines(file: Path) -> dict[str, tuple[str, str]]:
 
 
 def config_digest(model: str) -> str:
-    """Return a digest of a model's config.
-
-    If it has changed, a profile with the old digest is outdated.
-    """
+    """Return a digest of a model's config. Profiles with another digest are outdated."""
     return hashlib.sha256(json.dumps(PRESETS.get(model, model), sort_keys=True).encode()).hexdigest()[:12]
 
 

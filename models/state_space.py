@@ -76,10 +76,7 @@ def selective_scan(
     return_last_state: bool = False,
     **_: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Replace selective_scan_fn on (batch, dim, length).
-
-    `matrices`: A (dim, states); B, C (batch, states, length).
-    """
+    """Replace selective_scan_fn. `matrices`: A (dim, states); B, C (batch, states, length)."""
     out, states = _Scan.apply(hidden_states, dt, *matrices, D, z, delta_bias)
     return (out, states[:, :, -1, 1::2]) if return_last_state else out
 
@@ -127,10 +124,7 @@ class _Scan(torch.autograd.Function):
 
 
 class _Inner(torch.autograd.Function):
-    """MambaInnerFn. Saves its inputs, the projections and the scan's output.
-
-    It recomputes the rest.
-    """
+    """MambaInnerFn. Saves its inputs, the projections and the scan's output."""
 
     @staticmethod
     def forward(ctx: Context, xz: Tensor, *tensors: Any) -> Tensor:
@@ -193,8 +187,5 @@ def _delta(delta_proj: Tensor, projected: Tensor, batch: int) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Reshape (batch, dim, length) to (dim, batch x length).
-
-    Copies if memory is ordered differently.
-    """
+    """Reshape (batch, dim, length) to (dim, batch x length), which may copy."""
     return tensor.permute(1, 0, 2).reshape(tensor.shape[1], -1)

@@ -18,10 +18,7 @@ _TOKENS = "tile_tokens"  # attribute of a tiled MLP
 
 
 def tile_mlps(model: nn.Module, tokens: int) -> None:
-    """Make each block's MLP process `tokens` tokens at a time.
-
-    Changes the model in place. Names stay the same.
-    """
+    """Make each block's MLP process `tokens` tokens at a time. Names stay the same."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == "mlp":
             vars(module)[_TOKENS] = tokens

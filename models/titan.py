@@ -115,10 +115,7 @@ class TitanModel(nn.Module):
 
 
 class _DividedLoss(torch.autograd.Function):
-    """The loss over a rank's part of the vocabulary (_LossParallelCrossEntropy).
-
-    Small tensors are left out.
-    """
+    """The loss over a part of the vocabulary (_LossParallelCrossEntropy), without small tensors."""
 
     @staticmethod
     def forward(ctx: Context, logits: Tensor) -> Tensor:
@@ -172,10 +169,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _BlocksLoss(torch.autograd.Function):
-    """Begins the blocks' backward with the gradient of the head's input.
-
-    (_DecoderOutputGradientBackProp)
-    """
+    """Begins the blocks' backward (_DecoderOutputGradientBackProp)."""
 
     @staticmethod
     def forward(ctx: Context, hidden: Tensor, gradient: Tensor) -> Tensor:
@@ -248,10 +242,7 @@ class _Attention(nn.Module):
         return self.wo(out.transpose(1, 2).contiguous().flatten(2))
 
     def _projected(self, x: Tensor) -> list[Tensor]:
-        """Return queries, keys and values as (batch, sequence, heads, width).
-
-        Each is contiguous (FusedQKVLinear).
-        """
+        """Return contiguous queries, keys and values: (batch, sequence, heads, width)."""
         groups = self.wqkv(x).view(*x.shape[:2], -1, self.shared + 2, self.width)
         parts = groups.split([self.shared, 1, 1], dim=-2)
         return [part.reshape(*x.shape[:2], -1, self.width).contiguous() for part in parts]
@@ -264,10 +255,7 @@ class _Attention(nn.Module):
 
 
 class _WithMaxima(torch.autograd.Function):
-    """Saves a second number per row.
-
-    flex_attention's backward also needs the maxima of scores.
-    """
+    """Saves the maxima of scores, which flex_attention's backward needs, too."""
 
     @staticmethod
     def forward(ctx: Context, out: Tensor, sums: Tensor) -> Tensor:

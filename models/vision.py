@@ -1,7 +1,4 @@
-"""Build zerofit's small models for images and tables, DCGAN, and torchvision's models.
-
-Models of torchvision are built for any image size.
-"""
+"""Build zerofit's small models for images and tables, DCGAN, and torchvision's models."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ from zerofit.models.presets import NAMED, ModelArgs
 
 
 def simplecnn(inputs: ImageInputs, width: int = 16) -> nn.Sequential:
-    """Build two 3x3 convolutions, each with a 2x2 max-pool, and one linear layer.
-
-    Images may have any size.
-    """
+    """Build two 3x3 convolutions with 2x2 max-pools and a linear layer, for any image size."""
     side = -(-inputs.size // 4)  # two poolings that round up
 
     def conv_pool(channels_in: int, channels: int) -> nn.Sequential:
@@ -38,10 +32,7 @@ def simplecnn(inputs: ImageInputs, width: int = 16) -> nn.Sequential:
 
 
 def simplecnn_112(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
-    """Build one 3x3 convolution, a 2x2 max-pool and one linear layer.
-
-    It has 2,008,842 parameters for 3x112x112 images.
-    """
+    """Build a 3x3 convolution, a max-pool, a linear layer: 2,008,842 parameters for 3x112x112."""
     side = -(-inputs.size // 2)
     conv = nn.Conv2d(inputs.channels, width, 3, padding=1)
     return _stages(
@@ -96,10 +87,7 @@ def lenet_scratch(inputs: ImageInputs, std: float = 0.01) -> nn.Sequential:
 
 
 def mlp_table(inputs: TableInputs, hidden: int = 100) -> nn.Sequential:
-    """Build two linear layers on a row of numbers.
-
-    It has 2,110 parameters for 10 features and 10 classes.
-    """
+    """Build two linear layers on a row of numbers: 2,110 parameters for 10 features, 10 classes."""
     return _stages(
         hidden=nn.Sequential(nn.Linear(inputs.features, hidden), nn.ReLU()),
         head=nn.Linear(hidden, inputs.classes),
@@ -116,10 +104,7 @@ def mlp(inputs: ImageInputs, hidden: int = 256) -> nn.Sequential:
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with batch norm, and a shortcut around both.
-
-    See He et al., 2016, figure 2.
-    """
+    """Two 3x3 convolutions with batch norm, and a shortcut (He et al., 2016, figure 2)."""
 
     def __init__(self, channels_in: int, channels: int, stride: int, bias: bool):
         super().__init__()
@@ -157,18 +142,12 @@ def resnet18_small(inputs: ImageInputs, width: int = 64, bias: bool = False) -> 
 
 
 def resnet18_bias(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
-    """Build `resnet18_small` with biases in its convolutions.
-
-    It has 11,177,610 parameters for 1x28x28 images.
-    """
+    """Build `resnet18_small` with biases: 11,177,610 parameters for 1x28x28 images."""
     return resnet18_small(inputs, width, bias=True)
 
 
 def fcn_tiny(inputs: SegmentationInputs, width: int = 16) -> nn.Sequential:
-    """Build a small fully convolutional network.
-
-    It halves the size twice, classifies pixels, and upsamples.
-    """
+    """Build a convolutional network that halves the size twice, classifies pixels, upsamples."""
     if inputs.size % 4:
         message = f"the image size of fcn-tiny must be a multiple of 4 pixels, not {inputs.size}"
         raise ModelError("model-shape", message, f"set --image-size {max(4, inputs.size // 4 * 4)}")
@@ -225,10 +204,7 @@ class Discriminator(nn.Sequential):
 
 
 class DCGAN(nn.Module):
-    """A generator and a symmetric discriminator.
-
-    The forward returns the discriminator's logits for images.
-    """
+    """A generator and a symmetric discriminator. The forward returns logits for images."""
 
     def __init__(self, inputs: ImageInputs, latent_size: int = 100, width: int = 64):
         super().__init__()
@@ -273,10 +249,7 @@ VOC = SegmentationInputs(channels=3, size=520, classes=21)
 
 
 def published_inputs(source: ModelSource) -> ImageInputs | TableInputs:
-    """Return the inputs that a published image or table model expects.
-
-    zerofit's own models have such inputs, too.
-    """
+    """Return the inputs that a published image or table model, or zerofit's own, expects."""
     preset = NAMED.get(source.name)
     if preset and preset.inputs:
         return cast(ImageInputs | TableInputs, inputs_from_dict(preset.inputs))
@@ -284,10 +257,7 @@ def published_inputs(source: ModelSource) -> ImageInputs | TableInputs:
 
 
 def torchvision_model(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.Module:
-    """Build a torchvision model with random weights for these images.
-
-    `args`: the model's keyword arguments.
-    """
+    """Build a torchvision model with random weights. `args`: the model's keyword arguments."""
     import torchvision
 
     name, images = source.name, inputs or published_inputs(source)
@@ -324,10 +294,7 @@ def _size_keywords(source: ModelSource, size: int | None) -> ModelArgs:
 
 
 def _replace_first_conv(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution by one for another number of channels.
-
-    It has torch's default initialization.
-    """
+    """Replace the first convolution by one for another number of channels, initialized anew."""
     path, old = next((path, m) for path, m in model.named_modules() if isinstance(m, nn.Conv2d))
     new = nn.Conv2d(
         channels,
@@ -346,10 +313,7 @@ def _replace_first_conv(model: nn.Module, channels: int) -> None:
 # RegNet's constructor calls .tolist() on a tensor (torchvision/models/regnet.py, BlockParams.from_init_params).
 @contextmanager
 def _regnet_widths_on_cpu() -> Iterator[None]:
-    """Make RegNet compute its widths on the CPU.
-
-    It reads their values, which meta tensors do not have.
-    """
+    """Make RegNet compute its widths on the CPU, since meta tensors have no values to read."""
     from torchvision.models.regnet import BlockParams
 
     compute: Callable[..., BlockParams] = BlockParams.from_init_params

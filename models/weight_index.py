@@ -1,7 +1,4 @@
-"""List the files of weights in a model's folder.
-
-They come from the index of shards if the folder has one.
-"""
+"""List the files of weights in a model's folder, from its index of shards if it has one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Import torch without its compiler.
-
-torch imports the compiler needlessly, which takes a second.
-"""
+"""Import torch without its compiler, which it imports needlessly and which takes a second."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ FLAGS = {"fake_tensor_cache_enabled": True, "fake_tensor_cache_crosscheck_enable
 # `import torch._dynamo` takes about a second, in every process of a run. Most of torch only wants decorators from it.
 # The stand-ins have these; any other attribute imports the real module and removes the stand-ins.
 class _StandIn(ModuleType):
-    """A stand-in for a module of the compiler.
-
-    It imports the real module for any missing attribute.
-    """
+    """A stand-in for a compiler's module. A missing attribute imports the real module."""
 
     def __getattr__(self, name: str) -> object:
         is_package = name == "__path__" and self.__name__ == NAME  # read to import another module of the package
@@ -38,10 +32,7 @@ def _disable(fn: Callable[..., object] | None = None, *_: object, **__: object) 
 
 
 def _assume_constant_result(fn: Callable[..., object]) -> Callable[..., object]:
-    """Mark the function as the real decorator does, for a later compilation.
-
-    (transformers/integrations/deepgemm.py)
-    """
+    """Mark the function as the real decorator does (transformers/integrations/deepgemm.py)."""
     vars(fn)["_dynamo_marked_constant"] = True
     return fn
 
@@ -51,10 +42,7 @@ def _graph_break() -> None:
 
 
 def _is_compile_supported(device_type: str) -> bool:
-    """Call the real function, which torchvision imports but hardly ever calls.
-
-    (torchvision/ops/roi_align.py)
-    """
+    """Call the real function, which torchvision hardly ever calls (ops/roi_align.py)."""
     _remove_stand_ins()
     return importlib.import_module(f"{NAME}.utils").is_compile_supported(device_type)
 
@@ -64,18 +52,12 @@ def _clear_lru_cache() -> None:
 
 
 def _get_optimize_ddp_mode() -> str:
-    """Return torch's default, which DistributedDataParallel reads.
-
-    (torch/nn/parallel/distributed.py)
-    """
+    """Return torch's default, which DistributedDataParallel reads."""
     return "ddp_optimizer"
 
 
 def _transform_get_item_to_index() -> object:
-    """Return the real mode, which transformers needs to create masks with vmap.
-
-    (transformers/masking_utils.py)
-    """
+    """Return the real mode, which transformers needs for masks with vmap (masking_utils.py)."""
     _remove_stand_ins()
     return importlib.import_module(f"{NAME}._trace_wrapped_higher_order_op").TransformGetItemToIndex()
 

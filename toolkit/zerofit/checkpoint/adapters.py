@@ -60,10 +60,7 @@ def is_adapters(folder: Path) -> bool:
 
 
 def adapters_of(path: Path) -> Path | None:
-    """Return the folder of adapters; None without adapters.
-
-    It is `path`, or `model/` in a run without checkpoints.
-    """
+    """Return the folder of adapters: `path`, or `model/` in a run without checkpoints, or None."""
     saved = path / "model"
     if is_adapters(path):
         return path

@@ -16,10 +16,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A setting of a DeepSpeed JSON that prevents a resume in another layout.
-
-    With `always`, it prevents a resume in every layout.
-    """
+    """A setting that prevents a resume in another layout or, with `always`, in every layout."""
 
     key: str  # in the DeepSpeed JSON
     applies: Callable[[Config], bool]
@@ -126,9 +123,6 @@ def piece_by_piece(job: Job) -> bool:
 
 
 def _states(job: Job) -> str:
-    """Return the optimizer that the states belong to.
-
-    Types with equal states count as one optimizer.
-    """
+    """Return the optimizer of the states. Types with equal states count as one."""
     entry, kind = of_json(_kind(job.ds_config)), _kind(job.ds_config)
     return entry.name if entry else kind

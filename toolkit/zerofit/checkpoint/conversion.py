@@ -1,7 +1,4 @@
-"""Conversions of checkpoints: their result, forecast and progress.
-
-This module also decides whether an interrupted conversion continues.
-"""
+"""Conversions of checkpoints: their result, forecast, progress, and plan to continue."""
 
 from __future__ import annotations
 
@@ -45,10 +42,7 @@ class ConvertResult:
 
 
 def groups_of(state: FullState) -> list[ParameterGroup]:
-    """Return the optimizer's groups in the files.
-
-    Without groups, return matrices and vectors, as in zerofit's runs.
-    """
+    """Return the optimizer's groups in the files, or else matrices and vectors."""
     if state.groups:
         return state.groups
     matrices = [name for name in state.names if len(state.shape(name)) > 1]
@@ -103,10 +97,7 @@ def loss_scaling(numbers: dict[str, Any] | None, fp16: bool) -> dict[str, object
 
 
 def conversion_plan(checkpoint: Path, *options: object) -> dict[str, object]:
-    """Return the input and options of a conversion.
-
-    An interrupted conversion continues only if both are unchanged.
-    """
+    """Return input and options, which must be equal to continue an interrupted conversion."""
     root = checkpoint if checkpoint.is_dir() else checkpoint.parent
     files = sorted(file for file in root.rglob("*") if file.is_file()) if checkpoint.is_dir() else [checkpoint]
     seen = {str(file.relative_to(root)): [(s := file.stat()).st_size, s.st_mtime_ns] for file in files}

@@ -34,10 +34,7 @@ MISSING = "copy the files of all ranks into one folder; `zerofit ckpt verify` li
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedFiles:
-    """The files of one checkpoint, by rank.
-
-    A file is opened when it is needed; its tensors stay on disk.
-    """
+    """The files of one checkpoint, by rank. A file is opened when it is needed."""
 
     root: Path  # folder that the index's paths are relative to
     folder: Path
@@ -84,10 +81,7 @@ class DeepSpeedFiles:
 
     @property
     def tensor_ranks(self) -> int:
-        """The tensor parallel degree.
-
-        Without a pipeline's files, all model parallel ranks are tensor parallel.
-        """
+        """The tensor parallel degree. Without a pipeline, all model parallel ranks count."""
         return len({tp for _, tp in self.layers}) if self.layers else len(self.model_ranks)
 
     def model(self, mp: int) -> tuple[str, dict[str, Any]]:
@@ -143,10 +137,7 @@ class DeepSpeedFiles:
         return [name for file in own for name in self.load(file)]
 
     def optimizer_ranks(self, mp: int) -> list[int]:
-        """Return the data parallel ranks that wrote optimizer files.
-
-        They include ranks whose file is lost.
-        """
+        """Return the data parallel ranks that wrote optimizer files, also files that are lost."""
         ranks = sorted(dp for rank, dp in self.optimizers if rank == mp)
         first = self.load(self.optimizers[mp, ranks[0]])["optimizer_state_dict"]
         counts = first.get("partition_count") or self.model(mp)[1].get("dp_world_size") or len(ranks)
@@ -175,10 +166,7 @@ class Parts:
     def add(
         self, mp: int, name: str, shape: tuple[int, ...], start: int, numel: int, where: dict[str, Location]
     ) -> None:
-        """Add `numel` elements of a parameter from `start` on.
-
-        Model parallel rank `mp` wrote them to `where`.
-        """
+        """Add `numel` elements of a parameter from `start` on, written by model parallel rank `mp`."""
         tp = mp % self.tensor_ranks
         # tied weights are also in a later stage of a pipeline
         if numel and self.owners.setdefault((name, tp), mp) == mp:
@@ -187,10 +175,7 @@ class Parts:
 
 
 def lacks_experts(mapping: dict[str, Any], elements: int) -> bool:
-    """Return whether a mapping with experts does not cover its partition.
-
-    `elements`: the size of the partition.
-    """
+    """Return whether a mapping with experts does not cover its partition of `elements`."""
     has_experts = any(map(EXPERTS.fullmatch, mapping))
     return has_experts and sum(fragment.numel for fragment in mapping.values()) != elements
 

@@ -1,7 +1,4 @@
-"""The index of a checkpoint that a DeepSpeed engine wrote.
-
-It is built from the metadata in the files.
-"""
+"""The index of a checkpoint that a DeepSpeed engine wrote, from metadata in its files."""
 
 from __future__ import annotations
 
@@ -81,10 +78,7 @@ def _saved_weights(files: DeepSpeedFiles, tp: int) -> SavedWeights:
 
 
 def _add_stateless(files: DeepSpeedFiles, tp: int, weights: SavedWeights, parts: Parts) -> None:
-    """Add tensors without optimizer states.
-
-    They are frozen weights, buffers, and other names of tied weights.
-    """
+    """Add tensors without optimizer states: frozen weights, buffers, names of tied weights."""
     buffers = _buffers(files)
     for name, (file, keys, value) in weights.items():
         if tp in parts.shards.get(name, ()) or name in parts.ties:
@@ -100,11 +94,9 @@ def _buffers(files: DeepSpeedFiles) -> set[str]:
     return {name for mp in files.model_ranks for name in files.model(mp)[1].get("buffer_names") or []}
 
 
+# The optimizer numbers parameters in the order of its groups.
 def _add_unpartitioned(files: DeepSpeedFiles, tp: int, weights: SavedWeights, parts: Parts) -> None:
-    """Add the parameters of stage 0.
-
-    The optimizer numbers parameters in the order of its groups.
-    """
+    """Add the parameters of stage 0."""
     buffers = _buffers(files)
     storages: dict[tuple[int, int], str] = {}  # names of tensors with the same data
     for name, (_, _, value) in weights.items():
@@ -168,10 +160,7 @@ def _unpartitioned_places(
 def _experts_of(
     shapes: dict[str, tuple[int, ...]], files: DeepSpeedFiles, key: tuple[int, int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return a rank's parameters in a mixture of experts.
-
-    They are the shared ones, and those of its own experts.
-    """
+    """Return a rank's parameters in a mixture: the shared ones, and those of its experts."""
     numbers = {name: int(match[2]) for name in shapes if (match := EXPERTS.fullmatch(name))}
     if not files.expert_optimizers or not numbers:
         return shapes

@@ -19,10 +19,7 @@ from zerofit.checkpoint.optimizer_names import weight_states
 
 
 def add_flat_groups(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
-    """Add the parameters of stages 1 and 2.
-
-    Each rank has a part of each flat group, in the order of ranks.
-    """
+    """Add the parameters of stages 1 and 2. Ranks have consecutive parts of each flat group."""
     _, state = files.model(mp)
     shapes = {name: tuple(shape) for group in flat_groups(state) for name, shape in group.items()}
     parts.ties |= state.get("shared_params") or {}
@@ -47,10 +44,7 @@ def add_flat_groups(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
 
 
 def _lost_partition(files: DeepSpeedFiles, mp: int) -> dict[str, Any]:
-    """Return sizes and kinds of the tensors in a lost file's partition.
-
-    They are the same on all ranks.
-    """
+    """Return sizes and kinds of a lost file's tensors, which are the same on all ranks."""
     _, state = files.model(mp)
     if state.get("num_experts") or not state.get("module"):
         raise incomplete(files.folder, f"{', '.join(files.lost(mp).values())} is missing", MISSING)
@@ -67,10 +61,7 @@ def _lost_partition(files: DeepSpeedFiles, mp: int) -> dict[str, Any]:
 
 
 def _replaced(copy: Location, kinds: Iterable[str]) -> dict[str, Location]:
-    """Return the replacement of a lost stretch.
-
-    It has the weights from `copy`, and zeros for the optimizer's states.
-    """
+    """Return the replacement of a lost stretch: weights from `copy`, and zeros for states."""
     return {kind: replace(copy, lost=kind != MASTER) for kind in (MASTER, *kinds)}
 
 
@@ -130,10 +121,7 @@ def _flat_weights(saved: dict[str, Any]) -> list[Tensor]:
 def _flat_locations(
     files: DeepSpeedFiles, file: str, saved: dict[str, Any], group: int, offset: int
 ) -> dict[str, Location]:
-    """Return where a stretch of a flat group is stored.
-
-    The result has its master weights, and each state of the same length.
-    """
+    """Return where a flat group's master weights and states of the same length are stored."""
     own: Keys = ["optimizer_state_dict"]
     key = "single_partition_of_fp32_groups" if "single_partition_of_fp32_groups" in saved else "fp32_flat_groups"
     where = {MASTER: files.at(file, [*own, key, group], offset)}
@@ -157,10 +145,7 @@ def _flat_locations(
 
 
 def _global_name(local: str, dp: int, state: dict[str, Any]) -> str:
-    """Return a parameter's name in the full model.
-
-    A rank's files number the rank's own experts from 0.
-    """
+    """Return a parameter's name in the full model. Ranks number their own experts from 0."""
     match = EXPERTS.fullmatch(local)
     if match is None or not state.get("num_experts"):
         return local
@@ -172,10 +157,7 @@ def _global_name(local: str, dp: int, state: dict[str, Any]) -> str:
 
 
 def add_stage_three(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
-    """Add the parameters of stage 3.
-
-    Each rank has an equal part of each parameter, in flat sub-groups.
-    """
+    """Add the parameters of stage 3: each rank has an equal part of each, in sub-groups."""
     state = files.model(mp)[1]
     shapes = {name: tuple(shape) for group in flat_groups(state) for name, shape in group.items()}
     parts.ties |= state.get("shared_params") or {}

@@ -69,10 +69,7 @@ class _TargetWriter:
         return [kind for kind in dict.fromkeys(kinds) if kind != MASTER]
 
     def mapped(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return zeros in a memory-mapped file.
-
-        The file disappears when the tensor is no longer used.
-        """
+        """Return zeros in a memory-mapped file, which disappears with the tensor."""
         if not count:
             return torch.zeros(0, dtype=dtype)
         with self.scratch.open("wb") as file:  # without its blocks, a full disk would kill the process at a mapped page
@@ -82,10 +79,7 @@ class _TargetWriter:
         return tensor
 
     def flat(self, names: list[str], kind: str, first: int, count: int) -> Tensor:
-        """Return `count` elements of a flat group from `first` on.
-
-        Elements after the group's end are zero.
-        """
+        """Return `count` elements of a flat group from `first` on. After its end they are zero."""
         out = self.mapped(count)
         for name, skipped, start, end in self.stretches(names, first, first + count):
             if kind in self.state.kinds(name):
@@ -114,10 +108,7 @@ class _TargetWriter:
         return loss_scaling(self.state.counters.get("loss_scaler"), fp16=self.target.dtype == torch.float16)
 
     def save(self, path: Path, content: Callable[[], object]) -> None:
-        """Write a file completely or not at all.
-
-        If an interrupted call has written the file already, skip it.
-        """
+        """Write a file completely or not at all, unless an interrupted call has written it."""
         if path.exists():
             self.wrote(path.stat().st_size)
             return
@@ -199,10 +190,7 @@ def _weights(writer: _TargetWriter) -> dict[str, Tensor]:
 
 
 def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, object]:
-    """Return the optimizer state of one rank at stages 1 and 2.
-
-    (runtime/zero/stage_1_and_2.py, state_dict)
-    """
+    """Return a rank's optimizer state at stages 1 and 2 (runtime/zero/stage_1_and_2.py)."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
     ranks, masters, paddings, states, mappings = writer.target.ranks, [], [], {}, []
@@ -412,10 +400,7 @@ def convert_to(
 
 
 def _opened(checkpoint: Path, repair: bool, run: Run | None) -> tuple[FullState, Precision]:
-    """Open a checkpoint with its optimizer's groups.
-
-    Also return the precision of its training.
-    """
+    """Return a checkpoint with its optimizer's groups, and the precision of its training."""
     if not is_own(checkpoint) and (found := foreign_at(checkpoint)):
         state, precision = FullState(found.path, repair=repair, run=run), facts_of(found).precision
         named = {"bf16": "bf16", "fp16": "fp16"}.get(precision or "", "fp32")

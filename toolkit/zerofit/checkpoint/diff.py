@@ -25,15 +25,12 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRow:
-    """The difference between two tensors.
-
-    `apart`: elements whose bits differ after conversion to the wider type.
-    """
+    """The difference between two tensors, after conversion to the wider type."""
 
     name: str
     kind: str  # "fp32" for the tensor itself, or an optimizer state
     elements: int
-    apart: int
+    apart: int  # elements whose bits differ
     max_abs: float  # the largest |a - b|; infinite if one of them is not finite
     max_rel: float  # the largest |a - b| / max(|a|, |b|)
 
@@ -60,10 +57,7 @@ class CheckpointDiff:
         return sorted((row for row in self.rows if row.apart), key=lambda row: -row.max_abs)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the object for `zerofit ckpt diff --json`.
-
-        Equal tensors are counted but not listed.
-        """
+        """Return `zerofit ckpt diff --json`. Equal tensors are counted but not listed."""
         apart = self.apart
         return {
             "a": str(self.a),

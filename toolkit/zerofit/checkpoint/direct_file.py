@@ -27,11 +27,9 @@ CACHESTAT = 451  # the number of the system call
 FEW_BYTES = 1 << 15  # fewer are read through the cache: as headers, they share their blocks with other reads
 
 
+# Memory is reused, because the first use of a page takes as long as a read.
 class _Buffers(threading.local):
-    """Aligned memory of a thread.
-
-    It is reused, because the first use of a page takes as long as a read.
-    """
+    """Aligned memory of a thread."""
 
     def __init__(self):
         own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # by default processes that are forked would share the memory
@@ -42,10 +40,7 @@ BUFFERS = _Buffers()
 
 
 class DirectFile:
-    """An open file.
-
-    If the file system does not support O_DIRECT, all data passes through the page cache.
-    """
+    """An open file. Data passes through the page cache if the system requires it."""
 
     def __init__(self, path: Path | str, flags: int = os.O_RDONLY):
         self._cached = self._direct = os.open(path, flags)
@@ -96,10 +91,7 @@ class DirectFile:
             return 0
 
     def _directly(self, call: Callable[[int], int]) -> int:
-        """Return the number of bytes that `call` moves.
-
-        The page cache is used only if the system requires it.
-        """
+        """Return the bytes that `call` moves, with the page cache if the system requires it."""
         descriptor = self._direct  # another thread may change it
         try:
             return call(descriptor)
@@ -117,10 +109,7 @@ class DirectFile:
             call(self._cached, 0, ctypes.c_longlong(0), ctypes.c_longlong(os.fstat(self._cached).st_size))
 
     def write_bytes(self, place: int, data: memoryview) -> list[tuple[int, bytes]]:
-        """Write the full blocks of `data`.
-
-        Returns the bytes before and after these blocks, for `write_edges`.
-        """
+        """Write the full blocks of `data`. Return the bytes around them, for `write_edges`."""
         # The kernel does not allow cached and direct writes to neighboring blocks at the same time, so the edges wait.
         first = -place % BLOCK
         end = max(first + (len(data) - first) // BLOCK * BLOCK, first)
@@ -137,10 +126,7 @@ class DirectFile:
 
 
 def pages_in_cache(file: int, place: int, size: int) -> float:
-    """Return how many pages of a part of an open file are in the page cache.
-
-    Returns infinity before Linux 6.5.
-    """
+    """Return how many pages of a part are in the page cache; infinity before Linux 6.5."""
     span, counts = (ctypes.c_uint64 * 2)(place, max(size, 0)), (ctypes.c_uint64 * 5)()
     call = getattr(ctypes.CDLL(None), "syscall", None)
     known = sys.platform == "linux" and call and call(ctypes.c_long(CACHESTAT), file, span, counts, 0) == 0

@@ -23,10 +23,7 @@ class NumbersFile(DirectFile):
         return torch.frombuffer(part, dtype=dtype, count=count) if count else torch.empty(0)
 
     def read_cached(self, place: int, out: Tensor) -> bool:
-        """Read flat numbers from byte `place` on into `out`.
-
-        Returns False if some are not in the page cache.
-        """
+        """Read flat numbers into `out`. Return False if some are not in the page cache."""
         part = out.view(torch.uint8).numpy().data
         return self._read_cached(part, place) == len(part)
 
@@ -36,10 +33,7 @@ class NumbersFile(DirectFile):
 
 
 def buffer(place: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return (count,) numbers in the thread's memory.
-
-    They are aligned for `NumbersFile.write` to write them to byte `place`.
-    """
+    """Return (count,) numbers in the thread's memory, aligned for a write to byte `place`."""
     return torch.frombuffer(BUFFERS.written, dtype=dtype, count=count, offset=place % BLOCK)
 
 
@@ -54,11 +48,9 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.split(SERIAL), b.split(SERIAL), strict=True))
 
 
+# bfloat16 stands for another type of 8 bits, since torch promotes none of those.
 def wider(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """Return the narrowest type that has all numbers of both types.
-
-    bfloat16 stands for another type of 8 bits.
-    """
+    """Return the narrowest type that has all numbers of both types."""
     if a == b:
         return a
     return torch.promote_types(*(torch.bfloat16 if t.is_floating_point and t.itemsize == 1 else t for t in (a, b)))

@@ -210,10 +210,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _write_foreign_adapters(state: FullState, source: Path, out: Path, dtype: Precision) -> ExportResult:
-    """Write adapters in peft's format, in which names omit the adapter's name.
-
-    Frozen weights are not written.
-    """
+    """Write adapters in peft's format, without their name and without frozen weights."""
     names = {}
     for name in state.names:
         owner, _, rest = name.partition(".modules_to_save.")

@@ -82,10 +82,7 @@ class Foreign:
 
 
 def foreign_at(path: Path) -> Foreign | None:
-    """Return another program's checkpoint at `path`.
-
-    It is the one that the file `latest` names, else the newest.
-    """
+    """Return another program's checkpoint: the one that `latest` names, else the newest."""
     found = foreign_in(path)
     latest = latest_of(path) if path.is_dir() else None
     named = [entry for entry in found if latest is not None and entry.files == path / latest]
@@ -93,10 +90,7 @@ def foreign_at(path: Path) -> Foreign | None:
 
 
 def foreign_in(path: Path) -> list[Foreign]:
-    """List another program's checkpoints in a folder, sorted by step.
-
-    `path` can also be a single file.
-    """
+    """List another program's checkpoints in a folder, sorted by step, or a single file."""
     if path.is_file():
         form = FILES.get(path.suffix)
         return [Foreign(path=path, files=path, format=form, program="a state dict")] if form else []
@@ -163,18 +157,12 @@ def _is_distributed_model(path: Path, child: Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the files of a model's weights.
-
-    They are named as by `save_pretrained` and DeepSpeed's `save_16bit_model`.
-    """
+    """List weights named as by `save_pretrained` and DeepSpeed's `save_16bit_model`."""
     return [file for pattern in WEIGHTS for file in sorted(folder.glob(pattern))]
 
 
 def state_dict_files(found: Foreign) -> list[Path]:
-    """List the files of a state dict.
-
-    If the names of the files show how many there are, also list missing ones.
-    """
+    """List the files of a state dict, also missing ones if the names show their number."""
     files = [found.files]
     if found.files.is_dir():
         tensors = sorted(found.files.glob("*.safetensors"))
@@ -186,10 +174,7 @@ def state_dict_files(found: Foreign) -> list[Path]:
 
 
 def other_format(path: Path) -> str | None:
-    """Describe the format of a file or folder that zerofit does not read.
-
-    Returns None if the format is unknown.
-    """
+    """Describe the format of a file or folder that zerofit does not read, or return None."""
     if path.is_dir():
         return next((text for pattern, text in OTHERS.items() if any(path.glob(pattern))), None)
     try:

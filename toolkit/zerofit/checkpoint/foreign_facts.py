@@ -207,10 +207,7 @@ def _system_error(error: Exception) -> str | None:
 
 
 def _changed_records(opened: UncachedReader) -> list[str]:
-    """Return the records of a torch file whose CRC-32 differs.
-
-    Raises BadZipFile if the file is incomplete.
-    """
+    """Return a torch file's records with another CRC-32. Raises BadZipFile if it is cut."""
     bad, archive = [], zipfile.ZipFile(cast("IO[bytes]", opened))
     for info in archive.infolist():
         try:
@@ -391,11 +388,9 @@ def _remedy(found: Foreign) -> str:
     return f"; `zerofit ckpt export` writes the 16-bit weights of {copy}, but no run can resume from them"
 
 
+# Their master weights differ from the model files' weights.
 def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
-    """Find files of other runs or steps at ZeRO 1 and 2.
-
-    Their master weights differ from the model files' weights.
-    """
+    """Find files of other runs or steps at ZeRO 1 and 2."""
     files, damage = DeepSpeedFiles.of(found), {}
     if found.stage_three or not files.optimizers:
         return []

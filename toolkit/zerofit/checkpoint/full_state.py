@@ -160,10 +160,7 @@ class FullState:
         return math.prod(self.shape(name))
 
     def kinds(self, name: str) -> list[str]:
-        """List the kinds of a tensor.
-
-        They are "fp32" and, for a parameter after the first step, the optimizer's states.
-        """
+        """List the kinds of a tensor: "fp32" and, for parameters, the optimizer's states."""
         return [MASTER] if name in self._buffers else list(self._shards_of(name)[0].where)
 
     @property
@@ -176,10 +173,7 @@ class FullState:
         return list(_by_cut(self._shards_of(name)).values())
 
     def read(self, name: str, kind: str = MASTER, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a parameter or state in full shape as `dtype`, or a buffer.
-
-        Only this tensor is in memory.
-        """
+        """Return a parameter or state in full shape as `dtype`, or a buffer. Reads only this."""
         if name in self._buffers:
             return self.buffer(name)
         shape = self.shape(name)
@@ -282,10 +276,7 @@ class FullState:
         return self._shards[self.ties.get(name, name)]
 
     def _stored(self, shard: Shard, kind: str, start: int, numel: int) -> Tensor:
-        """Return (numel,) elements of a shard from `start` on.
-
-        They are mapped into memory and in the file's type.
-        """
+        """Return (numel,) elements of a shard, mapped into memory, in the file's type."""
         where = shard.where[kind]
         if where.lost:
             return torch.zeros(numel)
@@ -334,11 +325,9 @@ class FullState:
             raise self._incomplete(f"the index names {file!r}, which is outside the checkpoint")
         return path.resolve()
 
+    # `convert` writes files with these names.
     def _check_names(self) -> None:
-        """Raise an error for names that point outside the folder.
-
-        `convert` writes files with these names.
-        """
+        """Raise an error for names that point outside the folder."""
         kinds = {kind for shards in self._shards.values() for shard in shards for kind in shard.where}
         for name in (*self.names, *self._buffers, *self.ties, *kinds):
             if not stays_inside(name):
@@ -373,10 +362,7 @@ FOREIGN: dict[str, Callable[[Foreign], RankIndex]] = {
 
 
 def _indexes(checkpoint: Path, run: Run | None) -> Iterable[RankIndex]:
-    """Return the index of each rank.
-
-    It is read from zerofit's files, or built for another program's checkpoint.
-    """
+    """Return the index of each rank: zerofit's own, or built for another program's checkpoint."""
     found = None if (checkpoint / "ranks").is_dir() else foreign_at(checkpoint)
     if found and found.format in ("torch", "safetensors"):
         return [state_dict_index(found, run)]
@@ -391,10 +377,7 @@ def full_model(checkpoint: Path) -> FullState:
 
 
 def _without_wrappers(prefix: str, own: bool, name: str) -> str:
-    """Return the name in the model.
-
-    Wrappers of torch.compile, FSDP 1 and activation checkpointing add to names.
-    """
+    """Return the name without torch.compile's, FSDP 1's and checkpointing's wrappers."""
     return prefix + (name if own else WRAPPERS.sub("", name))
 
 

@@ -1,7 +1,4 @@
-"""Write a model's folder, completely or not at all.
-
-It has safetensors files, written tensor by tensor, and zerofit.json.
-"""
+"""Write a model's folder, completely or not at all: safetensors files and zerofit.json."""
 
 from __future__ import annotations
 
@@ -177,10 +174,7 @@ class TensorEntry:
 
 
 def cut(entries: list[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
-    """Split the entries, in order, into files of at most `most_bytes`.
-
-    A larger tensor gets its own file.
-    """
+    """Split the entries into files of at most `most_bytes`. A larger tensor has its own file."""
     files: list[list[TensorEntry]] = [[]]
     free = most_bytes  # in the last file
     for entry in entries:
@@ -215,10 +209,7 @@ class TensorFile:
             offset += entry.bytes
 
     def write(self, name: str, tensor: Tensor | LazyTensor, wrote: Callable[[int], None] = lambda count: None) -> None:
-        """Write one tensor. `wrote` gets the number of bytes of each piece.
-
-        Raises the errors of `pieces`.
-        """
+        """Write one tensor. `wrote` gets the bytes of each piece. Raises the errors of `pieces`."""
         for piece in self.pieces(name, tensor):
             wrote(piece())
 
@@ -241,10 +232,7 @@ class TensorFile:
             yield partial(self._write_piece, name, fill, start, end)
 
     def _write_piece(self, name: str, fill: Callable[[Tensor, int], None], start: int, end: int) -> int:
-        """Write the elements `start` to `end` of a tensor.
-
-        The last piece of the file also writes all edges.
-        """
+        """Write a tensor's elements `start` to `end`. The last piece also writes all edges."""
         place, entry = self._places[name]
         out = buffer(place + start * entry.dtype.itemsize, end - start, entry.dtype)
         fill(out, start)
@@ -272,10 +260,7 @@ def write_file(
 
 
 def check_file(path: Path, entries: list[TensorEntry]) -> None:
-    """Read a file's header again and compare it with `entries`.
-
-    Raises RunFailed "export-damaged".
-    """
+    """Read a file's header again and compare it. Raises RunFailed "export-damaged"."""
     expected = {e.name: (list(e.shape), SAFETENSORS_NAMES[e.dtype]) for e in entries}
     try:
         with safe_open(path, framework="pt") as file:
@@ -381,10 +366,7 @@ class ModelInfo:
 
 
 def read_model_info(folder: Path) -> ModelInfo | None:
-    """Read zerofit.json in a model's folder; None if the file does not exist.
-
-    Raises UserError for a bad file.
-    """
+    """Read zerofit.json in a model's folder, if it exists. Raises UserError for a bad file."""
     file = folder / CARD
     if not file.is_file():
         return None

@@ -1,7 +1,4 @@
-"""Find parameter names for the indices in torch's optimizer state dicts.
-
-The indices follow the order of groups.
-"""
+"""Find parameter names for indices in torch's optimizer states, in the order of groups."""
 
 from __future__ import annotations
 

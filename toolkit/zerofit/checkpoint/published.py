@@ -1,7 +1,4 @@
-"""Write the files of a published model, tensor by tensor.
-
-They are a transformers folder, or one safetensors file.
-"""
+"""Write a published model tensor by tensor: a transformers folder, or a safetensors file."""
 
 from __future__ import annotations
 
@@ -129,10 +126,7 @@ class PublishedTensor:
 
 
 class PublishedModel:
-    """The published form of a model on the meta device.
-
-    It is transformers' format, or the model's state_dict.
-    """
+    """The published form of a model on meta: transformers' format, or its state_dict."""
 
     def __init__(self, model: nn.Module, transformers: bool):
         self.model, self.transformers = model, transformers

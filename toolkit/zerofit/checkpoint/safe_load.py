@@ -39,17 +39,11 @@ class InertFragment:
 
 
 class InertLossScaler:
-    """The attributes of a loss scaler: cur_scale.
-
-    A dynamic scaler also has cur_iter, cur_hysteresis and settings.
-    """
+    """The attributes of a loss scaler: cur_scale; of a dynamic one also cur_iter and settings."""
 
 
 class Inert:
-    """A placeholder for objects that are not needed.
-
-    Examples: arguments of a script, numpy's random states.
-    """
+    """A placeholder for objects that are not needed: a script's arguments, random states."""
 
     def __init__(self, *values: object, **named: object):
         pass
@@ -95,10 +89,7 @@ _TRUSTED = ContextVar("trusted", default=False)
 
 @contextmanager
 def trusted_pickles(trusted: bool) -> Iterator[None]:
-    """Let `load` create objects of any class within the block, if `trusted`.
-
-    This is --trust-pickle. Their code may run.
-    """
+    """Let `load` create objects of any class, whose code may run (--trust-pickle)."""
     token = _TRUSTED.set(trusted)
     try:
         yield
@@ -235,10 +226,7 @@ PLAIN: dict[tuple[str, str], object] = {
 
 
 def load_metadata(path: Path) -> Any:
-    """Load the `.metadata` of a PyTorch distributed checkpoint, without running code.
-
-    Raises the errors of `load`.
-    """
+    """Load the `.metadata` of a distributed checkpoint without running code, or raise as `load`."""
     try:
         metadata = read_pickle(path, _MetadataReader)
         if not isinstance(metadata.storage_data, dict) or not isinstance(metadata.state_dict_metadata, dict):

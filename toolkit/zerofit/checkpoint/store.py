@@ -75,19 +75,13 @@ class FrozenWeights:
 
 
 def checksum_text(total: int) -> str:
-    """Return the checksum of frozen weights as text.
-
-    `total`: the sum over all parts (`models.checksums`).
-    """
+    """Return the checksum of frozen weights from the sum over all parts (`models.checksums`)."""
     return f"{total % WORD:016x}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of a checkpoint: all files with sizes and checksums, and the job.
-
-    It is written last.
-    """
+    """The content of a checkpoint: files with sizes and checksums, and the job. Written last."""
 
     step: Count  # optimizer steps done
     samples: Count  # samples consumed: the position in the sequence of samples to resume from
@@ -107,10 +101,7 @@ class Manifest:
         return sum(mark.bytes for mark in self.files.values())
 
     def write(self, checkpoint: Path) -> None:
-        """Write the manifest with its own checksum into the checkpoint's folder.
-
-        It is flushed to the disk.
-        """
+        """Write the manifest with its own checksum, and flush it to the disk."""
         job = self.job.to_dict() | {"inputs": inputs_to_dict(self.inputs)}
         content = field_data(self, "job", "inputs") | {"job": job}
         write_text(checkpoint / MANIFEST, json.dumps({**content, "checksum": checksum_of(content)}, indent=1))
@@ -181,10 +172,7 @@ class Damage:
 
 
 def quick_look(checkpoint: Path) -> tuple[Manifest | None, list[Damage]]:
-    """Return the manifest, and damage that shows without reading the files.
-
-    Such damage is missing files and wrong sizes.
-    """
+    """Return the manifest, and damage that shows without reading: missing files, wrong sizes."""
     try:
         manifest = read_manifest(checkpoint)
     except ManifestError as error:
@@ -266,10 +254,7 @@ class Store:
         on_damaged: Callable[[CheckpointEntry], None] = lambda _: None,
         progress: Callable[[str], None] | None = None,
     ) -> CheckpointEntry | None:
-        """Return the newest checkpoint without damage.
-
-        Calls `on_damaged` for each newer, damaged one.
-        """
+        """Return the newest checkpoint without damage. Call `on_damaged` for newer ones."""
         for entry in reversed(self.entries()):
             damage = entry.damage or verify(entry.path, progress)
             if not damage:
@@ -282,10 +267,7 @@ class Store:
         return self.folder / f"{STAGING}{folder_name(step)}"
 
     def make_visible(self, step: int) -> Path:
-        """Rename the staging folder to the checkpoint of its step.
-
-        Archives an existing checkpoint of that name.
-        """
+        """Rename the staging folder to its step's checkpoint. Archive an older one of that name."""
         target, staging = self.folder / folder_name(step), self.staging_path(step)
         # A run that resumed from an earlier step reaches this step again: the older checkpoint is kept under another
         # name, and folders are synced before the rename, since a crash could otherwise show the name without its
@@ -334,10 +316,7 @@ class Store:
 
 
 def folder_name(step: int) -> str:
-    """Return the name of a checkpoint's folder, such as `step-00000100`.
-
-    These names sort by step.
-    """
+    """Return the name of a step's folder, such as `step-00000100`. These names sort by step."""
     return f"{PREFIX}{step:08}"
 
 
@@ -348,10 +327,7 @@ def step_of(path: Path) -> int | None:
 
 
 def _own_step(path: Path) -> int | None:
-    """Return the result of `step_of`, but None for a universal checkpoint.
-
-    Its folder's name contains the step, too.
-    """
+    """Return the result of `step_of`, but None for a universal checkpoint."""
     return None if (path / "zero").is_dir() else step_of(path)
 
 
@@ -362,10 +338,7 @@ def sync_folders(folder: Path) -> None:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether zerofit wrote this path.
-
-    It is a checkpoint, a run's folder, or its checkpoints folder.
-    """
+    """Return whether zerofit wrote a checkpoint, a run's folder, or its checkpoints folder."""
     own = path.is_dir() and ((path / MANIFEST).is_file() or _own_step(path.absolute()) is not None)
     return own or any(Store(folder).entries() for folder in (path / CHECKPOINTS, path))
 

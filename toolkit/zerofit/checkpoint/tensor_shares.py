@@ -1,7 +1,4 @@
-"""Join weights that are split over tensor parallel ranks.
-
-The rules are in the files, or those of Megatron.
-"""
+"""Join weights of tensor parallel ranks, by rules in the files or by Megatron's rules."""
 
 from __future__ import annotations
 
@@ -40,10 +37,7 @@ WIDE, NARROW = "dense_h_to_4h.weight", "dense_4h_to_h.weight"
 
 
 def whole_shards(found: Foreign, parts: Parts, rules: dict[str, Any] | None) -> list[Shard]:
-    """Return all shards as parts of the full tensors.
-
-    Raises UserError "no-whole-view" if there are no rules.
-    """
+    """Return shards as parts of full tensors. Raises UserError "no-whole-view" without rules."""
     if parts.tensor_ranks == 1:
         return [shard for ranks in parts.shards.values() for shard in ranks[0]]
     unknown = []
@@ -61,11 +55,9 @@ def whole_shards(found: Foreign, parts: Parts, rules: dict[str, Any] | None) -> 
     return [shard for name, ranks in parts.shards.items() for shard in _joined(found, shares, name, ranks)]
 
 
+# These stack two matrices, so they have twice the rows.
 def _gated(parts: Parts) -> list[str]:
-    """Return patterns for Megatron's gated layers.
-
-    These stack two matrices, so they have twice the rows.
-    """
+    """Return patterns for Megatron's gated layers."""
     gated = []
     for name, ranks in parts.shards.items():
         other = parts.shards.get(name.replace(WIDE, NARROW))
@@ -76,10 +68,7 @@ def _gated(parts: Parts) -> list[str]:
 
 @dataclass(frozen=True)
 class _Rules:
-    """The patterns that DeepSpeed saves as `universal_checkpoint_info`.
-
-    (deepspeed/checkpoint/constants.py)
-    """
+    """DeepSpeed's `universal_checkpoint_info` (deepspeed/checkpoint/constants.py)."""
 
     saved: dict[str, Any]
 

@@ -1,7 +1,4 @@
-"""Index checkpoints of torch's own tools, and DeepSpeed's universal checkpoints.
-
-torch's tools write distributed checkpoints and state dicts.
-"""
+"""Index torch's distributed checkpoints and state dicts, and DeepSpeed's universal ones."""
 
 from __future__ import annotations
 
@@ -64,10 +61,7 @@ def _index(
 
 
 def distributed_folders(found: Foreign) -> list[Path]:
-    """Return the folders of a distributed checkpoint.
-
-    Accelerate has the optimizer in `optimizer_0`.
-    """
+    """Return a distributed checkpoint's folders. Accelerate has the optimizer in `optimizer_0`."""
     optimizer = found.files.with_name(found.files.name.replace("pytorch_model_fsdp", "optimizer"))
     return [found.files, *([optimizer] if optimizer != found.files and optimizer.is_dir() else [])]
 
@@ -83,10 +77,7 @@ def distributed_index(found: Foreign) -> RankIndex:
 
 
 def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dict[str, Location]) -> None:
-    """Add a folder's scalars to `scalars`, and its tensors' chunks to `tensors`.
-
-    A chunk is (description, chunk, location).
-    """
+    """Add a folder's scalars, and its tensors' chunks: (description, chunk, location)."""
     if not (folder / METADATA).is_file():
         raise incomplete(folder, f"{METADATA} is missing (rank 0 writes it last)", "use an older checkpoint")
     metadata = safe_load.load_metadata(folder / METADATA)
@@ -194,10 +185,7 @@ def _prefix(weights: list[str], states: list[str]) -> str:
 
 
 def _chunk_shard(found: Foreign, name: str, shape: tuple[int, ...], chunk: Any, where: dict[str, Location]) -> Shard:
-    """Return a block of a tensor as a shard.
-
-    A block with incomplete rows becomes part of a `TensorSlice`.
-    """
+    """Return a block of a tensor as a shard, with a `TensorSlice` if its rows are incomplete."""
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     columns = [dim for dim in range(1, len(shape)) if sizes[dim] != shape[dim]]
     if len(columns) > 1:
@@ -341,10 +329,7 @@ def _model_order(config: Path | None, run: Run | None) -> list[str]:
 
 
 def _states_in(content: object, file: str) -> dict[str, object]:
-    """Return the content and the place of torch's optimizer state dict in a file.
-
-    Returns {} if there is none.
-    """
+    """Return content and place of torch's optimizer state dict in a file; {} without one."""
     for key in STATES:
         base, keys = content.get(key) if isinstance(content, dict) else None, [key]
         if isinstance(base, list) and base:
@@ -378,10 +363,7 @@ def _groups(
 
 
 def universal_index(found: Foreign) -> RankIndex:
-    """Build the index of DeepSpeed's universal checkpoint.
-
-    It has one file per parameter and state.
-    """
+    """Build the index of a universal checkpoint, with a file per parameter and state."""
     shards, step = [], None
     for file in sorted((found.files / "zero").glob("*/fp32.pt")):
         states = {f.stem: f for f in sorted(file.parent.glob("*.pt")) if f.stem != "step"}
@@ -398,11 +380,9 @@ def universal_index(found: Foreign) -> RankIndex:
     return _index(shards, counters, 1, [], groups=_universal_groups(found, {shard.name for shard in shards}))
 
 
+# A group's `params` count entries of `param_shapes`.
 def _universal_groups(found: Foreign, names: Container[str]) -> list[ParameterGroup]:
-    """Return the optimizer's groups of these parameters.
-
-    A group's `params` count entries of `param_shapes`.
-    """
+    """Return the optimizer's groups of these parameters."""
     shared, models = found.files / "zero/optimizer_state.pt", sorted(found.files.glob("*mp_rank_00_model_states.pt"))
     entries = safe_load.load(shared).get("param_groups") if shared.is_file() else None
     shapes = safe_load.load(models[0]).get("param_shapes") if models else None

@@ -87,10 +87,7 @@ def convert(
 
 
 def _not_loaded(state: FullState) -> str:
-    """Name what DeepSpeed does not load from a universal checkpoint.
-
-    (runtime/engine.py, _load_checkpoint)
-    """
+    """Name what DeepSpeed does not load (runtime/engine.py, _load_checkpoint)."""
     trained = {name for group in state.groups for name in group.names}
     frozen = [name for name in state.names if name not in trained] if trained else []
     kinds = (("buffers", state.buffers), ("frozen weights", frozen))
@@ -184,10 +181,7 @@ def _counters(source: Path) -> dict[str, Any]:
 
 
 def _optimizer_globals(source: Path) -> dict[str, Any] | None:
-    """Return the optimizer's state that is not per parameter.
-
-    It is ZeRO's globals, parameter groups and the step count.
-    """
+    """Return the optimizer's state that is not per parameter: globals, groups, step count."""
     files = sorted(source.glob("*_optim_states.pt")) or sorted(source.glob("mp_rank_*_model_states.pt"))
     saved = safe_load.load(files[0])
     own = _own_state(saved)

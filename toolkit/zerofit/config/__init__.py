@@ -1,4 +1,1 @@
-"""Turns a run and a layout into the engine's DeepSpeed JSON.
-
-All conflicts are found before a rank starts.
-"""
+"""Turns a run and a layout into the engine's JSON. Finds conflicts before a rank starts."""

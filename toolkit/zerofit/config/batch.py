@@ -1,7 +1,4 @@
-"""Batch sizes.
-
-Global batch = micro batch x gradient accumulation steps x data parallel degree.
-"""
+"""Global batch = micro batch x gradient accumulation steps x data parallel degree."""
 
 from __future__ import annotations
 
@@ -72,10 +69,7 @@ def regroup(batch: Batch, inner: int, ranks: int) -> tuple[int, Batch] | None:
 
 
 def shown(batch: Batch) -> str:
-    """Describe a batch.
-
-    An example is "3 data parallel ranks x micro batch 4 x 2 accumulation steps = 24 samples per step".
-    """
+    """Describe a batch: "3 data parallel ranks x micro batch 4 x 2 ... = 24 samples per step"."""
     parts = f"{counted(batch.dp, 'data parallel rank')} x micro batch {_sizes(batch)} x "
     parts += counted(batch.accumulation, "accumulation step")
     return f"{parts} = {batch.total} samples per step"

@@ -71,10 +71,7 @@ DEGREES = ("tensor_parallel", "sequence_parallel", "expert_parallel")
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The run, layout and batch sizes that `decide` returns.
-
-    The model and the data are not known in detail yet.
-    """
+    """The run, layout and batch sizes, before the model and the data are known in detail."""
 
     run: Run
     layout: Layout
@@ -131,10 +128,7 @@ def decide(
 
 
 def with_recipe(decision: Decision, kind: Kind, facts: ModelFacts, steps: int) -> Decision:
-    """Return the decision with the default learning rate and weight decay.
-
-    They depend on the model, the batch and the steps.
-    """
+    """Return the decision with learning rate and weight decay for model, batch and steps."""
     run, values = decision.run, {}
     if "lr" in decision.open:
         values["lr"] = peak_lr(kind, run.optimizer or "adamw", decision.batch.total, facts.parameters)
@@ -150,10 +144,7 @@ def where(finding: Finding, document: Document, place: str) -> str:
 
 
 def _check_json(document: Document, run: Run, machine: Machine, place: str, problems: Problems) -> list[Finding] | None:
-    """Return warnings about the JSON.
-
-    Returns None if it has errors, which are added to `problems`.
-    """
+    """Return warnings about the JSON, or None if it has errors, which are added to `problems`."""
     setting = TargetHardware(pipeline=run.stages, accelerator=machine.accelerator, precisions=machine.precisions)
     entry = of_json(get(document.config, "optimizer.type"))
     settled = {(rule.code, rule.path) for rule in (entry.rules if entry else ()) if rule.settled}

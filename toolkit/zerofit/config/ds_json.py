@@ -42,10 +42,7 @@ def bundled() -> dict[str, Path]:
 
 
 def find_config(name: str, where: str = "--ds-config") -> Path:
-    """Return the file for `--ds-config NAME`: a path, or a name in ds_configs/.
-
-    Raises UserError.
-    """
+    """Return the file for `--ds-config NAME`: a path, or a bundled name. Raises UserError."""
     path = Path(name)
     if name == "-" or (path.exists() and not path.is_dir()):  # is_file() is false for a pipe
         return path
@@ -157,10 +154,7 @@ def parse_text(text: str, *, yaml: bool = False) -> Document:
 
 
 def _as_yaml(text: str, yaml: bool, marks: Sequence[str] = ()) -> Document | None:
-    """Parse a YAML that is for GPT-NeoX or another program, or has a key in `marks`.
-
-    Returns None for all other texts.
-    """
+    """Parse a YAML for GPT-NeoX or another program, or with a key in `marks`; else None."""
     if len(text) > LARGEST_YAML:
         return None
     try:

@@ -1,7 +1,4 @@
-"""Fills in the "auto" values of a run's DeepSpeed JSON.
-
-The result is the plain JSON for the engine.
-"""
+"""Fills in the "auto" values of a run's DeepSpeed JSON: the plain JSON for the engine."""
 
 from __future__ import annotations
 
@@ -96,10 +93,7 @@ def resolve(
     steps: int,
     problems: Problems,
 ) -> dict[str, Any]:
-    """Return the plain DeepSpeed JSON of a run.
-
-    An "auto" that cannot be filled is added to `problems`.
-    """
+    """Return the plain DeepSpeed JSON of a run. An "auto" that stays is a problem."""
     resolved = copy.deepcopy(dict(config))
     for path in NULLABLE:
         if get(resolved, path) is None:
@@ -136,11 +130,9 @@ def resolve(
     return resolved
 
 
+# In a combined layout zerofit, not DeepSpeed, creates the groups.
 def _fill_degrees(config: dict[str, object], layout: Layout, problems: Problems) -> None:
-    """Fill in the degrees.
-
-    For a combined layout remove them, because zerofit, not DeepSpeed, creates the groups.
-    """
+    """Fill in the degrees, or remove them for a combined layout."""
     if layout.combined:
         for key in ("tensor_parallel", "sequence_parallel_size", "expert_parallel"):
             config.pop(key, None)
@@ -202,10 +194,7 @@ def warmup_steps(run: Run, steps: int) -> int:
 def reasons(
     config: Mapping[str, object], resolved: Mapping[str, object], decision: Decision, facts: ModelFacts
 ) -> list[dict[str, Any]]:
-    """Return `path`, `value` and `why` of each value that is not in the file.
-
-    They are in the order of the resolved JSON.
-    """
+    """Return `path`, `value` and `why` of each value that is not in the file, in order."""
     words = {
         "micro": decision.batch.micro,
         "accumulation": decision.batch.accumulation,

@@ -1,7 +1,4 @@
-"""Chooses a different micro batch for each rank.
-
-They come from a list, or are in proportion to the ranks' measured speed.
-"""
+"""Chooses a micro batch for each rank: from a list, or by the ranks' measured speed."""
 
 from __future__ import annotations
 
@@ -78,10 +75,7 @@ def check_shares(run: Run, layout: Layout, problems: Problems) -> None:
 
 
 def check_weighted(run: Run, facts: ModelFacts, problems: Problems) -> None:
-    """Check that the loss is averaged over samples.
-
-    Otherwise unequal micro batches change the gradients.
-    """
+    """Check that the loss is averaged over samples, as unequal micro batches require."""
     own = (facts.own and run.loss is None) or not facts.gives_logits or facts.experts is not None
     if run.micro_batch_by_rank and (run.loss == "mse" or facts.task == "gan" or own):
         what = "its routers' loss" if facts.experts is not None else "its loss"

@@ -72,10 +72,7 @@ def _check_experts(layout: Layout, problems: Problems) -> None:
 
 
 def check_optimizer(run: Run, layout: Layout, config: Mapping[str, object], problems: Problems) -> None:
-    """Check that the optimizer works with clipping and the layout.
-
-    `run` must have all defaults filled in.
-    """
+    """Check the optimizer with clipping and the layout. `run` has all defaults filled in."""
     accumulation = run.gradient_accumulation_steps or 1
     setting = TrainingSetting(
         precision=run.precision,
@@ -106,10 +103,7 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, object], prob
 
 
 def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
-    """Check the layout against the model.
-
-    Degrees must divide its dimensions, and its kind must be supported.
-    """
+    """Check that the layout divides the model's dimensions and supports its kind."""
     if layout.tp > 1:
         _check_tensor_parallel(layout, run, facts, problems)
     if layout.sp > 1:
@@ -150,11 +144,9 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
         problems.add("layout", message, "use stage 0, 1 or 2", "zero_optimization.stage")
 
 
+# For example, in-place collectives change tensors that it keeps.
 def _check_selective(run: Run, layout: Layout, problems: Problems) -> None:
-    """Refuse settings untested with selective checkpointing.
-
-    E.g. in-place collectives change tensors that it keeps.
-    """
+    """Refuse settings untested with selective checkpointing."""
     used = {"--tensor-parallel": layout.tp > 1, "--sequence-parallel": layout.sp > 1, "--compile": run.compile}
     used |= {"--expert-parallel": layout.ep > 1, "--quantize": run.quantize is not None}
     used["--activation-offload"] = run.activation_offload
@@ -211,10 +203,7 @@ def _check_tensor_parallel(layout: Layout, run: Run, facts: ModelFacts, problems
 
 
 def _check_heads(name: str, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
-    """Check that the degrees divide the heads.
-
-    The tensor degree divides them first, then the sequence degree.
-    """
+    """Check that the degrees divide the heads: the tensor degree, then the sequence degree."""
     sequence = name == "--sequence-parallel"
     degree, sharers = (layout.sp, layout.tp) if sequence else (layout.tp, 1)
     if facts.attention_heads is None:
