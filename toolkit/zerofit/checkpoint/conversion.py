@@ -58,6 +58,7 @@ def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:
     """
     name = max(state.names, key=lambda name: state.numel(name))
     numel = state.numel(name)
+    # a part of the largest parameter is read and written, which measures both disks
     start, probe = time.monotonic(), state.read_flat(name, MASTER, 0, min(numel, PROBE))
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     with writable(out), tempfile.TemporaryFile(dir=existing) as file:

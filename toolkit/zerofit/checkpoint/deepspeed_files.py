@@ -180,7 +180,7 @@ def lacks_experts(mapping: dict[str, Any], elements: int) -> bool:
     return has_experts and sum(fragment.numel for fragment in mapping.values()) != elements
 
 
-def flat_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
+def flat_groups(state: dict[str, Any]) -> list[dict[str, torch.Size]]:
     """Return the shapes of the flat groups. Releases before 0.4 saved a single dictionary."""
     shapes = state.get("param_shapes") or []
     return [shapes] if isinstance(shapes, dict) else list(shapes)

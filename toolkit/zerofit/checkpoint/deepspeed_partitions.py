@@ -30,6 +30,7 @@ def add_flat_groups(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
         file = files.optimizers.get((mp, dp), "")
         saved = files.load(file)["optimizer_state_dict"] if file else _lost_partition(files, mp)
         shuffled = (state.get("ds_config") or {}).get("zero_optimization", {}).get("round_robin_gradients")
+        # ranks of different experts have the same names for them in their files
         names = {local: _global_name(local, dp, state) for local in shapes}
         before = {local: done[name] for local, name in names.items()}
         for group, fragments in enumerate(_fragments(saved, flat_groups(state), before, bool(shuffled))):
@@ -87,7 +88,7 @@ def partitioned_groups(files: DeepSpeedFiles, stage_three: bool) -> list[Paramet
 
 
 def _fragments(
-    saved: dict[str, Any], groups: list[dict[str, Any]], done: dict[str, int], shuffled: bool
+    saved: dict[str, Any], groups: list[dict[str, torch.Size]], done: dict[str, int], shuffled: bool
 ) -> Iterator[list[tuple[str, int, int]]]:
     """Yield, for each group, the parameters in a rank's partition.
 
@@ -179,6 +180,7 @@ def add_stage_three(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
         for name, shape in shapes.items():
             total = math.prod(shape)
             share = -(-total // len(ranks))
+            # a sub-group has full shares; after its last share the next sub-group begins
             while offset + share > lengths[group]:
                 if offset < lengths[group]:
                     raise incomplete(files.folder, f"{file}: a sub-group ends within {name}", MISSING)

@@ -156,7 +156,7 @@ def _optimizer_file(target: Target, rank: int) -> str:
     return f"{bf16}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-def _model_states(writer: _TargetWriter) -> dict[str, Any]:
+def _model_states(writer: _TargetWriter) -> dict[str, object]:
     counters, target = writer.state.counters, writer.target
     precision = {torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": {"enabled": True}}}
     return {
@@ -253,7 +253,7 @@ def _unpartitioned(writer: _TargetWriter) -> dict[str, Any]:
     return scale | {"optimizer_state_dict": base, "fp32_groups": masters}
 
 
-def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], folder: Path) -> None:
+def _write_stage_three(writer: _TargetWriter, common: dict[str, object], folder: Path) -> None:
     """Write each rank's files of stage 3 (runtime/zero/stage3.py, _rigid_state_dict)."""
     state, target = writer.state, writer.target
     subs = [(n, names) for n, group in enumerate(writer.groups) for names in _sub_groups(writer, group.names)]
@@ -269,11 +269,11 @@ def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], folder: Pa
     ]
     versions = {key: common[key] for key in ("ds_version", "ds_config")}
 
-    def weights(rank: int) -> dict[str, Any]:
+    def weights(rank: int) -> dict[str, object]:
         fragments = {name: _share(writer, [name], MASTER, rank, target.dtype) for name in frozen}
         return model | {"frozen_param_fragments": fragments or None}
 
-    def partition(rank: int) -> dict[str, Any]:
+    def partition(rank: int) -> dict[str, object]:
         return {
             "zero_stage": 3,
             **writer.loss_scaling(),
@@ -294,7 +294,7 @@ def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], folder: Pa
         writer.save(folder / _optimizer_file(target, rank), _optimizer_states(partial(partition, rank), versions))
 
 
-def _optimizer_states(partition: Callable[[], dict[str, Any]], versions: dict[str, Any]) -> Callable[[], object]:
+def _optimizer_states(partition: Callable[[], dict[str, object]], versions: dict[str, object]) -> Callable[[], object]:
     return lambda: {"optimizer_state_dict": partition(), **versions}
 
 
@@ -314,6 +314,7 @@ def _sub_groups(writer: _TargetWriter, names: list[str]) -> list[list[str]]:
 def _share(writer: _TargetWriter, names: list[str], kind: str, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a rank's equal part of each parameter, concatenated."""
     state, ranks = writer.state, writer.target.ranks
+    # every rank has an equal part; those of the last ranks may be shorter or empty, and end with zeros
     sizes = [-(-state.numel(name) // ranks) for name in names]
     out, offset = writer.mapped(sum(sizes), dtype), 0
     for name, size in zip(names, sizes, strict=True):

@@ -104,19 +104,20 @@ def _in_folder(path: Path) -> Iterator[Foreign]:
     trainer = (path / "trainer_state.json").is_file()
     accelerate = any(path.glob("random_states_*.pkl"))
     by = "Trainer (%s)" if trainer else "Accelerate (%s)" if accelerate else "%s"
-    tags = [child for child in (path, *_children(path)) if _has_states(child) and not _is_universal(child)]
+    folders = [path, *_children(path)]
+    tags = [folder for folder in folders if _has_states(folder) and not _is_universal(folder)]
     for tag in tags:
         lightning = path.suffix == ".ckpt" or tag.name == "checkpoint"
         program = "Lightning (DeepSpeed)" if lightning else by % "DeepSpeed"
         root = path if len(tags) == 1 else tag  # one of several checkpoints is named by its own folder
         yield Foreign(path=root, files=tag, format="deepspeed", program=program, step=_step(tag, path))
-    universal = [] if tags else [child for child in (path, *_children(path)) if _is_universal(child)]
+    universal = [] if tags else [folder for folder in folders if _is_universal(folder)]
     for tag in universal:
         root = path if len(universal) == 1 else tag
         yield Foreign(path=root, files=tag, format="universal", program="DeepSpeed universal", step=_step(tag, path))
     if tags or universal:
         return
-    sharded = next((child for child in (path, *_children(path)) if _is_distributed_model(path, child)), None)
+    sharded = next((folder for folder in folders if _is_distributed_model(path, folder)), None)
     if sharded:
         program = by % "PyTorch DCP" if sharded == path or not sharded.name.startswith("pytorch_model_fsdp") else ""
         yield Foreign(
@@ -152,8 +153,9 @@ def _is_universal(tag: Path) -> bool:
 
 
 def _is_distributed_model(path: Path, child: Path) -> bool:
-    here = child == path or child.name.startswith("pytorch_model_fsdp")
-    return here and ((child / METADATA).is_file() or any(child.glob("__*_*.distcp")))
+    # the folder of an Accelerate checkpoint has the model and the optimizer in folders of their own
+    may_be_model = child == path or child.name.startswith("pytorch_model_fsdp")
+    return may_be_model and ((child / METADATA).is_file() or any(child.glob("__*_*.distcp")))
 
 
 def weight_files(folder: Path) -> list[Path]:

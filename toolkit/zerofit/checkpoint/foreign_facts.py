@@ -211,7 +211,7 @@ def _changed_records(opened: UncachedReader) -> list[str]:
     bad, archive = [], zipfile.ZipFile(cast("IO[bytes]", opened))
     for info in archive.infolist():
         try:
-            with archive.open(info) as record:
+            with archive.open(info) as record:  # at the end of a record, zipfile compares its CRC-32
                 while record.read(1 << 20):
                     pass
         except zipfile.BadZipFile as error:
@@ -299,12 +299,14 @@ def _rank_damage(found: Foreign) -> list[Damage]:
     for name in (*files.models.values(), *files.optimizers.values()):
         content = files.load(name)
         own = content.get("optimizer_state_dict") if OPTIM_STATES.fullmatch(name) else None
+        base = own and (own.get("base_optimizer_state") or own.get("optimizer_state_dict"))
+        groups = base.get("param_groups", []) if isinstance(base, dict) else []
         facts[name] = {
             "step": content.get("global_steps") if own is None else step_count(own),
             "release": content.get("ds_version"),
             "DeepSpeed JSON": repr(content.get("ds_config")),
             "param_shapes": repr(content.get("param_shapes")) if own is None and len(files.model_ranks) == 1 else None,
-            "learning rate": repr([g.get("lr") for g in _groups_of(own)]) if own else None,
+            "learning rate": repr([group.get("lr") for group in groups]) if own else None,
         }
     # a file with another value than most files is from another step or run
     for kinds in (list(files.models.values()), list(files.optimizers.values())):
@@ -318,11 +320,6 @@ def _rank_damage(found: Foreign) -> list[Damage]:
                         difference = f"{facts[name][fact]}, not {usual}"
                     damage.append(Damage(file=_name(files, name), kind="mixed", message=f"{fact}: {difference}"))
     return damage
-
-
-def _groups_of(saved: dict[str, object]) -> list[dict[str, Any]]:
-    base = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict")
-    return base.get("param_groups", []) if isinstance(base, dict) else []
 
 
 def _name(files: DeepSpeedFiles, name: str) -> str:

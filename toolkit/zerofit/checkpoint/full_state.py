@@ -105,7 +105,7 @@ class FullState:
                     message = f"{self._folder} cannot be read as a full model: {index.unsupported}"
                     hint = "resume in the layout that wrote it, then save in another layout"
                     raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where=str(self._folder)))
-                full_name = partial(_without_wrappers, prefix, self._own)
+                full_name = partial(_full_name, prefix, self._own)
                 order |= dict.fromkeys(full_name(name) for name in index.names)
                 self.ties |= {full_name(name): full_name(source) for name, source in index.ties.items()}
                 self.counters = self.counters or index.counters
@@ -376,7 +376,7 @@ def full_model(checkpoint: Path) -> FullState:
     return FullState(checkpoint, GAN_ENGINES if gan else ONE_ENGINE)
 
 
-def _without_wrappers(prefix: str, own: bool, name: str) -> str:
+def _full_name(prefix: str, own: bool, name: str) -> str:
     """Return the name without torch.compile's, FSDP 1's and checkpointing's wrappers."""
     return prefix + (name if own else WRAPPERS.sub("", name))
 
@@ -393,7 +393,7 @@ def _are_one_tensor(shares: Mapping[TensorSlice | None, object], shape: tuple[in
     cuts = [cut for cut in shares if cut is not None]
     if not cuts:
         return True
-    dims = {(cut.dim, cut.joined) for cut in cuts}
+    dims = {(cut.dim, cut.joined) for cut in cuts}  # all cuts are along one dimension
     ranges = sorted(span for cut in cuts for span in cut.ranges)
     if len(cuts) != len(shares) or len(dims) != 1 or sum(max(dims)) >= len(shape):
         return False

@@ -124,7 +124,7 @@ class EngineIndex:
     groups: list[ParameterGroup] = field(default_factory=list)  # if another program's files have them
 
 
-def scaler_numbers(scaler: object) -> dict[str, Any] | None:
+def scaler_numbers(scaler: object) -> dict[str, float] | None:
     """Return the numbers of an fp16 loss scaler, given as an object or a dict.
 
     A static scale has only `cur_scale`. For bf16 and fp32, whose scale is always 1, return None.

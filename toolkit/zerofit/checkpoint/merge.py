@@ -22,6 +22,7 @@ from zerofit.models.checksums import part_checksum
 from zerofit.models.deferred import Stored
 from zerofit.models.inputs import Inputs
 from zerofit.models.partial import lora_layers, name_without_adapters
+from zerofit.models.presets import ModelArgs
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.local_machine import host_memory
 
@@ -40,7 +41,7 @@ class TrainedPart:
 
     source: ModelSource  # of the base model
     inputs: Inputs | None
-    model_args: dict[str, Any]
+    model_args: ModelArgs
     seed: int
     dtype: torch.dtype  # type of the frozen weights in training
     model: nn.Module  # on meta, with adapters

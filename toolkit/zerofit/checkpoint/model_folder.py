@@ -15,7 +15,6 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -26,6 +25,7 @@ from zerofit.checkpoint.direct_file import PIECE
 from zerofit.checkpoint.direct_io import NumbersFile, buffer, copy
 from zerofit.checkpoint.store import FrozenWeights, sync_folders
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
+from zerofit.models.presets import ModelArgs
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.files import sync_file, sync_folder, write_json
 from zerofit.spec.foreign import read_json
@@ -323,7 +323,7 @@ class ModelInfo:
     """Facts needed to evaluate or use a saved model, in addition to its weights."""
 
     model: str  # as in the run; the architecture of transformers models is in config.json
-    model_args: dict[str, Any]
+    model_args: ModelArgs
     task: Task
     inputs: Inputs
     loss: str | None  # of a user's model that returns no loss

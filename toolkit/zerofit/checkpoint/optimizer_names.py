@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,9 @@ def weight_states(states: dict[str, object], numel: int) -> list[str]:
     return [kind for kind, value in numbers.items() if value.is_floating_point() and value.numel() >= numel]
 
 
-def state_names(base: dict[str, Any], shapes: Shapes, masters: Any = None) -> list[list[tuple[int, str]]] | None:
+def state_names(
+    base: dict[str, Any], shapes: Shapes, masters: Sequence[Sequence[Tensor]] | None = None
+) -> list[list[tuple[int, str]]] | None:
     """Return the index and the name of each parameter, by group.
 
     Returns None if no known order matches the shapes. `masters` are the weights of each group, if the file has them.
@@ -39,11 +42,19 @@ def state_names(base: dict[str, Any], shapes: Shapes, masters: Any = None) -> li
         for names, group in zip(named, groups, strict=True)
     ):
         return [list(zip(group, names, strict=True)) for group, names in zip(groups, named, strict=True)]
-    known = [[_shape(base["state"].get(number)) for number in group] for group in groups]
+    # shapes from the files, in the order of groups; None if a parameter has no states
+    known: list[list[tuple[int, ...] | None]] = []
+    for group in groups:
+        known.append([])
+        for number in group:
+            state = base["state"].get(number) or {}
+            kinds = weight_states(state, 0)
+            known[-1].append(tuple(state[kinds[0]].shape) if kinds else None)
     if masters:
         known = [[tuple(master.shape) for master in group] for group in masters]
     elif any(len(group) == 1 for group in groups) and sum(map(len, groups)) < len(shapes):
         known = [[None] * len(group) for group in groups]
+    # adapters' states may be those of all parameters, or of adapters alone
     for trained in (shapes, {name: shape for name, shape in shapes.items() if "lora_" in name}):
         for rule in RULES:
             ordered = [[n for n, s in trained.items() if rule(n, s)], [n for n, s in trained.items() if not rule(n, s)]]
@@ -54,13 +65,10 @@ def state_names(base: dict[str, Any], shapes: Shapes, masters: Any = None) -> li
     return None
 
 
-def _fits(names: list[list[str]], groups: list[list[int]], known: list[list[Any]], shapes: Shapes) -> bool:
+def _fits(
+    names: list[list[str]], groups: list[list[int]], known: list[list[tuple[int, ...] | None]], shapes: Shapes
+) -> bool:
     if [len(group) for group in names] != [len(group) for group in groups]:
         return False
     pairs = (pair for own, seen in zip(names, known, strict=True) for pair in zip(own, seen, strict=True))
     return all(shape is None or shape == shapes[name] for name, shape in pairs)
-
-
-def _shape(state: dict[str, Any] | None) -> tuple[int, ...] | None:
-    kinds = weight_states(state or {}, 0)
-    return tuple(state[kinds[0]].shape) if state and kinds else None

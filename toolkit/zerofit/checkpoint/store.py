@@ -156,7 +156,7 @@ def files_of(checkpoint: Path) -> list[str]:
     return sorted(name for name in names if name != MANIFEST)
 
 
-def checksum_of(content: dict[str, Any]) -> str:
+def checksum_of(content: dict[str, object]) -> str:
     """Return the checksum for a manifest with this content."""
     plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(plain.encode())
@@ -177,7 +177,15 @@ def quick_look(checkpoint: Path) -> tuple[Manifest | None, list[Damage]]:
         manifest = read_manifest(checkpoint)
     except ManifestError as error:
         return None, [Damage(file=MANIFEST, kind="manifest", message=str(error))]
-    damage = [d for name, mark in manifest.files.items() if (d := _look(checkpoint, name, mark))]
+    damage = []
+    for name, mark in manifest.files.items():
+        path = checkpoint / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            damage.append(Damage(file=name, kind="missing"))
+        elif size != mark.bytes:
+            kind = "truncated" if size < mark.bytes else "size"
+            damage.append(Damage(file=name, kind=kind, message=f"{size} bytes instead of {mark.bytes}"))
     step = step_of(checkpoint)
     if step is not None and step != manifest.step:
         message = f"the folder is named for step {step}, but its manifest is for step {manifest.step}"
@@ -206,23 +214,12 @@ def verify(checkpoint: Path, progress: Callable[[str], None] | None = None) -> l
     return sorted(damage, key=lambda d: d.file)
 
 
-def _look(checkpoint: Path, name: str, mark: FileMark) -> Damage | None:
-    path = checkpoint / name
-    if not path.is_file():
-        return Damage(file=name, kind="missing")
-    size = path.stat().st_size
-    if size == mark.bytes:
-        return None
-    kind = "truncated" if size < mark.bytes else "size"
-    return Damage(file=name, kind=kind, message=f"{size} bytes instead of {mark.bytes}")
-
-
 def _read(checkpoint: Path, name: str, mark: FileMark) -> list[Damage]:
     try:
-        same = mark_of(checkpoint / name) == mark
+        is_same = mark_of(checkpoint / name) == mark
     except OSError as error:
         return [Damage(file=name, kind="unreadable", message=str(error))]
-    return [] if same else [Damage(file=name, kind="changed", message="its content differs from what was written")]
+    return [] if is_same else [Damage(file=name, kind="changed", message="its content differs from what was written")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,12 +304,12 @@ class Store:
         complete = [entry for entry in self.entries() if not entry.damage]
         steps = {entry.step for entry in complete[-keep_last:]}
         steps |= {entry.step for entry in complete if keep_every and entry.step % keep_every == 0}
-        gone = [entry.path for entry in complete if entry.step not in steps]
-        for path in gone:
+        pruned = [entry.path for entry in complete if entry.step not in steps]
+        for path in pruned:
             deleting = path.with_name(DELETING + path.name)
             os.rename(path, deleting)  # so that a kill during deletion does not leave a partial checkpoint
             shutil.rmtree(deleting, ignore_errors=True)
-        return gone
+        return pruned
 
 
 def folder_name(step: int) -> str:
@@ -339,8 +336,8 @@ def sync_folders(folder: Path) -> None:
 
 def is_own(path: Path) -> bool:
     """Return whether zerofit wrote a checkpoint, a run's folder, or its checkpoints folder."""
-    own = path.is_dir() and ((path / MANIFEST).is_file() or _own_step(path.absolute()) is not None)
-    return own or any(Store(folder).entries() for folder in (path / CHECKPOINTS, path))
+    is_checkpoint = path.is_dir() and ((path / MANIFEST).is_file() or _own_step(path.absolute()) is not None)
+    return is_checkpoint or any(Store(folder).entries() for folder in (path / CHECKPOINTS, path))
 
 
 def store_of(path: Path, where: str = "PATH") -> Store | None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,19 +43,37 @@ STATISTICS = (".running_mean", ".running_var")  # batch norm's buffers
 Keys = list[str | int]
 
 
+class _Chunk(Protocol):
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+
+
+class _TensorDescription(Protocol):
+    size: Sequence[int]
+
+
+_Tensors = dict[str, list[tuple[_TensorDescription, _Chunk, Location]]]  # the chunks of each tensor
+
+
 def _index(
-    parameters: list[Shard], counters: dict[str, Any], world_size: int, buffers: list[SavedBuffer], **more: Any
+    parameters: list[Shard],
+    counters: dict[str, object],
+    world_size: int,
+    buffers: list[SavedBuffer],
+    ties: dict[str, str] | None = None,
+    notes: Sequence[str] = (),
+    groups: Sequence[ParameterGroup] = (),
 ) -> RankIndex:
     blank = {"global_samples": 0, "skipped_steps": 0, "lr_scheduler": {}, "loss_scaler": None}
     engine = EngineIndex(
         names=list(dict.fromkeys(shard.name for shard in parameters)),
         parameters=parameters,
         buffers=buffers,
-        ties=more.get("ties", {}),
+        ties=ties or {},
         counters=blank | {"lr_scheduler": {"last_epoch": counters["global_steps"]}} | counters,
         unsupported=None,
-        notes=more.get("notes", []),
-        groups=more.get("groups", []),
+        notes=list(notes),
+        groups=list(groups),
     )
     return RankIndex(world_size=world_size, engines={STATE: engine})
 
@@ -69,14 +87,14 @@ def distributed_folders(found: Foreign) -> list[Path]:
 def distributed_index(found: Foreign) -> RankIndex:
     """Build the index of a PyTorch distributed checkpoint from its `.metadata`."""
     folders = distributed_folders(found)
-    tensors: dict[str, list[tuple[Any, Any, Path]]] = {}
+    tensors: _Tensors = {}
     scalars: dict[str, Location] = {}
     for folder in folders:
         _collect(found, folder, tensors, scalars)
     return _named_index(found, tensors, scalars)
 
 
-def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dict[str, Location]) -> None:
+def _collect(found: Foreign, folder: Path, tensors: _Tensors, scalars: dict[str, Location]) -> None:
     """Add a folder's scalars, and its tensors' chunks: (description, chunk, location)."""
     if not (folder / METADATA).is_file():
         raise incomplete(folder, f"{METADATA} is missing (rank 0 writes it last)", "use an older checkpoint")
@@ -103,7 +121,8 @@ def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dic
         tensors.setdefault(place.fqn, []).append((described, chunk, where))
 
 
-def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Location]) -> RankIndex:
+def _named_index(found: Foreign, tensors: _Tensors, scalars: dict[str, Location]) -> RankIndex:
+    # get_state_dict names a state optim.state.NAME.KIND; all other tensors are weights and buffers
     states: dict[str, dict[str, str]] = {}  # key by name and kind
     owners: dict[str, str] = {}
     for key in tensors:
@@ -141,7 +160,7 @@ def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Loc
     return _index(shards, counters, len(ranks), buffers, notes=notes, groups=_distributed_groups(found, scalars))
 
 
-def _grad_scaler(folder: Path) -> dict[str, Any] | None:
+def _grad_scaler(folder: Path) -> dict[str, float] | None:
     """Convert the state of torch's GradScaler to the numbers of DeepSpeed's loss scaler.
 
     The Trainer and Accelerate save this state. Return None if the checkpoint has no such state.
@@ -184,7 +203,7 @@ def _prefix(weights: list[str], states: list[str]) -> str:
     return firsts.pop() if len(firsts) == 1 and "model." in firsts else ""
 
 
-def _chunk_shard(found: Foreign, name: str, shape: tuple[int, ...], chunk: Any, where: dict[str, Location]) -> Shard:
+def _chunk_shard(found: Foreign, name: str, shape: tuple[int, ...], chunk: _Chunk, where: dict[str, Location]) -> Shard:
     """Return a block of a tensor as a shard, with a `TensorSlice` if its rows are incomplete."""
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     columns = [dim for dim in range(1, len(shape)) if sizes[dim] != shape[dim]]
@@ -195,6 +214,7 @@ def _chunk_shard(found: Foreign, name: str, shape: tuple[int, ...], chunk: Any, 
     if columns:
         cut = TensorSlice(columns[0], ((offsets[columns[0]], sizes[columns[0]]),))
         share[columns[0]] = sizes[columns[0]]
+    # in a share that has full rows, the chunk is one stretch of the flattened tensor
     row = math.prod(share[1:])
     start, count = (offsets[0] * row, sizes[0] * row) if shape else (0, 1)
     return Shard(name=name, shape=shape, cut=cut, start=start, numel=count, where=where)

@@ -172,7 +172,7 @@ def _save(value: object, path: Path) -> None:
         torch.save(value, file)
 
 
-def _counters(source: Path) -> dict[str, Any]:
+def _counters(source: Path) -> dict[str, object]:
     """Return the counters, which are equal in the model states files of all ranks."""
     files = sorted(source.glob("*model_states.pt"))
     files = [file for file in files if "mp_rank" in file.name]  # a pipeline's layers have files too

@@ -23,6 +23,7 @@ def solve(given: Mapping[str, Any], dp: int, least: int, where: str, problems: P
     micro, steps, total = (given.get(k) for k in ("micro_batch", "gradient_accumulation_steps", "global_batch"))
     if total is None:
         return Batch(micro=micro or DEFAULT_MICRO, accumulation=steps or least, dp=dp)
+    # global batch = micro batch x accumulation steps x dp: the missing sizes follow from the given ones
     if micro is None and steps is not None:
         micro = max(1, total // (dp * steps))
     elif micro is None:
@@ -60,6 +61,7 @@ def regroup(batch: Batch, inner: int, ranks: int) -> tuple[int, Batch] | None:
     does not grow, since memory was planned for it; gradient accumulation compensates. Return None if not even one data
     parallel rank is left.
     """
+    # the most data parallel ranks that divide the global batch
     for dp in range(ranks // inner, 0, -1):
         if batch.total % dp == 0:
             share = batch.total // dp

@@ -208,6 +208,7 @@ def _layout(
     run = request.run
     tp, pp, sp = merged.get("tensor_parallel", 1), run.stages, merged.get("sequence_parallel", 1)
     inner = tp * pp * sp
+    # by default all devices that the other degrees can use
     ranks = run.ranks or max(machine.devices // inner * inner, inner)
     if ranks % inner:
         problems.add(

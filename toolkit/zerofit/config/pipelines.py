@@ -21,6 +21,7 @@ def most_stages(run: Run, ranks: int, layers: int | None) -> int:
     and the other ranks are data parallel. `layers`: None if unknown.
     """
     most = max(1, ranks // (run.tensor_parallel * run.sequence_parallel))
+    # stages divide the ranks, so that all stages have equally many data parallel replicas
     for stages in range(most, 1, -1):
         if most % stages == 0 and (layers is None or pipeline_parts(stages, run.pipeline_schedule) <= layers):
             return stages
@@ -65,9 +66,11 @@ def check_layers(run: Run, layout: Layout, facts: ModelFacts, problems: Problems
     parts = pipeline_parts(layout.pp, run.pipeline_schedule)
     if layout.pp == 1 or facts.layers is None or parts <= facts.layers:
         return
-    each = parts // layout.pp
-    needs = f"{parts} layers (two per stage with --pipeline-schedule dualpipev)" if each > 1 else f"{parts} layers"
+    parts_per_stage = parts // layout.pp
+    needs = f"{parts} layers"
+    if parts_per_stage > 1:
+        needs += " (two per stage with --pipeline-schedule dualpipev)"
     message = f"--pipeline {layout.pp} needs at least {needs}, but {run.model} has {facts.layers}"
-    fewer = facts.layers // each
-    hint = f"use --pipeline {fewer} or less" if fewer > 1 or each == 1 else "leave --pipeline-schedule out"
+    fewer = facts.layers // parts_per_stage
+    hint = f"use --pipeline {fewer} or less" if fewer > 1 or parts_per_stage == 1 else "leave --pipeline-schedule out"
     problems.add("layout", message, hint, "--pipeline")

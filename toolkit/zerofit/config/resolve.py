@@ -95,7 +95,7 @@ def resolve(
 ) -> dict[str, Any]:
     """Return the plain DeepSpeed JSON of a run. An "auto" that stays is a problem."""
     resolved = copy.deepcopy(dict(config))
-    for path in NULLABLE:
+    for path in NULLABLE:  # DeepSpeed reads null as a missing object
         if get(resolved, path) is None:
             drop(resolved, path)
     run, layout, batch = decision.run, decision.layout, decision.batch

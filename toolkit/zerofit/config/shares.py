@@ -46,7 +46,7 @@ def shared_out(samples: int, speeds: Sequence[float], most: int) -> tuple[int, .
 
     Each sample goes to the rank that would finish it first, which minimizes the time of the slowest rank.
     """
-    shares = [1] * len(speeds)
+    shares = [1] * len(speeds)  # samples of each rank; the rest is dealt out one by one
     for _ in range(samples - len(speeds)):
         free = [rank for rank, share in enumerate(shares) if share < most]
         shares[min(free, key=lambda rank: (shares[rank] + 1) / speeds[rank])] += 1
