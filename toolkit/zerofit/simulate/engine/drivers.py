@@ -28,7 +28,7 @@ def start(
     """Return a rank's trainer. The model is built in phase "build", and the engine in phase "init"."""
     initialize = deepspeed.initialize
 
-    def announced(*args: Any, **kwargs: Any) -> Any:
+    def announced(*args: object, **kwargs: object) -> Any:
         on_built(kwargs["model"])
         log.begin("init")
         return initialize(*args, **kwargs)

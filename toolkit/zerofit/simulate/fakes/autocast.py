@@ -116,7 +116,7 @@ def _kernel(op: OpOverload, policy: str, key: DispatchKey, cache: CastCache) -> 
         op = getattr(op.overloadpacket, _WITH_DTYPE[op.name()])
     excluded, names = DispatchKeySet(key), [one.name for one in op._schema.arguments]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         with _ExcludeDispatchKeyGuard(excluded):
             if policy == APPEND:
                 return op(*args, **kwargs, dtype=torch.float32 if cache.eligible(args[0]) else args[0].dtype)

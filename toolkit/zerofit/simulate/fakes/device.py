@@ -183,7 +183,7 @@ class SimulatedGpu(SimulatedHost):
         """Wait for all streams."""
         self._meter.streams.synchronize()
 
-    def pin_memory(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def pin_memory(self, tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return a copy in pinned memory. The CPU accelerator's own method does nothing."""
         if _TORCH_PINS:
             return DeepSpeedAccelerator.pin_memory(self, tensor, *args, **kwargs)

@@ -32,7 +32,7 @@ def tensor_constructor() -> None:
 
     original = torch.tensor
 
-    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> object:
+    def tensor(*args: object, device: Any = None, **kwargs: object) -> object:
         made = original(*args, **kwargs)
         if device is None:
             return made
@@ -109,7 +109,7 @@ def backend_keys() -> None:
     """
     original = torch.Tensor._make_subclass
 
-    def make_subclass(cls: type, data: Any, require_grad: bool = False, **kwargs: Any) -> Any:
+    def make_subclass(cls: type, data: Any, require_grad: bool = False, **kwargs: object) -> Any:
         if kwargs.get("device_for_backend_keys") is not None:
             kwargs["device_for_backend_keys"] = torch.device("cpu")
         return original(cls, data, require_grad, **kwargs)
@@ -133,7 +133,7 @@ def attention() -> None:
     def takes_flash(params: Any, debug: bool = False) -> bool:
         return params.query.dtype != torch.float32 and params.attn_mask is None
 
-    def scaled_dot_product_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def scaled_dot_product_attention(query: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         device = query.device.type
         if device in ("cpu", "meta") or query.is_nested:
             return original(query, *args, **kwargs)

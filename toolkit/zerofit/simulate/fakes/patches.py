@@ -293,7 +293,7 @@ def small_values() -> None:
     """
     original = torch.linspace
 
-    def linspace(*args: Any, **kwargs: Any) -> object:
+    def linspace(*args: object, **kwargs: object) -> object:
         made = original(*args, **kwargs)
         if isinstance(made, FakeTensor) and made.device.type == "cpu" and made.numel() <= _SMALL:
             with unset_fake_temporarily():

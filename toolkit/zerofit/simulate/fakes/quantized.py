@@ -131,7 +131,7 @@ def _or_fakes(weight: Any, state: Mapping[str, object]) -> Callable[..., object]
 
     kind = type(weight.__name__, (FakeTensor, weight), {"__deepcopy__": copied})
 
-    def new(cls: Any, data: Any = None, requires_grad: bool = False, **given: Any) -> Any:
+    def new(cls: Any, data: Any = None, requires_grad: bool = False, **given: object) -> Any:
         if not isinstance(data, FakeTensor):
             return original(cls, data, requires_grad, **given)
         made: Any = data.detach().requires_grad_(requires_grad)

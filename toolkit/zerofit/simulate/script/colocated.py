@@ -100,7 +100,7 @@ class ColocatedEngine:
     Like vLLM, it raises ValueError if `gpu_memory_utilization` leaves no memory for a cache of one sequence.
     """
 
-    def __init__(self, meter: ScriptTracker, log: PhaseLog, target: ScriptTarget, model: str, **given: Any):
+    def __init__(self, meter: ScriptTracker, log: PhaseLog, target: ScriptTarget, model: str, **given: object):
         config = AutoConfig.from_pretrained(model, trust_remote_code=bool(given.get("trust_remote_code")))
         served = ServedModel.of(model, config, _parameters(config))
         settings = _settings(config, given).settled(served, target.device)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
-from torch._C._distributed_c10d import BuiltinCommHookType
+from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
@@ -35,10 +35,26 @@ from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS, WITHOUT_HYBRID_ENGI
 from zerofit.spec.memory_kinds import BUCKETS, GRADIENTS
 from zerofit.spec.units import shown_bytes
 
+if TYPE_CHECKING:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
+
 _WORTH_SAYING = 1 << 20  # bytes
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_reduce_coalesced")
 _rules = torch.library.Library("c10d", "IMPL")  # removes its rules when it is deleted
+
+
+class _Zero3Parameter(Protocol):
+    """A parameter with the attributes that ZeRO-3 adds."""
+
+    ds_numel: int  # elements of the full parameter
+    ds_persist: bool  # whether it stays gathered
+
+    def element_size(self) -> int: ...
 
 
 def process_groups(target: ScriptTarget) -> None:
@@ -55,7 +71,7 @@ def process_groups(target: ScriptTarget) -> None:
             with unset_fake_temporarily():
                 init("fake", store=FakeStore(), rank=target.rank, world_size=target.world_size)
 
-    def group(ranks: Any = None, *_: Any, **__: Any) -> Any:
+    def group(ranks: list[int] | None = None, *_: object, **__: object) -> object:
         with _disable_current_modes():
             return new_group(ranks)
 
@@ -81,7 +97,7 @@ def object_lists(meter: ScriptTracker, target: ScriptTarget) -> None:
     The collectives that give their result to all ranks are in `simulate.fakes.patches.object_collectives`.
     """
 
-    def gather_object(obj: Any, object_gather_list: Any = None, *_: object, **__: object) -> None:
+    def gather_object(obj: object, object_gather_list: list[object] | None = None, *_: object, **__: object) -> None:
         if object_gather_list is not None:
             object_gather_list[:] = [obj] * len(object_gather_list)
 
@@ -89,10 +105,10 @@ def object_lists(meter: ScriptTracker, target: ScriptTarget) -> None:
         meter.unknown_objects = f"rank {target.rank} receives objects from rank {src or 0} at {own_line()}"
 
     def scatter_object_list(
-        scatter_object_output_list: list[Any],
-        scatter_object_input_list: Any = None,
+        scatter_object_output_list: list[object],
+        scatter_object_input_list: Sequence[object] | None = None,
         src: int | None = None,
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
         *_: object,
         **__: object,
     ) -> None:
@@ -101,7 +117,7 @@ def object_lists(meter: ScriptTracker, target: ScriptTarget) -> None:
         else:
             receives_unknown(src)
 
-    def broadcast_object_list(object_list: list[Any], src: int | None = None, *_: object, **__: object) -> None:
+    def broadcast_object_list(object_list: list[object], src: int | None = None, *_: object, **__: object) -> None:
         if src not in (None, target.rank) and None in object_list:
             receives_unknown(src)
 
@@ -117,11 +133,11 @@ def reductions(meter: ScriptTracker) -> None:
     (torch.distributed.all_reduce, reduce, reduce_scatter, reduce_scatter_tensor, all_reduce_coalesced)
     """
 
-    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(original: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         bind = inspect.signature(original).bind
 
         @functools.wraps(original)
-        def reduce(*args: Any, **kwargs: Any) -> Any:
+        def reduce(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
             meter.reduction = bind(*args, **kwargs).arguments.get("op", dist.ReduceOp.SUM)
             return original(*args, **kwargs)
 
@@ -145,24 +161,23 @@ def handles(meter: ScriptTracker) -> None:
     backend that sends nothing)
     """
 
-    def get_future(_: object) -> torch.futures.Future[Any]:
-        done: torch.futures.Future[Any] = torch.futures.Future()
+    def noted(original: Callable[..., object]) -> Callable[..., object]:
+        def wait(self: dist.Work, *args: object, **kwargs: object) -> object:
+            meter.wait_for(self)
+            return original(self, *args, **kwargs)
+
+        return wait
+
+    def get_future(_: object) -> torch.futures.Future[object]:
+        done: torch.futures.Future[object] = torch.futures.Future()
         done.set_result(tree_map(lambda received: received(), meter.received))
         return done
 
     for kind in (c10d.Work, *c10d.Work.__subclasses__()):
         if "wait" in vars(kind):
-            replace_in(kind, "wait", _noted(kind.wait, meter))
+            replace_in(kind, "wait", noted(kind.wait))
         if "get_future" in vars(kind):
             replace_in(kind, "get_future", get_future)
-
-
-def _noted(original: Any, meter: ScriptTracker) -> Any:
-    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        meter.wait_for(self)
-        return original(self, *args, **kwargs)
-
-    return wait
 
 
 def fetched_parameters(meter: ScriptTracker) -> None:
@@ -172,7 +187,7 @@ def fetched_parameters(meter: ScriptTracker) -> None:
     """
     original = PartitionedParameterCoordinator.fetch_sub_module
 
-    def fetch_sub_module(self: Any, current_submodule: nn.Module, forward: bool) -> None:
+    def fetch_sub_module(self: PartitionedParameterCoordinator, current_submodule: nn.Module, forward: bool) -> None:
         if meter.streams.issued is not None:
             meter.note_hooks(sum(hasattr(p, "ds_id") for p in current_submodule.parameters(recurse=False)))
         original(self, current_submodule, forward)
@@ -183,25 +198,25 @@ def fetched_parameters(meter: ScriptTracker) -> None:
 def held_parameters(meter: ScriptTracker) -> None:
     """Add a note about frozen parameters that ZeRO-3 holds until the backward pass ends.
 
-    DeepSpeed assigns each frozen parameter that a recomputed checkpoint gathers to the module whose backward began
-    last, and releases it when this backward ends. With `use_reentrant=True`, this module is the whole model or in
-    another block, since the backward of the recomputed block has not begun.
     (update_recompute_parameters and release_backward_leftovers of runtime/zero/partitioned_param_coordinator.py)
     """
+    # DeepSpeed assigns each frozen parameter that a recomputed checkpoint gathers to the module whose backward began
+    # last, and releases it when this backward ends. With `use_reentrant=True`, this module is the whole model or in
+    # another block, since the backward of the recomputed block has not begun.
     update = getattr(partitioned_param_coordinator, "update_recompute_parameters", None)
     if update is None:  # releases before 0.19
         return
     kind, name = PartitionedParameterCoordinator, "release_backward_leftovers"
-    release: Any = getattr(kind, name)
-    held: set[Any] = set()
+    release = getattr(kind, name)
+    held: set[_Zero3Parameter] = set()
 
-    def assigned(sub_module: Any, param: Any) -> None:
+    def assigned(sub_module: nn.Module, param: _Zero3Parameter) -> None:
         node = torch._C._current_autograd_node()
         if node is not None and node.name() == "CheckpointFunctionBackward" and not param.ds_persist:
             held.add(param)
         update(sub_module, param)
 
-    def released(self: Any) -> None:
+    def released(self: PartitionedParameterCoordinator) -> None:
         size = sum(p.ds_numel * p.element_size() for p in held)
         held.clear()
         if size >= _WORTH_SAYING:
@@ -216,20 +231,21 @@ def held_parameters(meter: ScriptTracker) -> None:
 
 
 def data_parallel(meter: ScriptTracker) -> None:
-    """Reduce gradient buckets in a hook of zerofit.
+    """Reduce gradient buckets in a hook of zerofit, and skip the check of the other ranks' shapes.
 
     The C++ reducer waits for results that do not exist here. If the script registers a hook (its own or a built-in
-    one), zerofit's hook calls the script's hook. The check of the other ranks' shapes is skipped.
+    one), zerofit's hook calls the script's hook.
     (torch.nn.parallel.DistributedDataParallel, torch/csrc/distributed/c10d/comm.cpp)
     """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
     from torch.nn.parallel import DistributedDataParallel, distributed
 
-    original, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
-    chosen: dict[int, tuple[object, Callable[[Any, Any], Any]]] = {}  # id of a model -> its hook's state, its hook
+    original: Callable[..., None] = DistributedDataParallel.__init__
+    register = DistributedDataParallel.register_comm_hook
+    chosen: dict[int, tuple[object, _Hook]] = {}  # id of a model -> its hook's state, its hook
 
-    def reduced(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def reduced(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         c10d.all_reduce(bucket.buffer())
         done.set_result(bucket.buffer())
@@ -243,17 +259,17 @@ def data_parallel(meter: ScriptTracker) -> None:
             _compress(state, bucket)
         return hook(state, bucket)
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: DistributedDataParallel, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         register(self, self, sent)
 
-    def register_comm_hook(self: Any, state: object, hook: Any) -> None:
+    def register_comm_hook(self: DistributedDataParallel, state: object, hook: _Hook) -> None:
         self._check_comm_hook(hook)
         chosen[id(self)] = state, hook
 
-    def register_builtin(self: Any, kind: BuiltinCommHookType) -> None:
+    def register_builtin(self: DistributedDataParallel, kind: BuiltinCommHookType) -> None:
         if kind == BuiltinCommHookType.FP16_COMPRESS:
-            chosen[id(self)] = None, fp16_compress_hook
+            chosen[id(self)] = None, cast("_Hook", fp16_compress_hook)
 
     replace_in(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)
     replace_in(DistributedDataParallel, "__init__", init)
@@ -261,11 +277,15 @@ def data_parallel(meter: ScriptTracker) -> None:
     replace_in(DistributedDataParallel, "_register_builtin_comm_hook", register_builtin)
 
 
-# Its errors are as large as the gradients and stay. A run of a few steps would end before the first compressed step.
-def _compress(state: Any, bucket: Any) -> None:
-    """Let PowerSGD compress from the first step on. Drop its tensors of a bucket that DDP has rebuilt."""
+def _compress(state: PowerSGDState, bucket: GradBucket) -> None:
+    """Let PowerSGD compress from the first step on.
+
+    Its errors are as large as the gradients and stay allocated. A run of a few steps would end before the first
+    compressed step.
+    """
     state.iter = max(state.iter, state.start_powerSGD_iter)
     error = state.error_dict.get(bucket.index())
+    # DDP rebuilds its buckets after the first step; PowerSGD's tensors of an old bucket have another shape
     if error is not None and error.shape != bucket.buffer().shape:
         for tensors in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
             tensors.pop(bucket.index(), None)
@@ -273,9 +293,9 @@ def _compress(state: Any, bucket: Any) -> None:
 
 def replicas() -> None:
     """Refuse DataParallel, which uses several GPUs in one process. (torch.nn.DataParallel.forward)"""
-    original = nn.DataParallel.forward
+    original: Callable[..., object] = nn.DataParallel.forward
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.DataParallel[nn.Module], *args: object, **kwargs: object) -> object:
         if len(self.device_ids) > 1:
             raise not_simulated("torch.nn.DataParallel", "use DistributedDataParallel and torchrun, or set --gpus 1")
         return original(self, *args, **kwargs)
@@ -284,7 +304,7 @@ def replicas() -> None:
 
 
 def hybrid_engine() -> None:
-    """Refuse models that DeepSpeed's hybrid engine fails with, and `engine.generate()` for all other models.
+    """Refuse models that DeepSpeed's hybrid engine fails with, and `engine.generate()` otherwise.
 
     For the other models, DeepSpeed leaves `engine.module.generate()` to transformers, and never sets the attribute that
     `engine.generate()` needs. (deepspeed/runtime/hybrid_engine.py)
@@ -321,32 +341,39 @@ def resized_storages(meter: ScriptTracker) -> None:
 
 
 def flat_sharding() -> None:
-    """Let FSDP 1 use the GPU that scripts see: the GPU with the number `device_id`, or the current GPU.
+    """Let FSDP 1 use the GPU that scripts see: number `device_id`, or the current GPU.
 
-    Without this patch, FSDP uses `torch.device(0)`. The type of this device is the accelerator's name in C++, but
-    scripts see the type "cuda". FSDP moves buffers by assigning their `data`. An assignment cannot turn a real buffer
-    into a fake buffer. So this patch gives the module new buffers.
     (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py, _get_compute_device,
     _move_module_to_device)
     """
     from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 
-    init, compute_device = FullyShardedDataParallel.__init__, _init_utils._get_compute_device
+    init = FullyShardedDataParallel.__init__
     signature, move_module = inspect.signature(init), _init_utils._move_module_to_device
+    compute_device: Callable[..., torch.device] = _init_utils._get_compute_device
 
+    # FSDP would use `torch.device(0)`, whose type is the accelerator's name in C++; scripts see the type "cuda"
     def numbered(*args: object, **kwargs: object) -> None:
-        given = signature.bind(*args, **kwargs)
-        device_id = given.arguments.get("device_id")
+        bound = signature.bind(*args, **kwargs)
+        device_id = bound.arguments.get("device_id")
         if isinstance(device_id, int):
-            given.arguments["device_id"] = torch.device("cuda", device_id)
-        init(*given.args, **given.kwargs)
+            bound.arguments["device_id"] = torch.device("cuda", device_id)
+        init(*bound.args, **bound.kwargs)
 
-    def current(module: Any, ignored: Any, device_id: torch.device | None, *args: Any) -> torch.device:
-        found = compute_device(module, ignored, None, *args)
-        found = found if found.type in ("cpu", "cuda") else torch.device("cuda", found.index)
-        return found if device_id in (None, found) else compute_device(module, ignored, device_id, *args)
+    def current(
+        module: nn.Module, ignored: set[nn.Parameter], device_id: torch.device | None, *args: object
+    ) -> torch.device:
+        device = compute_device(module, ignored, None, *args)
+        device = device if device.type in ("cpu", "cuda") else torch.device("cuda", device.index)
+        return device if device_id in (None, device) else compute_device(module, ignored, device_id, *args)
 
-    def move(module: nn.Module, ignored: Any, ignored_buffers: set[torch.Tensor], device: torch.device | None) -> None:
+    # FSDP moves buffers by assigning their `data`, which cannot turn a real buffer into a fake one
+    def move(
+        module: nn.Module,
+        ignored: set[nn.Parameter],
+        ignored_buffers: set[torch.Tensor],
+        device: torch.device | None,
+    ) -> None:
         for owner in module.modules() if device is not None else ():
             for name, buffer in owner._buffers.items():
                 if buffer is not None and is_real(buffer) and buffer not in ignored_buffers:
@@ -359,16 +386,16 @@ def flat_sharding() -> None:
 
 
 def sharded_shapes() -> None:
-    """Let DTensor compute the shape of an op's result on fakes, without the modes in which host tensors are real.
+    """Let DTensor compute the shapes of an op's results on fakes.
 
     (torch.distributed.tensor, ShardingPropagator._propagate_tensor_meta_non_cached)
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    original = ShardingPropagator._propagate_tensor_meta_non_cached
+    original = cast("Callable[..., object]", ShardingPropagator._propagate_tensor_meta_non_cached)
 
-    def propagate(self: Any, *args: Any) -> Any:
-        with _disable_current_modes():
+    def propagate(self: ShardingPropagator, *args: object) -> object:
+        with _disable_current_modes():  # in the script's modes, host tensors are real
             return original(self, *args)
 
     replace_in(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)

@@ -75,7 +75,7 @@ def _optimizers(make: Callable[..., object], names: tuple[str, ...] = ("Adam", "
     for name in names:
         original = getattr(torch.optim, name)
 
-        def new(cls: type, *args: Any, original: Any = original, **kwargs: Any) -> object:
+        def new(cls: type, *args: object, original: Any = original, **kwargs: object) -> object:
             return make(original, *args, **kwargs)
 
         # a class for isinstance(); a __new__ that returns another class skips __init__
@@ -85,7 +85,7 @@ def _optimizers(make: Callable[..., object], names: tuple[str, ...] = ("Adam", "
 def _eight_bits() -> None:
     library = importlib.import_module("bitsandbytes.optim")
 
-    def make(original: type, *args: Any, **kwargs: Any) -> object:
+    def make(original: type, *args: object, **kwargs: object) -> object:
         known = {key: value for key, value in kwargs.items() if key not in _ONLY_TORCH}
         return getattr(library, f"{original.__name__}8bit")(*args, **known)
 
@@ -95,7 +95,7 @@ def _eight_bits() -> None:
 def _sharded_states() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    def make(original: type, parameters: Any, *args: Any, **kwargs: Any) -> object:
+    def make(original: type, parameters: Any, *args: object, **kwargs: object) -> object:
         names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
         return ZeroRedundancyOptimizer(parameters, original, **dict(zip(names, args, strict=False)), **kwargs)
 
@@ -135,16 +135,16 @@ def _halves() -> None:
     load, make, zero = DataLoader.__init__, torch.optim.Optimizer.__init__, nn.Module.zero_grad
     waiting: set[int] = set()  # ids of optimizers that have gradients of the first of two batches
 
-    def loader(self: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any) -> None:
+    def loader(self: Any, dataset: Any, batch_size: int | None = 1, *args: object, **kwargs: object) -> None:
         if type(self) is DataLoader and batch_size and batch_size > 1:
             batch_size //= 2
         load(self, dataset, batch_size, *args, **kwargs)
 
-    def optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
+    def optimizer(self: Any, *args: object, **kwargs: object) -> None:
         make(self, *args, **kwargs)
         self.step, self.zero_grad = MethodType(step, self), MethodType(zero_grad, self)
 
-    def step(self: Any, closure: object = None, **kwargs: Any) -> object:
+    def step(self: Any, closure: object = None, **kwargs: object) -> object:
         if closure is not None:
             raise not_simulated("a closure that computes only half of a batch", "simulate without the change")
         if id(self) not in waiting:
@@ -152,11 +152,11 @@ def _halves() -> None:
         waiting.remove(id(self))
         return type(self).step(self, **kwargs)
 
-    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self: Any, *args: object, **kwargs: object) -> None:
         if id(self) not in waiting:
             type(self).zero_grad(self, *args, **kwargs)
 
-    def zero_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def zero_module(self: nn.Module, *args: object, **kwargs: object) -> None:
         if not waiting:
             zero(self, *args, **kwargs)
 

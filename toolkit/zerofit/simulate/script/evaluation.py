@@ -53,7 +53,7 @@ def evaluations(log: PhaseLog) -> None:
 
     original = Trainer.evaluate
 
-    def evaluated(self: Any, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def evaluated(self: Any, eval_dataset: Any = None, *args: object, **kwargs: object) -> Any:
         before = log.name
         if before == EVALUATION:
             return original(self, eval_dataset, *args, **kwargs)

@@ -59,7 +59,7 @@ class FaultLog:
         wrap, enable = DistributedDataParallel.__init__, PreTrainedModel.gradient_checkpointing_enable
 
         @wraps(backward)
-        def run_backward(*args: Any, **kwargs: Any) -> None:
+        def run_backward(*args: object, **kwargs: object) -> None:
             if bound(*args, **kwargs).arguments.get("retain_graph"):
                 self.retained_at = own_line()
             backward(*args, **kwargs)
@@ -71,18 +71,18 @@ class FaultLog:
             check(inputs)
 
         @wraps(wrap)
-        def init(model: Any, *args: Any, **kwargs: Any) -> None:
+        def init(model: Any, *args: object, **kwargs: object) -> None:
             wrap(model, *args, **kwargs)
             if model.find_unused_parameters:
                 self.wrapped.append((model, own_line()))
 
         @wraps(enable)
-        def enabled(model: Any, *args: Any, **kwargs: Any) -> None:
+        def enabled(model: Any, *args: object, **kwargs: object) -> None:
             self.checkpointed_at = own_line()
             enable(model, *args, **kwargs)
 
         @contextmanager
-        def draw(*args: Any, **kwargs: Any) -> Iterator[None]:
+        def draw(*args: object, **kwargs: object) -> Iterator[None]:
             with region(*args, **kwargs):
                 before = torch.default_generator.get_state()
                 yield
@@ -101,7 +101,7 @@ class FaultLog:
 
     def _zeroing(self, method: Callable[..., None]) -> Callable[..., None]:
         @wraps(method)  # libraries read signatures
-        def zero_grad(*args: Any, **kwargs: Any) -> None:
+        def zero_grad(*args: object, **kwargs: object) -> None:
             self.zeroed_at = own_line()
             method(*args, **kwargs)
 

@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import multiprocess  # of dill's authors, which datasets uses
 
@@ -32,8 +32,13 @@ if hasattr(os, "listxattr"):  # on Linux; shutil.copy2 calls it
     _READING, _UPDATING = (*_READING, "listxattr", "getxattr"), (*_UPDATING, "setxattr", "removexattr")
 _OWN = ("open", "mkdir", "remove", "unlink", "rmdir", "rename", "replace", "link", "symlink")
 _OWN += ("listdir", "scandir", "chdir", "getcwd")
-_os: dict[str, Any] = {name: getattr(os, name) for name in (*_READING, *_UPDATING, *_OWN)}
-_open = builtins.open
+_os: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in (*_READING, *_UPDATING, *_OWN)}
+_open: Callable[..., object] = builtins.open
+
+FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+ScriptPath = FilePath | int | None  # int: a file descriptor
+_Path = TypeVar("_Path", bound=ScriptPath)
+_Result = TypeVar("_Result")
 
 
 # What a path of the script means. S is the scratch folder:
@@ -55,117 +60,125 @@ class ScratchFiles:
         places = (os.path.expanduser("~/.cache"), tempfile.gettempdir(), "/dev", "/proc", "/sys", *caches)
         self._direct = tuple(place + os.sep for place in places)
 
-    def to_read(self, path: Any) -> Any:
+    def to_read(self, path: _Path) -> _Path | str:
         """Return the file to read at a path: the scratch file if it exists, else the user's."""
         full = self._full(path)
         if full is None:
             return path
         with self._busy():
-            kept = self._folder + full
-            return kept if os.path.lexists(kept) or self._is_gone(full) else full
+            scratch = self._folder + full
+            return scratch if os.path.lexists(scratch) or self._is_gone(full) else full
 
-    def to_write(self, path: Any, *, update: bool = True) -> Any:
+    def to_write(self, path: _Path, *, update: bool = True) -> _Path | str:
         """Return the scratch file to write for a path. With `update`, it begins as a copy of the user's file."""
         full = self._full(path)
         if full is None:
             return path
         with self._busy():
-            kept, visible = self._folder + full, not self._is_gone(full) and os.path.exists(full)
-            if os.path.lexists(kept):
-                return kept
+            scratch, visible = self._folder + full, not self._is_gone(full) and os.path.exists(full)
+            if os.path.lexists(scratch):
+                return scratch
             if visible and not os.path.isdir(full) and not os.path.isfile(full):
                 return path  # a pipe or a device
-            if not visible and not self._is_folder(os.path.dirname(full)):
-                return kept  # opening it raises the usual error
-            os.makedirs(kept if visible and os.path.isdir(full) else os.path.dirname(kept), exist_ok=True)
+            if not visible:
+                parent = os.path.dirname(full)
+                parent_is_visible = os.path.isdir(parent) and not self._is_gone(parent)
+                if not parent_is_visible and not os.path.isdir(self._folder + parent):
+                    return scratch  # opening it raises the usual error
+            os.makedirs(scratch if visible and os.path.isdir(full) else os.path.dirname(scratch), exist_ok=True)
             if visible and update and os.path.isfile(full):
                 if os.path.getsize(full) > shutil.disk_usage(self._folder).free:
                     # the script must neither change the user's file nor fill a disk
                     raise OSError(errno.ENOSPC, f"no space in {self._folder} for the simulation's copy", full)
-                shutil.copy2(full, kept)
-            return kept
+                shutil.copy2(full, scratch)
+            return scratch
 
-    def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+
+    def open(self, file: ScriptPath, mode: str = "r", *args: object, **kwargs: object) -> object:
         """Open a file like Python's open()."""
         reads = not set(mode) & set("wax+") or ("x" in mode and self._exists(file))
-        place = self.to_read(file) if reads else self.to_write(file, update="w" not in mode)
-        return _open(place, mode, *args, **kwargs)
+        actual = self.to_read(file) if reads else self.to_write(file, update="w" not in mode)
+        return _open(actual, mode, *args, **kwargs)
 
-    def descriptor(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    def descriptor(self, path: ScriptPath, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         """Open a file like os.open()."""
         if dir_fd is not None:
             return _os["open"](path, flags, mode, dir_fd=dir_fd)
         reads = not flags & _WRITING or (flags & os.O_EXCL and self._exists(path))
-        place = self.to_read(path) if reads else self.to_write(path, update=not flags & os.O_TRUNC)
-        return _os["open"](place, flags, mode)
+        actual = self.to_read(path) if reads else self.to_write(path, update=not flags & os.O_TRUNC)
+        return _os["open"](actual, flags, mode)
 
-    def mkdir(self, path: Any, *args: Any, **kwargs: Any) -> None:
+    def mkdir(self, path: FilePath, *args: object, **kwargs: object) -> None:
         """Make a folder."""
-        exists = self._exists(path)
-        _os["mkdir"](self.to_read(path) if exists else self.to_write(path), *args, **kwargs)
+        # a folder that exists is not written to, so that os raises its usual error
+        actual = self.to_read(path) if self._exists(path) else self.to_write(path)
+        _os["mkdir"](actual, *args, **kwargs)
 
-    def remove(self, path: Any) -> None:
+    def remove(self, path: FilePath) -> None:
         """Remove a file. The user's own file stays."""
         self._remove(path, "remove")
 
-    def rmdir(self, path: Any) -> None:
+    def rmdir(self, path: FilePath) -> None:
         """Remove an empty folder. The user's own folder stays."""
+        # the scratch folder may be empty although the user's folder is not
         if self._full(path) is not None and self.listdir(path):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), os.fspath(path))
         self._remove(path, "rmdir")
 
-    def replace(self, source: Any, target: Any) -> None:
+    def replace(self, source: FilePath, target: FilePath) -> None:
         """Rename a file or folder. If it is the user's own, a copy is renamed."""
         full = self._full(source)
-        for folder, _, names in os.walk(source):
+        # a folder in the scratch folder has only the files that the script wrote: copy the others before the rename
+        for folder, _, names in os.walk(os.fsdecode(source)):
             for name in names:
                 self.to_write(os.path.join(folder, name))
         _os["replace"](self.to_write(source), self.to_write(target, update=False))
         if full is not None:
             self._gone.add(full)
 
-    def link(self, source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+    def link(self, source: FilePath, target: FilePath, *args: object, **kwargs: object) -> None:
         """Make a hard link. If the file is the user's own, link a copy."""
         _os["link"](self.to_write(source), self.to_write(target, update=False), *args, **kwargs)
 
-    def symlink(self, source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+    def symlink(self, source: FilePath, target: FilePath, *args: object, **kwargs: object) -> None:
         """Make a symbolic link."""
-        place = self.to_read(source) if os.path.isabs(os.fspath(source)) else source
-        _os["symlink"](place, self.to_write(target, update=False), *args, **kwargs)
+        actual = self.to_read(source) if os.path.isabs(os.fspath(source)) else source
+        _os["symlink"](actual, self.to_write(target, update=False), *args, **kwargs)
 
-    def scandir(self, path: Any = ".") -> _Entries:
+    def scandir(self, path: ScriptPath = ".") -> _Entries:
         """Return the entries of a folder."""
-        if self._full(path) is None and path is not None:
+        if isinstance(path, int) or (path is not None and self._full(path) is None):
             return _Entries(_os["scandir"](path))
         folder = os.fsdecode(path or ".")
         return _Entries(_Entry(entry, folder) for entry in self._entries(folder))
 
-    def _entries(self, path: Any) -> Iterable[Any]:
+    def _entries(self, path: ScriptPath) -> Iterable[os.DirEntry[str]]:
         full = self._full(path)
         if full is None:
             return _os["scandir"](path)
-        found: dict[str, Any] = {}
+        entries: dict[str, os.DirEntry[str]] = {}
         with self._busy():
-            kept, hidden = self._folder + full, self._is_gone(full)
-            if not hidden and (os.path.isdir(full) or not os.path.isdir(kept)):
-                found |= {e.name: e for e in _os["scandir"](full) if os.path.join(full, e.name) not in self._gone}
-            if hidden or os.path.isdir(kept):
-                found |= {e.name: e for e in _os["scandir"](kept)}
-        return found.values()
+            scratch, hidden = self._folder + full, self._is_gone(full)
+            if not hidden and (os.path.isdir(full) or not os.path.isdir(scratch)):
+                entries |= {e.name: e for e in _os["scandir"](full) if os.path.join(full, e.name) not in self._gone}
+            if hidden or os.path.isdir(scratch):
+                entries |= {e.name: e for e in _os["scandir"](scratch)}
+        return entries.values()
 
-    def listdir(self, path: Any = ".") -> list[str]:
+    def listdir(self, path: ScriptPath = ".") -> list[str]:
         """Return the names in a folder."""
         return _os["listdir"](path) if isinstance(path, int) else [entry.name for entry in self._entries(path or ".")]
 
-    def chdir(self, path: Any) -> None:
+    def chdir(self, path: ScriptPath) -> None:
         """Change the current folder."""
-        full, place = self._full(path), self.to_read(path)
+        full, actual = self._full(path), self.to_read(path)
         with self._busy():
             exists = full is not None and os.path.isdir(full) and not self._is_gone(full)
-        _os["chdir"](full if exists else place)
+        _os["chdir"](full if exists else actual)
         self._here = full or _os["getcwd"]()
 
-    def _full(self, path: Any) -> str | None:
+    def _full(self, path: ScriptPath) -> str | None:
+        """Return the absolute path; None if the path is not redirected."""
         if path is None or isinstance(path, int) or getattr(self._own, "busy", False):
             return None
         full = os.path.normpath(os.path.join(self._here, os.fsdecode(path)))
@@ -184,37 +197,39 @@ class ScratchFiles:
             full = os.path.dirname(full)
         return full in self._gone
 
-    def _is_folder(self, full: str) -> bool:
-        return os.path.isdir(self._folder + full) or (os.path.isdir(full) and not self._is_gone(full))
-
-    def _exists(self, path: Any) -> bool:
-        place = self.to_read(path)
+    def _exists(self, path: ScriptPath) -> bool:
+        actual = self.to_read(path)
         with self._busy():
-            return not isinstance(place, int) and os.path.lexists(place)
+            return actual is not None and not isinstance(actual, int) and os.path.lexists(actual)
 
-    def _remove(self, path: Any, how: str) -> None:
-        full, place = self._full(path), self.to_read(path)
-        if full is None or str(place).startswith(self._folder):
-            _os[how](place)
+    def _remove(self, path: ScriptPath, function: str) -> None:
+        full, actual = self._full(path), self.to_read(path)
+        if full is None or str(actual).startswith(self._folder):
+            _os[function](actual)
         else:
-            _os["lstat"](place)  # raises an error if it does not exist
+            _os["lstat"](actual)  # raises an error if it does not exist
         if full is not None:
             self._gone.add(full)
 
-    def redirected(self, original: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `original` with `place(path)` instead of `path`."""
+    def redirected(
+        self, original: Callable[..., _Result], actual_path: Callable[[FilePath], object]
+    ) -> Callable[..., _Result]:
+        """Return a function that calls `original` with `actual_path(path)` instead of `path`."""
 
         @functools.wraps(original)
-        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(place(path), *args, **kwargs)
+        def call(path: FilePath, *args: object, **kwargs: object) -> _Result:
+            return original(actual_path(path), *args, **kwargs)
 
         return call
 
-    def named(self, method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `method`, so that errors name the script's path. Calls relative to a descriptor use `original`."""
+    def named(self, method: Callable[..., _Result], original: Callable[..., _Result]) -> Callable[..., _Result]:
+        """Wrap `method`, so that errors name the script's path.
+
+        Calls relative to a descriptor use `original`.
+        """
 
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> _Result:
             try:
                 kwargs = {name: value for name, value in kwargs.items() if value is not None or name[-2:] != "fd"}
                 return (original if any(name.endswith("dir_fd") for name in kwargs) else method)(*args, **kwargs)
@@ -229,24 +244,26 @@ class ScratchFiles:
 class _Entry:
     """An os.DirEntry whose path begins with the folder as the script named it."""
 
-    def __init__(self, entry: Any, folder: str):
+    def __init__(self, entry: os.DirEntry[str], folder: str):
         self._entry, self.name, self.path = entry, entry.name, os.path.join(folder, entry.name)
 
     def __fspath__(self) -> str:
         return self.path
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._entry, name)
 
 
 class _Entries:
-    def __init__(self, entries: Iterable[Any]):
+    """The iterator that os.scandir returns. A script may use it as a context manager."""
+
+    def __init__(self, entries: Iterable[os.DirEntry[str] | _Entry]):
         self._entries = iter(list(entries))
 
     def __iter__(self) -> _Entries:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> os.DirEntry[str] | _Entry:
         return next(self._entries)
 
     def __enter__(self) -> _Entries:
@@ -258,10 +275,6 @@ class _Entries:
     close = __exit__
 
 
-def _database(files: ScratchFiles) -> Callable[[Any], Any]:
-    return lambda path: path if str(path).startswith((":", "file:")) else files.to_write(path)
-
-
 def processes() -> None:
     """Fork processes that a library (e.g. datasets) would spawn, to keep the redirection.
 
@@ -270,7 +283,7 @@ def processes() -> None:
     for package in (multiprocessing, multiprocess):
         original = package.context.BaseContext.get_context
 
-        def get_context(self: Any, method: str | None = None, original: Callable[..., Any] = original) -> Any:
+        def get_context(self: object, method: str | None = None, original: Callable[..., object] = original) -> object:
             return original(self, method and "fork")
 
         replace_in(package.context.BaseContext, "get_context", get_context)
@@ -284,18 +297,26 @@ def opening(files: ScratchFiles) -> list[tuple[object, object]]:
 
 
 def scratch_files() -> ScratchFiles:
-    """Redirect all writes of the script except open(). (os, pathlib, shutil, tempfile; sqlite3, pyarrow)"""
+    """Redirect all writes of the script except open().
+
+    (os, pathlib, shutil, tempfile; sqlite3, pyarrow)
+    """
     files = ScratchFiles()
+
+    def database(path: FilePath) -> FilePath:
+        in_memory_or_uri = str(path).startswith((":", "file:"))
+        return path if in_memory_or_uri else files.to_write(path)
+
     own = {"open": files.descriptor, "unlink": files.remove, "rename": files.replace}
     own |= {"getcwd": lambda: files._here}
     for name in _OWN:
         replace_in(os, name, files.named(own.get(name) or getattr(files, name), _os[name]))
-    for names, place in ((_READING, files.to_read), (_UPDATING, files.to_write)):
+    for names, actual_path in ((_READING, files.to_read), (_UPDATING, files.to_write)):
         for name in names:
-            replace_in(os, name, files.named(files.redirected(_os[name], place), _os[name]))
+            replace_in(os, name, files.named(files.redirected(_os[name], actual_path), _os[name]))
     replace_in(shutil, "_use_fd_functions", False)  # else shutil.rmtree would remove by descriptors
     sys.dont_write_bytecode = True
-    replace_in(sqlite3, "connect", files.redirected(sqlite3.connect, _database(files)))
+    replace_in(sqlite3, "connect", files.redirected(sqlite3.connect, database))
     with suppress(ImportError):
         import pyarrow
 

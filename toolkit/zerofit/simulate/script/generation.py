@@ -44,7 +44,9 @@ def generation(meter: ScriptTracker, log: PhaseLog) -> None:
     kind: Any = GenerationMixin  # its methods ask for a model as self
     update = kind._update_model_kwargs_for_generation
 
-    def updated(self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **named: Any) -> dict[str, Any]:
+    def updated(
+        self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: object, **named: object
+    ) -> dict[str, Any]:
         found = update(self, outputs, model_kwargs, *args, **named)
         if left_out and (tokens := left_out.pop()):
             rows = outputs.logits.shape[0]
@@ -68,7 +70,7 @@ def announce_generation(log: PhaseLog) -> None:
     kind: Any = GenerationMixin  # its methods ask for a model as self
     generate = kind.generate
 
-    def generated(self: Any, *args: Any, **kwargs: Any) -> object:
+    def generated(self: Any, *args: object, **kwargs: object) -> object:
         before = log.name
         if before == EVALUATION:
             return generate(self, *args, **kwargs)
@@ -87,7 +89,12 @@ def _shortened(
 ) -> Callable[..., Any]:
 
     def decode(
-        self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **rest: object,
     ) -> Any:
         limit = stopping_criteria.max_length or 0
         tokens = limit - input_ids.shape[1]

@@ -99,7 +99,7 @@ def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
     replace_in(Tensor, "get_device", index)
     wrap: Any = Tensor._make_wrapper_subclass
 
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> Any:
         return wrap(*map(on_simulated, args), **{name: on_simulated(value) for name, value in kwargs.items()})
 
     replace_in(Tensor, "_make_wrapper_subclass", staticmethod(wrapper))
@@ -120,7 +120,7 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
         meter.note_gpu(device.index)
         return SIMULATED
 
-    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def to(self: Tensor, *args: object, **kwargs: object) -> Tensor:
         if args and isinstance(args[0], FakeTensor):
             args = (args[0].fake_device, args[0].dtype, *args[1:])
         elif args and not isinstance(args[0], (torch.dtype, Tensor)):
@@ -141,7 +141,7 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
         return original(self, SIMULATED, getattr(torch, named[1]).dtype, non_blocking)
 
     def typed(name: str) -> type:
-        def new(cls: type, *args: Any) -> Tensor:
+        def new(cls: type, *args: object) -> Tensor:
             return getattr(torch, name)(*args).to(SIMULATED)
 
         return type(name, (), {"__new__": new, "__module__": "torch.cuda"})
@@ -158,7 +158,7 @@ def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
     from deepspeed.runtime.zero import partition_parameters
 
     def on_host(original: Any) -> Any:
-        def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
+        def made(*args: object, device: Any = None, pin_memory: bool = False, **kwargs: object) -> Any:
             fakes = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, FakeTensor)]
             if fakes and isinstance(args[0], (list, tuple)):  # C++ code would read their values
                 args = (tree_map_only(FakeTensor, Tensor.item, args[0]), *args[1:])

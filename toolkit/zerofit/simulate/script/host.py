@@ -13,7 +13,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -37,10 +37,12 @@ _OF_TRITON = {"trl.kernels", "liger_kernel", "unsloth", "fla"}  # packages of ke
 
 def parameters(meter: ScriptTracker) -> None:
     """Make every new parameter a fake on the parameter's device. (torch.nn.Parameter.__new__)"""
-    original = nn.Parameter.__new__
+    original = cast("Callable[..., nn.Parameter]", nn.Parameter.__new__)
 
-    def new(cls: Any, data: Any = None, requires_grad: bool = True, **kwargs: Any) -> Any:
-        if type(data) in (Tensor, nn.Parameter) and data.device.type == "cpu":
+    def new(
+        cls: type[nn.Parameter], data: Tensor | None = None, requires_grad: bool = True, **kwargs: object
+    ) -> nn.Parameter:
+        if data is not None and type(data) in (Tensor, nn.Parameter) and data.device.type == "cpu":
             real = data.detach()
             data = meter.fakes.from_tensor(real)
             meter.adopt(real, data)
@@ -50,20 +52,23 @@ def parameters(meter: ScriptTracker) -> None:
 
 
 def parameter_types() -> None:
-    """Let `type(parameter)(tensor, requires_grad=...)` create a parameter, and copy parameters as torch does.
+    """Let `type(parameter)(tensor, requires_grad=...)` create a parameter, and copy parameters.
 
-    The type of a fake parameter is FakeTensor, whose constructor needs a mode. A deep copy of a parameter has neither
-    its gradient nor the attributes that ZeRO-3 added. (FakeTensor.__new__, __deepcopy__)
+    The type of a fake parameter is FakeTensor, whose constructor needs a mode. (FakeTensor.__new__, __deepcopy__)
     """
-    original = FakeTensor.__new__
+    original = cast("Callable[..., FakeTensor]", FakeTensor.__new__)
+    parameter = cast("Callable[..., nn.Parameter]", nn.Parameter)
 
-    def new(cls: Any, first: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def new(cls: type[FakeTensor], first: object = None, *args: object, **kwargs: object) -> Tensor:
         if isinstance(first, Tensor) and "fake_mode" not in kwargs:
-            return nn.Parameter(first, *args, **kwargs)
+            return parameter(first, *args, **kwargs)
         return original(cls, first, *args, **kwargs)
 
-    def copied(self: Any, memo: dict[int, Any]) -> Any:
-        return (nn.Parameter if isinstance(self, nn.Parameter) else Tensor).__deepcopy__(self, memo)
+    # as in torch, a copy of a parameter has neither its gradient nor the attributes that ZeRO-3 added
+    def copied(self: FakeTensor, memo: dict[int, object]) -> Tensor:
+        return (
+            nn.Parameter.__deepcopy__(self, memo) if isinstance(self, nn.Parameter) else Tensor.__deepcopy__(self, memo)
+        )
 
     replace_in(FakeTensor, "__new__", staticmethod(new))
     replace_in(FakeTensor, "__deepcopy__", copied)
@@ -74,7 +79,7 @@ def parameter_data(meter: ScriptTracker) -> None:
 
     If `t` is real, use a fake of it. (torch.Tensor.data)
     """
-    data: Any = torch._C.TensorBase.data  # its descriptor
+    data = vars(torch._C.TensorBase)["data"]
 
     def set_data(self: FakeTensor, value: Tensor) -> None:
         if is_real(value) and value.device.type != "meta":
@@ -91,7 +96,7 @@ def parameter_data(meter: ScriptTracker) -> None:
 
 
 def gradients(meter: ScriptTracker, parameter: Tensor) -> None:
-    """Replace a parameter's gradient by a fake if the gradient is real, as for small parameters on the host.
+    """Replace a real gradient by a fake. Small parameters on the host have real gradients.
 
     DeepSpeed sets `grad.data` to a part of its buffers. This needs a fake gradient: the data of a real tensor cannot be
     part of a fake. (Tensor hooks)
@@ -114,7 +119,7 @@ def tensor_values(meter: ScriptTracker) -> None:
     (torch.Tensor.numpy, tolist, __format__)
     """
 
-    def to_numpy(self: Any, *, force: bool = False) -> Any:
+    def to_numpy(self: FakeTensor, *, force: bool = False) -> numpy.ndarray:
         known = meter.read(self)
         known = meter.counted(self) if known is None else known
         if known is not None:
@@ -123,10 +128,10 @@ def tensor_values(meter: ScriptTracker) -> None:
         dtype = str(self.dtype).removeprefix("torch.").replace("bfloat16", "float32")
         return numpy.zeros(tuple(self.shape), dtype=dtype)
 
-    def to_list(self: Any) -> Any:
+    def to_list(self: FakeTensor) -> object:
         return to_numpy(self, force=True).tolist()
 
-    def format_as(self: Any, spec: str) -> str:
+    def format_as(self: FakeTensor, spec: str) -> str:
         return format(self.item() if self.dim() == 0 else str(self), spec)
 
     for name, function in (("numpy", to_numpy), ("tolist", to_list), ("__format__", format_as)):
@@ -134,12 +139,17 @@ def tensor_values(meter: ScriptTracker) -> None:
 
 
 def equality() -> None:
-    """Compare real tensors and known values by value. Compare other tensors by shape. (torch.equal, Tensor.equal)"""
+    """Compare real tensors and known values by value, and other tensors by shape.
+
+    (torch.equal, Tensor.equal)
+    """
     original = torch.Tensor.equal
 
-    def equal(one: Tensor, other: Tensor) -> bool:
-        known = known_value(one), known_value(other)
-        return one.shape == other.shape if known[0] is None or known[1] is None else original(*known)
+    def equal(left: Tensor, right: Tensor) -> bool:
+        left_value, right_value = known_value(left), known_value(right)
+        if left_value is None or right_value is None:
+            return left.shape == right.shape
+        return original(left_value, right_value)
 
     torch.equal = equal
     replace_in(Tensor, "equal", equal)
@@ -176,7 +186,7 @@ def nested_lengths() -> None:
 
     numbers = itertools.count(1 << 32)  # above the numbers of real tensors
 
-    def create_symbolic_nested_int(self: object, *, nt_tensor_id: int | None = None) -> Any:
+    def create_symbolic_nested_int(self: object, *, nt_tensor_id: int | None = None) -> torch.SymInt:
         return torch.SymInt(NestedIntNode(next(numbers) if nt_tensor_id is None else nt_tensor_id, 1))
 
     replace_in(FakeTensorMode, "create_symbolic_nested_int", create_symbolic_nested_int)
@@ -190,13 +200,13 @@ def loaders() -> None:
     """
     from torch.utils.data import DataLoader
 
-    original = DataLoader.__init__
+    original: Callable[..., None] = DataLoader.__init__
     of_workers = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "in_order")
 
-    def init(self: Any, dataset: Any, *args: object, **kwargs: Any) -> None:
-        named = ("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory")
-        named += ("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
-        kwargs |= dict(zip(named, args, strict=False))
+    def init(self: DataLoader[object], dataset: object, *args: object, **kwargs: object) -> None:
+        names = ("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory")
+        names += ("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+        kwargs |= dict(zip(names, args, strict=False))
         for name in of_workers:
             kwargs.pop(name, None)
         original(self, dataset, **{**kwargs, "num_workers": 0})
@@ -206,21 +216,21 @@ def loaders() -> None:
         return
     from datasets import Dataset
 
-    def alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    def in_this_process(method: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(method)
-        def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def changed(self: Dataset, *args: object, **kwargs: object) -> object:
             return method(self, *args, **(kwargs | {"num_proc": None} if "num_proc" in kwargs else kwargs))
 
         return changed
 
     for name in ("map", "filter"):
-        replace_in(Dataset, name, alone(getattr(Dataset, name)))
+        replace_in(Dataset, name, in_this_process(getattr(Dataset, name)))
 
 
 def compiling(meter: ScriptTracker) -> None:
-    """Run compiled functions and models eagerly. Compiled kernels would keep less memory.
+    """Run compiled functions and models eagerly.
 
-    How much less is unknown. (torch.compile, torch.nn.Module.compile)
+    Compiled kernels would keep less memory; how much less is unknown. (torch.compile, torch.nn.Module.compile)
     """
     of_torch = os.path.dirname(torch.__file__) + os.sep
 
@@ -239,13 +249,15 @@ def compiling(meter: ScriptTracker) -> None:
             return fused
         return model if model is not None else lambda function: function
 
-    def fused(*args: Any, **kwargs: Any) -> Any:
+    create_block_mask: Callable[..., flex_attention.BlockMask] = flex_attention.create_block_mask
+
+    def fused(*args: object, **kwargs: object) -> flex_attention.BlockMask:
         with _disable_current_modes(), meter.fakes:  # the compiled kernel stores no mask of all tokens
-            made: Any = flex_attention.create_block_mask(*args, **kwargs)
-        for kept in made.as_tuple():
-            if isinstance(kept, Tensor):
-                meter.track(kept, "create_block_mask")
-        return made
+            mask = create_block_mask(*args, **kwargs)
+        for part in mask.as_tuple():
+            if isinstance(part, Tensor):
+                meter.track(part, "create_block_mask")
+        return mask
 
     def compile_module(self: nn.Module, *_: object, **__: object) -> None:
         note("Module.compile", of_model=True)
@@ -255,10 +267,13 @@ def compiling(meter: ScriptTracker) -> None:
 
 
 def autocast_types(meter: ScriptTracker) -> None:
-    """Record autocast's dtype during training. It is reported as the precision. (torch.autocast.__enter__)"""
+    """Record autocast's dtype during training, which is reported as the precision.
+
+    (torch.autocast.__enter__)
+    """
     original = torch.autocast.__enter__
 
-    def enter(self: Any) -> object:
+    def enter(self: torch.autocast) -> object:
         if self._enabled and self.device == meter.device and torch.is_grad_enabled():
             meter.autocast = self.fast_dtype
         return original(self)
@@ -275,7 +290,10 @@ def missing_triton(meter: ScriptTracker) -> None:
 
 
 def triton_kernels(meter: ScriptTracker) -> None:
-    """Skip Triton kernels. They only write into tensors that Python code has allocated. (triton.runtime)"""
+    """Skip Triton kernels, which only write into tensors that Python code has allocated.
+
+    (triton.runtime)
+    """
     try:
         from triton.runtime import autotuner, jit
     except ImportError:
@@ -293,14 +311,18 @@ def triton_kernels(meter: ScriptTracker) -> None:
 def higher_order_ops(meter: ScriptTracker) -> None:
     """Run the bodies of higher-order ops op by op.
 
-    The eager kernels of these ops assert that no mode is active, so the function that looks for a mode is replaced. For
-    gradients, the real torch.cond needs a compiler, so a simulated torch.cond replaces it. The simulated one keeps the
-    activations of its branch; the real one keeps only the operands. (torch.cond; torch._higher_order_ops:
-    `_get_current_dispatch_mode` in cond_op_dense and others)
+    (torch.cond; torch._higher_order_ops: `_get_current_dispatch_mode` in cond_op_dense and others)
     """
     from torch._higher_order_ops import cond as conditions
 
-    def cond(pred: Any, true_fn: Callable[..., object], false_fn: Callable[..., object], operands: Any = ()) -> object:
+    # For gradients, the real torch.cond needs a compiler. It keeps only the operands; this function keeps the
+    # activations of its branch.
+    def cond(
+        pred: object,
+        true_fn: Callable[..., object],
+        false_fn: Callable[..., object],
+        operands: tuple[object, ...] | list[object] = (),
+    ) -> object:
         known = known_value(pred)
         if known is None:
             meter.note("torch.cond of an unknown value: assumed to be True", here=True)
@@ -308,7 +330,7 @@ def higher_order_ops(meter: ScriptTracker) -> None:
             meter.note("torch.cond: keeps the activations of its branch", bound=True)
         return (true_fn if known is None or known else false_fn)(*operands)
 
-    name = "_get_current_dispatch_mode"
+    name = "_get_current_dispatch_mode"  # the eager kernels assert that it finds no mode
     for module in [m for key, m in sys.modules.items() if key.startswith("torch._higher_order_ops.")]:
         if hasattr(module, name):
             replace_in(module, name, lambda: None)
@@ -345,9 +367,7 @@ class _UnknownBuffer(_Unknown, UninitializedBuffer, FakeTensor):
 def lazy_modules(meter: ScriptTracker, watch: Callable[[Tensor], None]) -> None:
     """Create parameters and buffers of unknown shape as fakes.
 
-    A real tensor could not become a fake in place. `watch` is called for each parameter or buffer whose shape
-    becomes known.
-
+    `watch` is called for each parameter or buffer whose shape becomes known.
     (torch.nn.parameter.UninitializedParameter.__new__, UninitializedBuffer.__new__)
     """
 
@@ -360,7 +380,7 @@ def lazy_modules(meter: ScriptTracker, watch: Callable[[Tensor], None]) -> None:
 
     def empty(device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
         made = torch.empty(0, device=device, dtype=dtype)
-        return meter.fakes.from_tensor(made) if is_real(made) else made
+        return meter.fakes.from_tensor(made) if is_real(made) else made  # a real tensor cannot become a fake later
 
     def parameter(
         cls: object, requires_grad: bool = True, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -376,9 +396,10 @@ def lazy_modules(meter: ScriptTracker, watch: Callable[[Tensor], None]) -> None:
         dtype: torch.dtype | None = None,
         persistent=True,
     ) -> object:
-        made: Any = empty(device, dtype)
+        made = empty(device, dtype)
         made.__class__ = _UnknownBuffer
-        made.requires_grad, made.persistent, made._is_buffer = requires_grad, persistent, True
+        made.requires_grad = requires_grad
+        vars(made).update(persistent=persistent, _is_buffer=True)
         return made
 
     replace_in(UninitializedParameter, "__new__", staticmethod(parameter))

@@ -88,7 +88,7 @@ def sparse_gradients(meter: ScriptTracker) -> None:
     """
 
     def dense(original: Any, place: int) -> Any:
-        def embed(*args: Any, **kwargs: Any) -> Any:
+        def embed(*args: object, **kwargs: object) -> Any:
             if args[place : place + 1] == (True,):
                 meter.note("sparse gradients: assumed to be dense", bound=True, here=True)
                 args = (*args[:place], False, *args[place + 1 :])
@@ -166,7 +166,7 @@ def flash_attention_package(meter: ScriptTracker) -> None:
     def attention(packed: int, varlen: bool) -> object:
         tensors = {0: 3, 2: 2, 3: 1}[packed]
 
-        def function(*args: Any, return_attn_probs: bool = False, **kwargs: Any) -> Any:
+        def function(*args: object, return_attn_probs: bool = False, **kwargs: object) -> Any:
             names = ("qkv",) if packed == 3 else ("q", "kv") if packed == 2 else ("q", "k", "v")
             given = [*args[:tensors], *(kwargs[name] for name in names[len(args[:tensors]) :])]
             rest = args[tensors:]

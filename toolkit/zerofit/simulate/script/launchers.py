@@ -49,7 +49,7 @@ def launchers_inside() -> None:
     """
     original = subprocess.Popen.__init__
 
-    def init(self: Any, args: Any, *more: Any, **named: Any) -> None:
+    def init(self: Any, args: Any, *more: Any, **named: object) -> None:
         _raise_if_launched(args, named.get("env"))
         original(self, args, *more, **named)
 
@@ -75,7 +75,12 @@ def spawned_ranks(target: ScriptTarget) -> None:
     """Run one rank in this process when a script would spawn ranks. (torch.multiprocessing.spawn)"""
 
     def spawn(
-        fn: Callable[..., object], args: Sequence[object] = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        nprocs: int = 1,
+        join: bool = True,
+        *_: object,
+        **__: object,
     ) -> object:
         started = replace(target.command, gpus=nprocs, nodes=target.nodes)
         for problem in rank_problems(started, target.gpus, target.nodes):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -19,6 +19,12 @@ from zerofit.simulate.engine.phases import PhaseLog, announce_phases
 from zerofit.simulate.script.errors import ScriptStop
 from zerofit.simulate.script.evaluation import EVALUATION
 from zerofit.simulate.script.generation import GENERATION
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 LOGPROBS = "log-probs"  # of the actor and of the reference, in reinforcement learning
 WAITED = 10  # stop when the leading engine has made this many times the wanted steps, even if others have not
@@ -45,7 +51,7 @@ class ScriptPhases:
         on_model: Callable[[nn.Module], None] = lambda model: None,
         on_batch: Callable[[object, object], None] = lambda args, kwargs: None,
         on_end: Callable[[list[DeepSpeedEngine]], None] = lambda engines: None,
-        score: Callable[..., Any] = lambda method, module, args, kwargs: method(module, *args, **kwargs),
+        score: Callable[..., object] = lambda method, module, args, kwargs: method(module, *args, **kwargs),
     ):
         self.log, self.wanted = log, steps
         self._on_model, self._on_batch, self._on_end = on_model, on_batch, on_end
@@ -59,9 +65,8 @@ class ScriptPhases:
         self._busy = 0  # depth of running engine calls: calls inside them belong to them
         self._known: set[int] = set()  # ids of the modules of `models`
         self._inside = False  # whether a forward or backward without an engine is running: nested calls belong to it
-        self._stepping: torch.optim.Optimizer | None = (
-            None  # the optimizer that steps: it may contain another one (ZeroRedundancyOptimizer)
-        )
+        # the optimizer that steps: it may contain another one (ZeroRedundancyOptimizer)
+        self._stepping: torch.optim.Optimizer | None = None
         self._is_forward = False  # whether a micro batch without an engine has begun and its backward has not
         self._first: nn.Module | None = None  # the module that began the micro batch
         self._ran: set[int] = set()  # ids of the modules that it contains, and of others that ran after it
@@ -108,8 +113,8 @@ class ScriptPhases:
 
         return init
 
-    def _train_batch(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def train_batch(engine: object, *args: Any, **kwargs: Any) -> Any:
+    def _train_batch(self, method: Callable[..., object]) -> Callable[..., object]:
+        def train_batch(engine: object, *args: object, **kwargs: object) -> object:
             self.log.step = max(self.log.step, self.steps[id(engine)])
             out = self._within(method, engine, *args, **kwargs)
             self._stepped(engine, list(filter(has_optimizer, self.engines)))
@@ -122,18 +127,14 @@ class ScriptPhases:
             trains = engine.training and has_optimizer(engine) and torch.is_grad_enabled()
             if trains or not self._busy:
                 self.log.step = max(self.log.step, self.steps[id(engine)]) if trains else self.log.step
-                self.log.begin(self._name(engine))
+                phase = "forward" if engine.training else "evaluation"
+                self.log.begin(LOGPROBS if self._scores() else phase)
             self.micro_batches += trains
             if trains:
                 self._on_batch(args, kwargs)
             return self._within(method, engine, *args, **kwargs)
 
         return forward
-
-    def _name(self, engine: DeepSpeedEngine) -> str:
-        if self._scores():
-            return LOGPROBS
-        return "forward" if engine.training else "evaluation"
 
     def _scores(self) -> bool:
         """Return whether a forward computes log-probs: without gradients, and after a generation."""
@@ -142,7 +143,7 @@ class ScriptPhases:
         return any(phase.name == GENERATION for phase in self.log.done)
 
     def _backward(self, method: Callable[..., object]) -> Callable[..., object]:
-        def backward(engine: object, *args: Any, **kwargs: Any) -> Any:
+        def backward(engine: object, *args: object, **kwargs: object) -> object:
             self.log.begin("backward")
             return self._within(method, engine, *args, **kwargs)
 
@@ -161,35 +162,37 @@ class ScriptPhases:
 
         return step
 
-    def _within(self, method: Callable[..., object], *args: object, **kwargs: object) -> object:
+    def _within(
+        self, method: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> _Result:
         self._busy += 1
         try:
             return method(*args, **kwargs)
         finally:
             self._busy -= 1
 
-    def _stepped(self, one: object, of: list[object]) -> None:
-        """Count an optimizer step of `one`. `of`: all engines or optimizers that train.
+    def _stepped(self, stepped: object, training: Sequence[object]) -> None:
+        """Count an optimizer step of `stepped`. `training`: all engines or optimizers that train.
 
         Raises ScriptStop when all of them have made `wanted` steps, or when one has made WAITED * `wanted` steps.
         """
-        self.steps[id(one)] += 1
-        made = [self.steps[id(other)] for other in of]
-        if min(made) >= self.wanted or max(made) >= WAITED * self.wanted:
+        self.steps[id(stepped)] += 1
+        counts = [self.steps[id(engine_or_optimizer)] for engine_or_optimizer in training]
+        if min(counts) >= self.wanted or max(counts) >= WAITED * self.wanted:
             self._within(self._on_end, self.engines)
             self.log.end()
             raise ScriptStop
-        self.log.step = max(made)
+        self.log.step = max(counts)
         self.log.begin("forward")
 
     # --- without an engine ---
 
-    def _plain_forward(self, method: Callable[..., object]) -> Callable[..., Any]:
+    def _plain_forward(self, method: Callable[..., object]) -> Callable[..., object]:
         phases = self
 
         # torch's profiler reads the module from the variable `self` of this frame (python_tracer.cpp)
         @functools.wraps(method)
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(self: nn.Module, *args: object, **kwargs: object) -> object:
             if phases._inside or phases._busy:
                 return method(self, *args, **kwargs)
             if phases._scores():
@@ -202,7 +205,7 @@ class ScriptPhases:
         return call
 
     def _chunk(self, method: Callable[..., object]) -> Callable[..., object]:
-        def forward_one_chunk(stage: Any, *args: Any, **kwargs: Any) -> object:
+        def forward_one_chunk(stage: _PipelineStageBase, *args: object, **kwargs: object) -> object:
             self._leading = self._leading or stage
             self._is_forward = stage is not self._leading  # else a micro batch begins: others need not have ended
             self._first = stage.submod if self._is_forward else None
@@ -216,8 +219,7 @@ class ScriptPhases:
         return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
     def _begin_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
-        functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-        if functorch.peek_interpreter_stack() is not None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
             self._transformed.append(module)  # its parameters are replaced until torch.func returns
         else:
             self._learn(module)
@@ -225,7 +227,7 @@ class ScriptPhases:
         if not self._is_forward and not again:
             # otherwise another call before the loss, or after a backward: of a loss that is computed in chunks
             self._is_forward, self._first = True, module
-            self._ran = {id(one) for one in module.modules()}
+            self._ran = {id(child) for child in module.modules()}
             self.micro_batches += 1
             self.log.step = max(self.log.step, 0)
             self.log.begin("forward")
@@ -234,13 +236,13 @@ class ScriptPhases:
 
     def _learn(self, module: nn.Module) -> None:
         if id(module) not in self._known:
-            self._known |= {id(one) for one in module.modules()}
+            self._known |= {id(child) for child in module.modules()}
             self.models.append(module)
             self._on_model(module)
 
     def _plain_backward(self, method: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(method)
-        def backward(*args: Any, **kwargs: Any) -> None:
+        def backward(*args: object, **kwargs: object) -> None:
             if self._busy or self._inside or self._first is None:
                 method(*args, **kwargs)
                 return
@@ -254,14 +256,19 @@ class ScriptPhases:
 
         return backward
 
-    def _alone(self, method: Callable[..., object], *args: object, **kwargs: object) -> Any:
+    def _alone(
+        self, method: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> _Result:
         self._inside = True
         try:
             return method(*args, **kwargs)
         finally:
             self._inside = False
 
-    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    def _before_optimizer(
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        """Begin a step. Return the arguments for `step` if they change, as torch's hook does."""
         if self._busy or self.engines or self._stepping is not None:
             return None
         if self._inside:  # a hook steps while backward frees the gradients; all of backward is one step
@@ -269,16 +276,17 @@ class ScriptPhases:
             return None
         self._stepping = optimizer
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
-        if closure is None:
+        if not callable(closure):
             self._begin_step()
             return None
 
-        def computed() -> object:
+        # a closure runs forward and backward: the step begins after it
+        def compute_loss() -> object:
             loss = closure()
             self._begin_step()
             return loss
 
-        return args[:1], {**kwargs, "closure": computed}
+        return args[:1], {**kwargs, "closure": compute_loss}
 
     def _begin_step(self) -> None:
         self._is_forward, self._first = False, None
@@ -286,7 +294,7 @@ class ScriptPhases:
             self._learn(self._transformed.pop())
         self.log.begin("step")
 
-    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if self._busy or self.engines:
             return
         if optimizer not in self.optimizers:

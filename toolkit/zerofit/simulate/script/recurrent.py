@@ -82,7 +82,7 @@ def host_layers() -> None:
     """
     op = torch.ops.aten.mkldnn_rnn_layer.default
 
-    def layer(mode: FakeTensorMode, func: OpOverload, x: Tensor, *rest: Any) -> object:
+    def layer(mode: FakeTensorMode, func: OpOverload, x: Tensor, *rest: object) -> object:
         size = _host_workspace(tuple(x.shape), rest[9], x.dtype) if rest[-1] else 0
         with mode:
             out, state = x.new_empty(*x.shape[:2], rest[9]), rest[4].shape
@@ -132,7 +132,7 @@ def recurrent_layers(meter: ScriptTracker) -> None:
     (torch._VF.lstm, gru, rnn_tanh, rnn_relu; torch._VF._pack_padded_sequence; torch.nn.RNNBase.flatten_parameters)
     """
 
-    def layers(kind: str, original: Callable[..., Any], x: Tensor, second: Any, third: Any, *rest: Any) -> Any:
+    def layers(kind: str, original: Callable[..., Any], x: Tensor, second: Any, third: Any, *rest: object) -> Any:
         if not isinstance(x, FakeTensor) or x.device.type == "cpu":
             return original(x, second, third, *rest)
         packed = isinstance(rest[0], list)  # then `second` has the number of samples of each step

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import EllipsisType
+from typing import IO, cast
 
 import safetensors
 import safetensors.torch
@@ -27,8 +28,10 @@ from zerofit.simulate.script.value_tracker import HOLDS_NOTHING_BYTES
 from zerofit.simulate.script.values import keep, known_value
 
 _MARK = b"zerofit: tensors without values\n"  # a file begins with it
-_torch_save, _torch_load = torch.save, torch.load
+_torch_save: Callable[..., None] = torch.save
+_torch_load: Callable[..., object] = torch.load
 Replaced = list[tuple[object, object]]  # functions, and the functions that replace them
+StrPath = str | os.PathLike[str]
 # of the files that are being loaded: the tracker, and the device for a saved device
 _loading: list[tuple[ScriptTracker, Callable[[torch.device], torch.device]]] = []
 
@@ -52,11 +55,17 @@ class _SavedStorage:
         return self._made
 
 
-def _restored(storage: _SavedStorage, view: tuple[Any, Any, int], is_parameter: bool, grad: bool, known: Any) -> Any:
+def _restored(
+    storage: _SavedStorage,
+    view: tuple[tuple[int, ...], tuple[int, ...], int],
+    is_parameter: bool,
+    grad: bool,
+    known: bytes | None,
+) -> Tensor:
     """Return a saved tensor: a view of its storage with this shape, stride and offset."""
-    whole = storage.loaded()
+    elements = storage.loaded()
     with torch.no_grad():
-        tensor = whole if tuple(whole.shape) == view[0] else whole.as_strided(*view)
+        tensor = elements if tuple(elements.shape) == view[0] else elements.as_strided(*view)
     if known is not None and isinstance(tensor, FakeTensor):
         keep(tensor, _value(known))
     return nn.Parameter(tensor, requires_grad=grad) if is_parameter else tensor.requires_grad_(grad)
@@ -65,28 +74,21 @@ def _restored(storage: _SavedStorage, view: tuple[Any, Any, int], is_parameter: 
 class _Pickler(pickle.Pickler):
     """Writes fake tensors as shapes and known values, and real tensors with their values."""
 
-    def __init__(self, file: Any):
+    def __init__(self, file: IO[bytes]):
         super().__init__(file, protocol=4)
         self.fakes = 0
         self._storages: dict[int, _SavedStorage] = {}
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> object:
         if isinstance(obj, FakeTensor):
             self.fakes += 1
             storage = obj.untyped_storage()
-            known = known_value(obj)
-            saved = self._storages.setdefault(
-                storage._cdata, _SavedStorage(storage.nbytes() // obj.itemsize, obj.dtype, str(obj.device))
-            )
+            saved = _SavedStorage(storage.nbytes() // obj.itemsize, obj.dtype, str(obj.device))
+            saved = self._storages.setdefault(storage._cdata, saved)  # views of a storage share it in the file, too
             view = tuple(obj.shape), obj.stride(), obj.storage_offset()
-            is_parameter = isinstance(obj, nn.Parameter)
-            return _restored, (
-                saved,
-                view,
-                is_parameter,
-                obj.requires_grad,
-                None if known is None else _bytes_of(known),
-            )
+            value = known_value(obj)
+            known = None if value is None else _bytes_of(value)
+            return _restored, (saved, view, isinstance(obj, nn.Parameter), obj.requires_grad, known)
         if type(obj) is Tensor:
             return _real, (_bytes_of(obj),)
         return NotImplemented
@@ -99,18 +101,21 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def _real(content: bytes) -> Tensor:
-    """Return a saved real tensor on its new device. On the simulated device it becomes a fake."""
+    """Return a saved real tensor on its new device."""
     value = _value(content)
-    return value.to(_loading[-1][1](value.device))
+    return value.to(_loading[-1][1](value.device))  # on the simulated device it becomes a fake
 
 
 def _value(content: bytes) -> Tensor:
     with unset_fake_temporarily():  # else torch would load no values
-        return _torch_load(io.BytesIO(content), weights_only=True)
+        return torch.load(io.BytesIO(content), weights_only=True)
 
 
-def _write(value: object, file: Any) -> bool:
-    """Write `value` in zerofit's format if it contains fake tensors. Return whether it was written."""
+def _write(value: object, file: IO[bytes]) -> bool:
+    """Write `value` in zerofit's format if it contains fake tensors.
+
+    Return whether it was written.
+    """
     content = io.BytesIO()
     pickler = _Pickler(content)
     pickler.dump(value)
@@ -119,8 +124,8 @@ def _write(value: object, file: Any) -> bool:
     return bool(pickler.fakes)
 
 
-def _read(file: Any, meter: ScriptTracker, map_location: Any) -> Any:
-    """Return the object that `_write` wrote. The file must be positioned after the mark at its beginning."""
+def _read(file: IO[bytes], meter: ScriptTracker, map_location: MapLocation) -> object:
+    """Return the object that `_write` wrote. The file must be positioned after the mark."""
     _loading.append((meter, _placed(map_location)))
     try:
         return pickle.load(file)
@@ -128,13 +133,16 @@ def _read(file: Any, meter: ScriptTracker, map_location: Any) -> Any:
         _loading.pop()
 
 
-def _is_saved(path: Any) -> bool:
+def _is_saved(path: StrPath) -> bool:
     with open(path, "rb") as file:
         return file.read(len(_MARK)) == _MARK
 
 
-def _placed(map_location: Any) -> Callable[[torch.device], torch.device]:
-    """Return a function from a tensor's saved device to its new one. `map_location`: as in torch.load."""
+def _placed(map_location: MapLocation) -> Callable[[torch.device], torch.device]:
+    """Return a function from a tensor's saved device to its new one.
+
+    `map_location`: as in torch.load.
+    """
 
     def place(saved: torch.device) -> torch.device:
         if map_location is None:
@@ -142,31 +150,39 @@ def _placed(map_location: Any) -> Callable[[torch.device], torch.device]:
         if isinstance(map_location, Mapping):
             return torch.device(map_location.get(str(saved), saved))
         if callable(map_location):
-            found: Any = map_location(_PlacedStorage(torch.device("cpu")), str(saved))  # torch loads on the host first
-            return saved if found is None else torch.device(found.device)
+            on_host = _PlacedStorage(torch.device("cpu"))  # torch loads on the host first
+            storage = map_location(on_host, str(saved))
+            return saved if storage is None else torch.device(storage.device)
         return torch.device(map_location)
 
     return place
 
 
 class _PlacedStorage:
-    """A storage for a function that chooses devices, such as `lambda storage, location: storage.cuda(0)`."""
+    """A storage for a function that chooses devices.
+
+    An example of such a function is `lambda storage, location: storage.cuda(0)`.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
 
-    def cuda(self, device: Any = None, **_: object) -> _PlacedStorage:
+    def cuda(self, device: int | str | torch.device | None = None, **_: object) -> _PlacedStorage:
         return _PlacedStorage(torch.device("cuda" if device is None else device))
 
     def cpu(self) -> _PlacedStorage:
         return _PlacedStorage(torch.device("cpu"))
 
 
+_Device = torch.device | str | int
+MapLocation = Callable[[_PlacedStorage, str], _PlacedStorage | None] | Mapping[str, _Device] | _Device | None
+
+
 @contextmanager
-def _opened(file: Any, mode: str) -> Iterator[Any]:
+def _opened(file: StrPath | IO[bytes], mode: str) -> Iterator[IO[bytes]]:
     if isinstance(file, (str, os.PathLike)):
         with open(file, mode) as opened:
-            yield opened
+            yield cast("IO[bytes]", opened)
     else:
         yield file
 
@@ -174,11 +190,10 @@ def _opened(file: Any, mode: str) -> Iterator[Any]:
 def saved_by_torch(meter: ScriptTracker, files: ScratchFiles) -> Replaced:
     """Save and load objects with fake tensors in zerofit's own format. (torch.save, torch.load)
 
-    Files in other formats are loaded with their values. While a fake mode is active, torch itself loads no values.
-    (torch/serialization.py: `detect_fake_mode` in _load)
+    Files in other formats are loaded with their values.
     """
 
-    def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+    def save(obj: object, f: StrPath | IO[bytes], *args: object, **kwargs: object) -> None:
         with _opened(f, "wb") as file:
             try:
                 written = _write(obj, file)
@@ -188,53 +203,53 @@ def saved_by_torch(meter: ScriptTracker, files: ScratchFiles) -> Replaced:
             if not written:
                 _torch_save(obj, file, *args, **kwargs)
 
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def load(f: StrPath | IO[bytes], map_location: MapLocation = None, *args: object, **kwargs: object) -> object:
         with _opened(f, "rb") as file:
             start = file.tell()
             if file.read(len(_MARK)) == _MARK:
                 return _read(file, meter, map_location)
             file.seek(start)
-            named = isinstance(f, (str, os.PathLike))
-            large = named and os.path.getsize(f) >= HOLDS_NOTHING_BYTES and zipfile.is_zipfile(file)
+            # mmap keeps a large file out of host memory; torch maps only zip files that it opens by path
+            is_path = isinstance(f, (str, os.PathLike))
+            large = is_path and os.path.getsize(f) >= HOLDS_NOTHING_BYTES and zipfile.is_zipfile(file)
             file.seek(start)
-            saved_on: dict[int, torch.device] = {}
+            source = os.fspath(files.to_read(f)) if is_path and large else file
+            saved_on: dict[int, torch.device] = {}  # address of a storage -> the device it was saved on
 
-            def kept(storage: Any, where: str) -> Any:
-                saved_on[storage._cdata] = torch.device(where)
+            def leave_on_host(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+                saved_on[storage._cdata] = torch.device(device)
                 return storage
 
-            source = os.fspath(files.to_read(f)) if large else file
+            # with a fake mode, torch would load no values (torch/serialization.py: `detect_fake_mode` in _load)
             with unset_fake_temporarily():
-                value = _torch_load(source, kept, *args, **{**kwargs, "mmap": large})
+                value = _torch_load(source, leave_on_host, *args, **{**kwargs, "mmap": large})
 
         place = _placed(map_location)
         moved: dict[int, Tensor] = {}  # address of a storage -> its copy, which all views share
 
-        def placed(tensor: Any) -> Any:
-            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-                return tensor
-            storage = tensor.untyped_storage()
-            to = place(saved_on.get(storage._cdata, tensor.device))
-            if to == tensor.device:
-                return tensor
+        def move(leaf: object) -> object:
+            if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+                return leaf
+            storage = leaf.untyped_storage()
+            device = place(saved_on.get(storage._cdata, leaf.device))
+            if device == leaf.device:
+                return leaf
             with torch.no_grad():
                 if storage._cdata not in moved:
-                    moved[storage._cdata] = tensor.new_empty(0).set_(storage).to(to)
-                view = moved[storage._cdata].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-            if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(view, tensor.requires_grad)
-            return view.requires_grad_(tensor.requires_grad)
+                    moved[storage._cdata] = leaf.new_empty(0).set_(storage).to(device)
+                view = moved[storage._cdata].as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+            if isinstance(leaf, nn.Parameter):
+                return nn.Parameter(view, leaf.requires_grad)
+            return view.requires_grad_(leaf.requires_grad)
 
-        return tree_map(placed, value)
+        return tree_map(move, value)
 
     return [(_torch_save, save), (_torch_load, load)]
 
 
 def replace_everywhere(pairs: Replaced) -> None:
-    """Replace functions in every loaded module that has them as attributes, except zerofit's.
-
-    One pass replaces all pairs. Each pass touches every attribute, so the OS copies memory that a fork shares.
-    """
+    """Replace functions in every loaded module that has them as attributes, except zerofit's."""
+    # one pass for all pairs: it touches every attribute, so the OS copies memory that a fork shares
     functions = {id(original): function for original, function in pairs}
     for module in list(sys.modules.values()):
         for name in [name for name, value in list(vars(module).items()) if id(value) in functions]:
@@ -245,10 +260,11 @@ def replace_everywhere(pairs: Replaced) -> None:
 class _Safetensors:
     """A file of tensors without values, as safetensors.safe_open opens it."""
 
-    def __init__(self, path: Any, meter: ScriptTracker, device: Any):
+    def __init__(self, path: StrPath, meter: ScriptTracker, device: _Device):
         with open(path, "rb") as file:
             file.seek(len(_MARK))
-            self._tensors, self._metadata = _read(file, meter, device)
+            content = cast("tuple[dict[str, Tensor], dict[str, str] | None]", _read(file, meter, device))
+        self._tensors, self._metadata = content
 
     def __enter__(self) -> _Safetensors:
         return self
@@ -261,7 +277,7 @@ class _Safetensors:
 
     offset_keys = keys
 
-    def metadata(self) -> Any:
+    def metadata(self) -> dict[str, str] | None:
         return self._metadata
 
     def get_tensor(self, name: str) -> Tensor:
@@ -283,7 +299,7 @@ class _Slice:
     def get_dtype(self) -> str:
         return next(name for name, dtype in safetensors.torch._TYPES.items() if dtype == self._tensor.dtype)
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: EllipsisType | int | slice | tuple[int | slice, ...]) -> Tensor:
         return self._tensor[index]
 
 
@@ -292,35 +308,37 @@ def saved_by_safetensors(meter: ScriptTracker, files: ScratchFiles) -> Replaced:
 
     (safetensors.safe_open; safetensors.torch.save_file, load_file)
     """
-    opened, save, load = safetensors.safe_open, safetensors.torch.save_file, safetensors.torch.load_file
+    open_file = cast("Callable[..., object]", safetensors.safe_open)
+    save: Callable[..., None] = safetensors.torch.save_file
+    load: Callable[..., dict[str, Tensor]] = safetensors.torch.load_file
 
-    def safe_open(filename: Any, framework: str = "pt", device: Any = "cpu", **kwargs: Any) -> Any:
+    def safe_open(filename: StrPath, framework: str = "pt", device: _Device = "cpu", **kwargs: object) -> object:
         if _is_saved(filename):
             return _Safetensors(filename, meter, device)
-        return opened(files.to_read(filename), framework=framework, device=device, **kwargs)
+        return open_file(files.to_read(filename), framework=framework, device=device, **kwargs)
 
-    def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
+    def save_file(tensors: Mapping[str, Tensor], filename: StrPath, metadata: dict[str, str] | None = None) -> None:
         with open(filename, "wb") as file:
             written = _write((dict(tensors), metadata), file)
         if not written:
             save(tensors, files.to_write(filename), metadata)
 
-    def load_file(filename: Any, device: Any = "cpu", **kwargs: Any) -> Any:
+    def load_file(filename: StrPath, device: _Device = "cpu", **kwargs: object) -> dict[str, Tensor]:
         if _is_saved(filename):
             return _Safetensors(filename, meter, device)._tensors
         return load(files.to_read(filename), device, **kwargs)
 
-    return [(opened, safe_open), (save, save_file), (load, load_file)]
+    return [(open_file, safe_open), (save, save_file), (load, load_file)]
 
 
 def saved_models() -> None:
-    """Save a model's configuration without weights. `from_pretrained` builds the model from this file.
+    """Save a model's configuration without weights.
 
-    (transformers.PreTrainedModel.save_pretrained)
+    `pretrained.pretrained` builds the model from this file. (transformers.PreTrainedModel.save_pretrained)
     """
     from transformers import PreTrainedModel
 
-    def save_pretrained(self: Any, save_directory: Any, *_: object, **__: object) -> None:
+    def save_pretrained(self: PreTrainedModel, save_directory: StrPath, *_: object, **__: object) -> None:
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         self.config.architectures = [type(self).__name__]
@@ -333,53 +351,65 @@ def saved_models() -> None:
 
 
 def saved_tokenizers(files: ScratchFiles) -> None:
-    """Redirect the files that compiled code of tokenizers reads and writes. (Tokenizer.save, from_file)"""
+    """Redirect the files that compiled code of tokenizers reads and writes.
+
+    (tokenizers.Tokenizer.save, from_file)
+    """
     from tokenizers import Tokenizer
 
     replace_in(Tokenizer, "from_file", staticmethod(files.redirected(Tokenizer.from_file, files.to_read)))
     original = Tokenizer.save
 
-    def save(self: Any, path: Any, pretty: bool = True) -> None:
+    def save(self: Tokenizer, path: str, pretty: bool = True) -> None:
         original(self, files.to_write(path, update=False), pretty)
 
     replace_in(Tokenizer, "save", save)
 
 
 def saved_checkpoints() -> Replaced:
-    """Let a script load the checkpoint that it saved. Loading changes nothing, since fake tensors have no values.
+    """Let a script load the checkpoint that it saved.
 
+    Loading changes nothing, since fake tensors have no values.
     (deepspeed.DeepSpeedEngine.save_checkpoint, load_checkpoint; torch.distributed.checkpoint.save, async_save, load)
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
     from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
-    states: dict[str, Any] = {}  # file of ours in a checkpoint -> DeepSpeed's client state
-    load_engine, load_shards = DeepSpeedEngine.load_checkpoint, state_dict_loader.load
+    states: dict[str, dict[str, object]] = {}  # folder of a saved checkpoint -> DeepSpeed's client state
+    load_engine = cast("Callable[..., object]", DeepSpeedEngine.load_checkpoint)
+    load_shards: Callable[..., None] = state_dict_loader.load
 
-    def place(folder: Any, tag: Any = "") -> str:
+    def folder_of(folder: StrPath, tag: object = "") -> str:
         return os.path.abspath(os.path.join(folder, str(tag)))
 
-    def save_engine(self: Any, save_dir: Any, tag: Any = None, client_state: Any = None, **_: object) -> bool:
+    def save_engine(
+        self: DeepSpeedEngine,
+        save_dir: StrPath,
+        tag: object = None,
+        client_state: Mapping[str, object] | None = None,
+        **_: object,
+    ) -> bool:
         tag = tag or f"global_step{self.global_steps}"
-        os.makedirs(place(save_dir, tag), exist_ok=True)
+        os.makedirs(folder_of(save_dir, tag), exist_ok=True)
         Path(save_dir, "latest").write_text(str(tag))
-        states[place(save_dir, tag)] = dict(client_state or {})
+        states[folder_of(save_dir, tag)] = dict(client_state or {})
         return True
 
-    def load(self: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def load(self: DeepSpeedEngine, load_dir: StrPath, tag: object = None, *args: object, **kwargs: object) -> object:
         latest = Path(load_dir, "latest")
         name = tag or (latest.read_text().strip() if latest.is_file() else "")
-        if place(load_dir, name) in states:
-            return place(load_dir, name), dict(states[place(load_dir, name)])
+        folder = folder_of(load_dir, name)
+        if folder in states:
+            return folder, dict(states[folder])
         return load_engine(self, load_dir, tag, *args, **kwargs)
 
-    def save_shards(state_dict: Any, *, checkpoint_id: Any = None, **_: object) -> None:
+    def save_shards(state_dict: object, *, checkpoint_id: StrPath | None = None, **_: object) -> None:
         if checkpoint_id is not None:
             os.makedirs(checkpoint_id, exist_ok=True)
-            states[place(checkpoint_id)] = None
+            states[folder_of(checkpoint_id)] = {}
 
-    def load_sharded(state_dict: Any, *, checkpoint_id: Any = None, **kwargs: Any) -> None:
-        if checkpoint_id is None or place(checkpoint_id) not in states:
+    def load_sharded(state_dict: object, *, checkpoint_id: StrPath | None = None, **kwargs: object) -> None:
+        if checkpoint_id is None or folder_of(checkpoint_id) not in states:
             load_shards(state_dict, checkpoint_id=checkpoint_id, **kwargs)
 
     replace_in(DeepSpeedEngine, "save_checkpoint", save_engine)

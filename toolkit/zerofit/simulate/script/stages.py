@@ -36,7 +36,7 @@ class StageJoints:
         made = PipelineEngine.__init__
 
         @functools.wraps(made)
-        def init(engine: Any, *args: Any, **kwargs: Any) -> None:
+        def init(engine: Any, *args: object, **kwargs: object) -> None:
             made(engine, *args, **kwargs)
             self._join(engine)
 
