@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import cast
 from unittest.mock import patch
 
 import deepspeed
@@ -26,12 +26,12 @@ def start(
     job: Job, rank: int, inputs: Inputs, log: PhaseLog, on_built: Callable[[nn.Module], None] = lambda model: None
 ) -> Driver:
     """Return a rank's trainer. The model is built in phase "build", and the engine in phase "init"."""
-    initialize = deepspeed.initialize
+    initialize = cast("Callable[..., object]", deepspeed.initialize)
 
-    def announced(*args: object, **kwargs: object) -> Any:
-        on_built(kwargs["model"])
+    def announced(*args: object, model: nn.Module, **kwargs: object) -> object:
+        on_built(model)
         log.begin("init")
-        return initialize(*args, **kwargs)
+        return initialize(*args, model=model, **kwargs)
 
     log.begin("build")
     kind = PipelineTrainer if job.layout.pp > 1 else ZeroTrainer
@@ -41,8 +41,17 @@ def start(
 
 def train_steps(driver: Driver, batches: Iterator[dict[str, object]], steps: int, log: PhaseLog) -> None:
     """Train `steps` steps, and record their phases in `log`."""
+
+    def announced() -> Iterator[dict[str, object]]:
+        while True:
+            log.begin("forward")  # reading a micro batch belongs to its forward
+            batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
     announce_phases(driver.engine, log.begin)
-    fetched = _fetched(batches, log.begin)
+    fetched = announced()
     for step in range(steps):
         log.step = step
         driver.train_step(fetched)
@@ -56,18 +65,10 @@ def empty_batches(job: Job, inputs: Inputs, samples: int = 0) -> Iterator[dict[s
     """
     samples = samples or job.batch.micro
     while True:
-        batch: dict[str, Any] = empty_batch(inputs, samples)
-        batch["weight"] = job.layout.sp / batch["labels"].numel()
+        tensors = empty_batch(inputs, samples)
+        batch: dict[str, object] = {**tensors, "weight": job.layout.sp / tensors["labels"].numel()}
+        del tensors  # only the batch keeps them
         if mixes(job.run) and isinstance(inputs, ImageInputs):
             batch["labels"] = torch.zeros(samples, inputs.classes)
         yield batch
         del batch
-
-
-def _fetched(batches: Iterator[dict[str, object]], begin: Callable[[str], None]) -> Iterator[dict[str, object]]:
-    while True:
-        begin("forward")
-        batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch

@@ -9,9 +9,9 @@ aten/src/ATen/autocast_mode.cpp.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ _libraries: list[torch.library.Library] = []  # kernels stay registered as long 
 
 
 def policies() -> dict[str, str]:
-    """Return autocast's policy for each op. The key is the op's full name ("aten::conv_transpose2d.input")."""
+    """Return autocast's policy for each op. A key is an op's full name: "aten::conv_transpose2d.input"."""
     header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text(encoding="utf-8")
     found = {name: APPEND for name in _WITH_DTYPE if f'"{name.removeprefix("aten::")}"' in header}
     for policy, ops in _LIST.findall(header):
@@ -60,15 +60,16 @@ class CastCache:
         """Drop all casts."""
         self._kept = WeakTensorKeyDictionary()
 
-    def eligible(self, value: Any) -> bool:
+    def eligible(self, value: object) -> TypeGuard[Tensor]:
         """Return whether autocast may cast a value."""
-        is_float = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
-        return is_float and value.device.type == self.device
+        if not isinstance(value, Tensor) or value.device.type != self.device:
+            return False
+        return value.is_floating_point() and value.dtype != torch.float64
 
-    def cast(self, value: Any, to: torch.dtype) -> Any:
+    def cast(self, value: object, to: torch.dtype) -> object:
         """Return a tensor (or a list of tensors) in another dtype. Return other values unchanged."""
         if isinstance(value, (list, tuple)):
-            return [self.cast(one, to) for one in value]
+            return [self.cast(element, to) for element in value]
         if not self.eligible(value) or value.dtype == to:
             return value
         weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
@@ -92,7 +93,9 @@ def autocast_as_cuda(name: str, device: str) -> None:
         everything.fallback(torch.library.fallthrough_kernel, name)
         _libraries.append(everything)
     library = torch.library.Library("aten", "IMPL")
-    for op, policy in _registered():
+    for full_name, policy in policies().items():
+        packet, _, overload = full_name.removeprefix("aten::").partition(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
         library.impl(op.name(), _kernel(op, policy, key, cache), name, allow_override=True)
     _libraries.append(library)
     torch._C._dispatch_tls_set_dispatch_key_included(key, True)
@@ -105,34 +108,27 @@ def autocast_as_cuda(name: str, device: str) -> None:
     torch.clear_autocast_cache = clear_autocast_cache
 
 
-def _registered() -> Iterator[tuple[OpOverload, str]]:
-    for name, policy in policies().items():
-        base, _, overload = name.removeprefix("aten::").partition(".")
-        yield getattr(getattr(torch.ops.aten, base), overload or "default"), policy
-
-
-def _kernel(op: OpOverload, policy: str, key: DispatchKey, cache: CastCache) -> Callable[..., Any]:
+def _kernel(op: OpOverload, policy: str, key: DispatchKey, cache: CastCache) -> Callable[..., object]:
+    """Return a function that casts the arguments of an op by autocast's policy and runs the op."""
     if policy == APPEND:
         op = getattr(op.overloadpacket, _WITH_DTYPE[op.name()])
-    excluded, names = DispatchKeySet(key), [one.name for one in op._schema.arguments]
+    # without the key, ops inside run as they do without autocast
+    excluded, names = DispatchKeySet(key), [argument.name for argument in op._schema.arguments]
 
-    def run(*args: object, **kwargs: object) -> Any:
+    def run(first: Tensor, *args: object, **kwargs: object) -> object:
         with _ExcludeDispatchKeyGuard(excluded):
             if policy == APPEND:
-                return op(*args, **kwargs, dtype=torch.float32 if cache.eligible(args[0]) else args[0].dtype)
+                dtype = torch.float32 if cache.eligible(first) else first.dtype
+                return op(first, *args, **kwargs, dtype=dtype)
             if policy == FP32_DTYPE:
-                given = {**dict(zip(names, args, strict=False)), **kwargs}
-                if cache.eligible(args[0]) and given.get("dtype") is None:
-                    given["dtype"] = torch.float32
-                return op(**given)
+                by_name = {**dict(zip(names, (first, *args), strict=False)), **kwargs}
+                if cache.eligible(first) and by_name.get("dtype") is None:
+                    by_name["dtype"] = torch.float32
+                return op(**by_name)
             to = torch.float32 if policy == FP32 else cache.lower
-            if policy == PROMOTE and any(_is_float32(one, cache) for one in args):
+            if policy == PROMOTE and any(cache.eligible(t) and t.dtype == torch.float32 for t in (first, *args)):
                 to = torch.float32
-            cast = {name: cache.cast(value, to) for name, value in kwargs.items()}
-            return op(*(cache.cast(one, to) for one in args), **cast)
+            cast_kwargs = {name: cache.cast(value, to) for name, value in kwargs.items()}
+            return op(*(cache.cast(value, to) for value in (first, *args)), **cast_kwargs)
 
     return run
-
-
-def _is_float32(value: object, cache: CastCache) -> bool:
-    return isinstance(value, Tensor) and cache.eligible(value) and value.dtype == torch.float32

@@ -8,10 +8,10 @@ allocate no memory.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from deepspeed.accelerator import real_accelerator
@@ -54,13 +54,14 @@ def install(gpu: bool, meter: AllocationTracker, device_bytes: int) -> None:
 
 
 def register(meter: AllocationTracker) -> None:
-    """Register the simulated device. If a backward hook fails, raise the hook's error in the script's thread.
+    """Register the simulated device.
 
-    If a hook fails, a Python error is set. While autograd's thread passes this error on, torch calls the method `type_`
-    of the device's guard. This would end the process, because a Python method must not return a value while an error is
-    set (torch/csrc/acc/Module.cpp, PythonDeviceGuard). So the guard clears and stores the error. `run_backward`, which
-    replaces torch.autograd._engine_run_backward, raises the stored error after the backward.
+    If a backward hook fails, raise the hook's error in the script's thread. (torch.autograd._engine_run_backward)
     """
+    # If a hook fails, a Python error is set. While autograd's thread passes this error on, torch calls the method
+    # `type_` of the device's guard. This would end the process, because a Python method must not return a value while
+    # an error is set (torch/csrc/acc/Module.cpp, PythonDeviceGuard). So the guard clears and stores the error, and
+    # `run_backward` raises it after the backward.
     guard, run = _SimulatedGuard(), _autograd._engine_run_backward
 
     def run_backward(*args: object, **kwargs: object) -> object:
@@ -129,7 +130,7 @@ class SimulatedGpu(SimulatedHost):
         """Return torch's name of the device."""
         return NAME if device_index is None else f"{NAME}:{device_index}"
 
-    def device(self, device_index: int | None = None) -> Any:
+    def device(self, device_index: int | None = None) -> AbstractContextManager[None]:
         """Return a context in which this device is the current one."""
         return nullcontext()
 
@@ -167,7 +168,7 @@ class SimulatedGpu(SimulatedHost):
         """The class of events."""
         return self._meter.streams.Event
 
-    def stream(self, stream: Any) -> Any:
+    def stream(self, stream: SimulatedStream | None) -> AbstractContextManager[object]:
         """Return a context in which `stream` is the current stream."""
         return self._meter.streams.using(stream)
 
@@ -186,7 +187,8 @@ class SimulatedGpu(SimulatedHost):
     def pin_memory(self, tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return a copy in pinned memory. The CPU accelerator's own method does nothing."""
         if _TORCH_PINS:
-            return DeepSpeedAccelerator.pin_memory(self, tensor, *args, **kwargs)
+            pin = cast("Callable[..., Tensor]", DeepSpeedAccelerator.pin_memory)
+            return pin(self, tensor, *args, **kwargs)
         return self._torch_pin_memory(tensor)
 
     def is_pinned(self, tensor: Tensor) -> bool:

@@ -6,11 +6,13 @@ Each docstring explains why.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.library import Library
 
@@ -23,6 +25,10 @@ from zerofit.simulate.fakes.kernels import cuda_attention, fused_norms
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.ops.tracker import AllocationTracker
 
+if TYPE_CHECKING:
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from torch.backends.cuda import SDPAParams
+
 _libraries: list[Library] = []  # their registrations end with them
 
 
@@ -30,9 +36,9 @@ def tensor_constructor() -> None:
     """Let torch.tensor() return a fake on a device that has no kernels. (torch.tensor)"""
     from deepspeed.runtime.zero import partition_parameters
 
-    original = torch.tensor
+    original: Callable[..., torch.Tensor] = torch.tensor
 
-    def tensor(*args: object, device: Any = None, **kwargs: object) -> object:
+    def tensor(*args: object, device: torch.types.Device = None, **kwargs: object) -> torch.Tensor:
         made = original(*args, **kwargs)
         if device is None:
             return made
@@ -49,13 +55,13 @@ def list_indices() -> None:
 
     (torch.Tensor.__getitem__)
     """
-    original = torch.Tensor.__getitem__
+    original = cast("Callable[[torch.Tensor, object], torch.Tensor]", torch.Tensor.__getitem__)
 
-    def getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
-        if isinstance(index, list | tuple) and self.device.type not in ("cpu", "meta"):
+    def getitem(self: torch.Tensor, index: object) -> torch.Tensor:
+        if self.device.type not in ("cpu", "meta"):
             if isinstance(index, list):
                 index = torch.tensor(index, device=self.device)
-            else:
+            elif isinstance(index, tuple):
                 index = tuple(torch.tensor(i, device=self.device) if isinstance(i, list) else i for i in index)
         return original(self, index)
 
@@ -71,10 +77,16 @@ def constants() -> None:
     """
     original = FakeTensorMode._dispatch_impl
 
-    def dispatch_impl(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def dispatch_impl(
+        self: FakeTensorMode,
+        func: OpOverload,
+        types: tuple[type, ...],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
         device = (kwargs or {}).get("device")
         known = [t for t in args if isinstance(t, FakeTensor) and t.constant is not None]
-        if not known or device is None or torch.device(device).type in ("cpu", "meta"):
+        if not known or device is None or torch.device(cast("str | torch.device", device)).type in ("cpu", "meta"):
             return original(self, func, types, args, kwargs)
         values = [t.constant for t in known]
         for t in known:
@@ -85,7 +97,7 @@ def constants() -> None:
             for t, value in zip(known, values, strict=True):
                 t.constant = value
 
-    FakeTensorMode._dispatch_impl = dispatch_impl
+    replace_in(FakeTensorMode, "_dispatch_impl", dispatch_impl)
 
 
 def gpu_ops() -> None:
@@ -96,7 +108,7 @@ def gpu_ops() -> None:
     from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.ops.op_builder.cpu.no_impl import NotImplementedBuilder
 
-    def load(self: Any, verbose: bool = True) -> Any:
+    def load(self: OpBuilder, verbose: bool = True) -> object:
         return OpBuilder.load(self, verbose)  # as `compiled_ops` replaces it
 
     replace_in(NotImplementedBuilder, "load", load)
@@ -107,9 +119,9 @@ def backend_keys() -> None:
 
     The fakes' `.device` does not change. (torch.Tensor._make_subclass)
     """
-    original = torch.Tensor._make_subclass
+    original = cast("Callable[..., torch.Tensor]", torch.Tensor._make_subclass)
 
-    def make_subclass(cls: type, data: Any, require_grad: bool = False, **kwargs: object) -> Any:
+    def make_subclass(cls: type, data: torch.Tensor, require_grad: bool = False, **kwargs: object) -> torch.Tensor:
         if kwargs.get("device_for_backend_keys") is not None:
             kwargs["device_for_backend_keys"] = torch.device("cpu")
         return original(cls, data, require_grad, **kwargs)
@@ -118,19 +130,19 @@ def backend_keys() -> None:
 
 
 def attention() -> None:
-    """Use CUDA's flash kernel.
+    """Use CUDA's flash kernel. For an unknown device, torch would compute attention by plain matmuls.
 
-    For an unknown device, torch would compute attention by plain matmuls. With a mask or in fp32, use the
-    memory-efficient kernel, since flash attention does not support these. Autocast casts all inputs, as the op does.
+    With a mask or in fp32, use the memory-efficient kernel, since flash attention does not support these.
 
     (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA; for jagged tensors
     can_use_flash_attention and can_use_efficient_attention of torch.nested._internal.sdpa)
     """
     from torch.nested._internal import sdpa
 
-    original = nn.functional.scaled_dot_product_attention
+    original: Callable[..., torch.Tensor] = nn.functional.scaled_dot_product_attention
+    on_cuda = cast("Callable[..., torch.Tensor]", cuda_attention)
 
-    def takes_flash(params: Any, debug: bool = False) -> bool:
+    def takes_flash(params: SDPAParams, debug: bool = False) -> bool:
         return params.query.dtype != torch.float32 and params.attn_mask is None
 
     def scaled_dot_product_attention(query: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
@@ -138,12 +150,12 @@ def attention() -> None:
         if device in ("cpu", "meta") or query.is_nested:
             return original(query, *args, **kwargs)
         if not torch.is_autocast_enabled(device):
-            return cuda_attention(query, *args, **kwargs)
-        casts = CastCache(device)
-        given = [casts.cast(value, casts.lower) for value in (query, *args)]
-        named = {name: casts.cast(value, casts.lower) for name, value in kwargs.items()}
+            return on_cuda(query, *args, **kwargs)
+        casts = CastCache(device)  # as the op does, autocast casts all inputs
+        cast_args = [casts.cast(value, casts.lower) for value in (query, *args)]
+        cast_kwargs = {name: casts.cast(value, casts.lower) for name, value in kwargs.items()}
         with torch.autocast(device, enabled=False):
-            return cuda_attention(*given, **named)
+            return on_cuda(*cast_args, **cast_kwargs)
 
     nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     replace_in(sdpa, "can_use_flash_attention", takes_flash)
@@ -161,7 +173,10 @@ def norms() -> None:
 
 
 def record_stream(meter: AllocationTracker) -> None:
-    """Record that a stream uses a tensor. torch has no streams for a custom device. (torch.Tensor.record_stream)"""
+    """Record that a stream uses a tensor. torch has no streams for a custom device.
+
+    (torch.Tensor.record_stream)
+    """
     replace_in(torch.Tensor, "record_stream", lambda self, stream: meter.record_stream(self, stream))
 
 
@@ -190,7 +205,7 @@ def sends_in_batches() -> None:
     """
 
     def batch_isend_irecv(p2p_op_list: list[torch.distributed.P2POp]) -> list[object]:
-        return [one.op(one.tensor, one.peer, group=one.group, tag=one.tag) for one in p2p_op_list]
+        return [p2p.op(p2p.tensor, p2p.peer, group=p2p.group, tag=p2p.tag) for p2p in p2p_op_list]
 
     torch.distributed.batch_isend_irecv = batch_isend_irecv
 
@@ -228,7 +243,7 @@ class HostSteps:
 
         self._buffer = _allocate_worker_grad_buffer(max_grad_numel, pin_memory)
         self._moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._done: deque[dict[str, Any]] = deque()
+        self._done: deque[dict[str, object]] = deque()
 
     def async_step(
         self, param_group_id: int, sub_group_id: int, fp32_param: torch.Tensor, fp32_grad: torch.Tensor, **_: object

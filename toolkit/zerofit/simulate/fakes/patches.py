@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import EllipsisType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import nn
@@ -28,6 +28,10 @@ from zerofit.simulate.fakes.kernels import MASKING, PACKED_MASKING, PADDED_MASKI
 from zerofit.simulate.ops.shortcuts import sharing_pieces
 from zerofit.simulate.ops.tracker import AllocationTracker
 from zerofit.train.process_group import compile_no_collectives
+
+if TYPE_CHECKING:
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 _SMALL = 1024  # elements: more than the number of layers of a model
 
@@ -193,7 +197,7 @@ def compiled_ops(meter: AllocationTracker) -> None:
     """Replace DeepSpeed's C++ ops, which would read memory that does not exist. (deepspeed.ops.op_builder)"""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    def load(self: Any, verbose: bool = True) -> Any:
+    def load(self: OpBuilder, verbose: bool = True) -> FakeOps:
         return FakeOps(meter)
 
     replace_in(OpBuilder, "load", load)
@@ -215,7 +219,10 @@ def cpu_vendor() -> None:
 
 
 def rng_state(meter: AllocationTracker) -> None:
-    """Record the random states that activation checkpointing saves, which are real tensors. (torch.get_rng_state)"""
+    """Record the random states that activation checkpointing saves, which are real tensors.
+
+    (torch.get_rng_state)
+    """
     original = torch.get_rng_state
 
     def get_rng_state() -> torch.Tensor:
@@ -257,12 +264,19 @@ class WeightFile:
         return WeightSlice(self._file.get_slice(name))
 
 
+class _LazySlice(Protocol):
+    """The tensor that safetensors' get_slice returns."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+
 class WeightSlice:
     """A tensor of a weight file that is not yet read."""
 
-    def __init__(self, lazy: Any):
-        self.get_shape: Callable[[], list[int]] = lazy.get_shape
-        self.get_dtype: Callable[[], str] = lazy.get_dtype
+    def __init__(self, lazy: _LazySlice):
+        self.get_shape, self.get_dtype = lazy.get_shape, lazy.get_dtype
 
     def __getitem__(self, index: EllipsisType | slice | tuple[slice, ...]) -> torch.Tensor:
         from transformers.modeling_utils import str_to_torch_dtype
@@ -291,9 +305,9 @@ def small_values() -> None:
 
     (torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT, torch.linspace, torch.distributions)
     """
-    original = torch.linspace
+    original = cast("Callable[..., torch.Tensor]", torch.linspace)
 
-    def linspace(*args: object, **kwargs: object) -> object:
+    def linspace(*args: object, **kwargs: object) -> torch.Tensor:
         made = original(*args, **kwargs)
         if isinstance(made, FakeTensor) and made.device.type == "cpu" and made.numel() <= _SMALL:
             with unset_fake_temporarily():
@@ -306,8 +320,11 @@ def small_values() -> None:
 
 
 def data_setter() -> None:
-    """Let `parameter.data = t` move the parameter to the device of `t`, and drop the old value. (torch.Tensor.data)"""
-    data: Any = torch._C.TensorBase.data  # its descriptor
+    """Let `parameter.data = t` move the parameter to the device of `t`, and drop the old value.
+
+    (torch.Tensor.data)
+    """
+    data = vars(torch._C.TensorBase)["data"]  # the descriptor
 
     def set_data(self: FakeTensor, value: object) -> None:
         data.__set__(self, value)
@@ -334,9 +351,6 @@ def pieces_of_ranks() -> None:
 def parameters_of_modules() -> None:
     """Let ZeRO-3's hooks find the parameters of a module faster.
 
-    The hooks ask for them several times per call of a module, and a model with LoRA has thousands of modules. Most of
-    these have no parameters to release: no parameters, or only small ones, which stay gathered. For these, DeepSpeed
-    would look for the next use in all modules within `stage3_max_reuse_distance`.
     (iter_params and PartitionedParameterCoordinator.__params_to_release of
     deepspeed.runtime.zero.partitioned_param_coordinator; _z3_leaf of modules, which z3_leaf_module reads)
     """
@@ -345,16 +359,21 @@ def parameters_of_modules() -> None:
     kind, name = partitioned_param_coordinator.PartitionedParameterCoordinator, "__params_to_release"
     of_module, to_release = partitioned_param_coordinator.iter_params, getattr(kind, f"_{kind.__name__}{name}")
 
-    def iter_params(module: Any, recurse: bool = False) -> Any:
+    # the hooks call this several times per call of a module, and a model with LoRA has thousands of modules
+    def iter_params(module: nn.Module, recurse: bool = False) -> Iterable[nn.Parameter]:
         if recurse:
             return of_module(module, recurse)
         own = [p for p in module._parameters.values() if p is not None]
-        return [*own, *(p for _, p in module.ds_external_parameters())]
+        external = cast("Callable[[], Iterable[tuple[str, nn.Parameter]]]", module.ds_external_parameters)
+        return [*own, *(p for _, p in external())]
 
+    # Most modules have no parameters to release: no parameters, or only small ones, which stay gathered. For these,
+    # DeepSpeed would look for the next use in all modules within `stage3_max_reuse_distance`.
     @cache  # as in DeepSpeed: release_sub_module changes the set that it gets
-    def params_to_release(self: Any, submodule: nn.Module, step_id: int) -> set[int]:
+    def params_to_release(self: PartitionedParameterCoordinator, submodule: nn.Module, step_id: int) -> set[int]:
         own = iter_params(submodule, recurse=partitioned_param_coordinator.z3_leaf_module(submodule))
-        return set() if all(p.ds_persist for p in own) else to_release(self, submodule, step_id)
+        persist = all(p.ds_persist for p in own)  # pyright: ignore[reportAttributeAccessIssue]
+        return set() if persist else to_release(self, submodule, step_id)
 
     for owner in (partitioned_param_coordinator, parameter_offload):
         replace_in(owner, "iter_params", iter_params)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zerofit.features.optimizers.eight_bit import KERNEL
@@ -48,7 +49,7 @@ def four_bits() -> None:
 def eight_bits() -> None:
     """Let bitsandbytes create 8-bit weights as fake tensors.
 
-    Replaces bitsandbytes.nn.Int8Params.__new__, because the original calls Tensor._make_subclass, which refuses fakes.
+    Replaces bitsandbytes.nn.Int8Params.__new__, because it calls Tensor._make_subclass, which refuses fakes.
     """
     weight = library().Int8Params
     replace_in(weight, "__new__", staticmethod(_or_fakes(weight, _EIGHT)))
@@ -63,25 +64,25 @@ def moments_of_eight_bits(gpu: bool) -> None:
     CPU: the kernel unpacks all 8-bit moments (backends/cpu/ops.py). So the CPU's kernel runs instead of the shape rule
     (torch.ops.bitsandbytes.optimizer_update_8bit_blockwise).
     """
-    functional: Any = importlib.import_module("bitsandbytes.functional")
+    functional = importlib.import_module("bitsandbytes.functional")
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: object = None) -> torch.Tensor:
-        made: Any = torch.empty(shape, dtype=dtype, device="cpu")
-        made.is_paged, made.page_deviceid = True, 0
-        return made
+        paged = torch.empty(shape, dtype=dtype, device="cpu")
+        vars(paged).update(is_paged=True, page_deviceid=0)
+        return paged
 
     if gpu:
         replace_in(functional, "get_paged", get_paged)
         replace_in(functional, "fill", lambda *_, **__: None)
         replace_in(functional, "prefetch_tensor", lambda *_, **__: None)
         return
-    ops: Any = importlib.import_module("bitsandbytes.backends.cpu.ops")
+    ops = importlib.import_module("bitsandbytes.backends.cpu.ops")
     for name in (KERNEL, "optimizer_update_32bit"):
         replace_in(torch.ops.bitsandbytes, name, getattr(ops, f"_{name}_cpu"))
 
 
 class _CodeTable:
-    """Stand-in for bitsandbytes' table of 256 quantization codes. It allocates the table on the device."""
+    """Stand-in for bitsandbytes' table of 256 codes. It allocates the table on the device."""
 
     def to(self, device: torch.device, copy: bool = False) -> torch.Tensor:
         return torch.empty(256, device=device)
@@ -104,39 +105,44 @@ def traced_bits(device: str) -> Iterator[None]:
     stand_ins = [patch.object(packet, "default", impl) for packet, impl in _unpacking().items()]
     if device == "cpu":
         stand_ins.append(patch.object(kinds.bnb, "matmul", on_cpu))
-    for one in stand_ins:
-        one.start()
-    try:
+    with ExitStack() as stack:
+        for stand_in in stand_ins:
+            stack.enter_context(stand_in)
         yield
-    finally:
-        for one in stand_ins:
-            one.stop()
 
 
 def _unpacking() -> Mapping[object, Callable[..., object]]:
     """Return replacements for fused matrix multiplications. They unpack the weights in a separate op."""
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         return {}  # older versions call dequantize_4bit themselves
-    ops: Any = importlib.import_module("bitsandbytes.backends.default.ops")
+    ops = importlib.import_module("bitsandbytes.backends.default.ops")
     return {torch.ops.bitsandbytes.gemm_4bit: ops._gemm_4bit_default_impl}
 
 
-def _or_fakes(weight: Any, state: Mapping[str, object]) -> Callable[..., object]:
-    """Return a constructor for `weight` that also accepts fakes. A fake gets the attributes of `state`."""
-    original = weight.__new__
+def _or_fakes(weight: type[nn.Parameter], state: Mapping[str, object]) -> Callable[..., torch.Tensor]:
+    """Return a constructor for `weight` that also accepts fakes.
 
-    def copied(self: Any, memo: dict[int, Any]) -> Any:
-        kept = {name: vars(self)[name] if name == "module" else copy.deepcopy(vars(self)[name], memo) for name in state}
-        return new(weight, self.data.clone(), self.requires_grad, **kept)
+    A fake gets the attributes of `state`.
+    """
+    original = cast("Callable[..., nn.Parameter]", weight.__new__)
+
+    def copied(self: nn.Parameter, memo: dict[int, Any]) -> torch.Tensor:
+        attributes = {name: copy.deepcopy(vars(self)[name], memo) for name in state if name != "module"}
+        if "module" in state:  # the weight's module, which is being copied itself
+            attributes["module"] = vars(self)["module"]
+        return new(weight, self.data.clone(), self.requires_grad, **attributes)
 
     kind = type(weight.__name__, (FakeTensor, weight), {"__deepcopy__": copied})
 
-    def new(cls: Any, data: Any = None, requires_grad: bool = False, **given: object) -> Any:
+    def new(
+        cls: type[nn.Parameter], data: torch.Tensor | None = None, requires_grad: bool = False, **attributes: object
+    ) -> torch.Tensor:
         if not isinstance(data, FakeTensor):
-            return original(cls, data, requires_grad, **given)
-        made: Any = data.detach().requires_grad_(requires_grad)
-        made.__class__, made._is_param = kind, True
-        vars(made).update({**state, **{name: given[name] for name in state if given.get(name) is not None}})
-        return made
+            return original(cls, data, requires_grad, **attributes)
+        fake = data.detach().requires_grad_(requires_grad)
+        fake.__class__ = kind
+        passed = {name: attributes[name] for name in state if attributes.get(name) is not None}
+        vars(fake).update({**state, **passed, "_is_param": True})
+        return fake
 
     return new

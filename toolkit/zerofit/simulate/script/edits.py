@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -41,7 +41,7 @@ def edits(target: ScriptTarget) -> Callable[[nn.Module], None]:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Recompute a model's repeated blocks in backward. If the model has its own switch for this, use it."""
+    """Recompute a model's repeated blocks in backward, by the model's own switch if it has one."""
     enable = getattr(unwrapped(model), "gradient_checkpointing_enable", None)
     if enable is not None:
         enable()
@@ -57,7 +57,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """Among the lists of equal blocks, find the list with the most parameters. Return the list's path and its blocks.
+    """Return the path and the blocks of the list of equal blocks that has the most parameters.
 
     Return ("", []) if there is no list.
     """
@@ -71,11 +71,14 @@ def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 
 def _optimizers(make: Callable[..., object], names: tuple[str, ...] = ("Adam", "AdamW")) -> None:
-    """Replace torch's optimizers by the result of `make(original, parameters, ...)`. (torch.optim.AdamW)"""
+    """Replace torch's optimizers by the result of `make(original, parameters, ...)`.
+
+    (torch.optim.Adam, AdamW)
+    """
     for name in names:
         original = getattr(torch.optim, name)
 
-        def new(cls: type, *args: object, original: Any = original, **kwargs: object) -> object:
+        def new(cls: type, *args: object, original: type = original, **kwargs: object) -> object:
             return make(original, *args, **kwargs)
 
         # a class for isinstance(); a __new__ that returns another class skips __init__
@@ -95,15 +98,20 @@ def _eight_bits() -> None:
 def _sharded_states() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    def make(original: type, parameters: Any, *args: object, **kwargs: object) -> object:
+    sharded_optimizer = cast("Callable[..., object]", ZeroRedundancyOptimizer)
+
+    def make(original: type, parameters: ParamsT, *args: object, **kwargs: object) -> object:
         names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
-        return ZeroRedundancyOptimizer(parameters, original, **dict(zip(names, args, strict=False)), **kwargs)
+        return sharded_optimizer(parameters, original, **dict(zip(names, args, strict=False)), **kwargs)
 
     _optimizers(make)
 
 
 def _sharded() -> None:
-    """Shard a model with FSDP2 instead of wrapping it in DDP. (torch.nn.parallel.DistributedDataParallel)"""
+    """Shard a model with FSDP2 instead of wrapping it in DDP.
+
+    (torch.nn.parallel.DistributedDataParallel)
+    """
     from torch.distributed.fsdp import fully_shard
 
     replaced: list[weakref.ref[nn.Parameter]] = []  # weak, since their memory is freed
@@ -132,29 +140,35 @@ def _halves() -> None:
 
     (DataLoader.__init__, Optimizer.__init__, Module.zero_grad)
     """
-    load, make, zero = DataLoader.__init__, torch.optim.Optimizer.__init__, nn.Module.zero_grad
+    load: Callable[..., None] = DataLoader.__init__
+    make: Callable[..., None] = torch.optim.Optimizer.__init__
+    zero: Callable[..., None] = nn.Module.zero_grad
     waiting: set[int] = set()  # ids of optimizers that have gradients of the first of two batches
 
-    def loader(self: Any, dataset: Any, batch_size: int | None = 1, *args: object, **kwargs: object) -> None:
+    def loader(
+        self: DataLoader[object], dataset: object, batch_size: int | None = 1, *args: object, **kwargs: object
+    ) -> None:
         if type(self) is DataLoader and batch_size and batch_size > 1:
             batch_size //= 2
         load(self, dataset, batch_size, *args, **kwargs)
 
-    def optimizer(self: Any, *args: object, **kwargs: object) -> None:
+    def optimizer(self: torch.optim.Optimizer, *args: object, **kwargs: object) -> None:
         make(self, *args, **kwargs)
-        self.step, self.zero_grad = MethodType(step, self), MethodType(zero_grad, self)
+        vars(self).update(step=MethodType(step, self), zero_grad=MethodType(zero_grad, self))
 
-    def step(self: Any, closure: object = None, **kwargs: object) -> object:
+    def step(self: torch.optim.Optimizer, closure: object = None, **kwargs: object) -> object:
         if closure is not None:
             raise not_simulated("a closure that computes only half of a batch", "simulate without the change")
         if id(self) not in waiting:
             return waiting.add(id(self))
         waiting.remove(id(self))
-        return type(self).step(self, **kwargs)
+        step_of_kind = cast("Callable[..., object]", type(self).step)
+        return step_of_kind(self, **kwargs)
 
-    def zero_grad(self: Any, *args: object, **kwargs: object) -> None:
+    def zero_grad(self: torch.optim.Optimizer, *args: object, **kwargs: object) -> None:
         if id(self) not in waiting:
-            type(self).zero_grad(self, *args, **kwargs)
+            zero_of_kind: Callable[..., None] = type(self).zero_grad
+            zero_of_kind(self, *args, **kwargs)
 
     def zero_module(self: nn.Module, *args: object, **kwargs: object) -> None:
         if not waiting:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import PurePath
-from typing import Any
+from typing import cast
 
 import torch
 from accelerate.state import AcceleratorState
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -42,11 +43,13 @@ class BatchShapes:
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if tensors:
             largest = padded_shape(max(tensors, key=lambda t: t.numel()))
-            images = _images(args)
-            self.seen[(len(images), *largest) if images else largest] += 1
+            images = args[0] if isinstance(args, (list, tuple)) and args else None  # a list, for a detection model
+            if isinstance(images, (list, tuple)) and all(isinstance(t, Tensor) and t.dim() == 3 for t in images):
+                largest = (len(images), *largest) if images else largest
+            self.seen[largest] += 1
         self.longest = max([self.longest, *(padded_shape(t)[1] for t in token_tensors(tensors))])
 
-    def note_layer(self, module: Any, args: tuple[Any, ...]) -> None:
+    def note_layer(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Record a layer's input if its shape is (steps, samples, features).
 
         Recurrent layers and attention without `batch_first` have inputs of this shape.
@@ -66,20 +69,13 @@ class BatchShapes:
         return max(samples, default=0)
 
 
-def _images(args: Any) -> Sequence[Tensor]:
-    given = args[0] if args else None
-    if not isinstance(given, (list, tuple)) or not all(isinstance(t, Tensor) and t.dim() == 3 for t in given):
-        return ()
-    return given
-
-
 def script_facts(
     target: ScriptTarget, meter: ScriptTracker, phases: ScriptPhases, shapes: BatchShapes, lengths: Lengths, how: str
 ) -> ScriptFacts:
     """Return the facts about a script, except its memory. `how`: how the simulation ended."""
     allowed, allowed_by = lengths.limit() if shapes.longest else (0, "")
     engine = next(filter(has_optimizer, phases.engines), None)
-    models: list[Any] = [engine.module] if engine else phases.models or [nn.Module()]
+    models = [cast("nn.Module", engine.module)] if engine else phases.models or [nn.Module()]
     parameters = {id(p): p for model in models for p in model.parameters() if not is_lazy(p)}.values()
     sizes = [elements_of(p) for p in parameters]
     trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
@@ -87,13 +83,14 @@ def script_facts(
     main = max(models, key=lambda model: sum(map(elements_of, model.parameters())))
     model = unwrapped(main)
     blocks, repeated = repeated_blocks(model)
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
     return ScriptFacts(
         name=PurePath(target.command.script).name,
         model=next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)),
         blocks=blocks,
         block=type(repeated[0]).__name__ if repeated else "",
         checkpointing_switch=bool(getattr(model, "supports_gradient_checkpointing", False)),
-        takes_liger=_takes_liger(model),
+        takes_liger=model_type in LIGER_TYPES and "liger_kernel" not in sys.modules,
         parameters=sum(sizes),
         trained_parameters=trained,
         largest_parameter=max(sizes, default=0),
@@ -104,7 +101,7 @@ def script_facts(
         accelerate=bool(AcceleratorState._shared_state),
         zero_stage=engine.zero_optimization_stage() if engine else 0,
         sharding=f"ZeRO-{engine.zero_optimization_stage()}" if engine else _sharding(main),
-        precision=_precision(engine, parameters, meter.autocast, _gathered(main)),
+        precision=_precision(engine, main, parameters, meter.autocast),
         optimizer=_optimizer(engine, phases),
         micro_batch=engine.train_micro_batch_size_per_gpu() if engine else shapes.micro_batch,
         accumulation=engine.gradient_accumulation_steps() if engine else max(1, phases.micro_batches // steps),
@@ -118,12 +115,7 @@ def script_facts(
     )
 
 
-def _takes_liger(model: nn.Module) -> bool:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    return kind in LIGER_TYPES and "liger_kernel" not in sys.modules
-
-
-def elements_of(parameter: Any) -> int:
+def elements_of(parameter: Tensor) -> int:
     """Return a parameter's number of elements in full, even if it is partitioned or packed."""
     packed = getattr(parameter, "quant_state", None)
     return packed.shape.numel() if packed is not None else int(getattr(parameter, "ds_numel", parameter.numel()))
@@ -140,27 +132,27 @@ def _sharding(model: nn.Module) -> str:
     return f"{name} ({dimensions})" if name else dimensions
 
 
-def _gathered(model: nn.Module) -> torch.dtype | None:
-    """Return the dtype that FSDP2 casts gathered weights to (MixedPrecisionPolicy); None without a cast."""
-    states: list[Any] = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-    return next((found for state in states if (found := state._mp_policy.param_dtype)), None)
-
-
-def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None, gathered: torch.dtype | None) -> str:
+def _precision(
+    engine: DeepSpeedEngine | None, model: nn.Module, parameters: Collection[Tensor], autocast: torch.dtype | None
+) -> str:
     """Return the precision of the computation. If autocast decides it, " autocast" is appended."""
     if engine is not None:
         weights = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
         enabled = getattr(engine, "torch_autocast_enabled", lambda: True)  # if not, it disables an outer autocast
         autocast = autocast if enabled() else None
     else:
+        # FSDP2 may cast gathered weights (MixedPrecisionPolicy)
+        states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+        gathered = next((dtype for state in states if (dtype := state._mp_policy.param_dtype)), None)
         kinds = Counter(p.dtype for p in parameters)
         weights = gathered or (kinds.most_common(1)[0][0] if kinds else None)
     by_autocast = autocast not in (None, torch.float32, weights)  # a region in float32 is no precision of training
     return _PRECISIONS.get(autocast if by_autocast else weights, "fp32") + " autocast" * by_autocast
 
 
-def _optimizer(engine: Any, phases: ScriptPhases) -> str:
-    one: Any = engine.optimizer if engine is not None else phases.optimizers[0]
-    while getattr(one, "optimizer", None) is not None and one.optimizer is not one:
-        one = one.optimizer
-    return type(one).__name__
+def _optimizer(engine: DeepSpeedEngine | None, phases: ScriptPhases) -> str:
+    """Return the class of the innermost optimizer: DeepSpeed and others wrap it."""
+    optimizer: object = engine.optimizer if engine is not None else phases.optimizers[0]
+    while (inner := getattr(optimizer, "optimizer", None)) is not None and inner is not optimizer:
+        optimizer = inner
+    return type(optimizer).__name__

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import Any
+from typing import cast
 
 import torch
 import torch.utils.checkpoint
@@ -53,10 +53,12 @@ class FaultLog:
 
     def watch(self) -> None:
         """Wrap the functions that scripts call, for the rest of this process."""
-        backward, check = torch.autograd.backward, torch.utils.checkpoint.check_backward_validity
+        backward: Callable[..., None] = torch.autograd.backward
+        check = torch.utils.checkpoint.check_backward_validity
         bound = inspect.signature(backward).bind
-        region = OffsetBasedRNGTracker._distribute_region
-        wrap, enable = DistributedDataParallel.__init__, PreTrainedModel.gradient_checkpointing_enable
+        region = cast("Callable[..., AbstractContextManager[None]]", OffsetBasedRNGTracker._distribute_region)
+        wrap: Callable[..., None] = DistributedDataParallel.__init__
+        enable = cast("Callable[..., None]", PreTrainedModel.gradient_checkpointing_enable)
 
         @wraps(backward)
         def run_backward(*args: object, **kwargs: object) -> None:
@@ -65,19 +67,19 @@ class FaultLog:
             backward(*args, **kwargs)
 
         @wraps(check)
-        def check_inputs(inputs: Any) -> None:
+        def check_inputs(inputs: Iterable[object]) -> None:
             inputs = list(inputs)
             self.detached |= not any(t.requires_grad for t in inputs if isinstance(t, Tensor))
             check(inputs)
 
         @wraps(wrap)
-        def init(model: Any, *args: object, **kwargs: object) -> None:
+        def init(model: DistributedDataParallel, *args: object, **kwargs: object) -> None:
             wrap(model, *args, **kwargs)
             if model.find_unused_parameters:
                 self.wrapped.append((model, own_line()))
 
         @wraps(enable)
-        def enabled(model: Any, *args: object, **kwargs: object) -> None:
+        def enabled(model: PreTrainedModel, *args: object, **kwargs: object) -> None:
             self.checkpointed_at = own_line()
             enable(model, *args, **kwargs)
 

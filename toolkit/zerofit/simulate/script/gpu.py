@@ -8,7 +8,8 @@ device, it is translated.
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from deepspeed.accelerator import real_accelerator
@@ -69,37 +70,36 @@ def install_gpu(meter: ScriptTracker, target: ScriptTarget) -> None:
 def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Show the rank's CUDA device to Python code, and translate it to the simulated device.
 
-    Before torch 2.14 `fake_device` is an entry in each tensor's dictionary, not a property. The device has no
-    context, so the constructor of fakes must not initialize one.
-
     (torch.Tensor.device, is_cuda, get_device, _make_wrapper_subclass; FakeTensor.device, fake_device,
     init_gpu_context)
     """
-    replace_in(fake_tensor, "init_gpu_context", lambda of: None)
-    seen: Any = FakeTensor.device
-    taken: Any = vars(FakeTensor).get("fake_device") or property(
+    # the device has no context, so the constructor of fakes must not initialize one
+    replace_in(fake_tensor, "init_gpu_context", lambda device: None)
+    original = vars(FakeTensor)["device"]
+    # before torch 2.14 `fake_device` is an entry in each tensor's dictionary, not a property
+    fake_device: Any = vars(FakeTensor).get("fake_device") or property(
         lambda self: vars(self)["fake_device"], lambda self, value: vars(self).update(fake_device=value)
     )
     here = torch.device(SHOWN, target.rank % target.gpus)
 
-    def as_shown(found: torch.device) -> torch.device:
-        return here if found.type in (device.NAME, SIMULATED.type) else found
+    def as_shown(actual: torch.device) -> torch.device:
+        return here if actual.type in (device.NAME, SIMULATED.type) else actual
 
-    def take(self: FakeTensor, value: torch.device) -> None:
-        taken.fset(self, on_simulated(value))
+    def set_fake_device(self: FakeTensor, value: torch.device) -> None:
+        fake_device.fset(self, on_simulated(value))
 
     def index(self: Tensor) -> int:
         return here.index if self.device.type == SHOWN else -1
 
-    replace_in(FakeTensor, "device", property(lambda self: as_shown(seen.fget(self)), seen.fset))
-    replace_in(FakeTensor, "fake_device", property(taken.fget, take))
-    wrapped: Any = torch._C.TensorBase.device  # of subclasses that wrap fakes, such as DTensor
+    replace_in(FakeTensor, "device", property(lambda self: as_shown(original.fget(self)), original.fset))
+    replace_in(FakeTensor, "fake_device", property(fake_device.fget, set_fake_device))
+    wrapped = vars(torch._C.TensorBase)["device"]  # of subclasses that wrap fakes, such as DTensor
     replace_in(Tensor, "device", property(lambda self: as_shown(wrapped.__get__(self))))
     replace_in(Tensor, "is_cuda", property(lambda self: self.device.type == SHOWN))
     replace_in(Tensor, "get_device", index)
-    wrap: Any = Tensor._make_wrapper_subclass
+    wrap = cast("Callable[..., Tensor]", Tensor._make_wrapper_subclass)
 
-    def wrapper(*args: object, **kwargs: object) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> Tensor:
         return wrap(*map(on_simulated, args), **{name: on_simulated(value) for name, value in kwargs.items()})
 
     replace_in(Tensor, "_make_wrapper_subclass", staticmethod(wrapper))
@@ -110,9 +110,11 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
 
     Types such as torch.cuda.FloatTensor exist only with a GPU. (torch.Tensor.to, cuda, type; torch.cuda.FloatTensor)
     """
-    original, kind = Tensor.to, Tensor.type
+    original = cast("Callable[..., Tensor]", Tensor.to)
+    kind = cast("Callable[..., Any]", Tensor.type)  # a string or a tensor
 
-    def named(value: object) -> Any:
+    def translated(value: object) -> object:
+        """Return the simulated device if `value` names a CUDA device; otherwise `value`."""
         device = torch.device(SHOWN, value) if isinstance(value, int) else value
         device = torch.device(value) if isinstance(value, str) else device
         if not isinstance(device, torch.device) or device.type != SHOWN:
@@ -124,21 +126,23 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
         if args and isinstance(args[0], FakeTensor):
             args = (args[0].fake_device, args[0].dtype, *args[1:])
         elif args and not isinstance(args[0], (torch.dtype, Tensor)):
-            args = (named(args[0]), *args[1:])
+            args = (translated(args[0]), *args[1:])
         if "device" in kwargs:
-            kwargs["device"] = named(kwargs["device"])
+            kwargs["device"] = translated(kwargs["device"])
         return original(self, *args, **kwargs)
 
     def cuda(self: Tensor, device: object = None, non_blocking: bool = False, **_: object) -> Tensor:
-        return original(self, SIMULATED if device is None else named(device), non_blocking=non_blocking)
+        return original(self, SIMULATED if device is None else translated(device), non_blocking=non_blocking)
 
-    def as_type(self: Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+    def as_type(
+        self: Tensor, dtype: str | type | torch.dtype | None = None, non_blocking: bool = False
+    ) -> str | Tensor:
         if dtype is None:
             return kind(self).replace(f"torch.{device.NAME}", "torch.cuda")
-        named = re.search(r"\btorch\.cuda\.(\w+)", str(dtype))  # also of a class
-        if named is None:
+        match = re.search(r"\btorch\.cuda\.(\w+)", str(dtype))  # also of a class
+        if match is None:
             return kind(self, dtype, non_blocking)
-        return original(self, SIMULATED, getattr(torch, named[1]).dtype, non_blocking)
+        return original(self, SIMULATED, getattr(torch, match[1]).dtype, non_blocking)
 
     def typed(name: str) -> type:
         def new(cls: type, *args: object) -> Tensor:
@@ -154,11 +158,14 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Make tensors from Python numbers on the host, then copy them to the device. (torch.tensor, as_tensor, asarray)"""
+    """Make tensors from Python numbers on the host, then copy them to the device.
+
+    (torch.tensor, as_tensor, asarray)
+    """
     from deepspeed.runtime.zero import partition_parameters
 
-    def on_host(original: Any) -> Any:
-        def made(*args: object, device: Any = None, pin_memory: bool = False, **kwargs: object) -> Any:
+    def on_host(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: object, device: torch.types.Device = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
             fakes = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, FakeTensor)]
             if fakes and isinstance(args[0], (list, tuple)):  # C++ code would read their values
                 args = (tree_map_only(FakeTensor, Tensor.item, args[0]), *args[1:])

@@ -6,13 +6,15 @@ Scripts call these kernels.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 import transformers.utils
 from torch import Tensor
 from torch._ops import OpOverload
@@ -87,16 +89,18 @@ def sparse_gradients(meter: ScriptTracker) -> None:
     refuses dense gradients)
     """
 
-    def dense(original: Any, place: int) -> Any:
-        def embed(*args: object, **kwargs: object) -> Any:
-            if args[place : place + 1] == (True,):
+    def dense(original: Callable[..., object], position: int) -> Callable[..., object]:
+        """Return `original` with False as the argument `sparse`, which has this position."""
+
+        def embed(*args: object, **kwargs: object) -> object:
+            if args[position : position + 1] == (True,):
                 meter.note("sparse gradients: assumed to be dense", bound=True, here=True)
-                args = (*args[:place], False, *args[place + 1 :])
+                args = (*args[:position], False, *args[position + 1 :])
             return original(*args, **kwargs)
 
         return embed
 
-    def step(self: torch.optim.SparseAdam, closure: Any = None) -> Any:
+    def step(self: torch.optim.SparseAdam, closure: Callable[[], object] | None = None) -> object:
         loss = None if closure is None else closure()
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             state = self.state[parameter]
@@ -109,6 +113,17 @@ def sparse_gradients(meter: ScriptTracker) -> None:
     replace_in(torch.optim.SparseAdam, "step", step)
 
 
+class _FlashContext(Protocol):
+    """What forward keeps for backward."""
+
+    saved_tensors: tuple[Tensor, ...]
+    packed: int
+    sequences: int
+    width: int
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _FlashAttention(torch.autograd.Function):
     """Forward and backward of flash_attn 2.
 
@@ -118,41 +133,42 @@ class _FlashAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, packed: int, sequences: int, *given: Tensor) -> Tensor:
+    def forward(ctx: _FlashContext, packed: int, sequences: int, *inputs: Tensor) -> Tensor:
         """Return the output.
 
         `packed`: how many of q, k and v are in the last tensor. `sequences`: number of sequences; 0 unless varlen.
         """
-        query = given[0][..., 0, :, :] if packed == 3 else given[0]
+        query = inputs[0][..., 0, :, :] if packed == 3 else inputs[0]
         width = query.shape[-1]
-        if width % 8:
-            given = tuple(pad(t, (0, 8 - width % 8)) for t in given)
-            query = given[0][..., 0, :, :] if packed == 3 else given[0]
+        if width % 8:  # the kernels need widths of heads in multiples of 8
+            inputs = tuple(pad(t, (0, 8 - width % 8)) for t in inputs)
+            query = inputs[0][..., 0, :, :] if packed == 3 else inputs[0]
         rows = (query.shape[1], query.shape[0]) if sequences else (query.shape[0], query.shape[2], query.shape[1])
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        kept = torch.empty(rows, dtype=torch.float32, device=query.device)
-        state = torch.empty(2, dtype=torch.int64, device=query.device)
-        ctx.save_for_backward(*given, out, kept, state)
+        log_sum_exp = torch.empty(rows, dtype=torch.float32, device=query.device)
+        rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
+        ctx.save_for_backward(*inputs, out, log_sum_exp, rng_state)
         ctx.packed, ctx.sequences, ctx.width = packed, sequences, width
         return out[..., :width]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        *given, out, _, _ = ctx.saved_tensors
+    def backward(ctx: _FlashContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, out, _, _ = ctx.saved_tensors
         heads, width = out.shape[-2:]
         unit = _NARROW if width <= 128 else _WIDE
         if ctx.sequences:
             rows: tuple[int, ...] = (out.shape[0] + _ROWS * ctx.sequences,)
         else:
             rows = (out.shape[0], _up(out.shape[1], _ROWS))
-        found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in given]
-        beside = [(*rows, heads), (*rows, heads, _up(width, unit))]  # row sums, and gradients of queries in fp32
-        scratch = [out.new_empty(shape, dtype=torch.float32) for shape in beside]
-        keys = given[-1][..., 0, :, :] if ctx.packed else given[-1]
+        gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs]
+        # in fp32: row sums, and gradients of queries
+        scratch = [out.new_empty((*rows, heads), dtype=torch.float32)]
+        scratch += [out.new_empty((*rows, heads, _up(width, unit)), dtype=torch.float32)]
+        keys = inputs[-1][..., 0, :, :] if ctx.packed else inputs[-1]
         if keys.shape[-2] != heads:  # gradients of shared heads are summed at the end
             scratch += [keys.new_empty((*keys.shape[:-2], heads, width)) for _ in range(2)]
         del scratch
-        return None, None, *(t[..., : ctx.width] for t in found)
+        return None, None, *(t[..., : ctx.width] for t in gradients)
 
 
 def flash_attention_package(meter: ScriptTracker) -> None:
@@ -166,19 +182,22 @@ def flash_attention_package(meter: ScriptTracker) -> None:
     def attention(packed: int, varlen: bool) -> object:
         tensors = {0: 3, 2: 2, 3: 1}[packed]
 
-        def function(*args: object, return_attn_probs: bool = False, **kwargs: object) -> Any:
+        def function(*args: Tensor, return_attn_probs: bool = False, **kwargs: Tensor) -> object:
             names = ("qkv",) if packed == 3 else ("q", "kv") if packed == 2 else ("q", "k", "v")
-            given = [*args[:tensors], *(kwargs[name] for name in names[len(args[:tensors]) :])]
-            rest = args[tensors:]
-            lengths: Any = rest[0] if rest else kwargs.get("cu_seqlens", kwargs.get("cu_seqlens_q"))
+            inputs = [*args[:tensors], *(kwargs[name] for name in names[len(args[:tensors]) :])]
+            sequences = 0
+            if varlen:
+                name = "cu_seqlens" if packed == 3 else "cu_seqlens_q"
+                ends = args[tensors] if len(args) > tensors else kwargs[name]  # of sequences, after a leading 0
+                sequences = ends.shape[0] - 1
             meter.note("flash_attn: the memory of its kernels is computed from shapes")
-            given = [t if t.stride(-1) == 1 else t.contiguous() for t in given]
-            out = _FlashAttention.apply(packed, lengths.shape[0] - 1 if varlen else 0, *given)
+            inputs = [t if t.stride(-1) == 1 else t.contiguous() for t in inputs]
+            out = _FlashAttention.apply(packed, sequences, *inputs)
             return (out, None, None) if return_attn_probs else out
 
         return function
 
-    def all_gather(x: Tensor, group: Any = None) -> Tensor:
+    def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return all_gather_tensor_autograd(x, 0, group)
 
     functions = {
@@ -213,9 +232,9 @@ class _Active:
 
 
 def newer_flash_attention(meter: ScriptTracker) -> None:
-    """Let scripts activate FlashAttention 3 or 4 without its package. Shapes and scratch are of FlashAttention 2.
+    """Let scripts activate FlashAttention 3 or 4 without its package.
 
-    (torch.nn.attention.activate_flash_attention_impl)
+    Shapes and scratch are of FlashAttention 2. (torch.nn.attention.activate_flash_attention_impl)
     """
     for name in _registry.list_flash_attention_impls():
 
@@ -236,9 +255,9 @@ def _padding_functions() -> dict[str, object]:
         return rows.index_put((indices,), x).unflatten(0, (batch, seqlen))
 
     def unpad_input(x: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None) -> tuple[object, ...]:
-        kept = attention_mask if unused_mask is None else attention_mask + unused_mask
-        lengths, used = (mask.sum(-1, dtype=torch.int32) for mask in (kept, attention_mask))
-        indices = kept.flatten().nonzero().flatten()
+        mask = attention_mask if unused_mask is None else attention_mask + unused_mask
+        lengths, used = (m.sum(-1, dtype=torch.int32) for m in (mask, attention_mask))
+        indices = mask.flatten().nonzero().flatten()
         ends = pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         return x.flatten(0, 1)[indices], indices, ends, lengths.max().item(), used
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import dropwhile, takewhile
 from types import SimpleNamespace
-from typing import Any
+from typing import TypeVar, cast
 from unittest.mock import patch
 
 import torch
@@ -25,6 +25,8 @@ from zerofit.simulate.script.command import ScriptCommand, rank_problems, starte
 from zerofit.simulate.script.errors import NotSimulated
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.errors import UserError
+
+_Default = TypeVar("_Default")
 
 _STARTERS = ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher", "tpu_launcher")  # of accelerate
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -47,11 +49,16 @@ def launchers_inside() -> None:
 
     Replaces subprocess.Popen.__init__, os.system, os.execv and os.execve, which the other functions of os call.
     """
-    original = subprocess.Popen.__init__
+    original: Callable[..., None] = subprocess.Popen.__init__
 
-    def init(self: Any, args: Any, *more: Any, **named: object) -> None:
-        _raise_if_launched(args, named.get("env"))
-        original(self, args, *more, **named)
+    def init(
+        self: subprocess.Popen[str] | subprocess.Popen[bytes],
+        args: object,
+        *rest: object,
+        **options: object,
+    ) -> None:
+        _raise_if_launched(args, cast("Mapping[str, str] | None", options.get("env")))
+        original(self, args, *rest, **options)
 
     def replaced(execute: Callable[..., object]) -> Callable[..., object]:
         def run(file: object, args: object, *variables: Mapping[str, str]) -> object:
@@ -60,7 +67,7 @@ def launchers_inside() -> None:
 
         return run
 
-    def system(command: Any) -> int:
+    def system(command: str) -> int:
         _raise_if_launched(command)
         return shell(command)
 
@@ -94,13 +101,13 @@ def spawned_ranks(target: ScriptTarget) -> None:
 
 def _raise_if_launched(args: object, variables: Mapping[str, str] | None = None) -> None:
     for words in _commands(args):
-        more = dict(word.split("=", 1) for word in takewhile(_is_before_command, words) if "=" in word)
+        assigned = dict(word.split("=", 1) for word in takewhile(_is_before_command, words) if "=" in word)
         try:
             command = started_inside(list(dropwhile(_is_before_command, words)))
         except UserError as error:
             raise NotSimulated(error.problems[0]) from None
         if command is not None:
-            raise LaunchedInside(command, {**(variables or {}), **more})
+            raise LaunchedInside(command, {**(variables or {}), **assigned})
 
 
 def _is_before_command(word: str) -> bool:
@@ -136,22 +143,23 @@ def _commands(args: object) -> Iterator[list[str]]:
 
 
 class _WithoutLauncher(os._Environ):
-    """The environment of a script that `python` starts on one GPU: its own code finds no rank's number.
+    """The environment of a script that `python` starts on one GPU.
 
-    nanoGPT and others ask by `get` or `in` whether a launcher has started them, and otherwise use neither
-    DistributedDataParallel nor its buckets. Libraries find the numbers, so that a DeepSpeed script needs no launcher.
+    The script's own code finds no rank's number. nanoGPT and others look with `get` or `in` whether a launcher has
+    started them, and otherwise use neither DistributedDataParallel nor its buckets. Libraries find the numbers, so that
+    a DeepSpeed script needs no launcher.
     """
 
     hidden = frozenset(_NUMBERS)
 
-    def get(self, key: Any, default: Any = None) -> Any:
+    def get(self, key: str, default: _Default | None = None) -> str | _Default | None:
         """Return the variable's value, or `default`."""
         return default if key in self.hidden and _script_asks() else super().get(key, default)
 
     def __contains__(self, key: object) -> bool:
         return not (key in self.hidden and _script_asks()) and super().__contains__(key)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: str, value: str) -> None:
         self.hidden -= {key}  # now it is the script's own
         super().__setitem__(key, value)
 
@@ -163,9 +171,9 @@ def _script_asks() -> bool:
     return is_own(frame.f_code.co_filename)
 
 
-def set_environment(target: ScriptTarget, more: Mapping[str, str] | None = None) -> None:
-    """Set a rank's environment variables. `more`: those that an outer script has set."""
-    os.environ |= {**(more or {}), **environment(target)}
+def set_environment(target: ScriptTarget, outer: Mapping[str, str] | None = None) -> None:
+    """Set a rank's environment variables. `outer`: those that an outer script has set."""
+    os.environ |= {**(outer or {}), **environment(target)}
     alone = target.command.launcher == "python" and target.world_size == 1
     os.environ.__class__ = _WithoutLauncher if alone else os._Environ  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -196,30 +204,31 @@ def environment(target: ScriptTarget) -> dict[str, str]:
             "TORCHELASTIC_RESTART_COUNT": 0,
             "TORCHELASTIC_MAX_RESTARTS": 0,
         }
-    more = _of_accelerate(target) if target.command.launcher == "accelerate launch" else {}
+    of_accelerate = _of_accelerate(target) if target.command.launcher == "accelerate launch" else {}
     # threads do not inherit the fake mode
-    quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_DEACTIVATE_ASYNC_LOAD": "1"}
-    return {**{name: str(value) for name, value in found.items()}, **more, **quiet}
+    single_threaded = {"TOKENIZERS_PARALLELISM": "false", "HF_DEACTIVATE_ASYNC_LOAD": "1"}
+    return {**{name: str(value) for name, value in found.items()}, **of_accelerate, **single_threaded}
 
 
 def _of_accelerate(target: ScriptTarget) -> dict[str, str]:
-    """Return the variables that `accelerate launch` sets. Runs accelerate's code without starting a process."""
+    """Return the variables that `accelerate launch` sets."""
     from accelerate.commands import launch
     from accelerate.utils import launch as prepare
 
-    asked = launch.launch_command_parser().parse_args(list(target.command.launcher_words))
-    asked.num_processes, asked.num_machines = target.world_size, target.nodes
-    found: list[tuple[str, argparse.Namespace]] = []
+    options = launch.launch_command_parser().parse_args(list(target.command.launcher_words))
+    options.num_processes, options.num_machines = target.world_size, target.nodes
+    # run accelerate's own code up to the function that would start processes
+    starts: list[tuple[str, argparse.Namespace]] = []
     with ExitStack() as stack:
         for name in _STARTERS:
-            stack.enter_context(patch.object(launch, name, lambda args, name=name: found.append((name, args))))
-        launch.launch_command(asked)
-    ((starter, args),) = found
+            stack.enter_context(patch.object(launch, name, lambda args, name=name: starts.append((name, args))))
+        launch.launch_command(options)
+    ((starter, args),) = starts
     args.main_process_port = args.main_process_port or 0
     if starter == "deepspeed_launcher":
-        given = prepare.prepare_deepspeed_cmd_env(args)[1]
+        variables = prepare.prepare_deepspeed_cmd_env(args)[1]
     elif starter == "multi_gpu_launcher":
-        given = prepare.prepare_multi_gpu_env(args)
+        variables = prepare.prepare_multi_gpu_env(args)
     else:
-        given = prepare.prepare_simple_launcher_cmd_env(args)[1]
-    return {k: v for k, v in given.items() if os.environ.get(k) != v and not k.startswith(_PLACED)}
+        variables = prepare.prepare_simple_launcher_cmd_env(args)[1]
+    return {k: v for k, v in variables.items() if os.environ.get(k) != v and not k.startswith(_PLACED)}

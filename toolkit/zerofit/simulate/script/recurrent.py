@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +38,29 @@ class _Layers:
     dtype: torch.dtype  # of the kernel; autocast's, if it is on
 
 
+class _Context(Protocol):
+    """What forward keeps for backward."""
+
+    saved_tensors: tuple[Any, ...]  # tensors, and None for what a kind of layer lacks
+    layers: _Layers
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+
 class _Recurrent(torch.autograd.Function):
-    """cuDNN's kernels for (steps, samples, width) or packed rows. (ATen/native/cudnn/RNN.cpp, _cudnn_rnn)"""
+    """cuDNN's kernels for (steps, samples, width) or packed rows.
+
+    (ATen/native/cudnn/RNN.cpp, _cudnn_rnn)
+    """
 
     @staticmethod
-    def forward(ctx: Any, layers: _Layers, samples: int, x: Tensor, hx: Tensor, cx: Any, *weights: Tensor) -> Any:
+    def forward(
+        ctx: _Context, layers: _Layers, x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor
+    ) -> tuple[Tensor | None, ...]:
         x, hx = x.contiguous(), hx.contiguous()
         hidden = weights[1].shape[1]  # of the projection, if there is one
         units = (cx if cx is not None else hx).shape[-1]
+        # autocast casts all weights into one tensor
         flat = None if weights[0].dtype == layers.dtype else torch.cat([w.flatten() for w in weights]).to(layers.dtype)
         out = x.new_empty((*x.shape[:-1], hidden * layers.directions))
         states = hx.new_empty(hx.shape), None if cx is None else cx.new_empty(cx.shape)
@@ -54,12 +69,12 @@ class _Recurrent(torch.autograd.Function):
         kept = _KEPT[layers.kind] * layers.number + (1 + layers.dropout) * (layers.number - 1)
         reserve = x.new_empty(rows * units * layers.directions * kept if layers.trains else 0)
         del workspace
-        ctx.layers, ctx.weights = layers, len(weights)
+        ctx.layers = layers
         ctx.save_for_backward(x, hx, cx, out, reserve, flat, *weights)
         return out, *states
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs. The gradients of all weights are parts of one tensor."""
         x, hx, cx, _, _, _, *weights = ctx.saved_tensors
         output = None if grads[0] is None else grads[0].contiguous()
@@ -68,7 +83,7 @@ class _Recurrent(torch.autograd.Function):
         flat = x.new_zeros(sum(w.numel() for w in weights))
         del workspace, output
         parts = [part.view(w.shape) for part, w in zip(flat.split([w.numel() for w in weights]), weights, strict=True)]
-        return None, None, of_x, *of_states, *(part.to(w.dtype) for part, w in zip(parts, weights, strict=True))
+        return None, of_x, *of_states, *(part.to(w.dtype) for part, w in zip(parts, weights, strict=True))
 
 
 def _workspace(layers: _Layers, weights: Sequence[Tensor]) -> Tensor:
@@ -76,13 +91,14 @@ def _workspace(layers: _Layers, weights: Sequence[Tensor]) -> Tensor:
 
 
 def host_layers() -> None:
-    """Add the workspace that oneDNN keeps for an LSTM's backward on the host. torch's shape rule lacks it.
+    """Add the workspace that oneDNN keeps for an LSTM's backward on the host.
 
-    (aten::mkldnn_rnn_layer)
+    torch's shape rule lacks it. (aten::mkldnn_rnn_layer)
     """
     op = torch.ops.aten.mkldnn_rnn_layer.default
 
-    def layer(mode: FakeTensorMode, func: OpOverload, x: Tensor, *rest: object) -> object:
+    # of `rest`: [4] is the state, [9] the hidden size, and [-1] whether the layer trains
+    def layer(mode: FakeTensorMode, func: OpOverload, x: Tensor, *rest: Any) -> object:
         size = _host_workspace(tuple(x.shape), rest[9], x.dtype) if rest[-1] else 0
         with mode:
             out, state = x.new_empty(*x.shape[:2], rest[9]), rest[4].shape
@@ -92,7 +108,9 @@ def host_layers() -> None:
     replace_in(torch._VF, "_pack_padded_sequence", partial(_pack, torch._VF._pack_padded_sequence))
 
 
-def _pack(original: Callable[..., Any], rows: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+def _pack(
+    original: Callable[..., tuple[Tensor, Tensor]], rows: Tensor, lengths: Tensor, batch_first: bool
+) -> tuple[Tensor, Tensor]:
     """Pack fake rows of known lengths, which decide the shape. (torch._VF._pack_padded_sequence)"""
     known = known_value(lengths)
     if not isinstance(rows, FakeTensor) or known is None:
@@ -108,9 +126,12 @@ def _pack(original: Callable[..., Any], rows: Tensor, lengths: Tensor, batch_fir
 
 @cache
 def _host_workspace(shape: tuple[int, int, int], hidden: int, dtype: torch.dtype) -> int:
-    """Return the bytes of oneDNN's workspace for one layer. Long sequences are extrapolated from two short ones."""
+    """Return the bytes of oneDNN's workspace for one layer.
+
+    Long sequences are extrapolated from two short ones: the workspace grows linearly with the steps.
+    """
     steps, samples, width = shape
-    layer: Any = torch.mkldnn_rnn_layer
+    layer = cast("Callable[..., tuple[Tensor, ...]]", torch.mkldnn_rnn_layer)
     with on_host(), torch.enable_grad():  # without gradients oneDNN keeps nothing
         weights = [torch.zeros(4 * hidden, n, dtype=dtype) for n in (width, hidden)]
         biases, states = torch.zeros(2, 4 * hidden, dtype=dtype), torch.zeros(2, samples, hidden, dtype=dtype)
@@ -132,7 +153,8 @@ def recurrent_layers(meter: ScriptTracker) -> None:
     (torch._VF.lstm, gru, rnn_tanh, rnn_relu; torch._VF._pack_padded_sequence; torch.nn.RNNBase.flatten_parameters)
     """
 
-    def layers(kind: str, original: Callable[..., Any], x: Tensor, second: Any, third: Any, *rest: object) -> Any:
+    # arguments: (x, states, weights, ...), or for packed rows (x, batch sizes, states, weights, ...)
+    def layers(kind: str, original: Callable[..., object], x: Tensor, second: Any, third: Any, *rest: Any) -> object:
         if not isinstance(x, FakeTensor) or x.device.type == "cpu":
             return original(x, second, third, *rest)
         packed = isinstance(rest[0], list)  # then `second` has the number of samples of each step
@@ -148,7 +170,7 @@ def recurrent_layers(meter: ScriptTracker) -> None:
             kind=kind, number=number, directions=1 + both, dropout=trains and dropout > 0, trains=trains, dtype=dtype
         )
         x = (x.transpose(0, 1) if first else x).to(dtype)
-        out, *last = _Recurrent.apply(described, states[0].shape[1], x, *states, *weights)
+        out, *last = _Recurrent.apply(described, x, *states, *weights)
         return out.transpose(0, 1) if first else out, *(state for state in last if state is not None)
 
     def flatten_parameters(self: nn.RNNBase) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,7 +45,13 @@ class Repeats:
         self._calls: WeakKeyDictionary[nn.Module, dict[Hashable, _Calls]] = WeakKeyDictionary()
         self._is_running = False  # calls inside of a running one belong to it
 
-    def __call__(self, method: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def __call__(
+        self,
+        method: Callable[..., object],
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
         """Call the module's method, or return outputs like those of the call before."""
         if torch.is_grad_enabled() or self._is_running:
             return method(module, *args, **kwargs)
@@ -69,7 +74,14 @@ class Repeats:
         finally:
             self._is_running = False
 
-    def _run(self, calls: _Calls, method: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _run(
+        self,
+        calls: _Calls,
+        method: Callable[..., object],
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
         ledger, before, log = self._meter.ledger, calls.changes, self._meter.streams.issued
         calls.start, begin = max(calls.start, self._meter.live()), len(ledger.events)
         first, flops = self._meter.streams.place, self._meter.flops.total()
@@ -97,7 +109,7 @@ def _layout(tensor: Tensor) -> _Layout:
 
 
 def _described(outputs: object, allocated: int) -> bytes:
-    """Return outputs without their tensors' data, or b"" if their tensors do not have `allocated` bytes in total."""
+    """Return outputs without their tensors' data; b"" if their tensors do not have `allocated` bytes."""
     file = io.BytesIO()
     writer = _LayoutWriter(file)
     try:
@@ -108,13 +120,16 @@ def _described(outputs: object, allocated: int) -> bytes:
 
 
 class _LayoutWriter(pickle.Pickler):
-    """Writes each tensor's id and layout instead of its data. Raises PicklingError for tensors of known values."""
+    """Writes each tensor's id and layout instead of its data.
+
+    Raises PicklingError for tensors of known values.
+    """
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file)
         self.tensors: dict[int, Tensor] = {}  # by id
 
-    def persistent_id(self, obj: Any) -> tuple[int, _Layout] | None:
+    def persistent_id(self, obj: object) -> tuple[int, _Layout] | None:
         """Return a tensor's id and layout; None for other objects."""
         if not isinstance(obj, Tensor):
             return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,22 +27,22 @@ class StageJoints:
     def __init__(self, received: SentTensors | None):
         self._received = received
         self.stage: ScriptStage | None = None  # None without a pipeline
-        self._sent: Any = None  # outputs of this rank's first PipelineStage (torch)
+        self._sent: pipes._StageForwardMeta | None = None  # outputs of this rank's first PipelineStage (torch)
 
     def join(self) -> None:
         """Give each engine and torch stage of this process its input, and record what it sends."""
         if hasattr(PipelineStage, "_warmup_forward_vote"):  # from torch 2.14 on
             self._join_torch()
-        made = PipelineEngine.__init__
+        original: Callable[..., None] = PipelineEngine.__init__
 
-        @functools.wraps(made)
-        def init(engine: Any, *args: object, **kwargs: object) -> None:
-            made(engine, *args, **kwargs)
+        @functools.wraps(original)
+        def init(engine: PipelineEngine, *args: object, **kwargs: object) -> None:
+            original(engine, *args, **kwargs)
             self._join(engine)
 
         replace_in(PipelineEngine, "__init__", init)
 
-    def _join(self, engine: Any) -> None:
+    def _join(self, engine: PipelineEngine) -> None:
         """Give one engine its input, and record what it sends. Raises NotSimulated if its input is unknown.
 
         Shapes and dtypes are recorded when the engine sends them ahead of the first tensors (runtime/pipe/engine.py,
@@ -52,14 +52,15 @@ class StageJoints:
         stages = tuple(topology.get_coord(rank).pipe for rank in range(topology.world_size()))
         self.stage = ScriptStage(stage=engine.stage_id, stage_of_rank=stages, sends=None)
 
-        def noted(buffer: Any, to: int) -> None:
-            several = isinstance(buffer, (tuple, list))
-            tensors = ((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (buffer if several else [buffer]))
+        def noted(buffer: Tensor | Sequence[Tensor], to: int) -> None:
+            buffers = [buffer] if isinstance(buffer, Tensor) else buffer
+            tensors = tuple((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in buffers)
             assert self.stage
-            self.stage = replace(self.stage, sends=SentTensors(tensors=tuple(tensors), is_tuple=several))
+            sends = SentTensors(tensors=tensors, is_tuple=not isinstance(buffer, Tensor))
+            self.stage = replace(self.stage, sends=sends)
             send(buffer, to)
 
-        engine._send_tensor_meta = noted
+        vars(engine)["_send_tensor_meta"] = noted
         if not engine.stage_id:
             return
         if self._received is None:
@@ -79,23 +80,29 @@ class StageJoints:
         _send_meta, _recv_meta, _warmup_forward_vote, _warmup_backward_result)
         """
 
-        def own_vote(stage: Any, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        def own_vote(stage: PipelineStage, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
             if self.stage is None:
-                self.stage = _stage_of(stage)
+                # this rank's first stage; the ranks of a pipeline are assumed to be evenly spaced, e.g. 0, 4, 8
+                ranks = dist.get_process_group_ranks(stage.group)
+                distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+                of_rank = tuple(rank // distance % len(ranks) for rank in range(dist.get_world_size()))
+                self.stage = ScriptStage(stage=stage.group_rank, stage_of_rank=of_rank, sends=None)
             static = not pipes.InferenceMode.needs_dynamic(stage._user_meta, has_backward)
             vote = torch.tensor([int(static)], dtype=torch.int32, device=stage.device)
             return vote if received_acc is None else vote * received_acc
 
-        def send_meta(stage: Any, meta: object, dst_stage: int) -> None:
+        def send_meta(stage: PipelineStage, meta: object, dst_stage: int) -> None:
             assert self.stage
             if isinstance(meta, pipes._StageForwardMeta) and self._sent is None:
                 self._sent = meta
                 if self.stage.stage < max(self.stage.stage_of_rank):  # otherwise to a later stage of an earlier rank
                     self.stage = replace(self.stage, sends=SentTensors(torch_meta=pickle.dumps(meta).hex()))
 
-        def recv_meta(stage: Any, src_stage: int) -> object:
+        def recv_meta(stage: PipelineStage, src_stage: int) -> object:
             if src_stage > stage.stage_index:
-                return pipes._StageBackwardMeta(backward_metas=tuple(map(_gradient, stage._stage_meta.outputs)))
+                outputs = stage._stage_meta.outputs
+                assert outputs is not None
+                return pipes._StageBackwardMeta(backward_metas=tuple(map(_gradient, outputs)))
             if self._sent is not None:
                 return self._sent
             if self._received is None:
@@ -108,25 +115,12 @@ class StageJoints:
         replace_in(PipelineStage, "_recv_meta", recv_meta)
 
 
-def _stage_of(stage: Any) -> ScriptStage:
-    """Return this rank's first stage, and the first stage of every rank.
-
-    Assumes that the rank numbers of a pipeline are evenly spaced, for example 0, 4, 8.
-    """
-    ranks = dist.get_process_group_ranks(stage.group)
-    distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    of_rank = tuple(rank // distance % len(ranks) for rank in range(dist.get_world_size()))
-    return ScriptStage(stage=stage.group_rank, stage_of_rank=of_rank, sends=None)
-
-
-def _gradient(output: Any) -> Any:
-    """Return torch's description of an output's gradient, as the next stage would send it; None without a gradient.
-
-    A replicated DTensor's gradient may also arrive as a partial sum, which has the same size.
-    """
+def _gradient(output: pipes._TensorMeta) -> pipes._TensorMeta | None:
+    """Return torch's description of an output's gradient; None without a gradient."""
     if not output.requires_grad:
         return None
     if not isinstance(output, pipes._DTensorMeta):
         return replace(output, requires_grad=False)
+    # a replicated DTensor's gradient may also arrive as a partial sum, which has the same size
     placements = tuple(Replicate() if placement.is_partial() else placement for placement in output.placements)
     return replace(output, requires_grad=False, placements=placements)
