@@ -90,7 +90,7 @@ def why_it_failed(error: Exception) -> str:
 
 
 def note_failed(outcomes: Sequence[object], what: str, report: Reporter) -> None:
-    """Report how many optional simulations lacked memory, were killed or crashed, and why the first one did."""
+    """Report how many optional simulations failed, and why the first one did."""
     failed = [one for one in outcomes if isinstance(one, Problem) and one.kind in _FAILED]
     if failed:
         report.note(f"{what}: {len(failed)} of {len(outcomes)} left out, because {failed[0].message}")
@@ -138,7 +138,10 @@ def _crash(name: str, output: str) -> Problem:
 
 
 def shown_path(file: str) -> str:
-    """Return a file's path without the part before its package. If the file is in no package, return its name."""
+    """Return a file's path without the part before its package.
+
+    If the file is in no package, return its name.
+    """
     return file.rpartition("/site-packages/")[2] if "/site-packages/" in file else Path(file).name
 
 
@@ -156,6 +159,9 @@ def first_lines(error: BaseException) -> str:
 
 
 def last_lines(text: str, count: int) -> list[str]:
-    """Return the last lines of an output. If a progress bar has overwritten a line, its final text counts."""
+    """Return the last lines of an output.
+
+    If a progress bar has overwritten a line, its final text counts.
+    """
     lines = [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
     return [line for line in lines if line][-count:]

@@ -54,7 +54,10 @@ class RankPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class KindPeak:
-    """A peak of live memory at an allocation of one kind. A kind is one line of code in one phase, for all layers."""
+    """A peak of live memory at an allocation of one kind.
+
+    A kind is one line of code in one phase, for all layers.
+    """
 
     key: str
     which: str = ""  # "" for the highest peak; "first" or "last" for the first or last peak, even if it is lower

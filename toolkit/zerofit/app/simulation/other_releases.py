@@ -1,4 +1,4 @@
-"""Run a command again with other releases of DeepSpeed and transformers, in an extension of this environment."""
+"""Run a command again with other releases of DeepSpeed and transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ HAS = "import sys; from importlib.metadata import version; print(*map(version, s
 
 
 def rerun_with(releases: Mapping[str, str], places: Mapping[str, str], report: Reporter, *, own: bool) -> None:
-    """Replace this process with the same command under these releases. Do nothing if they are installed already.
+    """Replace this process with the same command under these releases.
+
+    Do nothing if they are installed already.
 
     Args:
         releases: package -> version ("0.19.5"); other packages keep the installed version.
@@ -65,10 +67,10 @@ def rerun_with(releases: Mapping[str, str], places: Mapping[str, str], report: R
 
 
 def python_with(releases: Mapping[str, str], report: Reporter, *, where: str = "") -> Path:
-    """Return the Python of an environment with these releases (package -> version). Create it if missing.
+    """Return the Python of an environment with these releases (package -> version).
 
-    The environment is cached. It extends this environment, and has the versions that these packages require.
-    `where`: the flag that an error names. Raises UserError if pip cannot install them.
+    Create it if missing. The environment is cached. It extends this environment, and has the versions that these
+    packages require. `where`: the flag that an error names. Raises UserError if pip cannot install them.
     """
     named = [f"{name}=={version}" for name, version in sorted(releases.items())]
     below = [path for path in (*site.getsitepackages(), site.getusersitepackages()) if os.path.isdir(path)]
@@ -95,7 +97,7 @@ def python_with(releases: Mapping[str, str], report: Reporter, *, where: str = "
 
 
 def _is(installed: str, version: str) -> bool:
-    """Return whether `installed` is this version, apart from a local part such as "+cpu" (as in pip)."""
+    """Return whether `installed` is this version, apart from a local part such as "+cpu"."""
     return SpecifierSet(f"=={version}").contains(installed, prereleases=True)
 
 

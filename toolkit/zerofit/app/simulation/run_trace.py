@@ -1,4 +1,7 @@
-"""The trace of a simulated rank's step for `zerofit simulate --trace`. `zerofit plan` forecasts the times."""
+"""The trace of a simulated rank's step for `zerofit simulate --trace`.
+
+`zerofit plan` forecasts the times.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from zerofit.spec.run_folder import Job
 def trace_of_simulation(
     simulation: Simulation, job: Job, inputs: Inputs, cluster: Cluster, report: Reporter
 ) -> dict[str, object]:
-    """Return the trace of the simulated rank's last step: times by `zerofit plan`, memory from the simulation.
+    """Return the trace of the rank's last step: times by `zerofit plan`, memory as simulated.
 
     Raises UserError if the model cannot be profiled.
     """
@@ -43,7 +46,7 @@ def trace_of_simulation(
 
 
 def simulated_memory(timeline: StepTimeline, stage: int, points: tuple[MemoryPoint, ...]) -> Iterator[MemorySample]:
-    """Yield the memory of the last simulated step, spread evenly over the phases of the timeline.
+    """Yield the last simulated step's memory, spread evenly over the timeline's phases.
 
     A simulation has no times, so its phases get times from the timeline. A forward or backward gets the times of the
     same micro batch. DeepSpeed does nothing in `step` before the last micro batch. So only the last `step` of the

@@ -124,7 +124,7 @@ class _ChangedRun:
         return knobs(run.job, run.ds_source, ds_name(run.request.run))
 
     def after(self, wanted: Knob) -> _ChangedRun | None:
-        """Return the run with one more change; None if the change is no longer offered or is refused.
+        """Return the run with one more change; None if it is no longer offered or is refused.
 
         A micro batch can be halved until it is 1.
         """
@@ -140,7 +140,10 @@ class _ChangedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class KnobSimulations:
-    """Changes that would need less memory than the run. Calling this object simulates each change."""
+    """Changes that would need less memory than the run.
+
+    Calling this object simulates each change.
+    """
 
     prepared: PreparedSimulation
     rank: int  # simulated in each changed run
@@ -214,7 +217,7 @@ class KnobSimulations:
         ]
 
     def _slowdowns(self, changed: Sequence[PreparedSimulation], report: Reporter) -> dict[int, float]:
-        """Return the slowdown of a step for each change that formulas can forecast, by the change's number.
+        """Return the slowdown of a step for each change that formulas forecast, by its number.
 
         A changed sequence length is left out, since it changes the work of a step.
         """
@@ -242,7 +245,7 @@ def simulate(
     snapshot: str | Path | None = None,
     on_event: OnEvent | None = None,
 ) -> Simulation:
-    """Run the real DeepSpeed engine as one rank of a run on fake tensors, without a GPU or the model's memory.
+    """Run the real DeepSpeed engine as one rank of a run on fake tensors, without a GPU.
 
     Args:
         run: the training (a run, a run file or a model's name); its `ds_config` is the DeepSpeed JSON.
@@ -357,7 +360,10 @@ def _on_all(request: RunRequest, cluster: Cluster, problems: Problems) -> RunReq
 
 
 def _ranks(job: Job, rank: int | None) -> list[int]:
-    """Return the ranks to simulate: the given rank, else the heaviest of each pipeline stage. Raises UserError."""
+    """Return the ranks to simulate: the given rank, else the heaviest of each pipeline stage.
+
+    Raises UserError.
+    """
     ranks = job.layout.world_size
     if rank is None:
         return heaviest_of_stages(job.layout, job.batch)

@@ -1,4 +1,4 @@
-"""The trace of a script's step (`zerofit simulate --trace FILE -- COMMAND`), with each op at its forecast time."""
+"""The trace of a script's step, with each op at its forecast time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trace_of_script(record: RankRecord, rank: int, cluster: Cluster) -> dict[str
 
 
 def script_step_s(record: RankRecord, cluster: Cluster) -> float | None:
-    """Return the forecast seconds of the last step of a script's rank; None on a CPU without calibration."""
+    """Return a script's forecast seconds of the last step; None on a CPU without calibration."""
     if cluster.on_cpu and read_calibration(cluster.device.kind) is None:
         return None
     return _Clocks.of(record, cluster).end_s
@@ -102,7 +102,10 @@ class _Clocks:
         return max([self.host_s, *(done[-1][1] for done in self._done.values() if done)])
 
     def take(self, place: int, work: IssuedWork | IssuedWait) -> None:
-        """Schedule the next entry of `RankRecord.issued`: work, or a wait for work. `place`: the entry's index."""
+        """Schedule the next entry of `RankRecord.issued`: work, or a wait for work.
+
+        `place`: the entry's index.
+        """
         if isinstance(work, IssuedWait):
             self._wait(work)
             return
@@ -163,13 +166,15 @@ class _Clocks:
             self._free[work.stream] = max(self._free[work.stream], until_s)
 
     def _end(self, stream: int, before: int | None = None) -> float:
-        """Return when a stream finishes its work so far. With `before`, count only work issued before this index."""
+        """Return when a stream finishes its work so far."""
+        # With `before`, count only work issued before this index.
         done = self._done[stream]
         last = len(done) if before is None else bisect_left(done, (before, 0.0))
         return done[last - 1][1] if last else 0.0
 
     def _issue(self, work: IssuedWork, seconds: float) -> None:
-        """Advance the host's clock by the `seconds` that issuing takes. Consecutive work of a module is one span."""
+        """Advance the host's clock by the `seconds` that issuing takes."""
+        # Consecutive work of a module is one span.
         start_s, self.host_s = self.host_s, self.host_s + seconds
         if not seconds:
             return

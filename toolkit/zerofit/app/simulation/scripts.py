@@ -1,4 +1,4 @@
-"""`zerofit.simulate_script`: a user's unmodified training script, simulated as a rank on any hardware."""
+"""`zerofit.simulate_script`: simulate a user's unmodified training script as one rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def simulate_script(
     snapshot: str | Path | None = None,
     on_event: OnEvent | None = None,
 ) -> Simulation:
-    """Run an unmodified training script as one rank of a cluster for its first optimizer steps, on fake devices.
+    """Run the first steps of an unmodified training script as one rank on a fake device.
 
     Args:
         command: the start command with all options: python, torchrun, deepspeed or accelerate launch.
@@ -130,7 +130,8 @@ def simulate_script(
 
 
 def _simulate(targets: Sequence[ScriptTarget], show: Callable[[str], None]) -> list[RankRecord | Problem]:
-    """Return the record of each target's rank. A rank of a later pipeline stage runs after the earlier stages."""
+    """Return the record of each target's rank."""
+    # A rank of a later pipeline stage runs after the earlier stages.
     records = simulate_all(targets, show)
     # A rank of a later stage needs the activations that it receives. So a rank of each stage before it runs first, from
     # stage 0 on, and its record has what it sends.
@@ -181,7 +182,10 @@ def _heaviest(
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptKnobSimulations:
-    """Changes of a command that would need less memory. Calling this object simulates each change."""
+    """Changes of a command that would need less memory.
+
+    Calling this object simulates each change.
+    """
 
     target: ScriptTarget
     record: RankRecord  # of the unchanged command
@@ -189,9 +193,10 @@ class ScriptKnobSimulations:
     cluster: Cluster
 
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
-        """Return the result of each change, least memory first. Changes that cannot be simulated are left out.
+        """Return the result of each change, least memory first.
 
-        If no change fits, add the shortest combination that fits or, if none does, the one closest to fitting.
+        Changes that cannot be simulated are left out. If no change fits, add the shortest combination that fits or, if
+        none does, the one closest to fitting.
         """
         assert isinstance(self.simulation.run, SimulatedScript)
         report = Reporter(on_event)
@@ -205,7 +210,7 @@ class ScriptKnobSimulations:
         return in_order(rows)
 
     def _simulated(self, knobs: Sequence[ScriptKnob], *, folder: Path, report: Reporter) -> list[KnobResult | None]:
-        """Return the result of each change; None for a change that has no effect or cannot be simulated."""
+        """Return each change's result; None if it has no effect or cannot be simulated."""
         targets = [self._changed(knob, folder) for knob in knobs]
         records = _simulate(targets, lambda text: report.status(f"{MAY_FIT}: {text}"))
         note_failed(records, MAY_FIT, report)
@@ -273,7 +278,8 @@ def _assessed(target: ScriptTarget, record: RankRecord | Problem, cluster: Clust
 
 
 def _with_longest(usual: Simulation, longest: Simulation) -> Simulation:
-    """Add the memory of the longest batches to a simulation. It then fits only if these batches fit too."""
+    """Add the memory of the longest batches to a simulation."""
+    # It then fits only if these batches fit too.
     assert isinstance(usual.run, SimulatedScript) and isinstance(longest.run, SimulatedScript)
     seen = longest.run.facts
     batch = LongestBatch.of(longest, tokens=seen.longest_seen, shape=max(seen.shapes, key=math.prod, default=()))

@@ -108,11 +108,11 @@ def _written(func: OpOverload, args: OpArguments, out: OpOutput) -> list[Tensor]
 
 
 def _moved_bytes(kind: KernelKind, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Count the bytes that an op reads and writes. An expanded tensor counts with its stored size.
+    """Count the bytes that an op reads and writes.
 
-    There are two exceptions. An embedding reads only the rows that it writes. Batch norm reads activations twice in
-    forward and in backward, first for the statistics and then to normalize them
-    (ATen/native/cuda/Normalization.cuh).
+    An expanded tensor counts with its stored size. There are two exceptions. An embedding reads only the rows that it
+    writes. Batch norm reads activations twice in forward and in backward, first for the statistics and then to
+    normalize them (ATen/native/cuda/Normalization.cuh).
     """
     written = sum(map(_stored_bytes, outputs))
     if name == "embedding":
@@ -128,7 +128,8 @@ def _stored_bytes(tensor: Tensor) -> int:
 
 
 def _product_shape(arguments: OpKeywords, out: OpOutput) -> tuple[int, ...]:
-    """Return M, N, K of a matrix multiplication. For experts, M is the average number of rows per expert."""
+    """Return M, N, K of a matrix multiplication."""
+    # For experts, M is the average number of rows per expert.
     names = next(pair for pair in _FACTORS if pair[0] in arguments)
     left, right = (arguments[name] for name in names)
     rows = left.shape[-2] if left.dim() == right.dim() else left.shape[-2] // right.shape[0]
@@ -136,7 +137,7 @@ def _product_shape(arguments: OpKeywords, out: OpOutput) -> tuple[int, ...]:
 
 
 def _convolution_shape(arguments: OpKeywords, out: OpOutput) -> tuple[int, ...]:
-    """Return three sizes: output pixels of all samples, output channels per group, inputs of one output."""
+    """Return the output pixels of all samples, output channels per group, inputs of an output."""
     made = arguments.get("grad_output", out)
     weight, groups = arguments["weight"], arguments["groups"]
     return made.numel() // made.shape[1], made.shape[1] // groups, math.prod(weight.shape[1:])

@@ -105,7 +105,10 @@ class ProfileRecorder(TorchDispatchMode):
         ]
 
     def watch_modules(self) -> list[RemovableHandle]:
-        """Add hooks that record when modules begin and end, also in a recomputation. Return their handles."""
+        """Add hooks that record when modules begin and end, also in a recomputation.
+
+        Return their handles.
+        """
         place = {id(p): n for n, p in enumerate(self._model.parameters())}
         handles = []
         for module in self._model.modules():
@@ -204,7 +207,10 @@ class ProfileRecorder(TorchDispatchMode):
 
 @cache
 def is_kernel(func: OpOverload) -> bool:
-    """Return whether an op launches a kernel. Views do not, and neither do allocations without values."""
+    """Return whether an op launches a kernel.
+
+    Views do not, and neither do allocations without values.
+    """
     alias = next((r.alias_info for r in func._schema.returns), None)
     view = alias is not None and not alias.is_write
     return not view and func._overloadpacket.__name__ not in _FREE
@@ -235,7 +241,8 @@ def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> Laye
 
 
 def _factors(parameter: Tensor) -> int:
-    """Return how many numbers Adafactor keeps for a parameter's second moment (torch/optim/_adafactor.py)."""
+    """Return how many numbers Adafactor keeps for a parameter's second moment."""
+    # torch/optim/_adafactor.py keeps the means of rows and columns
     if parameter.dim() <= 1:
         return parameter.numel()
     *_, rows, columns = parameter.shape
@@ -243,7 +250,7 @@ def _factors(parameter: Tensor) -> int:
 
 
 def _parameters_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> list[int]:
-    """Return the parameters whose gradients a unit's backward completes, as indices in model.parameters().
+    """Return the indices (in model.parameters()) of gradients that a unit's backward completes.
 
     Matrices come before vectors, and both are in the model's order. Trained parameters without a gradient belong to
     the first unit.
@@ -262,7 +269,8 @@ def _frozen_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> tuple[
 
 
 def _calls(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> tuple[ModuleCall, ...]:
-    """Return the module calls of a unit's forward. A parameter is given as its layer and its index there."""
+    """Return the module calls of a unit's forward."""
+    # A parameter is given as its layer and its index there.
     layers = [n for n, one in enumerate(subject.units) if one.count]
     found: dict[int, tuple[int, int]] = {}  # index in model.parameters() -> unit, place in its layer
     for one in {*layers, unit}:
@@ -283,7 +291,10 @@ def _calls(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> tuple[
 # Memory in forward and backward is the maximum over many moments. Each moment has its own line. Only lines that are
 # the maximum at some b are stored (`envelope`), so a profile stays small and the maximum stays exact.
 def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int) -> LayerCost:
-    """Return the costs of a unit. Each quantity is a line through its values at the two MICRO_BATCHES."""
+    """Return the costs of a unit.
+
+    Each quantity is a line through its values at the two MICRO_BATCHES.
+    """
     forwards, backwards = (
         [[segment for segment in r.segments if segment.key == (phase, unit)] for r in recorders]
         for phase in ("forward", "backward")
@@ -343,7 +354,8 @@ def _line(values: Sequence[float]) -> Linear:
 
 
 def _lines(pair: tuple[GradientSegment, GradientSegment], bases: tuple[int, int]) -> list[Linear]:
-    """Return one line per op. If the two micro batches ran different ops, return one line for the peak."""
+    """Return one line per op."""
+    # If the two micro batches ran different ops, return one line for the peak.
     live = [segment.live for segment in pair]
     if len(live[0]) != len(live[1]):
         live = [[max(one, default=base)] for one, base in zip(live, bases, strict=True)]

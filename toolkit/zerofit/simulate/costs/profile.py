@@ -109,7 +109,8 @@ def _traced(
     device: str,
     samples: tuple[int, int] = MICRO_BATCHES,
 ) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
-    """Return the model, its layers and their costs in one setting. If both `samples` are equal, costs have no slope."""
+    """Return the model, its layers and their costs in one setting."""
+    # If both `samples` are equal, costs have no slope.
     subject = make_subject(source, inputs, args, one)
     if one.zero3:
         for module, name in cast_by_zero3(subject.model):
@@ -130,7 +131,7 @@ def _traced(
 
 
 def _differs_at_zero3(model: nn.Module, one: TraceSetting) -> bool:
-    """Return whether ZeRO-3 changes the memory of a step, apart from the memory of the parameters.
+    """Return whether ZeRO-3 changes a step's memory, apart from the memory of the parameters.
 
     DeepSpeed's linear layer keeps its input even if the weight is frozen (runtime/zero/linear.py). torch's layer does
     not keep it.

@@ -190,7 +190,7 @@ class _RowLinear(nn.Module):
 
 
 class _Gather(torch.autograd.Function):
-    """Receive the shards of all ranks in one buffer, and concatenate them along the last dimension."""
+    """Receive the shards of all ranks in one buffer, and concatenate them (last dimension)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, degree: int) -> Tensor:

@@ -25,7 +25,10 @@ Driver = ZeroTrainer | PipelineTrainer
 def start(
     job: Job, rank: int, inputs: Inputs, log: PhaseLog, on_built: Callable[[nn.Module], None] = lambda model: None
 ) -> Driver:
-    """Return a rank's trainer. The model is built in phase "build", and the engine in phase "init"."""
+    """Return a rank's trainer.
+
+    The model is built in phase "build", and the engine in phase "init".
+    """
     initialize = cast("Callable[..., object]", deepspeed.initialize)
 
     def announced(*args: object, model: nn.Module, **kwargs: object) -> object:

@@ -33,7 +33,7 @@ NORM, FREE, STEP = "get_grad_norm_direct", "free_grad_in_param_list", "_optimize
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call that changes which gradients a rank keeps, with the range of ledger events during the call."""
+    """A call that changes which gradients a rank keeps, and the ledger's events during the call."""
 
     name: str
     begin: int
@@ -131,7 +131,10 @@ class _Group:
 # two calls it uses the highest moment of the recording (`_pass`). Inside a call ranks allocate different sizes, so its
 # recorded events are skipped and replaced by a formula of DeepSpeed's code (`_change`).
 class _Replay:
-    """Replays the training of one rank for all ranks that share its parameters. Arrays have one element per rank."""
+    """Replays the training of one rank for all ranks that share its parameters.
+
+    Arrays have one element per rank.
+    """
 
     def __init__(self, optimizer: Any, ranks: Sequence[int], here: int, meter: AllocationTracker):
         self._optimizer, self._here, self._is_cpu = optimizer, here, meter.device == "cpu"
@@ -151,7 +154,7 @@ class _Replay:
         self._flattening = False
 
     def needs(self, calls: Sequence[_Call]) -> tuple[list[int], list[int]]:
-        """Return for each rank the peak on the device, and the bytes of gradients that it keeps on the host."""
+        """Return each rank's peak on the device, and the bytes of gradients it keeps on the host."""
         replay = {REDUCE: self._reduce, EPILOGUE: self._end, NORM: self._norm, FREE: self._flatten, STEP: self._step}
         for call in calls:
             if call.name in replay:
@@ -167,7 +170,8 @@ class _Replay:
             self._at = event
 
     def _change(self, more: Array, momentary: Array, until: int) -> None:
-        """Apply a change that differs between ranks. Skip the recorded rank's own events up to `until`."""
+        """Apply a change that differs between ranks."""
+        # Skip the recorded rank's own events up to `until`.
         common = self._alive[self._at] - self._own[self._here]
         self._own = self._own + more
         self._most = np.maximum(self._most, common + self._own + momentary)
@@ -183,7 +187,7 @@ class _Replay:
             self._copy(call)
 
     def _copy(self, call: _Call) -> None:
-        """Copy the gradients into a buffer that is large enough for all gradients of the rank (:2187)."""
+        """Copy the gradients into a buffer that fits all gradients of the rank (:2187)."""
         optimizer = self._optimizer
         self._pass(call.reduced)
         kept, ended = self._none.copy(), self._none.copy()
@@ -202,7 +206,8 @@ class _Replay:
         self._own, self._outside = self._own + ended, self._outside + ended
 
     def _add_up(self, call: _Call) -> None:
-        """Add a rank's pieces to a partition of another dtype (:1303, :1545). The first piece allocates it."""
+        """Add a rank's pieces to a partition of another dtype (:1303, :1545)."""
+        # The first piece allocates it.
         self._pass(call.begin)
         made, lifted, momentary, filled, count = self._none.copy(), self._none.copy(), self._none, 0, 0
         for number in call.parameters:
@@ -263,7 +268,7 @@ class _Replay:
         self._stepping = (self._stepping + 1) % len(self._groups)
 
     def _flatten(self, call: _Call) -> None:
-        """Allocate a group's flat gradient in the master weights' type, and free its sources (:3107)."""
+        """Allocate a group's flat gradient in the master weights' dtype. Free its sources (:3107)."""
         self._flattening = not self._flattening
         if self._flattening:  # the first of two calls frees gradients of other ranks' partitions
             self._pass(call.begin)

@@ -39,7 +39,10 @@ class MemoryMeter(Protocol):
 
 
 def phase_name(name: str, step: int) -> str:
-    """Return the phase's name to show. If it belongs to an optimizer step, the name has the step's number."""
+    """Return the phase's name to show.
+
+    If it belongs to an optimizer step, the name has the step's number.
+    """
     return name if step < 0 else f"step {step + 1}: {name}"
 
 
@@ -61,7 +64,10 @@ class PhaseLog:
         return self._current[0] if self._current else ""
 
     def begin(self, name: str) -> None:
-        """End the current phase and begin another one. If `name` is the current phase of this step, do nothing."""
+        """End the current phase and begin another one.
+
+        If `name` is the current phase of this step, do nothing.
+        """
         if (name, self.step) == self._current:
             return
         self.end()

@@ -92,7 +92,7 @@ def simulate(
 
 
 def _alike(target: SimulationTarget) -> list[int]:
-    """Return the ranks with as many samples per micro batch as the target rank; [] if all ranks have equally many."""
+    """Return the ranks with as many samples per micro batch as the target rank."""
     samples = target.job.batch.by_rank
     return [rank for rank, size in enumerate(samples) if size == samples[target.rank]]
 
@@ -112,7 +112,7 @@ def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Ex
 
 
 def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
-    """Return the target without pretrained weights, with `folder` as NVMe, and with torch's attention.
+    """Return the target without pretrained weights, with `folder` as NVMe and torch's attention.
 
     A simulation needs the shapes of weights, not their values.
     """

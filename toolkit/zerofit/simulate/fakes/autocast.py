@@ -32,7 +32,10 @@ _libraries: list[torch.library.Library] = []  # kernels stay registered as long 
 
 
 def policies() -> dict[str, str]:
-    """Return autocast's policy for each op. A key is an op's full name: "aten::conv_transpose2d.input"."""
+    """Return autocast's policy for each op.
+
+    A key is an op's full name: "aten::conv_transpose2d.input".
+    """
     header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text(encoding="utf-8")
     found = {name: APPEND for name in _WITH_DTYPE if f'"{name.removeprefix("aten::")}"' in header}
     for policy, ops in _LIST.findall(header):

@@ -210,7 +210,10 @@ class SimulatedGpu(SimulatedHost):
 
 
 class FakeOps:
-    """DeepSpeed's C++ ops. All functions except these change their arguments in place and return 0."""
+    """DeepSpeed's C++ ops.
+
+    All functions except these change their arguments in place and return 0.
+    """
 
     def __init__(self, meter: AllocationTracker):
         self._meter = meter

@@ -69,12 +69,18 @@ def even_split_plan(
 def unfilled_indices(
     counts: Tensor, starts: Tensor, offsets: Tensor, experts_per_rank: int, num_ranks: int, max_len: int, *_: object
 ) -> Tensor:
-    """Return -1 for each row, since its real place is unknown. (deepspeed/moe/ep_kernels.py, fill_indices_*)"""
+    """Return -1 for each row, since its real place is unknown.
+
+    (deepspeed/moe/ep_kernels.py, fill_indices_*)
+    """
     return torch.full((max_len,), -1, dtype=torch.int32, device=counts.device)
 
 
 def gather_rows(src: Tensor, index: Tensor) -> Tensor:
-    """Return the tensor that Triton's kernel fills with rows of `src`. (deepspeed/moe/ep_kernels.py, gather_rows)"""
+    """Return the tensor that Triton's kernel fills with rows of `src`.
+
+    (deepspeed/moe/ep_kernels.py, gather_rows)
+    """
     return torch.empty((index.numel(), src.shape[1]), dtype=src.dtype, device=src.device)
 
 

@@ -130,9 +130,10 @@ def backend_keys() -> None:
 
 
 def attention() -> None:
-    """Use CUDA's flash kernel. For an unknown device, torch would compute attention by plain matmuls.
+    """Use CUDA's flash kernel.
 
-    With a mask or in fp32, use the memory-efficient kernel, since flash attention does not support these.
+    For an unknown device, torch would compute attention by plain matmuls. With a mask or in fp32, use the memory-
+    efficient kernel, since flash attention does not support these.
 
     (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA; for jagged tensors
     can_use_flash_attention and can_use_efficient_attention of torch.nested._internal.sdpa)

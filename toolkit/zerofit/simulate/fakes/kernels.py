@@ -208,7 +208,7 @@ cuda_attention = partial(_fused_attention, "cuda")
 
 
 def _cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Run dropout as on a GPU: it stores a mask of one byte per element (torch's native_dropout)."""
+    """Run dropout as on a GPU, with a mask of one byte per element (torch's native_dropout)."""
     return torch.native_dropout(input, p, training)[0] if training and p > 0.0 else input
 
 

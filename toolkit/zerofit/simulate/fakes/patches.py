@@ -37,7 +37,10 @@ _SMALL = 1024  # elements: more than the number of layers of a model
 
 
 class AskedForValueError(RuntimeError):
-    """Raised if the user's own module reads the value of a fake tensor. Its next ops are then unknown."""
+    """Raised if the user's own module reads the value of a fake tensor.
+
+    Its next ops are then unknown.
+    """
 
 
 def replace_in(owner: object, name: str, value: object) -> None:
@@ -115,7 +118,10 @@ def tracing() -> None:
 
 
 def packed_samples(packed: bool = False) -> None:
-    """Keep transformers from reading the values of positions to find packed samples. (transformers.masking_utils)"""
+    """Keep transformers from reading the values of positions to find packed samples.
+
+    (transformers.masking_utils)
+    """
     from transformers import masking_utils
 
     name = "find_packed_sequence_indices"
@@ -167,7 +173,10 @@ def order_checks() -> None:
 
 
 def device_mesh() -> None:
-    """Make device meshes from real tensors, since a mesh reads its rank numbers. (deepspeed.comm, AutoTP)"""
+    """Make device meshes from real tensors, since a mesh reads its rank numbers.
+
+    (deepspeed.comm, AutoTP)
+    """
     from deepspeed.comm import comm
 
     original = comm.initialize_mesh_device
@@ -181,7 +190,10 @@ def device_mesh() -> None:
 
 
 def object_collectives() -> None:
-    """Use this rank's objects for all ranks, since fake tensors cannot be pickled. (torch.distributed, AutoTP)"""
+    """Use this rank's objects for all ranks, since fake tensors cannot be pickled.
+
+    (torch.distributed, AutoTP)
+    """
 
     def broadcast_object_list(object_list: list[object], *_: object, **__: object) -> None:
         pass
@@ -194,7 +206,10 @@ def object_collectives() -> None:
 
 
 def compiled_ops(meter: AllocationTracker) -> None:
-    """Replace DeepSpeed's C++ ops, which would read memory that does not exist. (deepspeed.ops.op_builder)"""
+    """Replace DeepSpeed's C++ ops, which would read memory that does not exist.
+
+    (deepspeed.ops.op_builder)
+    """
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     def load(self: OpBuilder, verbose: bool = True) -> FakeOps:

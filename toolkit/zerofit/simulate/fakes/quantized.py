@@ -30,7 +30,7 @@ _EIGHT = {"CB": None, "SCB": None, "has_fp16_weights": False}
 
 
 def four_bits() -> None:
-    """Let bitsandbytes create 4-bit weights as fake tensors, and count the weights that bitsandbytes unpacks.
+    """Let bitsandbytes create 4-bit weights as fake tensors, and count unpacked weights.
 
     Replaces in bitsandbytes:
 
@@ -56,13 +56,10 @@ def eight_bits() -> None:
 
 
 def moments_of_eight_bits(gpu: bool) -> None:
-    """If `gpu`, allocate paged moments on the host. Otherwise, count the memory of a step on the CPU.
+    """Let a step with 8-bit moments allocate what it allocates on the GPU or CPU.
 
-    GPU: the driver can move paged moments to the host (bitsandbytes.functional.get_paged, fill, prefetch_tensor). The
-    step needs no patch: CUDA's kernel allocates nothing, and the step's shape rule allocates nothing either.
-
-    CPU: the kernel unpacks all 8-bit moments (backends/cpu/ops.py). So the CPU's kernel runs instead of the shape rule
-    (torch.ops.bitsandbytes.optimizer_update_8bit_blockwise).
+    Replaces on a GPU bitsandbytes.functional.get_paged, fill and prefetch_tensor. Replaces on a CPU
+    torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.
     """
     functional = importlib.import_module("bitsandbytes.functional")
 
@@ -71,11 +68,14 @@ def moments_of_eight_bits(gpu: bool) -> None:
         vars(paged).update(is_paged=True, page_deviceid=0)
         return paged
 
+    # The driver can move paged moments to the host. The step needs no patch: CUDA's kernel allocates nothing, and the
+    # step's shape rule allocates nothing either.
     if gpu:
         replace_in(functional, "get_paged", get_paged)
         replace_in(functional, "fill", lambda *_, **__: None)
         replace_in(functional, "prefetch_tensor", lambda *_, **__: None)
         return
+    # the CPU's kernel unpacks all 8-bit moments (backends/cpu/ops.py); the shape rule allocates nothing
     ops = importlib.import_module("bitsandbytes.backends.cpu.ops")
     for name in (KERNEL, "optimizer_update_32bit"):
         replace_in(torch.ops.bitsandbytes, name, getattr(ops, f"_{name}_cpu"))
@@ -112,7 +112,8 @@ def traced_bits(device: str) -> Iterator[None]:
 
 
 def _unpacking() -> Mapping[object, Callable[..., object]]:
-    """Return replacements for fused matrix multiplications. They unpack the weights in a separate op."""
+    """Return replacements for fused matrix multiplications."""
+    # They unpack the weights in a separate op.
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         return {}  # older versions call dequantize_4bit themselves
     ops = importlib.import_module("bitsandbytes.backends.default.ops")

@@ -156,7 +156,10 @@ def decided(
     cluster: Cluster,
     simulate_exactly: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
 ) -> list[SimulatedRank | Problem]:
-    """Return the ranks. If the extrapolation leaves open whether a rank fits, all of its layers are simulated."""
+    """Return the ranks.
+
+    If the extrapolation leaves open whether a rank fits, all of its layers are simulated.
+    """
     found = list(ranks)
     ranked = [(n, one) for n, one in enumerate(ranks) if isinstance(one, SimulatedRank)]
     doubtful = {n: one.target for n, one in ranked if _is_open(one, cluster)}

@@ -39,7 +39,10 @@ class BaselineComparison:
 
 
 def read_baseline(path: Path) -> dict[str, object]:
-    """Read the output of an earlier `zerofit simulate --json`. It is the last line of the file. Raises UserError."""
+    """Read the output of an earlier `zerofit simulate --json`.
+
+    It is the last line of the file. Raises UserError.
+    """
     with refused(path, kind="baseline", hint=HINT, where="--baseline"):
         lines = path.read_bytes().strip().splitlines() or [b""]
         found = parse_json(lines[-1])
@@ -51,7 +54,10 @@ def read_baseline(path: Path) -> dict[str, object]:
 
 
 def compare_with(base: dict[str, Any], now: Simulation, path: Path, allowed: float) -> BaselineComparison:
-    """Compare a simulation with an earlier one. Raises UserError if rank, world size or device differ."""
+    """Compare a simulation with an earlier one.
+
+    Raises UserError if rank, world size or device differ.
+    """
     problems = Problems()
     for name in SAME:
         if base[name] != getattr(now, name):

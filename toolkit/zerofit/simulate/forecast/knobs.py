@@ -43,7 +43,10 @@ class Knob:
 
     @property
     def combines(self) -> bool:
-        """Whether this change may be combined with others. Shorter samples and smaller buckets may not."""
+        """Whether this change may be combined with others.
+
+        Shorter samples and smaller buckets may not.
+        """
         return "seq_len" not in self.fields and BUCKETS not in self.change
 
 

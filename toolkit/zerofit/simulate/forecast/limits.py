@@ -27,7 +27,10 @@ MAX_LIVE, SUB_GROUP, BUCKET = 1_000_000_000, 1_000_000_000, 500_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class _Partitioned:
-    """Trained parameters that are all divided among the same number of ranks. Sizes are in elements."""
+    """Trained parameters that are all divided among the same number of ranks.
+
+    Sizes are in elements.
+    """
 
     before: int  # outside of repeated layers
     layer: int  # per repeated layer
@@ -86,7 +89,8 @@ def sub_groups(few: SimulationTarget, more: SimulationTarget) -> Callable[[int],
 
 
 def _sub_groups(parts: list[int], most: int) -> Iterator[int]:
-    """Yield the elements of each sub-group. A sub-group is full once it has `most` elements (zero/stage3.py:1210)."""
+    """Yield the elements of each sub-group."""
+    # A sub-group is full once it has `most` elements (zero/stage3.py:1210).
     if sum(parts) <= most:
         yield sum(parts)
         return
@@ -105,7 +109,7 @@ def _groups(target: SimulationTarget) -> dict[str, list[int]]:
 
 
 def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int) -> int:
-    """Return the highest number of layers at which the largest gradient bucket differs from the full model's.
+    """Return the highest number of layers whose largest gradient bucket is not the full model's.
 
     `one`, `two`: elements of each gradient in a model with one and with two layers. `count`: number of layers of the
     full model. If both an encoder and a decoder have a second layer, the result is unknown. Then `count` - 1 is

@@ -190,7 +190,10 @@ def end_server() -> None:
 
 
 def _result(folder: Path, n: int, died: int | None, ran_short: bool) -> RankRecord | Problem:
-    """Return the result of simulation `n`. `died`: the signal that killed the server, if one did."""
+    """Return the result of simulation `n`.
+
+    `died`: the signal that killed the server, if one did.
+    """
     log, file, seen = folder / f"{n}.log", folder / f"{n}.result", folder / f"{n}.exit"
     output = log.read_text(errors="replace") if log.exists() else ""
     if not file.exists():
@@ -249,7 +252,8 @@ def _forked(folder: Path) -> int:
 
 
 def _import(names: Sequence[str]) -> None:
-    """Import the modules that forked processes share. Garbage collections then skip their objects."""
+    """Import the modules that forked processes share."""
+    # Garbage collections then skip their objects.
     with collector_off():
         for name in names:
             with suppress(*((Exception,) if name in MAY_BE_MISSING else ())):
@@ -258,7 +262,8 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _answer(folder: Path) -> NoReturn:
-    """Simulate all targets of a request. When target N ends, write `N.exit` (its exit status), then `N.ended`."""
+    """Simulate all targets of a request."""
+    # When target N ends, write `N.exit` (its exit status), then `N.ended`.
     try:
         os.setpgid(0, 0)
         path, cwd, targets = pickle.loads((folder / REQUEST).read_bytes())
@@ -298,7 +303,7 @@ def _simulate_side_by_side(waiting: list[tuple[int, Target]], folder: Path) -> N
 
 
 def _simulate(target: Target, folder: Path, n: int) -> NoReturn:
-    """Write the result of one simulation to `N.result`: a RankRecord, a Problem, or an exception."""
+    """Write the result of simulation N to `N.result`: a RankRecord, a Problem or an exception."""
     log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -83,7 +83,7 @@ class WorstCase:
 
 @dataclass(frozen=True, kw_only=True)
 class LongestBatch(WorstCase):
-    """The script's memory if every batch has the longest and largest samples that the script allows."""
+    """The script's memory if every batch has the largest samples that the script allows."""
 
     tokens: int  # 0 if batches have no tokens
     shape: tuple[int, ...]  # of the largest input of the model
@@ -206,7 +206,10 @@ SimulateKnobs = Callable[[OnEvent | None], tuple[KnobResult, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """How much memory one rank needs, and whether it fits. Bytes are for one rank, except `host_node_bytes`."""
+    """How much memory one rank needs, and whether it fits.
+
+    Bytes are for one rank, except `host_node_bytes`.
+    """
 
     world_size: int
     rank: int
@@ -273,7 +276,10 @@ class Simulation:
         return self.tried
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the output of `zerofit simulate --json`. "knobs" has the changes that were simulated."""
+        """Return the output of `zerofit simulate --json`.
+
+        "knobs" has the changes that were simulated.
+        """
         left_out = ["tried", "with_timeline", "allocations", "simulate_knobs"]
         left_out += [] if self.with_timeline else ["timeline"]
         left_out += [name for name in ("stages", "picture", "trace", "snapshot", "against") if not getattr(self, name)]
@@ -326,5 +332,8 @@ class Simulation:
 
 
 def severity(simulation: Simulation) -> tuple[int, int]:
-    """Return a sort key: the verdict, then the reserved bytes. It is largest for the worst of several ranks."""
+    """Return a sort key: the verdict, then the reserved bytes.
+
+    It is largest for the worst of several ranks.
+    """
     return ORDER.index(simulation.verdict), simulation.reserved_bytes

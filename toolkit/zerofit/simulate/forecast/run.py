@@ -152,7 +152,7 @@ def _grows_evenly(target: SimulationTarget, counts: tuple[int, int, int], total:
 
 
 def _worthwhile(target: SimulationTarget, total: int, before: int) -> tuple[int, int, int] | None:
-    """Return the smallest counts that `layer_counts` can use; None if their sum exceeds WORTH * `total` layers."""
+    """Return the smallest counts for `layer_counts`; None if they exceed WORTH * `total` layers."""
     few, more = (_with_layers(target, before + n) for n in (1, 2))
     first = before + max(FEWEST, *(1 + math.ceil(limit) for limit in limits(target, few, more, total - before)), 0)
     groups, counts = _sub_groups(target), list[int]()
@@ -296,7 +296,7 @@ def _peaks(few: list[KindPeak], more: list[KindPeak], line: Line) -> list[KindPe
 
 
 def _without_first_states(peaks: list[KindPeak]) -> list[KindPeak]:
-    """Leave out impossible peaks of the first optimizer step: those above the later steps' peaks.
+    """Leave out impossible peaks of the first optimizer step, which exceed those of later steps.
 
     In the first step, stage 3 allocates the states sub-group by sub-group. The highest moment of this step depends on
     the size of the last sub-group, which is not linear in the layers. In every later step all states exist, so a later
@@ -313,7 +313,8 @@ def _phase(few: RankPhase, more: RankPhase, peaks: list[KindPeak], line: Line) -
 
 
 def _rows(few: list[Row], more: list[Row], figures: tuple[str, ...], line: Line) -> list[Row]:
-    """Extrapolate the figures of rows that are in both `few` and `more`. Rows only in `more` stay unchanged."""
+    """Extrapolate the figures of rows that are in both `few` and `more`."""
+    # Rows only in `more` stay unchanged.
 
     def key(row: Row) -> tuple[object, ...]:
         return tuple(value for name, value in vars(row).items() if name not in figures)

@@ -77,7 +77,7 @@ class ScriptKnob:
         return ScriptKnob(change=change, command=command, file=self.file or other.file, **merged)
 
     def halved(self) -> ScriptKnob | None:
-        """Return this change with half its micro batch; None if the change sets no micro batch, or an odd one."""
+        """Return this change with half its micro batch; None if it sets none or an odd one."""
         micro = self.arguments.get(_MICRO, 1)
         if micro % 2:
             return None
@@ -160,7 +160,7 @@ def _as_arguments(command: ScriptCommand, change: Mapping[str, Any]) -> str:
 
 
 def _takes_eight_bits(facts: ScriptFacts, on_gpu: bool) -> bool:
-    """Return whether the optimizer can have 8-bit moments: a plain Adam or AdamW on a GPU, with bitsandbytes."""
+    """Return whether the optimizer can have 8-bit moments: torch's Adam or AdamW on a GPU."""
     plain = facts.optimizer in ("Adam", "AdamW") and not facts.engines and not facts.sharding.startswith("FSDP")
     return on_gpu and plain and find_spec("bitsandbytes") is not None
 
@@ -249,7 +249,8 @@ def _options(command: ScriptCommand) -> Words:
 
 
 def _typed(name: str, value: object) -> str:
-    """Return an argument in HfArgumentParser's form. There, the name of a sharding strategy enables FSDP."""
+    """Return an argument in HfArgumentParser's form."""
+    # There, the name of a sharding strategy enables FSDP.
     if name == "fsdp":
         return "--fsdp full_shard"
     return f"--{name} " + (shlex.quote(json.dumps(value)) if isinstance(value, dict) else str(value))

@@ -236,7 +236,7 @@ class CachingAllocator:
         self.reserved_bytes -= block.size
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Release oversize blocks to the driver until a request fits (release_available_cached_blocks).
+        """Release oversize blocks to the driver until a request fits.
 
         Return whether it fits.
         """
@@ -318,7 +318,8 @@ class ExpandableAllocator(CachingAllocator):
                 self._unmap(block)
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        """Return the best-fitting block. Unmapped space after a block counts as part of it (get_free_block)."""
+        """Return the best-fitting block."""
+        # Unmapped space after a block counts as part of it (get_free_block).
         best = None
         for block in pool.at_least(size):
             if best is not None and _room(block) >= _room(best):

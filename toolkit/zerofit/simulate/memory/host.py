@@ -81,9 +81,10 @@ def highest(moments: dict[str, HostMoment]) -> dict[str, int]:
 
 
 def extended(few: HostMoment, more: HostMoment, line: Line, sub_groups: Sequence[list[int]]) -> HostMoment | None:
-    """Return the full model's moment with the most host memory. `few` and `more` are from models of fewer layers.
+    """Return the full model's moment with the most host memory.
 
-    Requested sizes are extrapolated linearly, then rounded. There are three cases for a line of code:
+    `few` and `more` are from models of fewer layers. Requested sizes are extrapolated linearly, then rounded. There are
+    three cases for a line of code:
 
     - It allocates one block per sub-group of stage 3. Then the sizes come from `sub_groups`.
       `sub_groups` lists the elements of each sub-group for `few`, for `more` and for the full model.

@@ -137,7 +137,7 @@ class Ledger:
 # (`forecast.run`), the line with the highest peak may differ from the line with all layers. The highest, the
 # first and the last occurrence are kept, since each of these is linear in the number of layers.
 def kind_peaks(ledger: Ledger) -> list[KindPeak]:
-    """Return three peaks of each kind of allocation on the device: the highest, the first and the last in time.
+    """Return each kind's highest, first and last peak on the device.
 
     The peaks of all kinds are sorted together by bytes, largest first. Classify the storages before the call.
     """

@@ -65,12 +65,14 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _ungrouped(query: Tensor, *grouped: Tensor) -> list[tuple[int, ...]]:
-    """Return the shapes of keys and values with as many heads as queries. torch 2.11's counter ignores groups."""
+    """Return the shapes of keys and values with as many heads as queries."""
+    # torch 2.11's counter ignores groups
     return [(len(one), query.shape[1], *one.shape[2:]) for one in grouped]
 
 
 def _product(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
-    """Count the FLOPs of a product of matrices, or of batches of them. torch's counter is slower."""
+    """Count the FLOPs of a product of matrices, or of batches of them."""
+    # torch's counter is slower
     return 2 * a.numel() * b.shape[-1]
 
 
@@ -80,7 +82,8 @@ def _grouped(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *more: Any, **_: object) -> int:
-    """Count the forward's FLOPs once for each gradient. torch 2.11 counts the weight's gradient `groups` times."""
+    """Count the forward's FLOPs once for each gradient."""
+    # torch 2.11 counts the weight's gradient `groups` times
     transposed, wanted = more[4], more[7]
     return conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed) * sum(wanted[:2])
 
@@ -120,7 +123,7 @@ def _softmax_mask(args: OpArguments, out: OpOutput) -> int:
 
 
 def _flash_backward(args: OpArguments, out: OpOutput) -> int:
-    """Count the bytes of dq's accumulator (float32, padded to 128 rows and 32 columns) and of row sums.
+    """Count the float32 bytes of dq's accumulator (padded to 128 rows, 32 columns) and row sums.
 
     Source: ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd (dq_accum and softmax_d). If there are
     fewer key heads than query heads, dk and dv are first allocated for every query head.
@@ -134,7 +137,7 @@ def _flash_backward(args: OpArguments, out: OpOutput) -> int:
 
 
 def _ragged_flash_backward(args: OpArguments, out: OpOutput) -> int:
-    """Count the same bytes for sequences in one tensor, each padded by 128 rows. args[6]: where they begin.
+    """Count the same bytes for sequences in one tensor, each padded by 128 rows.
 
     Source: flash_api.cpp, mha_varlen_bwd.
     """
@@ -163,7 +166,8 @@ def _reduced(args: OpArguments, out: OpOutput) -> int:
 
 
 def _flattened(tensors: object) -> int:
-    """Count the bytes of NCCL's flat copy of a list of tensors. It makes none if their sizes differ."""
+    """Count the bytes of NCCL's flat copy of a list of tensors."""
+    # It makes none if their sizes differ.
     return bytes_of(tensors) if len({t.shape for t in leaves_of(tensors)}) == 1 else 0
 
 
@@ -234,7 +238,7 @@ def _is_pointwise(op: str) -> bool:
 
 
 def _casts(op: str, args: OpArguments, out: OpOutput) -> int:
-    """Count the bytes of operands that a pointwise op converts to the dtype in which it computes.
+    """Count the bytes of operands that a pointwise op converts to the dtype it computes in.
 
     A CPU kernel gets copies in that dtype (ATen/TensorIterator.cpp, compute_types). A GPU kernel casts while it
     reads. If the op changes a tensor in place, this tensor counts, too.

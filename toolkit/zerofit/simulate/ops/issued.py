@@ -24,7 +24,10 @@ class CommunicatingRanks(NamedTuple):
 
 
 class IssuedWork(NamedTuple):
-    """A piece of work on a stream. It begins when all earlier work and waits of the stream have ended."""
+    """A piece of work on a stream.
+
+    It begins when all earlier work and waits of the stream have ended.
+    """
 
     kind: str  # one of the above, or a collective as c10d names it: "allreduce"
     stream: int  # 0 is the default stream; negative: the stream of a process group's collectives

@@ -80,7 +80,7 @@ def new_fake(mode: FakeTensorMode, elem: Tensor, device: torch.device) -> FakeTe
 
 
 def _add(key: list[object], values: Sequence[object], mode: FakeTensorMode) -> bool:
-    """Add the properties of arguments to a cache key. Return whether these properties decide the output."""
+    """Add the properties of arguments to a cache key. Return whether they decide the output."""
     key.append(len(values))
     for value in values:
         if type(value) is FakeTensor:

@@ -34,7 +34,10 @@ _CAT, _CAT_INTO = torch.ops.aten.cat.default, torch.ops.aten.cat.out
 
 
 def run(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
-    """Run an op, if possible by a shortcut. The output has the same shape, dtype and device in either case."""
+    """Run an op, if possible by a shortcut.
+
+    The output has the same shape, dtype and device in either case.
+    """
     if (func.is_view or func is _UNSAFE_VIEW) and _is_unknown(args[0]):
         return _view(func, args, kwargs)
     if func.namespace == "c10d":

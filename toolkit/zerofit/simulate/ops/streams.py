@@ -23,7 +23,10 @@ from zerofit.simulate.ops.issued import IssuedLog
 #   host     issue issue issue ........ item() -> all work before it is complete; waiting blocks are freed
 #   device         work work work work |
 class Streams:
-    """The streams of one device, by number. Each thread starts with the first, the default stream."""
+    """The streams of one device, by number.
+
+    Each thread starts with the first, the default stream.
+    """
 
     def __init__(self, ledger: Ledger):
         streams, self.ledger, self.made = self, ledger, 0
@@ -117,19 +120,28 @@ class SimulatedEvent:
             self._streams.issued.wait(stream, *self._place)
 
     def query(self) -> bool:
-        """Return whether the host waited for this event. If no work came since the last query, synchronize first."""
+        """Return whether the host waited for this event.
+
+        If no work came since the last query, synchronize first.
+        """
         if self._asked_at == self._streams.now:
             self.synchronize()
         self._asked_at = self._streams.now
         return all(self._streams.known.get(number, 0) >= moment for number, moment in self.done.items())
 
     def elapsed_time(self, *_: object) -> float:
-        """Return 1 millisecond, since libraries divide by the result. No time passes in a simulation."""
+        """Return 1 millisecond, since libraries divide by the result.
+
+        No time passes in a simulation.
+        """
         return 1.0
 
 
 class SimulatedStream:
-    """A stream of the simulated device. It computes nothing, but tensors are allocated and used on it."""
+    """A stream of the simulated device.
+
+    It computes nothing, but tensors are allocated and used on it.
+    """
 
     device_index = 0
     device_type = 1  # c10::DeviceType::CUDA

@@ -162,7 +162,7 @@ class AllocationTracker(TorchDispatchMode):
         """
 
     def in_own_code(self) -> bool:
-        """Return whether the running code is in a module's forward and is the user's own, not a library's."""
+        """Return whether the user's own code is running in a module's forward."""
         code, _ = _caller()
         return bool(self._running) and code is not None and is_own(code.co_filename)
 
@@ -261,7 +261,7 @@ class AllocationTracker(TorchDispatchMode):
         return self.ledger.allocated(storage)
 
     def _has_waited(self, name: str, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> bool:
-        """Return whether the host waited in this op: for a value, or for a copy between host and device."""
+        """Return whether the host waited in this op for a value, or a copy from or to the device."""
         if name == "aten::_local_scalar_dense":
             return args[0].device.type == self.device
         if name not in ("aten::_to_copy", "aten::copy_") or not args or not isinstance(out, Tensor):

@@ -162,7 +162,8 @@ class ColocatedEngine:
             self._hold("kv_cache", self._memory.cache_bytes)
 
     def _load_weights(self, weights: object) -> None:
-        """Begin the phase in which vLLM copies the trainer's weights. As in vLLM, nothing is allocated."""
+        """Begin the phase in which vLLM copies the trainer's weights."""
+        # As in vLLM, nothing is allocated.
         begin(self._log, SYNC)
 
     def reset_prefix_cache(self) -> bool:

@@ -59,7 +59,10 @@ class ScriptCommand:
 
 
 def read_command(words: Sequence[str]) -> ScriptCommand:
-    """Read a start command that is split into words. Raises UserError if no word names a Python script."""
+    """Read a start command that is split into words.
+
+    Raises UserError if no word names a Python script.
+    """
     if not words:
         raise _refused("no command after --", "add the command you would run, e.g. -- torchrun train.py --epochs 3")
     program, rest = words[0], list(words[1:])
@@ -88,7 +91,7 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
 
 
 def _starting_line(words: Sequence[str]) -> str:
-    """Return the line of a shell script that starts a launcher or Python, as "file:line"; "" if none does."""
+    """Return the "file:line" of a shell script that starts a launcher or Python; "" if none does."""
     for file in (Path(word) for word in words[:3]):
         if file.suffix in (".sh", ".slurm", ".sbatch") and file.is_file():
             lines = file.read_text(errors="replace").splitlines()
@@ -123,7 +126,7 @@ def _is_of_package(words: Sequence[str]) -> bool:
 
 
 def rank_problems(command: ScriptCommand, gpus: int, nodes: int) -> list[Problem]:
-    """Return a problem if the command's ranks per node or its nodes differ from `gpus` and `nodes`."""
+    """Return problems: the command's ranks per node or nodes differ from `gpus` and `nodes`."""
     if command.gpus is not None and (command.gpus, command.nodes or 1) != (gpus, nodes):
         asked = f"--gpus is {gpus}" + (f" on --nodes {nodes}" if nodes > 1 else "")
         on = f" on {command.nodes} nodes" if (command.nodes or 1) > 1 else ""

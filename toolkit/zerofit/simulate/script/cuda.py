@@ -36,7 +36,10 @@ class _Context(contextlib.ContextDecorator):
 
 
 def cuda_module(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Let torch.cuda describe the simulated GPU. Otherwise it would look for a driver. (torch.cuda.*)"""
+    """Let torch.cuda describe the simulated GPU.
+
+    Otherwise it would look for a driver. (torch.cuda.*)
+    """
     cuda: Any = torch.cuda
     memory, numbers = _memory(meter, target.device.memory_bytes), _random_states(target.gpus)
     for name, answer in {**_devices(target), **_streams(meter.streams), **memory, **numbers}.items():
@@ -178,7 +181,8 @@ def _streams(streams: Streams) -> dict[str, object]:
 
 
 def _memory(meter: ScriptTracker, total: int) -> dict[str, object]:
-    """Return torch.cuda's memory functions. They read the ledger. Allocated bytes count as reserved."""
+    """Return torch.cuda's memory functions."""
+    # They read the ledger. Allocated bytes count as reserved.
 
     def live(*_: object, **__: object) -> int:
         return meter.live()

@@ -231,7 +231,7 @@ def held_parameters(meter: ScriptTracker) -> None:
 
 
 def data_parallel(meter: ScriptTracker) -> None:
-    """Reduce gradient buckets in a hook of zerofit, and skip the check of the other ranks' shapes.
+    """Reduce gradient buckets in zerofit's hook, and skip the check of the other ranks' shapes.
 
     The C++ reducer waits for results that do not exist here. If the script registers a hook (its own or a built-in
     one), zerofit's hook calls the script's hook.
@@ -292,7 +292,10 @@ def _compress(state: PowerSGDState, bucket: GradBucket) -> None:
 
 
 def replicas() -> None:
-    """Refuse DataParallel, which uses several GPUs in one process. (torch.nn.DataParallel.forward)"""
+    """Refuse DataParallel, which uses several GPUs in one process.
+
+    (torch.nn.DataParallel.forward)
+    """
     original: Callable[..., object] = nn.DataParallel.forward
 
     def forward(self: nn.DataParallel[nn.Module], *args: object, **kwargs: object) -> object:
@@ -304,7 +307,7 @@ def replicas() -> None:
 
 
 def hybrid_engine() -> None:
-    """Refuse models that DeepSpeed's hybrid engine fails with, and `engine.generate()` otherwise.
+    """Refuse models that DeepSpeed's hybrid engine fails with. Otherwise refuse its generate().
 
     For the other models, DeepSpeed leaves `engine.module.generate()` to transformers, and never sets the attribute that
     `engine.generate()` needs. (deepspeed/runtime/hybrid_engine.py)

@@ -8,11 +8,17 @@ from zerofit.spec.errors import Problem
 
 
 class ScriptStop(BaseException):
-    """Raised after enough optimizer steps. It is not an Exception, so that scripts do not catch it."""
+    """Raised after enough optimizer steps.
+
+    It is not an Exception, so that scripts do not catch it.
+    """
 
 
 class NotSimulated(BaseException):
-    """Raised if something cannot be simulated. It is not an Exception, so that scripts do not catch it."""
+    """Raised if something cannot be simulated.
+
+    It is not an Exception, so that scripts do not catch it.
+    """
 
     def __init__(self, problem: Problem):
         super().__init__(problem.message)
@@ -20,13 +26,16 @@ class NotSimulated(BaseException):
 
 
 def not_simulated(what: str, hint: str) -> NotSimulated:
-    """Return the error that `what` cannot be simulated. The error names the script's line that needs `what`."""
+    """Return the error that `what` cannot be simulated.
+
+    The error names the script's line that needs `what`.
+    """
     message = f"{what} cannot be simulated"
     return NotSimulated(Problem(kind="not-simulated", message=message, hint=hint, where=own_line()))
 
 
 def script_fault(message: str, hint: str) -> NotSimulated:
-    """Return the error for a script that fails on the real machine, at a call that is not simulated."""
+    """Return the error of a script that fails on the real machine, at a call not simulated."""
     return NotSimulated(Problem(kind="script", message=message, hint=hint, where=own_line()))
 
 

@@ -94,7 +94,7 @@ def gather_to_save(engines: Sequence[DeepSpeedEngine], log: PhaseLog) -> None:
 
 
 def _length(dataset: object) -> int:
-    """Return the rows of a data set, or of the largest one in a dict; 0 if the number is unknown."""
+    """Return the rows of a data set, or of the largest in a dict; 0 if the number is unknown."""
     datasets = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
     sizes = [len(each) for each in datasets if isinstance(each, Sized)]
     return max(sizes, default=0) if len(sizes) == len(datasets) else 0

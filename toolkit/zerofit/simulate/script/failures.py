@@ -1,4 +1,4 @@
-"""Explain why a script ended before it trained: its own exit or error, or a limit of the simulation.
+"""Explain why a script ended before it trained.
 
 How the script would end on the real machine is unknown.
 """
@@ -107,7 +107,7 @@ def _raising_line(error: BaseException) -> str:
 
 
 def _missing_from_hub(error: BaseException) -> str:
-    """Return the repository whose files are missing in the hub's cache; "" if the error has another cause."""
+    """Return the repository that the hub's cache lacks; "" if the error has another cause."""
     if not isinstance(error, OSError):
         return ""
     named = [frame.f_locals.get("path_or_repo_id") for frame, _ in traceback.walk_tb(error.__traceback__)]

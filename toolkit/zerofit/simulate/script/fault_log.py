@@ -28,7 +28,10 @@ from zerofit.train.probe import are_experts
 
 
 class FaultLog:
-    """The facts that detectors of faults read. Lines of the script are "file:line", or "" if unknown."""
+    """The facts that detectors of faults read.
+
+    Lines of the script are "file:line", or "" if unknown.
+    """
 
     def __init__(self, meter: ScriptTracker):
         self.meter = meter

@@ -109,7 +109,8 @@ def find_faults(log: FaultLog, target: ScriptTarget, phases: ScriptPhases, lengt
 
 
 def _whole_model(script: Script) -> Iterator[Found]:
-    """Find full parameters that DeepSpeed gets at ZeRO-3. Every rank has them until the engine starts."""
+    """Find full parameters that DeepSpeed gets at ZeRO-3."""
+    # Every rank has them until the engine starts.
     log, ranks = script.log, script.target.world_size
     extra = log.plain_bytes - log.plain_bytes // ranks
     if any(engine.zero_optimization_stage() == 3 for engine in script.engines) and script.is_worth(extra):
@@ -117,7 +118,7 @@ def _whole_model(script: Script) -> Iterator[Found]:
 
 
 def _wide_logits(script: Script) -> Iterator[Found]:
-    """Find float32 copies of logits that a line of the script makes, if they live until the loss's backward."""
+    """Find the script's float32 copies of logits that live until the loss's backward."""
     lives, meter, largest = script.lives, script.log.meter, dict[str, int]()
     begins = [mark.event for mark in meter.ledger.marks if mark.name == "backward"]
     for index, width in meter.widened:
@@ -140,7 +141,7 @@ def _padding(script: Script) -> Iterator[Found]:
 
 
 def _second_copy(script: Script) -> Iterator[Found]:
-    """Find copies of the weights: storages of the same sizes, from one line, that no training uses."""
+    """Find copies of the weights: unused storages of the same sizes, from one line."""
     meter, owned = script.log.meter, {id(storage) for storage in _owned(script)}
     parameters = [p for model in script.models for p in model.parameters()]
     elements = Counter(map(elements_of, parameters))
@@ -163,7 +164,8 @@ def _total(sizes: Counter[int]) -> int:
 
 
 def _coverage(sizes: Counter[int], of: Counter[int]) -> float:
-    """Return which share of `of` (size -> number of storages) is also in `sizes`. Small storages do not count."""
+    """Return which share of `of` (size -> number of storages) is also in `sizes`."""
+    # Small storages do not count.
     large = Counter({size: times for size, times in of.items() if size >= OWN_LINE_BYTES})
     return _total(sizes & large) / max(1, _total(large))
 
@@ -181,7 +183,7 @@ def _owned(script: Script) -> Iterator[Storage]:
 
 
 def _frozen_states(script: Script) -> Iterator[Found]:
-    """Find weights without a gradient that have master weights and states in DeepSpeed's optimizer."""
+    """Find weights without a gradient that have states in DeepSpeed's optimizer."""
     for engine in script.engines:
         grouped = _grouped(engine.optimizer)
         frozen = [p for p in grouped if id(p) not in script.log.updated]
@@ -209,7 +211,7 @@ def _kept_graph(script: Script) -> Iterator[Found]:
 
 
 def _kept_outputs(script: Script) -> Iterator[Found]:
-    """Find lines that allocate tensors in each micro batch, if most micro batches' tensors are alive at the end.
+    """Find lines whose tensors of most micro batches are alive at the end.
 
     Tensors of a few micro batches may be alive: a pipeline stage keeps them in buffers that later micro batches reuse.
     """
@@ -271,7 +273,7 @@ def _experts(script: Script) -> Iterator[Found]:
 
 
 def _lost_gradients(script: Script) -> Iterator[Found]:
-    """Find trained weights that get no gradient, if no input of a reentrant checkpoint requires a gradient."""
+    """Find trained weights without a gradient, if no input of a checkpoint requires one."""
     trained = {id(p): p for model in script.models for p in model.parameters() if p.requires_grad}
     lost = [p for key, p in trained.items() if key not in script.log.updated]
     if script.log.detached and lost:
@@ -279,7 +281,7 @@ def _lost_gradients(script: Script) -> Iterator[Found]:
 
 
 def _unused_search(script: Script) -> Iterator[Found]:
-    """Find DistributedDataParallel(find_unused_parameters=True) if all parameters get gradients in each batch."""
+    """Find find_unused_parameters=True where all parameters get gradients in each batch."""
     chosen = [trainer.args.ddp_find_unused_parameters for trainer in script.lengths.trainers.values()]
     for model, line in script.log.wrapped:
         least = min(script.log.updated[id(p)] for p in model.parameters() if p.requires_grad)
@@ -301,7 +303,8 @@ def _pinned(script: Script) -> Iterator[Found]:
 
 
 def _repeated_draws(script: Script) -> Iterator[Found]:
-    """Find random values of sharded tensors in host memory. torch resets the host's generator after each call."""
+    """Find random values of sharded tensors in host memory."""
+    # torch resets the host's generator after each call
     if script.log.redrawn_at is not None:
         yield script.log.redrawn_at, 0, torch.__version__.partition("+")[0]
 

@@ -292,7 +292,10 @@ def processes() -> None:
 
 
 def opening(files: ScratchFiles) -> list[tuple[object, object]]:
-    """Redirect open(), also in modules such as bz2 that have imported it by name. (builtins, io, ...)"""
+    """Redirect open(), also in modules such as bz2 that have imported it by name.
+
+    (builtins, io, ...)
+    """
     return [(builtins.open, files.named(files.open, builtins.open))]
 
 

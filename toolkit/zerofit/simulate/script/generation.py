@@ -93,7 +93,7 @@ def announce_generation(log: PhaseLog) -> None:
 def _shortened(
     original: Callable[..., Tensor | ModelOutput], meter: ScriptTracker, left_out: list[int], skipped: list[Tensor]
 ) -> Callable[..., Tensor | ModelOutput]:
-    """Return a decoding method that computes COMPUTED tokens, and returns sequences of full length."""
+    """Return a method that computes COMPUTED tokens and returns sequences of full length."""
 
     def decode(
         self: GenerationMixin,

@@ -156,7 +156,7 @@ def equality() -> None:
 
 
 def addresses() -> None:
-    """Give fakes addresses like those of real tensors, since libraries find shared memory by address.
+    """Give fakes addresses like real tensors: libraries find shared memory by address.
 
     (FakeTensor.data_ptr, torch.UntypedStorage.data_ptr; torch/distributed/fsdp/_flat_param.py, _same_storage)
     """

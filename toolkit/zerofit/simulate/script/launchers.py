@@ -1,4 +1,4 @@
-"""Set the environment that a script's launcher would set, and stop launchers that a program would start."""
+"""Set the environment of a script's launcher, and stop launchers that a program would start."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def launchers_inside() -> None:
 
 
 def spawned_ranks(target: ScriptTarget) -> None:
-    """Run one rank in this process when a script would spawn ranks. (torch.multiprocessing.spawn)"""
+    """Run one rank in this process when a script would spawn ranks.
+
+    (torch.multiprocessing.spawn)
+    """
 
     def spawn(
         fn: Callable[..., object],
@@ -179,7 +182,7 @@ def set_environment(target: ScriptTarget, outer: Mapping[str, str] | None = None
 
 
 def environment(target: ScriptTarget) -> dict[str, str]:
-    """Return a rank's environment variables: the rank numbers, and the variables that its launcher sets."""
+    """Return a rank's environment variables: its numbers, and those that its launcher sets."""
     local, node = target.rank % target.gpus, target.rank // target.gpus
     found: dict[str, object] = {
         "RANK": target.rank,

@@ -274,7 +274,7 @@ def _longest_row(dataset: object) -> int:
 
 
 def _longer(value: object, seen: int, columns: Tensor, targets: int) -> object:
-    """Lengthen dimensions of `seen` elements to the columns (rows, wanted), or (1, wanted) for all rows.
+    """Lengthen dimensions of `seen` elements to `columns`: (rows, wanted), or (1, wanted).
 
     Labels or decoder inputs that have fewer than `targets` elements are lengthened to `targets` instead.
     """

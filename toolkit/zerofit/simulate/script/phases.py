@@ -1,4 +1,4 @@
-"""Divide the run of a script's real or simulated rank into phases, by the calls of engines and optimizers."""
+"""Divide a rank's run into phases, by the calls of engines and optimizers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WAITED = 10  # stop when the leading engine has made this many times the wanted 
 #
 # Calls that are made inside another of these calls belong to it: `_busy` and `_inside` count the depth.
 class ScriptPhases:
-    """Begins phases, and stops the script when every engine that trains has made its optimizer steps.
+    """Begins phases, and stops the script after the optimizer steps of all engines that train.
 
     Without an engine, a phase begins when a model's forward, a loss's backward or an optimizer's step begins.
     """
@@ -305,5 +305,5 @@ class ScriptPhases:
 
 
 def has_optimizer(engine: DeepSpeedEngine) -> bool:
-    """Return whether an engine has an optimizer from the script or its DeepSpeed JSON, not a dummy."""
+    """Return whether an engine has an optimizer of the script or its JSON, not a dummy."""
     return bool(engine.optimizer_name())

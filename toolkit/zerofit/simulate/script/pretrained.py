@@ -105,7 +105,7 @@ def pretrained(meter: ScriptTracker) -> None:
 def _distribution(
     meter: ScriptTracker, cls: type[PreTrainedModel], kwargs: dict[str, Any], device_map: DeviceMap
 ) -> tuple[Any, Any, Any]:
-    """Return the distributed_config, the device and the mesh of a model that transformers shards.
+    """Return the distributed_config, device and mesh of a model that transformers shards.
 
     The mesh is None if the script asks for no sharding, or if the installed transformers has no distributed_config.
     """
@@ -135,7 +135,7 @@ class _NotFetched(dict[str, object]):
 
 
 def downloaded(meter: ScriptTracker) -> None:
-    """Leave models at their initial values instead of downloading weights that are not in torch's cache.
+    """Leave models at their initial values instead of downloading weights.
 
     (torch.hub.load_state_dict_from_url, also where libraries have imported it; torch.nn.Module.load_state_dict)
     """

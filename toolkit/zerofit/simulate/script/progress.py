@@ -1,4 +1,7 @@
-"""End a script's simulation if a phase does not end. The error names the script's running line."""
+"""End a script's simulation if a phase does not end.
+
+The error names the script's running line.
+"""
 
 from __future__ import annotations
 

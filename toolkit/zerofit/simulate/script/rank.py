@@ -225,7 +225,10 @@ def _watch(meter: ScriptTracker, parameter: Tensor) -> None:
 def _announcer(
     meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None], issued: IssuedLog, last: int
 ) -> Callable[[str, int], None]:
-    """Return the callback for each phase. `issued` gets the work that the rank issues in step `last`."""
+    """Return the callback for each phase.
+
+    `issued` gets the work that the rank issues in step `last`.
+    """
 
     def begin(name: str, step: int) -> None:
         _tag(meter, phases)

@@ -19,7 +19,7 @@ Result = tuple[Tensor, Tensor | None]  # a tensor that a collective writes, and 
 
 
 def alike(name: str, args: OpArguments) -> Any:
-    """Return the result of a functional collective on real tensors, as if all ranks had this rank's values."""
+    """Return a functional collective's result on real tensors, as if all ranks had these values."""
     (op, group), given = collective_of(name, args), args[0]
     assert group is not None
     ranks, rank = group.size(), group.rank()
@@ -79,7 +79,10 @@ def _repeated(value: Tensor, ranks: int) -> Tensor:
 
 
 def _part(value: Tensor, splits: Any, ranks: int, rank: int) -> Tensor:
-    """Return the rows of `value` that go to `rank`. `splits`: rows for each rank; [] for equal parts."""
+    """Return the rows of `value` that go to `rank`.
+
+    `splits`: rows for each rank; [] for equal parts.
+    """
     return value.split(list(splits) or value.shape[0] // ranks)[rank] if value.shape[0] else value
 
 

@@ -1,4 +1,4 @@
-"""Find code of a script that tries again with a smaller batch after it has run out of memory."""
+"""Find a script's code that tries again with a smaller batch when it runs out of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CAUGHT = re.compile(r"OutOfMemory|out of memory|should_reduce_batch_size")  # t
 
 
 def recovers_at() -> str:
-    """Return where a running `try` begins whose handler expects out-of-memory errors, as "file:line"; "" if none."""
+    """Return the "file:line" of a running `try` that handles out-of-memory errors; "" if none."""
     main = sys._current_frames()[threading.main_thread().ident or 0]  # autograd may have called from its own thread
     frame: FrameType | None = main
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Simulate recurrent layers on a GPU as cuDNN runs them: one kernel for all steps, with a reserve for backward."""
+"""Simulate recurrent layers as cuDNN runs them: one kernel for all steps, and a reserve."""
 
 from __future__ import annotations
 

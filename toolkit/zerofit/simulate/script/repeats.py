@@ -1,4 +1,4 @@
-"""Leave out the calls of a long evaluation that only repeat the allocations of earlier calls."""
+"""Leave out an evaluation's calls that only repeat the allocations of earlier calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Calls:
 
 
 class Repeats:
-    """Runs calls without gradients in full, until a call repeats all allocations of the call before it.
+    """Runs calls without gradients in full, until a call repeats the last call's allocations.
 
     Later calls with the same shapes only allocate their outputs. But if more bytes are live at the start of a call than
     at the start of every earlier call, this call runs in full. So peaks stay exact.
@@ -109,7 +109,7 @@ def _layout(tensor: Tensor) -> _Layout:
 
 
 def _described(outputs: object, allocated: int) -> bytes:
-    """Return outputs without their tensors' data; b"" if their tensors do not have `allocated` bytes."""
+    """Return outputs without data; b"" if their tensors do not have `allocated` bytes."""
     file = io.BytesIO()
     writer = _LayoutWriter(file)
     try:

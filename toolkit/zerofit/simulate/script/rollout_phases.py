@@ -1,4 +1,4 @@
-"""Begin and end vLLM's phases within a step, and choose the token that fills its completions."""
+"""Begin and end vLLM's phases in a step, and choose the token that fills completions."""
 
 from __future__ import annotations
 

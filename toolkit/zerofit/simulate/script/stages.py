@@ -1,4 +1,7 @@
-"""Simulate a pipeline's stages one by one. Each stage gets the shapes that the previous stage sent."""
+"""Simulate a pipeline's stages one by one.
+
+Each stage gets the shapes that the previous stage sent.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,10 @@ class StageJoints:
         replace_in(PipelineEngine, "__init__", init)
 
     def _join(self, engine: PipelineEngine) -> None:
-        """Give one engine its input, and record what it sends. Raises NotSimulated if its input is unknown.
+        """Give one engine its input, and record what it sends.
 
-        Shapes and dtypes are recorded when the engine sends them ahead of the first tensors (runtime/pipe/engine.py,
-        `_send_tensor_meta`).
+        Raises NotSimulated if its input is unknown. Shapes and dtypes are recorded when the engine sends them ahead of
+        the first tensors (runtime/pipe/engine.py, `_send_tensor_meta`).
         """
         topology, send = engine.grid._topo, engine._send_tensor_meta
         stages = tuple(topology.get_coord(rank).pipe for rank in range(topology.world_size()))
@@ -73,11 +76,12 @@ class StageJoints:
         give_input(engine, lambda stage: sent)
 
     def _join_torch(self) -> None:
-        """Give torch's stages their inputs. They exchange the shapes of inputs before the first micro batch.
+        """Give torch's stages their inputs.
 
-        Gradients from the next stage have the shapes and dtypes of this stage's outputs. A later stage of the same
-        rank receives the tensors that the earlier stage sends. (torch.distributed.pipelining.PipelineStage:
-        _send_meta, _recv_meta, _warmup_forward_vote, _warmup_backward_result)
+        They exchange the shapes of inputs before the first micro batch. Gradients from the next stage have the shapes
+        and dtypes of this stage's outputs. A later stage of the same rank receives the tensors that the earlier stage
+        sends. (torch.distributed.pipelining.PipelineStage: _send_meta, _recv_meta, _warmup_forward_vote,
+        _warmup_backward_result)
         """
 
         def own_vote(stage: PipelineStage, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:

@@ -1,7 +1,8 @@
-"""Track the ops of a user's script. Host tensors are real. Device tensors and parameters are fake.
+"""Track the ops of a user's script.
 
-So the script's own data, samplers, tokenizers and collators run unchanged. Fake copies of integers and masks on the
-device keep their values, and ops on them are computed, so that a script takes the right branches.
+Host tensors are real. Device tensors and parameters are fake. So the script's own data, samplers, tokenizers and
+collators run unchanged. Fake copies of integers and masks on the device keep their values, and ops on them are
+computed, so that a script takes the right branches.
 """
 
 from __future__ import annotations
@@ -148,10 +149,10 @@ class ScriptTracker(ValueTracker):
         return out
 
     def _higher_order(self, op: HigherOrderOperator, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
-        """Run a higher-order op's body op by op, like eager torch. Without an eager kernel, use the shape rule.
+        """Run a higher-order op's body op by op, like eager torch.
 
-        If the script uses torch.compile, flex_attention is one kernel that stores no scores
-        (torch/_inductor/kernel/flex).
+        Without an eager kernel, use the shape rule. If the script uses torch.compile, flex_attention is one kernel that
+        stores no scores (torch/_inductor/kernel/flex).
         """
         rules: Any = registered_hop_fake_fns  # its type names another kind of key
         run, shapes = op.py_kernels.get(DispatchKey.CompositeExplicitAutograd), rules.get(op)
@@ -166,7 +167,8 @@ class ScriptTracker(ValueTracker):
             return out
 
     def _placed(self, value: object) -> object:
-        """Replace a CUDA device by the simulated device, and "cpu:0" by "cpu". Return other values unchanged."""
+        """Replace a CUDA device by the simulated device, and "cpu:0" by "cpu"."""
+        # Return other values unchanged.
         if not isinstance(value, torch.device):
             return value
         if value.type == "cpu":
@@ -183,7 +185,7 @@ class ScriptTracker(ValueTracker):
             self.note(text, bound=True, here=True)
 
     def _note_recovery(self) -> None:
-        """Add a note if the script would catch the out-of-memory error that the GPU would raise here."""
+        """Add a note if the script would catch an out-of-memory error of the GPU here."""
         line = recovers_at()
         if line:
             self.capacity_bytes = math.inf
@@ -202,7 +204,7 @@ class ScriptTracker(ValueTracker):
         return pinned
 
     def _holds_nothing(self, name: str, args: OpArguments, kwargs: OpKeywords) -> bool:
-        """Return whether a new host tensor should be fake: a large one, or floats that DeepSpeed allocates.
+        """Return whether a new host tensor should be fake: a large one, or floats of DeepSpeed.
 
         A tensor that a data loader makes is real, since the model may read which images or pixels are padding.
         """
@@ -268,7 +270,8 @@ class ScriptTracker(ValueTracker):
         weakref.finalize(storage, self._adopted.pop, storage._cdata, None).atexit = False
 
     def _left(self, address: int, real: int, index: int) -> None:
-        """Handle the release of a fake's storage. If the real tensor still lives, the memory stays in use."""
+        """Handle the release of a fake's storage."""
+        # If the real tensor still lives, the memory stays in use.
         if self._adopted.pop(real, None) == index == self._index.get(address):
             self._index[real] = self._index.pop(address)
         else:

@@ -1,4 +1,4 @@
-"""Keep the values of small device tensors while a script runs, and assume a value where one is unknown."""
+"""Keep the values of small device tensors, and assume a value where one is unknown."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _UNDEFINED = ("aten::empty", "aten::new_empty")
 
 
 class ValueTracker(IssuingTracker):
-    """Stores known values with fakes (`keep`), so that masks, lengths and counters control the script.
+    """Stores known values with fakes, so that masks, lengths and counters control the script.
 
     When an op writes unknown values to a tensor, `forget` deletes the tensor's known values. Each assumption about an
     unknown value adds a note.
@@ -75,7 +75,10 @@ class ValueTracker(IssuingTracker):
         self.reduction: Any = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
 
     def note(self, text: str, *, bound: bool = False, here: bool = False) -> None:
-        """Count an approximation. `bound`: the figures become an upper bound. `here`: add the script's line."""
+        """Count an approximation.
+
+        `bound`: the figures become an upper bound. `here`: add the script's line.
+        """
         line = own_line() if here else ""  # "" if no line of the script is running
         text = f"{text}, at {line}" if line else text
         self.notes[text] += 1
@@ -83,10 +86,11 @@ class ValueTracker(IssuingTracker):
             self.inexact.add(text)
 
     def read(self, tensor: Tensor, *, shapes: bool = False) -> Any:
-        """Return a tensor's value; None if it is unknown. `shapes`: whether an output's shape depends on the value.
+        """Return a tensor's value; None if it is unknown.
 
-        The first read of a router's assumed choice adds a note. Outside of modules, a read adds no note unless
-        `shapes`: zerofit assumes that it is for a metric such as accuracy, and does not route tokens.
+        `shapes`: whether an output's shape depends on the value. The first read of a router's assumed choice adds a
+        note. Outside of modules, a read adds no note unless `shapes`: zerofit assumes that it is for a metric such as
+        accuracy, and does not route tokens.
         """
         if is_assumed(tensor) and not self.routed and (shapes or self._running):
             self.routed = True
@@ -247,7 +251,8 @@ class ValueTracker(IssuingTracker):
             return func(*known, **named)
 
     def _keep_choices(self, func: OpOverload, args: OpArguments, outs: list[FakeTensor]) -> bool:
-        """Store the experts that a router is assumed to choose. Return False if the op is not a router's."""
+        """Store the experts that a router is assumed to choose."""
+        # Return False if the op is not a router's.
         several = func is _TOP_K  # top-1 also finds predictions, outside of modules or in metrics
         routes = several or (func in _TOP_1 and bool(self._running) and torch.is_grad_enabled())
         if not routes or self._phase not in STEPS or known_value(args[0]) is not None:  # generation chooses tokens
@@ -274,7 +279,10 @@ class ValueTracker(IssuingTracker):
         return True
 
     def in_own_code(self) -> bool:
-        """Return False always. If a script's own module reads an unknown value, zerofit assumes one and adds a note."""
+        """Return False always.
+
+        If a script's own module reads an unknown value, zerofit assumes one and adds a note.
+        """
         return False
 
 

@@ -40,9 +40,10 @@ def on_host() -> Iterator[None]:
 
 
 def known_value(leaf: object) -> Any:
-    """Return the known value of a fake; None if unknown. Return real tensors and other objects unchanged.
+    """Return the known value of a fake; None if unknown.
 
-    Values share memory as the fakes do: an op in place on a view also changes the value of its base.
+    Return real tensors and other objects unchanged. Values share memory as the fakes do: an op in place on a view also
+    changes the value of its base.
     """
     if not isinstance(leaf, FakeTensor):
         return leaf
@@ -52,7 +53,10 @@ def known_value(leaf: object) -> Any:
 
 
 def keep(fake: FakeTensor, value: Tensor, *, assumed: bool = False) -> None:
-    """Store the value of a fake tensor. `assumed`: the value follows from an assumption about a router's choices."""
+    """Store the value of a fake tensor.
+
+    `assumed`: the value follows from an assumption about a router's choices.
+    """
     since = _unknown_writes(fake)
     fake.untyped_storage()._unknown_writes = since  # pyright: ignore[reportAttributeAccessIssue]
     vars(fake).update(_known=value, _assumed=assumed, _since=since)  # pyright: ignore[reportAttributeAccessIssue]
@@ -64,7 +68,7 @@ def _unknown_writes(fake: FakeTensor) -> int:
 
 
 def is_data(func: OpOverload, leaves: Sequence[Tensor], out: Tensor) -> bool:
-    """Return whether `out` only copies or compares data that the script has read on the host, such as images.
+    """Return whether `out` only copies or compares data that the script read on the host.
 
     `leaves`: the op's inputs, whose values are known. `out` must have at most as many elements as one of them. An op
     in place counts as a copy, so that the values of all views stay right.
@@ -101,7 +105,7 @@ def is_assumed(leaf: object) -> bool:
 
 
 def choices(several: bool, args: OpArguments, shape: Sequence[int], *, crowded: bool) -> Tensor | None:
-    """Return the experts that a router is assumed to choose by top-k (`several`), max or argmax of unknown scores.
+    """Return the experts that a router is assumed to choose from unknown scores.
 
     `args`: the op's arguments, first the scores (..., experts). `shape`: the result's shape. If `crowded`, every token
     chooses the first experts, otherwise all experts get the same number of tokens. Returns None if the shapes are not
@@ -118,7 +122,7 @@ def choices(several: bool, args: OpArguments, shape: Sequence[int], *, crowded: 
 
 
 def largest(value: object) -> object:
-    """Return real values for a fake of unknown values: all True for a mask, distinct and not 0 for other tensors."""
+    """Return real values for a fake: True for a mask; distinct and not 0 for other tensors."""
     if not isinstance(value, FakeTensor) or known_value(value) is not None:
         return value
     with on_host():
@@ -127,7 +131,7 @@ def largest(value: object) -> object:
 
 # `done = unknown | (length >= limit)` ends a loop of generation at its own limit only by this logic of three values.
 def decided(func: OpOverload, args: OpArguments, known: OpArguments) -> bool | None:
-    """Return True if all elements of an output are True or 1, False if all are False or 0, None if unknown.
+    """Return True if an output is all True or 1, False if all False or 0, None if unknown.
 
     `func`: an op in RULES.
 

@@ -1,4 +1,4 @@
-"""Simulate a trainer whose vLLM is a server on other GPUs, as TRL uses it with `vllm_mode="server"`.
+"""Simulate a trainer whose vLLM is a server on other GPUs (TRL's `vllm_mode="server"`).
 
 The server's memory is not simulated. On the trainer's GPUs, rank 0 copies the weights into buffers that it
 sends, so it needs more memory than the other ranks.
@@ -26,7 +26,10 @@ _TRAINERS = 'use GRPOTrainer or RLOOTrainer of TRL 1.16, or vllm_mode="colocate"
 
 
 def connect_server(meter: ScriptTracker, log: PhaseLog) -> None:
-    """Replace TRL's client, which would wait for a vLLM server. (trl/generation/vllm_generation.py)"""
+    """Replace TRL's client, which would wait for a vLLM server.
+
+    (trl/generation/vllm_generation.py)
+    """
     try:
         from trl.generation.vllm_client import VLLMClient  # pyright: ignore[reportMissingImports]
         from trl.generation.vllm_generation import VLLMGeneration  # pyright: ignore[reportMissingImports]
@@ -76,7 +79,10 @@ class ServerClient:
         }
 
     def update_named_params(self, metadata: object, named_params: Iterator[tuple[str, Tensor]]) -> None:
-        """Pack all weights into buffers, as vLLM's code does. It fills one buffer while it sends another."""
+        """Pack all weights into buffers, as vLLM's code does.
+
+        It fills one buffer while it sends another.
+        """
         begin(self._log, SYNC)
         sent: list[Tensor | None] = [None] * SENT_BUFFERS
         for slot in cycle(range(SENT_BUFFERS)):
@@ -91,7 +97,8 @@ class ServerClient:
 
 
 def _packed(weights: Iterator[tuple[str, Tensor]]) -> Tensor | None:
-    """Return the next weights in one buffer; None after the last. Gathered weights live until they are copied."""
+    """Return the next weights in one buffer; None after the last."""
+    # Gathered weights live until they are copied.
     found: list[Tensor] = []
     for _, weight in weights:
         found.append(weight.contiguous().view(torch.uint8).view(-1))

@@ -54,7 +54,10 @@ class SilentWriter:
 
 
 def saving(meter: ScriptTracker, savers: Mapping[str, tuple[str, ...]] = SAVERS) -> None:
-    """Skip pushes to the hub, and skip saves that need all ranks. (functions in SAVERS and OF_PACKAGES)"""
+    """Skip pushes to the hub, and skip saves that need all ranks.
+
+    (functions in SAVERS and OF_PACKAGES)
+    """
     for module, names in savers.items():
         if savers is OF_PACKAGES and module not in sys.modules:
             continue
@@ -68,7 +71,10 @@ def saving(meter: ScriptTracker, savers: Mapping[str, tuple[str, ...]] = SAVERS)
 
 
 def tracking() -> None:
-    """Send no metrics to a tracker, and write no event files. (torch.utils.tensorboard.SummaryWriter)"""
+    """Send no metrics to a tracker, and write no event files.
+
+    (torch.utils.tensorboard.SummaryWriter)
+    """
     os.environ |= TRACKERS_OFF
     for module in ("torch.utils.tensorboard", "tensorboardX"):
         try:
@@ -79,7 +85,10 @@ def tracking() -> None:
 
 
 class _Disabling:
-    """Disables W&B when the script imports it, even if the script sets mode="offline". (wandb.init)"""
+    """Disables W&B when the script imports it, even if the script sets mode="offline".
+
+    (wandb.init)
+    """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         if name != "wandb":
