@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -74,11 +74,11 @@ class GradientLog:
 
     def _noting(self, name: str, original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
-        def noted(optimizer: Any, *args: object, **kwargs: object) -> object:
+        def noted(optimizer: DeepSpeedZeroOptimizer, *args: object, **kwargs: object) -> object:
             begin, calls = len(self._ledger.events), self._calls.setdefault(optimizer, [])
             held, before = _in_buckets(optimizer), len(calls)
-            is_last: Any = optimizer.is_gradient_accumulation_boundary
-            is_last = is_last() if callable(is_last) else is_last  # an attribute up to DeepSpeed 0.18
+            boundary: object = optimizer.is_gradient_accumulation_boundary
+            is_last = bool(boundary() if callable(boundary) else boundary)  # an attribute up to DeepSpeed 0.18
             accumulates = optimizer.micro_step_id > 0 or not is_last
             result = original(optimizer, *args, **kwargs)
             end, left = len(self._ledger.events), set(_in_buckets(optimizer))
@@ -90,18 +90,20 @@ class GradientLog:
         return noted
 
 
-def _in_buckets(optimizer: Any) -> list[int]:
+def _in_buckets(optimizer: DeepSpeedZeroOptimizer) -> list[int]:
     """Return the indices of the parameters whose gradients wait in buckets.
 
     DeepSpeed up to 0.16 has a single bucket.
     """
-    if not hasattr(optimizer, "ipg_buckets"):
-        return [entry[-1] for entry in optimizer.params_in_ipg_bucket]
-    return [entry[-1] for bucket in optimizer.ipg_buckets.values() for entry in bucket.params]
+    if hasattr(optimizer, "ipg_buckets"):
+        entries = [entry for bucket in optimizer.ipg_buckets.values() for entry in bucket.params]
+    else:
+        entries = vars(optimizer)["params_in_ipg_bucket"]
+    return [cast("int", entry[-1]) for entry in entries]
 
 
 class _Group:
-    def __init__(self, optimizer: Any, number: int, ranks: int):
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer, number: int, ranks: int):
         members = optimizer.round_robin_bit16_groups[number]
         sharing = dist.get_world_size(optimizer.real_dp_process_group[number])
         self.size = int(optimizer.partition_size[number])  # a float up to DeepSpeed 0.19.6
@@ -136,7 +138,7 @@ class _Replay:
     Arrays have one element per rank.
     """
 
-    def __init__(self, optimizer: Any, ranks: Sequence[int], here: int, meter: AllocationTracker):
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer, ranks: Sequence[int], here: int, meter: AllocationTracker):
         self._optimizer, self._here, self._is_cpu = optimizer, here, meter.device == "cpu"
         self._groups = [_Group(optimizer, n, len(ranks)) for n in range(len(optimizer.round_robin_bit16_groups))]
         self._group_of = {number: group for group in self._groups for number in group.reached}

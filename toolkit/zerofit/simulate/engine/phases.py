@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from zerofit.simulate.record import RankPhase
 
@@ -84,13 +86,14 @@ class PhaseLog:
         self._current = None
 
 
-def announce_phases(engine: Any, begin: Callable[[str], None]) -> None:
+def announce_phases(engine: DeepSpeedEngine, begin: Callable[[str], None]) -> None:
     """Make an engine call `begin` with the name of each phase when the phase begins."""
-    if hasattr(engine, "_INSTRUCTION_MAP"):
-        engine._INSTRUCTION_MAP = {
+    if isinstance(engine, PipelineEngine):
+        announced = {
             kind: _announced(function, begin, INSTRUCTIONS[kind]) if kind in INSTRUCTIONS else function
             for kind, function in engine._INSTRUCTION_MAP.items()
         }
+        vars(engine)["_INSTRUCTION_MAP"] = announced  # of this engine only: the class has the original
         return
     for name in ("backward", "step"):
         setattr(engine, name, _announced(getattr(engine, name), begin, name))

@@ -80,7 +80,10 @@ def simulate(
             dist.init_process_group("fake", store=FakeStore(), rank=target.rank, world_size=world)
             deepspeed.init_distributed("fake")
             log, engine = _live(_without_files(target, folder), meter, say)
-            heavier = gradients.heavier_rank([engine], _alike(target))
+            # ranks with as many samples per micro batch do the same work; [] if all ranks have equally many
+            samples = target.job.batch.by_rank
+            alike = [rank for rank, size in enumerate(samples) if size == samples[target.rank]]
+            heavier = gradients.heavier_rank([engine], alike)
     except (UserError, ModelError):
         raise
     except RunFailed as error:  # real ranks would fail with the same error
@@ -89,12 +92,6 @@ def simulate(
         traceback.print_exc()
         raise UserError(_not_simulated(target, meter, error)) from error
     return record_of(meter, log, target.alloc_conf, heavier_rank=heavier)
-
-
-def _alike(target: SimulationTarget) -> list[int]:
-    """Return the ranks with as many samples per micro batch as the target rank."""
-    samples = target.job.batch.by_rank
-    return [rank for rank, size in enumerate(samples) if size == samples[target.rank]]
 
 
 def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Exception) -> Problem:
@@ -162,23 +159,19 @@ def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str
     log = PhaseLog(meter, begin)
     driver = start(job, target.rank, target.inputs, log, on_built=built)
     if isinstance(driver, PipelineTrainer):
-        _set_stage_input_shape(driver, target.inputs)
+        sizes = [_part_input(driver, target.inputs, part.start) for part in driver.parts]
+
+        def sent_by(stage: int) -> tuple[Sizes, bool]:
+            sent = sizes[stage > driver.coords.pp_rank]
+            return sent, len(sent) > 1
+
+        give_input(driver.engine, sent_by)
     drivers.append(driver)
     meter.learn_names(driver.engine.module)  # tensor parallelism has replaced linear layers
     samples = job.batch.most_of(driver.coords.dp_rank)
     train_steps(driver, empty_batches(job, target.inputs, samples), target.steps, log)
     tag_owned_storages(meter.tag, driver.engine)
     return log, driver.engine
-
-
-def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
-    found = [_part_input(driver, inputs, part.start) for part in driver.parts]
-
-    def sent_by(stage: int) -> tuple[Sizes, bool]:
-        sizes = found[stage > driver.coords.pp_rank]
-        return sizes, len(sizes) > 1
-
-    give_input(driver.engine, sent_by)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.memory.allocator import replay
 from zerofit.simulate.memory.categories import classify
 from zerofit.simulate.memory.host import highest, host_moments
-from zerofit.simulate.memory.ledger import Ledger, device_events, kind_peaks, timeline
+from zerofit.simulate.memory.ledger import device_events, kind_peaks, timeline
 from zerofit.simulate.memory.snapshot import AllocationOrigin
 from zerofit.simulate.ops.tracker import AllocationTracker
 from zerofit.simulate.record import CollectiveCalls, GroupUse, PhaseFlops, RankRecord, ScriptFacts
@@ -28,13 +28,18 @@ def record_of(
         storage.kind = storage.kind or classify(storage)
     moments = host_moments(ledger)
     events, settings = device_events(ledger), read_alloc_conf(alloc_conf)
+    origins = None
+    if meter.stacks is not None:
+        origins = tuple(
+            AllocationOrigin(s.kind or "", s.phase, s.step, s.module, s.op, s.stack) for s in ledger.storages
+        )
     return RankRecord(
         phases=log.done,
         peaks=kind_peaks(ledger),
         host=highest(moments),
         host_phases={phase: moment.total_bytes for phase, moment in moments.items()},
         host_moments=moments,
-        kept={kind: sum(one.bytes for one in meter.live_storages() if one.kind == kind) for kind in SAVED},
+        kept={kind: sum(s.bytes for s in meter.live_storages() if s.kind == kind) for kind in SAVED},
         nvme_bytes=sum(meter.files.values()),
         reserved_bytes=replay(events, settings=settings, host_ahead=False).peak_reserved_bytes,
         reserved_ahead_bytes=replay(events, settings=settings).peak_reserved_bytes,
@@ -46,15 +51,8 @@ def record_of(
         flops=[PhaseFlops(phase=phase, step=step, flops=n) for (phase, step), n in meter.flops.items()],
         timeline=timeline(ledger),
         events=events,
-        origins=_origins(ledger) if meter.stacks is not None else None,
+        origins=origins,
         convolution_bytes=meter.convolution_bytes,
         script=script,
         heavier_rank=heavier_rank,
-    )
-
-
-def _origins(ledger: Ledger) -> tuple[AllocationOrigin, ...]:
-    return tuple(
-        AllocationOrigin(storage.kind or "", storage.phase, storage.step, storage.module, storage.op, storage.stack)
-        for storage in ledger.storages
     )

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -144,10 +143,11 @@ def _fused_attention(
     On "cuda" there are two fused kernels (`_cuda_kernel`). With `enable_gqa`, the memory-efficient kernel gets keys and
     values that are repeated for every query head.
     """
-    narrow = query.shape[-1] == value.shape[-1]
+    equal_widths = query.shape[-1] == value.shape[-1]
     learned = attn_mask is not None and attn_mask.requires_grad
-    whole = dropout_p > 0.0 or learned or query.dim() != 4 or not narrow or _too_few_keys(query, key, enable_gqa)
-    if device == "cpu" and whole:
+    shares_keys = key.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa
+    unfused = dropout_p > 0.0 or learned or query.dim() != 4 or not equal_widths
+    if device == "cpu" and (unfused or (shares_keys and not _cpu_shares_keys())):
         return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if device == "cpu":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -191,14 +191,10 @@ def _cuda_kernel(
     return "math"
 
 
-def _too_few_keys(query: Tensor, key: Tensor, enable_gqa: bool) -> bool:
-    return key.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa and not _cpu_shares_keys()
-
-
 @cache
 def _cpu_shares_keys() -> bool:
     """Return whether torch's CPU kernel can broadcast the keys of one head. torch 2.11's cannot."""
-    choice: Any = vars(torch)["_fused_sdp_choice"]
+    choice = vars(torch)["_fused_sdp_choice"]
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         query, key = (torch.zeros(1, heads, 4, 8, device="cpu") for heads in (2, 1))
         return choice(query, key, key) != 0  # 0: attention by plain matrix multiplications
@@ -247,5 +243,5 @@ class _AllToAll(torch.autograd.Function):
         return torch.empty_like(sent)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: object, grad: Tensor) -> Tensor:
         return torch.empty_like(grad.contiguous())

@@ -160,21 +160,18 @@ def decided(
 
     If the extrapolation leaves open whether a rank fits, all of its layers are simulated.
     """
-    found = list(ranks)
-    ranked = [(n, one) for n, one in enumerate(ranks) if isinstance(one, SimulatedRank)]
-    doubtful = {n: one.target for n, one in ranked if _is_open(one, cluster)}
+    results, capacity = list(ranks), cluster.device.memory_bytes
+    doubtful: dict[int, SimulationTarget] = {}
+    for n, rank in enumerate(ranks):
+        if isinstance(rank, SimulatedRank) and rank.layers and not cluster.on_cpu:
+            others = sum(overhead.high_bytes for overhead in _beside(rank, cluster))
+            high = (1 + UNSURE) * rank.record.reserved_ahead_bytes + others
+            if rank.record.peaks[0].bytes < capacity < high:
+                doubtful[n] = rank.target
     exact = simulate_exactly([*doubtful.values()]) if doubtful else []
-    for n, one in zip(doubtful, exact, strict=True):
-        found[n] = one
-    return found
-
-
-def _is_open(simulated: SimulatedRank, cluster: Cluster) -> bool:
-    if not simulated.layers or cluster.on_cpu:
-        return False
-    record, there = simulated.record, cluster.device.memory_bytes
-    beside = sum(o.high_bytes for o in _beside(simulated, cluster))
-    return record.peaks[0].bytes < there < (1 + UNSURE) * record.reserved_ahead_bytes + beside
+    for n, rank in zip(doubtful, exact, strict=True):
+        results[n] = rank
+    return results
 
 
 def _verdict(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zerofit.spec.errors import Problems
 from zerofit.spec.foreign import Unreadable, parse_json, refused
@@ -53,7 +53,7 @@ def read_baseline(path: Path) -> dict[str, object]:
         return found
 
 
-def compare_with(base: dict[str, Any], now: Simulation, path: Path, allowed: float) -> BaselineComparison:
+def compare_with(base: dict[str, object], now: Simulation, path: Path, allowed: float) -> BaselineComparison:
     """Compare a simulation with an earlier one.
 
     Raises UserError if rank, world size or device differ.
@@ -64,15 +64,17 @@ def compare_with(base: dict[str, Any], now: Simulation, path: Path, allowed: flo
             message = f"{path} has {name.replace('_', ' ')} {base[name]}, but this simulation has {getattr(now, name)}"
             problems.add("baseline", message, "simulate both with the same setting", "--baseline")
     problems.raise_if_any()
-    added, lost = now.peak_bytes - base["peak_bytes"], bool(base["fits"]) and not now.fits
+    base_bytes = base["peak_bytes"]
+    assert isinstance(base_bytes, int)  # `read_baseline` refuses others
+    added, lost = now.peak_bytes - base_bytes, bool(base["fits"]) and not now.fits
     return BaselineComparison(
         baseline=str(path),
-        base_bytes=base["peak_bytes"],
+        base_bytes=base_bytes,
         added_bytes=added,
         allowed=allowed,
         no_longer_fits=lost,
-        exceeded=lost or added > allowed * base["peak_bytes"],
-        because=_sentence(now, added, base["peak_bytes"], lost),
+        exceeded=lost or added > allowed * base_bytes,
+        because=_sentence(now, added, base_bytes, lost),
     )
 
 

@@ -73,7 +73,14 @@ def sub_groups(few: SimulationTarget, more: SimulationTarget) -> Callable[[int],
     if layout.tp * layout.ep > 1:
         return lambda layers: []
     most, ranks = get(zero, "sub_group_size", SUB_GROUP), layout.dp * layout.sp
-    ones, twos = (_groups(target) for target in (few, more))
+    decay = bool(get(few.job.ds_config, "optimizer.params.weight_decay", True))
+    ones, twos = (
+        {
+            group["name"]: [parameter.numel() for parameter in group["params"]]
+            for group in parameter_groups(_rank_model(target).parameters(), decay)
+        }
+        for target in (few, more)
+    )
 
     def at(layers: int) -> list[int]:
         found = []
@@ -100,12 +107,6 @@ def _sub_groups(parts: list[int], most: int) -> Iterator[int]:
         if filled >= most or number == len(parts):
             yield filled
             filled = 0
-
-
-def _groups(target: SimulationTarget) -> dict[str, list[int]]:
-    decay = bool(get(target.job.ds_config, "optimizer.params.weight_decay", True))
-    groups = parameter_groups(_rank_model(target).parameters(), decay)
-    return {group["name"]: [parameter.numel() for parameter in group["params"]] for group in groups}
 
 
 def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int) -> int:

@@ -117,7 +117,8 @@ def simulate_all(targets: Sequence[Target], show: Callable[[str], None]) -> list
             _kill(folder)
             raise
         finally:
-            _release(server)
+            with _lock:
+                server.users -= 1
         died = -status if status and status < 0 else None
         return [_result(folder, n, died, short) for n in range(count)]
 
@@ -169,11 +170,6 @@ def _server() -> _Server:
             _running = _Server()
         _running.users += 1
         return _running
-
-
-def _release(server: _Server) -> None:
-    with _lock:
-        server.users -= 1
 
 
 def end_server() -> None:

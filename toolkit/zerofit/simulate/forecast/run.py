@@ -218,7 +218,11 @@ def _extrapolated(
 
     peaks = sorted(_peaks(few.peaks, more.peaks, line), key=lambda peak: -peak.bytes)
     if len(groups(total)) > len(groups(counts[0])):
-        peaks = _without_first_states(peaks)
+        # In the first step, stage 3 allocates the states sub-group by sub-group. The highest moment of this step
+        # depends on the size of the last sub-group, which is not linear in the layers. In every later step all states
+        # exist, so the first step's peak cannot be above theirs.
+        later = max((peak.bytes for peak in peaks if peak.phase == "step" and peak.step > 0), default=math.inf)
+        peaks = [peak for peak in peaks if peak.phase != "step" or peak.step > 0 or peak.bytes <= later]
     moments = _moments(few, more, line, groups_with(total))
     checked = _moments(few, more, back, groups_with(counts[0]))
     if moments is None or checked is None:
@@ -293,17 +297,6 @@ def _peaks(few: list[KindPeak], more: list[KindPeak], line: Line) -> list[KindPe
             parts = {kind: line(before.get(kind, 0), peak.breakdown.get(kind, 0)) for kind in kinds}
             found.append(replace(peak, breakdown=parts, bytes=sum(parts.values())))
     return found
-
-
-def _without_first_states(peaks: list[KindPeak]) -> list[KindPeak]:
-    """Leave out impossible peaks of the first optimizer step, which exceed those of later steps.
-
-    In the first step, stage 3 allocates the states sub-group by sub-group. The highest moment of this step depends on
-    the size of the last sub-group, which is not linear in the layers. In every later step all states exist, so a later
-    step's peak is at least as high as the first step's.
-    """
-    later = max((peak.bytes for peak in peaks if peak.phase == "step" and peak.step > 0), default=math.inf)
-    return [peak for peak in peaks if peak.phase != "step" or peak.step > 0 or peak.bytes <= later]
 
 
 def _phase(few: RankPhase, more: RankPhase, peaks: list[KindPeak], line: Line) -> RankPhase:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -216,7 +216,9 @@ def _of_accelerate(command: ScriptCommand, facts: ScriptFacts, target: ScriptTar
             "num_processes": target.world_size,
         }
         file.write_text(json.dumps(content))
-        changed = _with_file(command, str(file))
+        options = tuple(word for word in _options(command) if word not in _LAUNCHED_BY)
+        launcher_words = (*_with(options, "--config_file", str(file)), command.script, *command.arguments)
+        changed = replace(command, launcher="accelerate launch", launcher_words=launcher_words)
         for edits in ((), (CHECKPOINTS,)) if recomputes and name != "zero2.yaml" else ((),):
             words = f"accelerate launch --config_file {name}"
             words += " and model.gradient_checkpointing_enable()" if edits else ""
@@ -230,12 +232,6 @@ def _accelerate_file(command: ScriptCommand) -> dict[str, Any]:
     if not command.config_file:
         return {}
     return read_json(file) if file.suffix == ".json" else read_yaml(file)[0]
-
-
-def _with_file(command: ScriptCommand, file: str) -> ScriptCommand:
-    options = tuple(word for word in _options(command) if word not in _LAUNCHED_BY)
-    words = (*_with(options, "--config_file", file), command.script, *command.arguments)
-    return replace(command, launcher="accelerate launch", launcher_words=words)
 
 
 def _options(command: ScriptCommand) -> Words:
@@ -276,21 +272,17 @@ def _of_json(command: ScriptCommand, file: Path, stage: int, stages: range, fold
         target = folder / str(n) / file.name
         target.parent.mkdir()
         target.write_text(json.dumps(edited(written, values)))
-        changed = _everywhere(command, _replacing(str(file), str(target)))
+        # the script, the launcher or both may name the file
+        arguments, launcher_words = (
+            _replaced(words, str(file), str(target)) for words in (command.arguments, command.launcher_words)
+        )
+        changed = replace(command, arguments=arguments, launcher_words=launcher_words)
         found.append(ScriptKnob(change=f"{file.name}: {change}", command=changed))
     return found
 
 
-def _replacing(old: str, new: str) -> Callable[[Words], Words]:
-    def replaced(words: Words) -> Words:
-        return tuple(new if w == old else f"{w.removesuffix(old)}{new}" if w.endswith(f"={old}") else w for w in words)
-
-    return replaced
-
-
-def _everywhere(command: ScriptCommand, change: Callable[[Words], Words]) -> ScriptCommand:
-    launcher_words = change(command.launcher_words) if command.launcher_words else ()
-    return replace(command, arguments=change(command.arguments), launcher_words=launcher_words)
+def _replaced(words: Words, old: str, new: str) -> Words:
+    return tuple(new if w == old else f"{w.removesuffix(old)}{new}" if w.endswith(f"={old}") else w for w in words)
 
 
 def _with(words: Words, name: str, value: str) -> Words:

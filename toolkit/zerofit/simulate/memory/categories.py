@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.memory.ledger import Storage
@@ -46,16 +48,18 @@ def watch_gradient(tag: Tag, parameter: torch.Tensor) -> None:
         parameter.register_post_accumulate_grad_hook(lambda p: tag(p.grad, GRADIENTS))
 
 
-def tag_owned_storages(tag: Tag, engine: Any) -> None:
+def tag_owned_storages(tag: Tag, engine: DeepSpeedEngine) -> None:
     """Tag the storages that the model and the optimizer own now."""
-    for parameter in engine.module.parameters():
-        if hasattr(parameter, "ds_tensor"):
-            tag(parameter.ds_tensor, PARAMETERS)
-            tag(parameter, PARAMETERS if parameter.ds_persist else GATHERED)
+    model = cast("nn.Module", engine.module)
+    for parameter in model.parameters():
+        partition = getattr(parameter, "ds_tensor", None)
+        if partition is not None:
+            tag(partition, PARAMETERS)
+            tag(parameter, PARAMETERS if vars(parameter)["ds_persist"] else GATHERED)
         else:
             tag(parameter, PARAMETERS)
         tag(parameter.grad, GRADIENTS)
-    for buffer in engine.module.buffers():
+    for buffer in model.buffers():
         tag(buffer, PARAMETERS)
     for optimizer in optimizer_chain(engine.optimizer):
         for name, kind in OWNED_AS.items():

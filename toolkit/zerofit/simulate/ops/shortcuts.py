@@ -39,10 +39,15 @@ def run(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
     The output has the same shape, dtype and device in either case.
     """
     if (func.is_view or func is _UNSAFE_VIEW) and _is_unknown(args[0]):
-        return _view(func, args, kwargs)
+        base = args[0]
+        with in_kernel_invocation_manager(base.fake_mode):
+            views = func(*args, **kwargs)  # on meta tensors, without FakeTensorMode's checks
+        if isinstance(views, Tensor):
+            return new_fake(base.fake_mode, views, base.fake_device)
+        return [new_fake(base.fake_mode, view, base.fake_device) for view in views]
     if func.namespace == "c10d":
-        tensors: list[Any] = [value for value in leaves_of(args) if isinstance(value, Tensor)]
-        if tensors and all(map(_is_unknown, tensors)):
+        tensors = [value for value in leaves_of(args) if isinstance(value, FakeTensor)]
+        if tensors and all(_is_unknown(leaf) for leaf in leaves_of(args) if isinstance(leaf, Tensor)):
             with in_kernel_invocation_manager(tensors[0].fake_mode):
                 return func(*args, **kwargs)  # torch/distributed/_meta_registrations.py: its own arguments
     if func is _CAT and args[1:] in ((), (0,), (-1,)) and not kwargs and _are_rows_alike(list(args[0])):
@@ -66,15 +71,15 @@ def sharing_pieces(function: Callable[..., object], cut: str) -> Callable[..., o
     "__getitem__" with a slice.
     """
 
-    def run_sharing(*args: object, **kwargs: object) -> Any:
+    def run_sharing(*args: object, **kwargs: object) -> object:
         pieces: dict[tuple[int, int], Tensor] = {}
         original = getattr(Tensor, cut)
 
-        def piece(whole: Tensor, *where: Any) -> Tensor:
-            size = where[-1] if cut == "narrow" else len(range(*where[0].indices(len(whole))))
-            key = whole.untyped_storage()._cdata, size
+        def piece(tensor: Tensor, *where: Any) -> Tensor:  # (dimension, start, length), or a slice
+            size = where[-1] if cut == "narrow" else len(range(*where[0].indices(len(tensor))))
+            key = tensor.untyped_storage()._cdata, size
             if key not in pieces:
-                pieces[key] = original(whole, *where)
+                pieces[key] = original(tensor, *where)
             return pieces[key]
 
         with patch.object(Tensor, cut, piece):
@@ -87,20 +92,11 @@ def _is_unknown(value: object) -> bool:
     return type(value) is FakeTensor and value.constant is None
 
 
-def _view(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
-    whole = args[0]
-    with in_kernel_invocation_manager(whole.fake_mode):
-        made = func(*args, **kwargs)
-    if isinstance(made, Tensor):
-        return new_fake(whole.fake_mode, made, whole.fake_device)
-    return [new_fake(whole.fake_mode, one, whole.fake_device) for one in made]
-
-
 def _length(rows: list[Tensor]) -> int:
     return sum(map(len, rows))
 
 
-def _are_rows_alike(pieces: list[Any]) -> bool:
+def _are_rows_alike(pieces: list[FakeTensor]) -> bool:
     first = pieces[0]
     return all(
         _is_unknown(piece)

@@ -12,10 +12,10 @@ from functools import cache, partial
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
@@ -61,7 +61,7 @@ def colocated_vllm(meter: ScriptTracker, log: PhaseLog, target: ScriptTarget) ->
 
     connect = cache(partial(connect_server, meter, log))
 
-    def checked(self: Any) -> None:
+    def checked(self: TrainingArguments) -> None:
         original(self)
         if getattr(self, "use_vllm", False) and getattr(self, "vllm_mode", "server") == "server":
             connect()
@@ -197,7 +197,7 @@ class ColocatedEngine:
         return SimpleNamespace(prompt_token_ids=list(ids), outputs=[one] * (getattr(sampling, "n", None) or 1))
 
 
-def _settings(config: PreTrainedConfig, given: Mapping[str, Any]) -> EngineSettings:
+def _settings(config: PreTrainedConfig, given: Mapping[str, object]) -> EngineSettings:
     found = {name: given[name] for name in (*_NAMES, *_MORE) if given.get(name) is not None}
     if found.get("quantization") not in (None, *BITS):
         raise not_simulated(f"vLLM with quantization={found['quantization']}", f"use one of {', '.join(BITS)}")
@@ -210,7 +210,7 @@ def _settings(config: PreTrainedConfig, given: Mapping[str, Any]) -> EngineSetti
 
 def _parameters(config: PreTrainedConfig) -> int:
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        build: Any = kind._model_mapping.get(type(config), None)
+        build = cast("Callable[..., nn.Module] | None", kind._model_mapping.get(type(config), None))
         if build is not None:
             with _disable_current_modes(), torch.device("meta"):
                 return sum(parameter.numel() for parameter in build(config).parameters())

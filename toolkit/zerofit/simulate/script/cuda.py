@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
 
 import torch
+import torch.cuda.nccl
 
 from zerofit.simulate.fakes.autocast import autocast_as_cuda
 from zerofit.simulate.fakes.patches import replace_in
@@ -40,7 +40,7 @@ def cuda_module(meter: ScriptTracker, target: ScriptTarget) -> None:
 
     Otherwise it would look for a driver. (torch.cuda.*)
     """
-    cuda: Any = torch.cuda
+    cuda = torch.cuda
     memory, numbers = _memory(meter, target.device.memory_bytes), _random_states(target.gpus)
     for name, answer in {**_devices(target), **_streams(meter.streams), **memory, **numbers}.items():
         replace_in(cuda, name, answer)

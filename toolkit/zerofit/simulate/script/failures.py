@@ -84,7 +84,9 @@ def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) ->
 def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseException) -> tuple[str, str]:
     op, module = meter.last
     inside = f"module {module}" if module else "code outside of the model"
-    first = _TYPES.sub(r"torch.cuda.\1Tensor", first_lines(error)) or _raising_line(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    first = _TYPES.sub(r"torch.cuda.\1Tensor", first_lines(error))
+    first = first or f"{last.line} ({shown_path(last.filename)}:{last.lineno})"
     hint = "train it for a step instead, or rewrite it without reading the value (torch.where, masks)"
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return f"{op} in {inside}: the shape of the output depends on values that only a GPU computes", hint
@@ -93,17 +95,11 @@ def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseExcept
         return f"{meter.without_rule} in {inside} has no shape rule, so its output is unknown", hint
     place = f"{op} in {inside}" if op else inside
     if _is_of_zerofit(error):
-        last = traceback.extract_tb(error.__traceback__)[-1]
         raised = f"{type(error).__name__} in {shown_path(last.filename)}:{last.lineno}"
         hint = "this is a limit of the simulation: please report it, with the command"
         return f"zerofit cannot simulate this: {place} raised {raised}: {first}", hint
     hint = "it may be the script's own error: the simulation checks shapes and types as the real machine does"
     return f"{target.command.script} fails at {place}: {type(error).__name__}: {first}", hint
-
-
-def _raising_line(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{last.line} ({shown_path(last.filename)}:{last.lineno})"
 
 
 def _missing_from_hub(error: BaseException) -> str:

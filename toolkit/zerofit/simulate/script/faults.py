@@ -10,9 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import cast
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -59,14 +60,14 @@ class Script:
     peak_bytes: int
 
     @property
-    def engines(self) -> list[Any]:
+    def engines(self) -> list[DeepSpeedEngine]:
         """The engines that have an optimizer."""
         return [engine for engine in self.phases.engines if has_optimizer(engine)]
 
     @property
     def models(self) -> list[nn.Module]:
         """The models that are trained."""
-        return [engine.module for engine in self.engines] or self.phases.models
+        return [cast("nn.Module", engine.module) for engine in self.engines] or self.phases.models
 
     def is_worth(self, size: int) -> bool:
         """Return whether saving `size` bytes is worth a change of the script."""
@@ -155,19 +156,16 @@ def _second_copy(script: Script) -> Iterator[Found]:
             made[storage.own][storage.bytes] += 1
     for line, sizes in made.items():
         copies = [Counter({n * size: times for n, times in elements.items()}) for size in (2, 4)]
-        if any(_coverage(sizes, of) >= MOSTLY for of in (*copies, flat)) and script.is_worth(size := _total(sizes)):
-            yield line, size, ""
+        for weights in (*copies, flat):
+            large = Counter({size: times for size, times in weights.items() if size >= OWN_LINE_BYTES})
+            coverage = _total(sizes & large) / max(1, _total(large))
+            if coverage >= MOSTLY and script.is_worth(_total(sizes)):
+                yield line, _total(sizes), ""
+                break
 
 
 def _total(sizes: Counter[int]) -> int:
     return sum(size * times for size, times in sizes.items())
-
-
-def _coverage(sizes: Counter[int], of: Counter[int]) -> float:
-    """Return which share of `of` (size -> number of storages) is also in `sizes`."""
-    # Small storages do not count.
-    large = Counter({size: times for size, times in of.items() if size >= OWN_LINE_BYTES})
-    return _total(sizes & large) / max(1, _total(large))
 
 
 def _owned(script: Script) -> Iterator[Storage]:
@@ -195,7 +193,7 @@ def _frozen_states(script: Script) -> Iterator[Found]:
             yield script.log.engine_at, size, f"{still:,}"
 
 
-def _grouped(optimizer: Any) -> list[Any]:
+def _grouped(optimizer: object) -> list[nn.Parameter]:
     names = ("bit16_groups", "fp16_groups", "bf16_groups")
     groups = next((found for name in names if (found := getattr(optimizer, name, None))), [])
     return [p for p in tree_leaves(groups) if isinstance(p, nn.Parameter)]
@@ -267,7 +265,8 @@ def _experts(script: Script) -> Iterator[Found]:
     for engine in script.engines:
         if engine.zero_optimization_stage() != 3:
             continue
-        inside = {m for leaf in engine.module.modules() if z3_leaf_module(leaf) for m in leaf.modules()}
+        model = cast("nn.Module", engine.module)
+        inside = {m for leaf in model.modules() if z3_leaf_module(leaf) for m in leaf.modules()}
         for module in {type(module): module for module in script.log.chosen - inside}.values():
             yield script.log.experts[module] or script.log.engine_at, 0, type(module).__name__
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,9 +28,9 @@ class IssuingTracker(AllocationTracker):
         self._awaited = WeakIdKeyDictionary()
         self._works: list[Work] = []  # handles of the last collective, until its caller gets them
 
-    def _issued(self, kind: str, module: str | None = None, **more: Any) -> IssuedWork:
+    def _issued(self, kind: str, module: str | None = None) -> IssuedWork:
         stream, module = self.streams.current.number, self._module if module is None else module
-        return IssuedWork(kind, stream, self._phase, module, self.streams.now, **more)
+        return IssuedWork(kind, stream, self._phase, module, self.streams.now)
 
     def _note_kernel(self, func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> None:
         assert self.streams.issued is not None
@@ -43,10 +41,11 @@ class IssuingTracker(AllocationTracker):
         module, inside = self._call_site()[0] if backward else self._module, backward or bool(self._running)
         if copies and len(places) > 1:
             pinned = all(self.is_pinned(t) for t in tensors if t.device.type == "cpu")
-            work = self._issued(COPY, module, bytes=max(t.nbytes for t in tensors), pinned=pinned)
+            work = self._issued(COPY, module)._replace(bytes=max(t.nbytes for t in tensors), pinned=pinned)
         else:
             kind = KERNEL if self.device in places else ON_HOST
-            work = self._issued(kind, module, kernel=one_kernel(call_of(func, args, kwargs, out)), inside=inside)
+            kernel = one_kernel(call_of(func, args, kwargs, out))
+            work = self._issued(kind, module)._replace(kernel=kernel, inside=inside)
         self.streams.issued.items.append(work)
 
     def _note_sent(self, name: str, args: OpArguments, out: OpOutput) -> None:
@@ -61,7 +60,7 @@ class IssuingTracker(AllocationTracker):
         for handle in self._works or leaves_of(out):  # a functional collective returns no handle but its result
             self._awaited[handle] = number
         moved = max(map(bytes_of, (*args, out)), default=0)
-        self.streams.issued.send(self._issued(op, bytes=moved), ranks, [number])
+        self.streams.issued.send(self._issued(op)._replace(bytes=moved), ranks, [number])
 
     def wait_for(self, handle: object) -> None:
         """Record that the current stream waits for a collective.
@@ -75,7 +74,7 @@ class IssuingTracker(AllocationTracker):
     def note_hooks(self, parameters: int) -> None:
         """Record that ZeRO-3's hooks gather the parameters of a module."""
         if self.streams.issued is not None and parameters:
-            self.streams.issued.items.append(self._issued(HOOKS, count=parameters))
+            self.streams.issued.items.append(self._issued(HOOKS)._replace(count=parameters))
 
     def ran(self, name: str, args: object) -> None:
         """Record one of DeepSpeed's C++ ops that ran in place, e.g. Adam on device or host."""
@@ -84,5 +83,5 @@ class IssuingTracker(AllocationTracker):
             return
         size = sum(t.nbytes for t in tensors)
         moved = 7 * size // 4 if "adam" in name else 2 * size  # Adam reads 4 tensors and writes 3 (not the gradient)
-        kind = STEP if max(tensors, key=lambda one: one.nbytes).device.type == self.device else HOST_STEP
-        self.streams.issued.items.append(self._issued(kind, bytes=moved, inside=False))
+        kind = STEP if max(tensors, key=lambda t: t.nbytes).device.type == self.device else HOST_STEP
+        self.streams.issued.items.append(self._issued(kind)._replace(bytes=moved, inside=False))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofit.simulate.ops.costs import OpArguments
+from zerofit.simulate.ops.costs import OpArguments, OpOutput
 from zerofit.simulate.ops.tracker import collective_of
 from zerofit.simulate.script.values import known_value
 
@@ -18,7 +17,7 @@ COALESCED = ("allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce
 Result = tuple[Tensor, Tensor | None]  # a tensor that a collective writes, and its new value; None if it is unknown
 
 
-def alike(name: str, args: OpArguments) -> Any:
+def alike(name: str, args: OpArguments) -> OpOutput:
     """Return a functional collective's result on real tensors, as if all ranks had these values."""
     (op, group), given = collective_of(name, args), args[0]
     assert group is not None
@@ -78,7 +77,7 @@ def _repeated(value: Tensor, ranks: int) -> Tensor:
     return value.repeat(ranks, *[1] * (value.dim() - 1))
 
 
-def _part(value: Tensor, splits: Any, ranks: int, rank: int) -> Tensor:
+def _part(value: Tensor, splits: Sequence[int], ranks: int, rank: int) -> Tensor:
     """Return the rows of `value` that go to `rank`.
 
     `splits`: rows for each rank; [] for equal parts.

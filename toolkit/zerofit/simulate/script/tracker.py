@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class ScriptTracker(ValueTracker):
         # handle of a send or receive -> its tensors, which it keeps alive (WorkNCCL::outputs_)
         self._held = WeakIdKeyDictionary()
         self.capacity_bytes = math.inf  # of the device, until its memory is exceeded where the script expects this
-        self.received: Any = []  # weak references to the tensors of the last collective
+        self.received: object = []  # weak references to the tensors of the last collective, as it got them
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: OpArguments = (), kwargs: OpKeywords | None = None
@@ -154,7 +154,7 @@ class ScriptTracker(ValueTracker):
         Without an eager kernel, use the shape rule. If the script uses torch.compile, flex_attention is one kernel that
         stores no scores (torch/_inductor/kernel/flex).
         """
-        rules: Any = registered_hop_fake_fns  # its type names another kind of key
+        rules = cast("Mapping[object, Callable[..., object]]", registered_hop_fake_fns)  # typed with other keys
         run, shapes = op.py_kernels.get(DispatchKey.CompositeExplicitAutograd), rules.get(op)
         if shapes is not None and (run is None or (self.compiles and op in (flex_attention, flex_attention_backward))):
             run = shapes
@@ -237,14 +237,14 @@ class ScriptTracker(ValueTracker):
                 return args[0]
         if func in _INDEXED:
             args = (args[0], [number for i in args[1] for number in self._numbers(i)], *args[2:])
-        taken, named = args, kwargs
+        fake_args, fake_kwargs = args, kwargs
         if leaves and not any(isinstance(t, FakeTensor) for t in leaves):
             # with only real inputs FakeTensorMode would run `real.to(device)` (torch/_subclasses/fake_tensor.py)
-            taken, named = tree_map(lambda t: self.fakes.from_tensor(t) if is_real(t) else t, (args, kwargs))
-        keyed = disable_fake_tensor_cache(self.fakes) if func in _OF_STORAGES else nullcontext()
+            fake_args, fake_kwargs = tree_map(lambda t: self.fakes.from_tensor(t) if is_real(t) else t, (args, kwargs))
+        uncached = disable_fake_tensor_cache(self.fakes) if func in _OF_STORAGES else nullcontext()
         try:
-            with keyed:
-                out = shortcuts.run(func, taken, named)
+            with uncached:
+                out = shortcuts.run(func, fake_args, fake_kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             out = self._by_values(func, args, kwargs, leaves, error)
         except RuntimeError as error:

@@ -72,7 +72,7 @@ class ValueTracker(IssuingTracker):
         self.crowded = False  # whether all tokens choose the same experts; else all experts get as many tokens
         self.routed = False  # whether the script has read which tokens an expert gets
         self.unknown_objects = ""  # the last objects that only another rank knows, and the line that gets them
-        self.reduction: Any = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
+        self.reduction: object = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
 
     def note(self, text: str, *, bound: bool = False, here: bool = False) -> None:
         """Count an approximation.

@@ -39,6 +39,7 @@ def on_host() -> Iterator[None]:
         yield
 
 
+# `Any`: for a tensor the value is a tensor or None, for other objects it is the object
 def known_value(leaf: object) -> Any:
     """Return the known value of a fake; None if unknown.
 

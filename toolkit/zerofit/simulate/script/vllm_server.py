@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from zerofit.simulate.script.errors import not_simulated
 from zerofit.simulate.script.generation import GENERATION
 from zerofit.simulate.script.rollout_phases import SYNC, begin, end, plain_token
 from zerofit.simulate.script.tracker import ScriptTracker
+
+if TYPE_CHECKING:
+    from trl.generation.vllm_generation import VLLMGeneration  # pyright: ignore[reportMissingImports]
 
 _TRAINERS = 'use GRPOTrainer or RLOOTrainer of TRL 1.16, or vllm_mode="colocate"'
 
@@ -37,13 +40,13 @@ def connect_server(meter: ScriptTracker, log: PhaseLog) -> None:
         raise not_simulated('vllm_mode="server" of this trainer', _TRAINERS) from None
     original = VLLMGeneration._init_vllm
 
-    def connected(self: Any) -> None:
+    def connected(self: VLLMGeneration) -> None:
         if self.mode != "server":
             original(self)
             return
         if not self.accelerator.is_main_process:
             raise not_simulated('vllm_mode="server" on this rank', "use rank 0, which sends the weights")
-        self.vllm_client = ServerClient(meter, log, self.model.config)
+        vars(self)["vllm_client"] = ServerClient(meter, log, self.model.config)
 
     def refused(*_: object, **__: object) -> None:
         raise not_simulated('vllm_mode="server" of this trainer', _TRAINERS)
@@ -59,13 +62,13 @@ class ServerClient:
         self._log, self._token = log, plain_token(config)
         meter.note("vLLM's server runs on its own GPUs: zerofit plan MODEL --serve forecasts their memory")
 
-    def get_server_info(self) -> dict[str, Any]:
+    def get_server_info(self) -> dict[str, object]:
         """Return the part of the server's configuration that TRL reads."""
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int = 1, max_tokens: int = 16, logprobs: int | None = 0, **_: object
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return `n` completions of the maximum length for each prompt, in TRL's format."""
         begin(self._log, GENERATION)
         ids = [[self._token] * max_tokens for _ in range(n * len(prompts))]
@@ -86,7 +89,7 @@ class ServerClient:
         begin(self._log, SYNC)
         sent: list[Tensor | None] = [None] * SENT_BUFFERS
         for slot in cycle(range(SENT_BUFFERS)):
-            sent[slot] = None
+            sent[slot] = None  # vLLM frees a buffer before it fills the next one
             sent[slot] = _packed(named_params)
             if sent[slot] is None:
                 return
@@ -99,9 +102,9 @@ class ServerClient:
 def _packed(weights: Iterator[tuple[str, Tensor]]) -> Tensor | None:
     """Return the next weights in one buffer; None after the last."""
     # Gathered weights live until they are copied.
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     for _, weight in weights:
-        found.append(weight.contiguous().view(torch.uint8).view(-1))
-        if sum(part.numel() for part in found) > SENT_BYTES:
+        parts.append(weight.contiguous().view(torch.uint8).view(-1))
+        if sum(part.numel() for part in parts) > SENT_BYTES:
             break
-    return torch.cat(found) if found else None
+    return torch.cat(parts) if parts else None

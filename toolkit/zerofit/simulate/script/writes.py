@@ -8,7 +8,9 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from functools import reduce
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
@@ -61,12 +63,9 @@ def saving(meter: ScriptTracker, savers: Mapping[str, tuple[str, ...]] = SAVERS)
     for module, names in savers.items():
         if savers is OF_PACKAGES and module not in sys.modules:
             continue
-        owner_module = importlib.import_module(module)
         for name in names:
             *path, last = name.split(".")
-            owner: Any = owner_module
-            for part in path:
-                owner = getattr(owner, part)
+            owner = reduce(getattr, path, importlib.import_module(module))
             replace_in(owner, last, _left_out(meter, name))
 
 
@@ -90,7 +89,7 @@ class _Disabling:
     (wandb.init)
     """
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name != "wandb":
             return None
         sys.meta_path.remove(self)  # pyright: ignore[reportArgumentType] - it has what a finder needs
@@ -98,10 +97,10 @@ class _Disabling:
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def executed(module: Any) -> None:
+            def executed(module: ModuleType) -> None:
                 execute(module)
-                original = module.init
-                module.init = lambda *args, **kwargs: original(*args, **(kwargs | {"mode": "disabled"}))
+                original = vars(module)["init"]
+                vars(module)["init"] = lambda *args, **kwargs: original(*args, **(kwargs | {"mode": "disabled"}))
 
             replace_in(spec.loader, "exec_module", executed)
         return spec
